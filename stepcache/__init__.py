@@ -1,0 +1,58 @@
+"""Compile a training step once, keep it on every device, and know why it compiled.
+
+`step` is a drop-in for `jax.jit` over a cache of programs that can be asked why; a `Session` adds
+a mesh and the rules that place what a call brings.
+"""
+
+import os as _os
+
+from stepcache import jaxcompat as _jaxcompat
+from stepcache.errors import (
+    CarryError,
+    ForkedProcessError,
+    OptionError,
+    PlacementError,
+    RecompileError,
+    RecompileWarning,
+    SessionClosedError,
+    StepCacheError,
+    StepCacheWarning,
+    UnmatchedRuleWarning,
+)
+from stepcache.events import Change, Miss, StepStats, recorder
+from stepcache.programs.cache import CacheInfo, ProgramCache
+from stepcache.report import progress as _progress  # noqa: F401  (subscribes to the recorder)
+from stepcache.report.explanation import Explanation
+from stepcache.session import Session, current_session, no_recompile
+from stepcache.sharding import Rules
+from stepcache.step import Step, step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheInfo",
+    "CarryError",
+    "Change",
+    "Explanation",
+    "ForkedProcessError",
+    "Miss",
+    "OptionError",
+    "PlacementError",
+    "ProgramCache",
+    "RecompileError",
+    "RecompileWarning",
+    "Rules",
+    "Session",
+    "SessionClosedError",
+    "Step",
+    "StepCacheError",
+    "StepCacheWarning",
+    "StepStats",
+    "UnmatchedRuleWarning",
+    "current_session",
+    "no_recompile",
+    "recorder",
+    "step",
+]
+
+_jaxcompat.hide_frames(_os.path.dirname(_os.path.abspath(__file__)))

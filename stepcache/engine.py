@@ -1,0 +1,419 @@
+"""The engine: what happens when a call of a step enters Python.
+
+`Engine.run` reads top to bottom: the call's signature, its placement, its key, its program, the
+run. A call that the C++ dispatcher serves by itself never comes here.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import itertools
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from stepcache import jaxcompat
+from stepcache.errors import (
+    ForkedProcessError,
+    RecompileError,
+    RecompileWarning,
+    SessionClosedError,
+    UnmatchedRuleWarning,
+    warn,
+)
+from stepcache.events import Built, BuildFailed, Captured, Evicted, Miss, StageStarted, recorder
+from stepcache.programs import signature as signatures
+from stepcache.programs.build import NotHoldable, Program, Recipe, Stopwatch, build, trace
+from stepcache.programs.cache import Owner, ProgramCache
+from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
+from stepcache.programs.key import Key
+from stepcache.programs.ledger import Ledger
+from stepcache.programs.signature import Call, Leaf, Path, Unreadable
+from stepcache.sharding import Placed, Placer, mesh_identity
+
+recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "recompiles_forbidden", default=False
+)
+_build_ids = itertools.count(1)
+
+
+@dataclass(eq=False, slots=True)
+class Scope:
+    """What a session decides for the calls made in it.
+
+    Attributes:
+        placer: the mesh and the rules; None places nothing.
+        cache: where programs are kept.
+        on_miss: "compile", "warn" or "error".
+        count_hits: keep the C++ dispatcher out, so that every call is counted.
+        closed: no call may be made in it any more.
+        matched: rules that have matched a leaf so far, or that have been warned about.
+    """
+
+    placer: Placer | None
+    cache: ProgramCache
+    on_miss: str = "compile"
+    count_hits: bool = False
+    closed: bool = False
+    matched: set[int] = field(default_factory=set)
+
+    @property
+    def mesh(self):
+        return self.placer.mesh if self.placer else None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call with what it needs: read, placed and keyed.
+
+    Attributes:
+        call: as it came.
+        leaves: its leaves where the session places them.
+        placed: for each leaf, where it goes and why; None for one that stays where it is.
+        key: the key of its program.
+    """
+
+    call: Call
+    leaves: tuple[Leaf, ...]
+    placed: tuple[Placed | None, ...]
+    key: Key
+
+
+class Engine:
+    """Runs one step.
+
+    Args:
+        recipe: the step.
+        current_scope: gives the scope of the session in which a call is made.
+    """
+
+    def __init__(self, recipe: Recipe, current_scope):
+        self.recipe = recipe
+        self.ledger = Ledger(recipe.name)
+        self.dispatcher = Dispatcher(
+            recipe.fun, recipe.name, self.run, recipe.parameters.roles
+        )
+        self.scope = current_scope
+        self._owner = Owner(self._evicted)
+        self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
+        weakref.finalize(self, _release, self._caches, weakref.ref(self._owner))
+
+    # ---- a call ------------------------------------------------------------------------------
+
+    def run(self, *args, **kwargs) -> tuple[Any, Any]:
+        """Serves a call that the C++ dispatcher could not serve.
+
+        Returns:
+            The outputs, and what the dispatcher needs to serve the next such call by itself.
+        """
+        started = time.perf_counter()
+        if jaxcompat.is_tracing() or jaxcompat.must_delegate():
+            return self._delegate(args, kwargs)
+        scope = self._open_scope()
+        try:
+            request = self.request(scope, args, kwargs)
+        except Unreadable:
+            return self._delegate(args, kwargs)
+        program = scope.cache.get(request.key, self._owner)
+        if program is not None:
+            self.ledger.count(hits=1)
+        else:
+            try:
+                program = self._obtain(scope, request, started, explicit=False)
+            except NotHoldable:
+                return self._delegate(args, kwargs)
+        outputs, fast_path = self._execute(program, request.call)
+        return outputs, None if scope.count_hits else fast_path
+
+    def warm(self, args: tuple, kwargs: dict) -> None:
+        """Builds the program of a call without running it."""
+        started = time.perf_counter()
+        scope = self._open_scope()
+        try:
+            request = self.request(scope, args, kwargs)
+        except Unreadable:
+            self.trace(args, kwargs)  # JAX says what is wrong with the call.
+            raise
+        if scope.cache.get(request.key, self._owner) is None:
+            self._obtain(scope, request, started, explicit=True)
+
+    def trace(self, args: tuple, kwargs: dict) -> Any:
+        """The `jax.stages.Traced` of the program that a call needs."""
+        scope = self.scope()
+        if jaxcompat.is_tracing() or (scope.placer is None and not self.recipe.parameters.carry):
+            return self.recipe.jitted.trace(*args, **kwargs)
+        try:
+            request = self.request(scope, args, kwargs)
+        except Unreadable:
+            return self.recipe.jitted.trace(*args, **kwargs)
+        return trace(self.recipe, request.call, request.leaves, scope.mesh)
+
+    def _delegate(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        self.ledger.count(delegated=1)
+        return self.recipe.jitted(*args, **kwargs), None
+
+    def _open_scope(self) -> Scope:
+        if forked_with_jax_running():
+            raise ForkedProcessError(
+                f"{self.recipe.name} was called in a forked process, but JAX was already running "
+                "in its parent, and its threads do not survive a fork",
+                hint='start workers with multiprocessing.get_context("spawn"), or fork before the '
+                "first use of JAX",
+            )
+        scope = self.scope()
+        self._check_open(scope)
+        return scope
+
+    def _check_open(self, scope: Scope) -> None:
+        if scope.closed:
+            raise SessionClosedError(
+                f"{self.recipe.name} was called in a session that has been closed",
+                hint="close a session after its last step, or make a new one",
+            )
+
+    # ---- signature, placement, key -----------------------------------------------------------
+
+    def request(self, scope: Scope, args: tuple, kwargs: dict) -> Request:
+        """Reads, places and keys a call. Traces nothing and moves nothing.
+
+        Raises:
+            Unreadable: only JAX can judge the call.
+            PlacementError: a leaf cannot be placed as asked.
+        """
+        call = signatures.read(self.recipe.parameters, args, kwargs)
+        leaves, placed = self._place(scope, call)
+        placed_call = call.with_signature_leaves(leaves)
+        key = Key(
+            self.recipe.fingerprint,
+            placed_call.signature,
+            mesh_identity(scope.mesh),
+            self.recipe.key_options,
+            jaxcompat.environment(),
+        )
+        return Request(call, leaves, placed, key)
+
+    def _place(self, scope: Scope, call: Call) -> tuple[tuple[Leaf, ...], tuple]:
+        leaves = list(call.signature.leaves)
+        by_user = self._user_shardings(call, scope)
+        for index, sharding in enumerate(by_user):
+            leaf = leaves[index]
+            if isinstance(sharding, Sharding) and _already_at(leaf, sharding):
+                leaves[index] = leaf._replace(sharding=None)
+        placed: list[Placed | None] = [None] * len(leaves)
+        if scope.placer is None:
+            return tuple(leaves), tuple(placed)
+        paths: list[Path] | None = None
+        for index, leaf in enumerate(leaves):
+            if leaf.sharding is None and by_user[index] is None:
+                paths = paths or call.paths()
+                argument, _, slashed = paths[index]
+                carried = argument in self.recipe.parameters.carry
+                placed[index] = at = scope.placer.place(slashed, leaf.shape, carried=carried)
+                leaves[index] = leaf._replace(sharding=at.sharding)
+        return tuple(leaves), tuple(placed)
+
+    def _user_shardings(self, call: Call, scope: Scope) -> list[Any]:
+        """For each leaf what the step's own `in_shardings`, `device` or `backend` ask of it."""
+        options = self.recipe.options
+        if options.get("device") or options.get("backend"):
+            return ["device"] * len(call.leaves)
+        if options.get("in_shardings") is None:
+            return [None] * len(call.leaves)
+        wanted = options["in_shardings"]
+        mesh = scope.mesh
+
+        def resolve(entry):
+            if isinstance(entry, PartitionSpec) and mesh is not None:
+                entry = NamedSharding(mesh, entry)
+            return _Boxed(entry)
+
+        boxed = jax.tree_util.tree_map(
+            resolve, tuple(wanted) if isinstance(wanted, list) else wanted, is_leaf=_is_none
+        )
+        try:
+            spread = jax.tree_util.tree_broadcast(boxed, call.args, is_leaf=_is_boxed)
+        except ValueError:  # The trees do not fit: JAX will say so.
+            raise Unreadable from None
+        found = jax.tree_util.tree_leaves(spread, is_leaf=_is_boxed)
+        return [box.value for box in found]
+
+    # ---- programs ----------------------------------------------------------------------------
+
+    def why(self, request: Request) -> Miss:
+        """Why a call that finds no program finds none."""
+        return self.ledger.why(request.key, request.call.paths)
+
+    def _obtain(
+        self, scope: Scope, request: Request, started: float, *, explicit: bool
+    ) -> Program:
+        """The program of a call that missed: built here, or by another thread meanwhile."""
+        miss = self.why(request)
+        if not explicit:
+            self._judge(scope, miss)
+        self._caches.add(scope.cache)
+        program, built = scope.cache.get_or_build(
+            request.key, self._owner, lambda: self._build(scope, request, miss, started)
+        )
+        self._check_open(scope)
+        if not built:
+            self.ledger.count(hits=1)
+        return program
+
+    def _judge(self, scope: Scope, miss: Miss) -> None:
+        if recompiles_forbidden.get() or scope.on_miss == "error":
+            where = "no_recompile()" if recompiles_forbidden.get() else 'on_miss="error"'
+            raise RecompileError(
+                f"{where} forbids the program that this call needs\n{miss}",
+                miss,
+                hint="call step.warm(...) for every signature beforehand, or keep to known ones",
+            )
+        if scope.on_miss == "warn" and miss.number > 1:
+            warn(str(miss), RecompileWarning)
+
+    def _build(self, scope: Scope, request: Request, miss: Miss, started: float) -> Program:
+        build_id = next(_build_ids)
+        name = self.recipe.name
+        stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
+        try:
+            program = build(
+                self.recipe, request.key, request.call, request.leaves, scope.mesh, stopwatch
+            )
+        except BaseException as error:
+            recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
+            raise
+        advice = (*miss.advice, *map(_advise_on_capture, program.captured))
+        miss = dataclasses.replace(miss, advice=advice)
+        self.ledger.add(request.key, request.call.paths(), miss)
+        self._warn_of_unmatched_rules(scope, request)
+        stages = (program.trace_seconds, program.lower_seconds, program.compile_seconds)
+        own_seconds = time.perf_counter() - started - sum(stages)
+        self.ledger.count(
+            misses=1,
+            traces=1,
+            lowers=1,
+            compiles=1,
+            trace_seconds=program.trace_seconds,
+            lower_seconds=program.lower_seconds,
+            compile_seconds=program.compile_seconds,
+            own_seconds=own_seconds,
+        )
+        recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
+        return program
+
+    def _warn_of_unmatched_rules(self, scope: Scope, request: Request) -> None:
+        """Warns, once a rule, where a step that has state, or that any rule matches, is built."""
+        if scope.placer is None:
+            return
+        rules = scope.placer.rules
+        unseen = set(range(len(rules))) - scope.matched
+        if not unseen:
+            return
+        found = {rules.match(path.slashed) for path in request.call.paths()} - {None}
+        scope.matched |= found
+        if found or self.recipe.parameters.carry:
+            for index in sorted(unseen - found):
+                scope.matched.add(index)
+                warn(
+                    f"rule {rules.rules[index][0]!r} of the session matches no leaf of "
+                    f"{self.recipe.name}, nor of any step before it; paths look like "
+                    f"{_examples(request.call.paths())}",
+                    UnmatchedRuleWarning,
+    warn,
+                    stacklevel=2,
+                )
+
+    # ---- execution ---------------------------------------------------------------------------
+
+    def _execute(self, program: Program, call: Call) -> tuple[Any, Any]:
+        try:
+            return program.run(call.leaves, call.args, call.kwargs)
+        except jaxcompat.FloatingPointCheckError as error:
+            jaxcompat.explain_floating_point_error(error, self.recipe.fun, *call.given)
+            raise
+        except (RuntimeError, ValueError) as error:
+            _note_deleted(error, call)
+            raise
+
+    # ---- what is held ------------------------------------------------------------------------
+
+    def _evicted(self, program: Program) -> None:
+        self.dispatcher.clear()
+        jaxcompat.forget_traces(self.recipe.jitted, self.recipe.fun)
+        self.ledger.gone(program.key, "evicted")
+        self.ledger.count(evictions=1)
+        recorder.emit(Evicted(self.recipe.name, "made room in memory"))
+
+    def clear(self) -> None:
+        """Drops all programs of the step, and JAX's traces of its function."""
+        for cache in list(self._caches):
+            cache.release(weakref.ref(self._owner))
+        self.dispatcher.clear()
+        self.recipe.jitted.clear_cache()
+        self.ledger.all_gone("cleared")
+
+    def programs(self) -> int:
+        """How many programs of the step are held."""
+        return sum(cache.programs_of(self._owner) for cache in list(self._caches))
+
+
+class _Boxed:
+    """A sharding as an opaque leaf, so that None and prefixes survive tree operations."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _is_boxed(x: Any) -> bool:
+    return isinstance(x, _Boxed)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _already_at(leaf: Leaf, sharding: Sharding) -> bool:
+    return (
+        leaf.sharding is not None
+        and leaf.sharding.memory_kind == sharding.memory_kind
+        and leaf.sharding.is_equivalent_to(sharding, len(leaf.shape))
+    )
+
+
+def _advise_on_capture(captured: Captured) -> str:
+    return (
+        f"{captured.name}, {captured.type}, is captured by closure: {captured.size_bytes / 1e6:.1f} "
+        "MB inside the program; pass it as an argument"
+    )
+
+
+def _release(caches: weakref.WeakSet[ProgramCache], owner: weakref.ref) -> None:
+    for cache in list(caches):
+        cache.release(owner)
+
+
+def _examples(paths: Sequence[Path]) -> str:
+    return ", ".join(path.slashed for path in paths[:3]) + (", …" if len(paths) > 3 else "")
+
+
+def _note_deleted(error: Exception, call: Call) -> None:
+    """Names the argument that JAX's "has been deleted" is about."""
+    deleted = [
+        path.text
+        for value, path in zip(call.leaves, call.paths(), strict=True)
+        if isinstance(value, jax.Array) and value.is_deleted()
+    ]
+    if deleted:
+        named = ", ".join(deleted[:3]) + (", …" if len(deleted) > 3 else "")
+        error.add_note(
+            f"stepcache: {named} was donated to an earlier call (a carry always is); use the array "
+            "that the call returned in its place"
+        )
+

@@ -1,0 +1,97 @@
+"""The error tree. Every error says what happened, where, expected and got, and what to try."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+
+class StepCacheError(Exception):
+    """Base class of all errors that stepcache itself raises.
+
+    Errors that JAX raises are never wrapped: they reach the caller as JAX raised them.
+
+    Args:
+        what: one sentence that says what happened.
+        where: the argument path, option or variable it is about.
+        expected: what would have been accepted.
+        got: what was found instead.
+        hint: what to try.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+        hint: str | None = None,
+    ):
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.hint = hint
+        rows = [("at", where), ("expected", expected), ("got", got), ("try", hint)]
+        lines = [what, *(f"  {label}: {text}" for label, text in rows if text is not None)]
+        super().__init__("\n".join(lines))
+
+
+class OptionError(StepCacheError, TypeError):
+    """An option of `step`, `Session`, `Rules` or `ProgramCache` is unknown or makes no sense."""
+
+
+class PlacementError(StepCacheError, ValueError):
+    """A leaf cannot be placed on the session's mesh as its rule, or the data axis, asks."""
+
+
+class CarryError(StepCacheError, TypeError):
+    """The step's first output does not have the tree, shapes and dtypes of its carry."""
+
+
+class RecompileError(StepCacheError, RuntimeError):
+    """A call needed a new program where none was allowed to be built.
+
+    Attributes:
+        miss: the `Miss` that says which part of the key changed.
+    """
+
+    def __init__(self, what: str, miss, **details):
+        super().__init__(what, **details)
+        self.miss = miss
+
+
+class SessionClosedError(StepCacheError, RuntimeError):
+    """A step was called in a session that has been closed."""
+
+
+class ForkedProcessError(StepCacheError, RuntimeError):
+    """A step was called in a process forked from one where JAX was already running."""
+
+
+class StepCacheWarning(UserWarning):
+    """Base class of the warnings that stepcache gives."""
+
+
+class RecompileWarning(StepCacheWarning):
+    """A call built a new program in a session with `on_miss="warn"`."""
+
+
+class UnmatchedRuleWarning(StepCacheWarning):
+    """A rule of a session matched no leaf of a step that it was expected to place."""
+
+
+_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+_HIDDEN_DIRECTORIES = (_OWN_DIRECTORY, f"{os.sep}jax{os.sep}", f"{os.sep}jaxlib{os.sep}")
+
+
+def warn(message: str, category: type[StepCacheWarning]) -> None:
+    """Warns at the line of the caller's own code, past our frames and JAX's."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and any(
+        directory in frame.f_code.co_filename for directory in _HIDDEN_DIRECTORIES
+    ):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

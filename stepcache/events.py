@@ -1,0 +1,239 @@
+"""Frozen records of what happened, and the one place that receives them.
+
+Sizes are in bytes and times in seconds, and the names say so. Nothing here decides anything: the
+engine emits records, the recorder keeps the latest, hands them to subscribers and mirrors them to
+`jax.monitoring`, so that dashboards which listen there see stepcache without being told.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import jax.monitoring
+
+_log = logging.getLogger("stepcache")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One part of a key that differs between a known program and a call.
+
+    Attributes:
+        part: which part of the key: "argument", "tree", "static", "mesh", "config" or "options".
+        path: the argument path (`batch['tokens']`), or the name of the setting.
+        before: what the known program was built for.
+        after: what the call brought.
+        note: what exactly differs, such as "axis 0", in words.
+        kinds: the same for programs: of "shape", "dtype", "weak_type", "committed", "sharding",
+            "layout".
+        sizes: (axis, size before, size after) of each axis that differs.
+    """
+
+    part: str
+    path: str
+    before: str
+    after: str
+    note: str = ""
+    kinds: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int, int], ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {self.before} → {self.after}"
+        return f"{text} ({self.note})" if self.note else text
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why a call found no program.
+
+    Attributes:
+        step: the name of the step.
+        number: 1 for the first miss of this step.
+        reason: "first call", "changed", "evicted" (it was built before and made room for others),
+            "cleared" (`clear_cache`), or "new session" (known, but to another session's cache).
+        changes: what differs from the nearest signature known to this step.
+        advice: what to try.
+    """
+
+    step: str
+    number: int
+    reason: str
+    changes: tuple[Change, ...] = ()
+    advice: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        reasons = {
+            "first call": "no program yet: this is its first call",
+            "changed": "the call differs from every known program; from the nearest in",
+            "evicted": "the program was built before and has been evicted",
+            "cleared": "the program was built before and the cache has been cleared",
+            "new session": "the program is known, but not to this session's program cache",
+        }
+        lines = [f"{self.step}, miss {self.number}: {reasons[self.reason]}"]
+        lines += [f"  {change}" for change in self.changes[:_MAX_CHANGES_SHOWN]]
+        if len(self.changes) > _MAX_CHANGES_SHOWN:
+            lines.append(f"  … and {len(self.changes) - _MAX_CHANGES_SHOWN} more changes")
+        lines += [f"  hint: {text}" for text in self.advice]
+        return "\n".join(lines)
+
+
+_MAX_CHANGES_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """An array that a step captured by closure, so that it became part of the program."""
+
+    name: str
+    type: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageStarted:
+    """A build entered a stage: "trace", "lower" or "compile"."""
+
+    step: str
+    build_id: int
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A program was built.
+
+    Attributes:
+        own_seconds: what stepcache itself took of the call, everything but JAX's trace, lower and
+            compile and the run of the program.
+    """
+
+    step: str
+    build_id: int
+    miss: Miss
+    trace_seconds: float
+    lower_seconds: float
+    compile_seconds: float
+    own_seconds: float
+    captured: tuple[Captured, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BuildFailed:
+    """A build raised; nothing was cached."""
+
+    step: str
+    build_id: int
+    stage: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A program left the memory tier to make room."""
+
+    step: str
+    why: str
+
+
+Event = StageStarted | Built | BuildFailed | Evicted
+Subscriber = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one step has cost so far, over all sessions.
+
+    Attributes:
+        misses: calls for which no program was found.
+        traces: times the user's function was traced for a program.
+        lowers: times a trace was lowered.
+        compiles: times a lowered module was handed to the compiler.
+        evictions: programs of this step that made room for others.
+        hits: calls that found their program *and entered Python*. JAX's C++ dispatcher serves hits
+            without Python, which are not counted; `Session(count_hits=True)` counts them all.
+        delegated: calls handed to `jax.jit` as they were: under another trace, or with arguments
+            (mutable references and the like) that a cached program cannot hold.
+        trace_seconds: time in JAX's tracing.
+        lower_seconds: time in JAX's lowering.
+        compile_seconds: time in XLA.
+        own_seconds: stepcache's own share of all misses.
+        programs: programs of this step that are held now.
+    """
+
+    misses: int = 0
+    traces: int = 0
+    lowers: int = 0
+    compiles: int = 0
+    evictions: int = 0
+    hits: int = 0
+    delegated: int = 0
+    trace_seconds: float = 0.0
+    lower_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    own_seconds: float = 0.0
+    programs: int = 0
+
+
+RecordedEvent = TypeVar("RecordedEvent", bound=Event)
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Keeps the latest events and passes each on to the subscribers and to `jax.monitoring`.
+
+    A subscriber that raises is logged and does not disturb the step.
+    """
+
+    capacity: int = 1024
+    _events: collections.deque[Event] = field(init=False)
+    _subscribers: tuple[Subscriber, ...] = field(default=(), init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self):
+        self._events = collections.deque(maxlen=self.capacity)
+
+    def emit(self, event: Event) -> None:
+        self._events.append(event)
+        _mirror(event)
+        for subscriber in self._subscribers:
+            try:
+                subscriber(event)
+            except Exception:
+                _log.exception("a subscriber of stepcache's events raised on %r", event)
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Calls `subscriber` with every event from now on; returns the function that ends it."""
+        with self._lock:
+            self._subscribers = (*self._subscribers, subscriber)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._subscribers = tuple(s for s in self._subscribers if s is not subscriber)
+
+        return unsubscribe
+
+    def recent(self, kind: type[RecordedEvent]) -> list[RecordedEvent]:
+        """The kept events of one kind, oldest first."""
+        return [event for event in list(self._events) if isinstance(event, kind)]
+
+
+def _mirror(event: Event) -> None:
+    match event:
+        case Built():
+            jax.monitoring.record_event("/stepcache/miss", step=event.step)
+            for stage in ("trace", "lower", "compile", "own"):
+                seconds = getattr(event, f"{stage}_seconds")
+                name = f"/stepcache/{stage}_duration"
+                jax.monitoring.record_event_duration_secs(name, seconds, step=event.step)
+        case BuildFailed():
+            jax.monitoring.record_event("/stepcache/build_failed", step=event.step)
+        case Evicted():
+            jax.monitoring.record_event("/stepcache/eviction", step=event.step)
+
+
+recorder = Recorder()

@@ -1,0 +1,454 @@
+"""Everything that depends on JAX's private names, and on which version of JAX is installed.
+
+No other file of the package touches `jax._src`, `jaxlib` internals, `jax.extend` or
+`jax.experimental`. Each function here has a public-API fallback, used where a private name is gone
+(one warning says so) or where `STEPCACHE_DISPATCH=public` asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core
+from jax.extend.core import get_opaque_trace_state, jaxprs_in_params
+
+from stepcache.errors import StepCacheWarning
+
+# Bound once, so that a program which replaces `jax.jit` cannot make a step call itself.
+jit = jax.jit
+Tracer = jax.core.Tracer
+
+try:
+    from jax._src import api_util, core, dispatch, pjit, traceback_util, tree_util, util
+    from jax._src import config as jax_config
+    from jax._src import mesh as mesh_lib
+    from jax._src.interpreters import partial_eval, pxla
+    from jax._src.lib import _jax
+
+    _PRIVATE_NAMES = (
+        (_jax, "pjit", "PjitFunctionCache"),
+        (pjit, "_get_fastpath_data", "_infer_params_cached"),
+        (pxla, "JitGlobalCppCacheKeys", "cc_shard_arg", "ExecuteReplicated"),
+        (partial_eval, "trace_to_jaxpr"),
+        (jax_config, "trace_context", "trace_context_names", "config"),
+        (core, "trace_state_clean", "shaped_abstractify", "check_eval_args"),
+        (traceback_util, "api_boundary", "register_exclusion"),
+        (tree_util, "dispatch_registry", "equality_errors_pytreedef"),
+        (mesh_lib, "get_concrete_mesh"),
+        (dispatch, "check_arg"),
+        (util, "test_event"),
+        (api_util, "maybe_recursive_nan_check", "InternalFloatingPointError"),
+    )
+    _gone = [
+        f"{module.__name__}.{name}"
+        for module, *names in _PRIVATE_NAMES
+        for name in names
+        if not hasattr(module, name)
+    ]
+except ImportError as import_error:
+    _gone = [str(import_error)]
+
+if _gone:
+    warnings.warn(
+        f"jax {jax.__version__} lacks {', '.join(_gone)}: stepcache falls back to JAX's public "
+        "API, where a call costs more",
+        StepCacheWarning,
+        stacklevel=2,
+    )
+
+PRIVATE_API = not _gone and os.environ.get("STEPCACHE_DISPATCH", "cpp") != "public"
+
+
+# ---- contexts: values that are part of JAX's own tracing and dispatch keys --------------------
+
+
+class ContextToken:
+    """A value of one of our contexts in JAX's keys. Compared by identity."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Settings(ContextToken):
+    """The values of the watched settings, compared by value."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: tuple[Hashable, ...]):
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Settings) and self.values == other.values
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
+
+session_context = jax.make_user_context(None)
+_settings_context = jax.make_user_context(None)
+
+# Settings that change what a program does or how it is compiled, but that JAX leaves out of its
+# dispatcher's key: without our help a hit would go on serving the program of the old setting.
+_WATCHED = (
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_enable_checks",
+    "jax_default_prng_impl",
+    "jax_enable_custom_prng",
+    "jax_legacy_prng_key",
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_level",
+    "jax_memory_fitting_effort",
+    "jax_compiler_enable_remat_pass",
+    "jax_disable_bwd_checks",
+    "jax_refs_to_pins",
+    "jax_bcoo_cusparse_lowering",
+    "jax_ragged_dot_use_ragged_dot_instruction",
+    "jax_use_magma",
+    "jax_mosaic_allow_hlo",
+    "jax_pallas_poison_buffers",
+)
+# Read one by one where the trace context's own list is out of reach.
+_TRACE_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_device",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+    "jax_random_seed_offset",
+    "jax_use_shardy_partitioner",
+    "jax_softmax_custom_jvp",
+    "jax_debug_key_reuse",
+)
+
+
+def _watched_values() -> tuple[tuple[str, Hashable], ...]:
+    return tuple(
+        (name, getattr(jax.config, name)) for name in _WATCHED if hasattr(jax.config, name)
+    )
+
+
+def _watch_settings() -> None:
+    """Puts the watched settings into JAX's dispatch key, by a hook on each that says it changed."""
+    defaults = _watched_values()
+
+    def refresh_global(*_) -> None:
+        values = _watched_values()
+        _settings_context.set_global(None if values == defaults else _Settings(values))
+
+    def refresh_local(*_) -> None:
+        values = _watched_values()
+        _settings_context._obj.set_local(None if values == defaults else _Settings(values))
+
+    def then(first: Callable | None, second: Callable) -> Callable:
+        def hook(value):
+            if first is not None:
+                first(value)
+            second(value)
+
+        return hook
+
+    holders = jax_config.config._value_holders
+    for name in _WATCHED:
+        holder = holders.get(name)
+        if hasattr(holder, "_update_thread_local_hook"):
+            holder._update_global_hook = then(holder._update_global_hook, refresh_global)
+            local_hook = then(holder._update_thread_local_hook, refresh_local)
+            holder._update_thread_local_hook = local_hook
+        elif hasattr(holder, "_update_hook"):
+            holder._update_hook = then(holder._update_hook, refresh_global)
+    refresh_global()
+
+
+if PRIVATE_API:
+    _watch_settings()
+
+
+def environment() -> tuple[tuple[str, Hashable], ...]:
+    """Name and value of every setting that changes what a trace or a compilation gives."""
+    if not PRIVATE_API:
+        names = [name for name in _TRACE_SETTINGS if hasattr(jax.config, name)]
+        settings = [(name, getattr(jax.config, name)) for name in names]
+        return (*settings, ("mesh", jax.sharding.get_mesh()), *_watched_values())
+    settings = zip(jax_config.trace_context_names(), jax_config.trace_context(), strict=True)
+    return (
+        *((n, v) for n, v in settings if n != "axis_env_state" and not isinstance(v, ContextToken)),
+        ("mesh", mesh_lib.get_concrete_mesh()),
+        *_watched_values(),
+    )
+
+
+_TOP_TRACE_STATE = get_opaque_trace_state(convention="flax")
+
+
+def is_tracing() -> bool:
+    """True inside a transformation: whatever runs now becomes part of somebody else's program."""
+    if PRIVATE_API:
+        return not core.trace_state_clean()
+    return get_opaque_trace_state(convention="flax") != _TOP_TRACE_STATE
+
+
+def must_delegate() -> bool:
+    """True under settings whose checks live in JAX's own call path."""
+    return bool(jax.config.jax_debug_key_reuse or jax.config.jax_enable_pgle) or (
+        not PRIVATE_API and bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+    )
+
+
+def has_concrete_mesh() -> bool:
+    """True where the caller has set a mesh of their own."""
+    mesh = mesh_lib.get_concrete_mesh() if PRIVATE_API else jax.sharding.get_mesh()
+    return not mesh.empty
+
+
+def backends_are_initialized() -> bool:
+    """True once JAX has started a backend in this process."""
+    if not PRIVATE_API:
+        return True
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+# ---- arguments ------------------------------------------------------------------------------
+
+
+class ArgumentRoles(NamedTuple):
+    """Static and donated arguments as `jax.jit` resolved them from its options."""
+
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+
+
+def argument_roles(jitted: Any, fun: Callable, options: dict[str, Any]) -> ArgumentRoles:
+    """Which arguments are static, by number and by name."""
+    if PRIVATE_API:
+        info = jitted._jit_info
+        return ArgumentRoles(tuple(info.static_argnums), tuple(info.static_argnames))
+    numbers, names = _as_tuple(options.get("static_argnums")), _as_tuple(
+        options.get("static_argnames")
+    )
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return ArgumentRoles(numbers or (), names or ())
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if numbers is None and names is not None:
+        numbers = tuple(i for i, name in enumerate(positional) if name in names)
+    elif names is None and numbers is not None:
+        count = len(positional)
+        names = tuple(positional[i] for i in numbers if -count <= i < count)
+    return ArgumentRoles(numbers or (), names or ())
+
+
+def _as_tuple(value: Any) -> tuple | None:
+    if value is None or isinstance(value, tuple):
+        return value
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def abstract(x: Any) -> Any:
+    """The abstract value of an argument leaf.
+
+    Raises:
+        TypeError: `x` is no array, scalar or `ShapeDtypeStruct`.
+    """
+    if PRIVATE_API:
+        return core.shaped_abstractify(x)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        return jax.core.ShapedArray(x.shape, dtype, weak_type=x.weak_type)
+    return jax.typeof(x)
+
+
+def is_array_type(aval: Any) -> bool:
+    """False for mutable references and for the types that JAX lowers further itself."""
+    return type(aval) is jax.core.ShapedArray
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_default_layout(layout: Any, sharding: Any, aval: Any) -> bool:
+    if PRIVATE_API:
+        return pxla.is_default_layout(layout, sharding, aval)
+    return layout.major_to_minor == tuple(range(len(aval.shape))) and not layout.tiling
+
+
+def custom_layout(x: Any, aval: Any) -> Any:
+    """The layout of an array or `ShapeDtypeStruct` on its devices; None for the default one."""
+    array_format = getattr(x, "format", None)
+    layout = getattr(array_format, "layout", None)
+    if layout is None or x.sharding is None:
+        return None
+    return None if _is_default_layout(layout, x.sharding, aval) else layout
+
+
+def tree_differences(before: Any, after: Any) -> list[tuple[tuple, str, str, str]]:
+    """Key path, both sides and an explanation for each place where two tree structures differ."""
+    if not PRIVATE_API:
+        return [((), str(before), str(after), "the structures differ")]
+    return list(tree_util.equality_errors_pytreedef(before, after))
+
+
+# ---- traces and programs ----------------------------------------------------------------------
+
+
+def use_mesh(mesh: Any) -> contextlib.AbstractContextManager:
+    """`mesh` as the context for tracing, unless the caller has set one."""
+    return contextlib.nullcontext() if has_concrete_mesh() else jax.set_mesh(mesh)
+
+
+def captured_arrays(jaxpr: Any) -> list[Any]:
+    """The arrays that a trace captured by closure, those of nested functions included."""
+    seen: dict[int, Any] = {}
+    stack, visited = [jaxpr], set()
+    while stack:
+        current = stack.pop()
+        if id(current) in visited:
+            continue
+        visited.add(id(current))
+        seen.update((id(const), const) for const in getattr(current, "consts", ()) or ())
+        inner = getattr(current, "jaxpr", current)
+        for equation in inner.eqns:
+            if equation.params:
+                for value in equation.params.values():
+                    if hasattr(value, "consts"):
+                        stack.append(value)
+                stack.extend(jaxprs_in_params(equation.params))
+    return [const for const in seen.values() if hasattr(const, "nbytes")]
+
+
+def can_be_held(traced: Any) -> bool:
+    """False for a trace whose program cannot be kept apart from the objects it captured."""
+    effects = getattr(traced.jaxpr, "effects", ())
+    captures = traced._num_consts if PRIVATE_API else 0
+    classes = {base.__name__ for effect in effects for base in type(effect).__mro__}
+    return not captures and "RefEffect" not in classes
+
+
+def forget_traces(jitted: Any, fun: Callable) -> None:
+    """Drops what JAX keeps for `fun`: its traces, and with them the modules they were lowered to.
+
+    JAX keeps each trace as long as the function lives; a bounded cache of programs over an
+    unbounded cache of traces would still grow.
+    """
+    if not PRIVATE_API:
+        jitted.clear_cache()
+        return
+    try:
+        partial_eval.trace_to_jaxpr.evict_weakref(fun)
+        pjit._infer_params_cached.evict_weakref(fun)
+    except TypeError:  # A callable without weak references: JAX kept nothing for it.
+        jitted.clear_cache()
+
+
+class Runnable(NamedTuple):
+    """What is needed to run a compiled program on flat arguments."""
+
+    compiled: Any
+    executable: Any
+    const_args: Sequence[Any]
+    effects: Any
+
+    def __call__(self, leaves: list, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        """Runs the program.
+
+        Args:
+            leaves: the flat dynamic arguments.
+            args: the dynamic positional arguments, for the public API.
+            kwargs: the dynamic keyword arguments, for the public API.
+
+        Returns:
+            The outputs, and what the C++ dispatcher needs to serve the same call by itself (None
+            where it cannot: effects, callbacks).
+        """
+        if not PRIVATE_API:
+            return self.compiled(*args, **kwargs), None
+        for leaf in leaves:
+            dispatch.check_arg(leaf)
+        core.check_eval_args(leaves)
+        # JAX marks each run outside its dispatcher by this event, and so do we: what counts them
+        # for jax.jit counts them for a step.
+        util.test_event("jit_cpp_cache_miss")
+        out_leaves = self.executable.unsafe_call(*self.const_args, *leaves)
+        fast_path = pjit._get_fastpath_data(
+            self.executable,
+            self.compiled.out_tree,
+            leaves,
+            out_leaves,
+            self.effects,
+            [],
+            None,
+            self.const_args,
+        )
+        return jax.tree_util.tree_unflatten(self.compiled.out_tree, out_leaves), fast_path
+
+
+def runnable(traced: Any, compiled: Any) -> Runnable:
+    """Takes a compiled program apart for direct calls."""
+    if not PRIVATE_API:
+        return Runnable(compiled, None, (), None)
+    executable = compiled._executable
+    const_args = executable.shard_const_args(compiled._params.const_args)
+    return Runnable(compiled, executable, const_args, traced.jaxpr.effects)
+
+
+class _Unraised(Exception):
+    """Never raised; stands for JAX's error where the private API is out of reach."""
+
+
+FloatingPointCheckError = api_util.InternalFloatingPointError if PRIVATE_API else _Unraised
+
+
+def explain_floating_point_error(error: Exception, fun: Callable, args: tuple, kwargs: dict):
+    """Calls `fun` eagerly to find the operation that made a NaN; always raises."""
+    api_util.maybe_recursive_nan_check(error, fun, args, kwargs)
+
+
+# ---- dispatch ---------------------------------------------------------------------------------
+
+
+def make_dispatcher(
+    fun: Callable, name: str, miss: Callable, roles: ArgumentRoles, capacity: int
+) -> Any:
+    """JAX's own C++ dispatcher over our miss callback.
+
+    Args:
+        fun: called as it is under `jax.disable_jit`.
+        name: shown by profilers.
+        miss: `(*args, **kwargs) -> (outputs, fast path data or None, drop the entry)`.
+        roles: the static arguments.
+        capacity: signatures that the dispatcher keeps.
+    """
+    dispatcher = _jax.pjit(
+        name,
+        fun,
+        traceback_util.api_boundary(miss),
+        roles.static_argnums,
+        roles.static_argnames,
+        pxla.JitGlobalCppCacheKeys(),
+        tree_util.dispatch_registry,
+        pxla.cc_shard_arg,
+        _jax.PjitFunctionCache(capacity=capacity),
+    )
+    dispatcher._fun = fun  # Where JAX's NaN check of a hit looks for the function to call eagerly.
+    return dispatcher
+
+
+def hide_frames(directory: str) -> None:
+    """Leaves the files below `directory` out of the tracebacks that JAX filters."""
+    if PRIVATE_API:
+        traceback_util.register_exclusion(directory)
+
+
+def api_boundary(fun: Callable) -> Callable:
+    """Marks a function at whose border JAX filters tracebacks."""
+    return traceback_util.api_boundary(fun) if PRIVATE_API else fun

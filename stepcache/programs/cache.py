@@ -1,0 +1,182 @@
+"""`ProgramCache`: where programs are kept and found, one build per key however many callers.
+
+Today there is one tier, memory. Anything that asks for a program asks here.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stepcache.errors import OptionError
+from stepcache.programs.build import Program
+from stepcache.programs.key import Key
+from stepcache.programs.memory import MemoryTier
+
+
+class Owner:
+    """Whoever uses programs of a cache; told when one of them is evicted.
+
+    Args:
+        evicted: called, outside the cache's lock, with a program that made room for others.
+    """
+
+    __slots__ = ("__weakref__", "evicted")
+
+    def __init__(self, evicted: Callable[[Program], None]):
+        self.evicted = evicted
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """What a cache holds now, and how often it was asked.
+
+    Attributes:
+        programs: programs held.
+        max_memory_programs: the bound on them.
+        max_bytes: the bound on their size in bytes, or None.
+        hits: times a program was found.
+        builds: times a program was built.
+        evictions: programs that made room for others.
+    """
+
+    programs: int
+    max_memory_programs: int
+    max_bytes: int | None
+    hits: int
+    builds: int
+    evictions: int
+
+
+class ProgramCache:
+    """Keeps compiled programs, least recently used first out.
+
+    Args:
+        max_bytes: bound on the bytes of the programs in memory; None for no bound. The size of a
+            program is that of its generated code, or of its optimized HLO where the platform does
+            not tell (CPU).
+        max_memory_programs: bound on the number of programs in memory.
+
+    Raises:
+        OptionError: a bound that is not positive.
+
+    A cache may serve any number of sessions and threads. For one key there is one build: callers
+    that come while it runs wait for it. A build that fails is not cached, and whoever waited for it
+    tries again. The programs of a step leave with the step.
+    """
+
+    def __init__(self, *, max_bytes: int | None = None, max_memory_programs: int = 512):
+        for name, bound in (
+            ("max_bytes", max_bytes),
+            ("max_memory_programs", max_memory_programs),
+        ):
+            if bound is not None and bound < 1:
+                raise OptionError(
+                    f"{name} must be positive", where="ProgramCache", got=repr(bound)
+                )
+        self._bounds = (max_memory_programs, max_bytes)
+        self._memory = MemoryTier(max_memory_programs, max_bytes)
+        self._lock = threading.Lock()
+        self._building: dict[Key, tuple[threading.Event, int]] = {}
+        self._released: collections.deque[Any] = collections.deque()
+        self._hits = self._builds = self._evictions = 0
+
+    def get(self, key: Key, owner: Owner) -> Program | None:
+        """The program of `key`, if it is there."""
+        with self._lock:
+            self._forget_released()
+            return self._get(key, owner)
+
+    def _get(self, key: Key, owner: Owner) -> Program | None:
+        program = self._memory.get(key, weakref.ref(owner))
+        self._hits += program is not None
+        return program
+
+    def peek(self, key: Key) -> Program | None:
+        """The program of `key`; asking leaves no trace."""
+        with self._lock:
+            return self._memory.peek(key)
+
+    def get_or_build(
+        self, key: Key, owner: Owner, build: Callable[[], Program]
+    ) -> tuple[Program, bool]:
+        """The program of `key`, built by this caller or by another one where it is not there.
+
+        Returns:
+            The program, and whether this caller built it.
+        """
+        while True:
+            with self._lock:
+                self._forget_released()
+                program = self._get(key, owner)
+                if program is not None:
+                    return program, False
+                pending, builder = self._building.get(key, (None, None))
+                if pending is None:
+                    done = threading.Event()
+                    self._building[key] = (done, threading.get_ident())
+                    break
+            if builder == threading.get_ident():  # The step calls itself while it is traced.
+                return build(), True
+            pending.wait()
+        evicted = []
+        try:
+            program = build()
+            with self._lock:
+                self._builds += 1
+                evicted = self._memory.put(key, program, weakref.ref(owner))
+                self._evictions += len(evicted)
+        finally:
+            with self._lock:
+                del self._building[key]
+            done.set()
+        _tell(evicted)
+        return program, True
+
+    def release(self, owner_reference: weakref.ref) -> None:
+        """Drops the programs of an owner. Safe to call from a finalizer, whatever is locked."""
+        self._released.append(owner_reference)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget_released()
+            finally:
+                self._lock.release()
+
+    def _forget_released(self) -> None:
+        while self._released:
+            self._memory.release(self._released.popleft())
+
+    def clear(self) -> None:
+        """Drops all programs. The steps that used them find or build them anew."""
+        with self._lock:
+            dropped = self._memory.clear()
+        _tell(dropped)
+
+    def programs_of(self, owner: Owner) -> int:
+        """How many programs of the cache `owner` uses."""
+        with self._lock:
+            self._forget_released()
+            return self._memory.owned_by(weakref.ref(owner))
+
+    def info(self) -> CacheInfo:
+        """What the cache holds, and what it has done."""
+        with self._lock:
+            self._forget_released()
+            counts = (self._hits, self._builds, self._evictions)
+            return CacheInfo(len(self._memory), *self._bounds, *counts)
+
+    def __repr__(self) -> str:
+        info = self.info()
+        return f"ProgramCache({info.programs} of at most {info.max_memory_programs} programs)"
+
+
+def _tell(evicted: list[tuple[Program, set]]) -> None:
+    for program, owners in evicted:
+        for reference in owners:
+            owner = reference()
+            if owner is not None:
+                owner.evicted(program)

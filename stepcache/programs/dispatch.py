@@ -1,0 +1,105 @@
+"""The hit path: JAX's C++ dispatcher over our miss callback, and the public-API stand-in.
+
+A hit in the C++ dispatcher never enters Python. It therefore cannot be counted, and the entry it
+uses must be dropped whenever something that it relies on goes: an evicted program, a closed
+session, a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from stepcache import jaxcompat
+
+_SIGNATURES_PER_STEP = 1024
+
+
+class Dispatcher:
+    """Calls a step: a hit is served at once, everything else goes to `miss`.
+
+    Args:
+        fun: the user's function, called as it is under `jax.disable_jit`.
+        name: the step's name.
+        miss: `(*args, **kwargs) -> (outputs, fast path data or None)`.
+        roles: the static arguments.
+
+    Attributes:
+        call: what to call.
+    """
+
+    __slots__ = ("__weakref__", "call")
+
+    def __init__(
+        self,
+        fun: Callable,
+        name: str,
+        miss: Callable[..., tuple[Any, Any]],
+        roles: jaxcompat.ArgumentRoles,
+    ):
+        if jaxcompat.PRIVATE_API:
+
+            def cache_miss(*args, **kwargs):
+                outputs, fast_path = miss(*args, **kwargs)
+                return outputs, fast_path, False
+
+            self.call = jaxcompat.make_dispatcher(
+                fun, name, cache_miss, roles, _SIGNATURES_PER_STEP
+            )
+        else:
+
+            def call(*args, **kwargs):
+                if jax.config.jax_disable_jit:
+                    return fun(*args, **kwargs)
+                return miss(*args, **kwargs)[0]
+
+            self.call = call
+        _live.add(self)
+
+    def clear(self) -> None:
+        """Drops all entries; each comes back by one cheap trip through Python."""
+        if jaxcompat.PRIVATE_API:
+            self.call._clear_cache()
+
+    def size(self) -> int:
+        """How many signatures the dispatcher serves by itself."""
+        return self.call._cache_size() if jaxcompat.PRIVATE_API else 0
+
+
+_live: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
+
+
+def clear_all() -> None:
+    """Sends the next call of every step through Python."""
+    for dispatcher in list(_live):
+        dispatcher.clear()
+
+
+class _Fork:
+    """Whether this process was forked from one where JAX was running."""
+
+    jax_was_running = False
+    broken = False
+
+    @classmethod
+    def before(cls) -> None:
+        cls.jax_was_running = jaxcompat.backends_are_initialized()
+
+    @classmethod
+    def in_child(cls) -> None:
+        if cls.jax_was_running:
+            cls.broken = True
+            clear_all()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_Fork.before, after_in_child=_Fork.in_child)
+
+
+def forked_with_jax_running() -> bool:
+    """True in a child of a process where JAX had already started its threads."""
+    return _Fork.broken

@@ -1,0 +1,52 @@
+"""What a step's code depends on.
+
+For now a step's code is the identity of its function: two steps over one function object share
+their programs within a process, and nothing is claimed about another process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_lock = threading.Lock()
+_numbers = itertools.count(1)
+_known: dict[int, tuple[weakref.ref, Fingerprint]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The identity of a function in this process. Never equal for two functions alive at once."""
+
+    name: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.number}"
+
+
+def fingerprint(fun: Callable) -> Fingerprint:
+    """The fingerprint of `fun`. A callable that has no weak references gets a new one each time."""
+    name = f"{getattr(fun, '__module__', None)}.{function_name(fun)}"
+    with _lock:
+        reference, known = _known.get(id(fun), (None, None))
+        if known is not None and reference is not None and reference() is fun:
+            return known
+        made = Fingerprint(name, next(_numbers))
+        try:
+            reference = weakref.ref(fun, lambda _, key=id(fun): _known.pop(key, None))
+        except TypeError:
+            return made
+        _known[id(fun)] = (reference, made)
+        return made
+
+
+def function_name(fun: Callable) -> str:
+    """What to call `fun` in messages; partials are named after what they wrap."""
+    inner = getattr(fun, "func", None) if not hasattr(fun, "__name__") else None
+    if inner is not None:
+        return function_name(inner)
+    return getattr(fun, "__name__", type(fun).__name__)

@@ -1,0 +1,153 @@
+"""Every build of a step with its key, and from that: why did this call miss?
+
+One ledger a step. It remembers keys, not programs, so it can tell a program that was evicted from
+one that never was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from stepcache.events import Change, Miss, StepStats
+from stepcache.programs.key import Key, diff_settings
+from stepcache.programs.signature import Path, diff, distance
+
+_KEYS_REMEMBERED = 64
+# The nearest signature is sought among the latest ones, over at most so many leaves in all: about
+# 4 ms of comparing.
+_LEAVES_COMPARED = 20_000
+_SIZES_WORTH_ADVICE = 3
+_SIZES_REMEMBERED = 32
+_MAX_ADVICE = 3
+
+
+class Ledger:
+    """What one step has built, and what it has cost.
+
+    Args:
+        step: the step's name.
+    """
+
+    def __init__(self, step: str):
+        self._step = step
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Key, tuple[Path, ...]] = OrderedDict()
+        self._gone: dict[Key, str] = {}
+        self._values: dict[tuple[str, str, object], set] = {}
+        self._stats = StepStats()
+        self.last_miss: Miss | None = None
+
+    def why(self, key: Key, paths: Callable[[], Sequence[Path]]) -> Miss:
+        """Why a call of `key` would find no program.
+
+        Args:
+            key: the key of the call.
+            paths: gives the paths of the call's leaves, where they are needed.
+        """
+        with self._lock:
+            known = list(self._known.items())
+            reason = self._gone.get(key, "new session")
+            number = self._stats.misses + 1
+        if not known:
+            return Miss(self._step, number, "first call")
+        if any(other == key for other, _ in known):
+            return Miss(self._step, number, reason)
+        budget = max(4, _LEAVES_COMPARED // max(1, len(key.signature.leaves)))
+        before, before_paths = min(known[-budget:], key=lambda item: _distance(item[0], key))
+        changes = (
+            *diff_settings(before, key),
+            *diff(before.signature, before_paths, key.signature, paths()),
+        )
+        return Miss(self._step, number, "changed", changes, self._advice(changes))
+
+    def add(self, key: Key, paths: Sequence[Path], miss: Miss) -> None:
+        """Remembers a build, and the miss that led to it."""
+        with self._lock:
+            self._known[key] = tuple(paths)
+            self._known.move_to_end(key)
+            self._gone.pop(key, None)
+            while len(self._known) > _KEYS_REMEMBERED:
+                dropped, _ = self._known.popitem(last=False)
+                self._gone.pop(dropped, None)
+            for change in miss.changes:
+                self._remember_values(change)
+            self.last_miss = miss
+
+    def gone(self, key: Key, reason: str) -> None:
+        """Notes that the program of `key` is held no longer: "evicted" or "cleared"."""
+        with self._lock:
+            if key in self._known:
+                self._gone[key] = reason
+
+    def all_gone(self, reason: str) -> None:
+        """Notes that no program of the step is held any longer."""
+        with self._lock:
+            self._gone = dict.fromkeys(self._known, reason)
+
+    def count(self, **amounts: float) -> None:
+        """Adds to the counters of the step, named as in `StepStats`."""
+        with self._lock:
+            sums = {name: getattr(self._stats, name) + value for name, value in amounts.items()}
+            self._stats = dataclasses.replace(self._stats, **sums)
+
+    def stats(self, programs: int) -> StepStats:
+        """The counters, with the number of programs held now."""
+        with self._lock:
+            return dataclasses.replace(self._stats, programs=programs)
+
+    def _remember_values(self, change: Change) -> None:
+        for kind, where, before, after in _varying(change):
+            if len(self._values) < _SIZES_REMEMBERED or (kind, change.path, where) in self._values:
+                values = self._values.setdefault((kind, change.path, where), set())
+                if len(values) < _SIZES_REMEMBERED:
+                    values |= {before, after}
+
+    def _advice(self, changes: Sequence[Change]) -> tuple[str, ...]:
+        advice: dict[str, None] = {}
+        for change in changes:
+            for kind, where, before, after in _varying(change):
+                seen = self._values.get((kind, change.path, where), set()) | {before, after}
+                if len(seen) >= _SIZES_WORTH_ADVICE:
+                    advice.setdefault(_advise_on_values(kind, change.path, where, seen))
+            if "weak_type" in change.kinds:
+                advice.setdefault(
+                    f"make {change.path} an array of one dtype before the loop "
+                    "(jnp.asarray(value, dtype)), so that its type does not change"
+                )
+            if "committed" in change.kinds:
+                advice.setdefault(
+                    f"place {change.path} before the first call (jax.device_put), or let a "
+                    "Session place it, so that it always arrives the same way"
+                )
+        return tuple(advice)[:_MAX_ADVICE]
+
+
+def _distance(known: Key, key: Key) -> int:
+    settings = 0
+    if (known.mesh, known.options, known.environment) != (key.mesh, key.options, key.environment):
+        settings = len(diff_settings(known, key))
+    return settings + distance(known.signature, key.signature)
+
+
+def _varying(change: Change):
+    """The axes (or the static) in which a change says that a value varies over calls."""
+    if change.part == "static":
+        yield "static", "", change.before, change.after
+    for axis, before, after in change.sizes:
+        yield "axis", axis, before, after
+
+
+def _advise_on_values(kind: str, path: str, where: object, seen: set) -> str:
+    values = ", ".join(map(str, sorted(seen)[:8])) + (", …" if len(seen) > 8 else "")
+    if kind == "static":
+        return (
+            f"static {path} has had {len(seen)} values ({values}), a program each: pass it as an "
+            "array if the code does not branch on it in Python"
+        )
+    return (
+        f"axis {where} of {path} has had {len(seen)} sizes ({values}), a program each: pad it to "
+        "one size, or to a few (buckets)"
+    )

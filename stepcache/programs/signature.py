@@ -1,0 +1,348 @@
+"""A call and its `Signature`: trees, shapes, dtypes, weak types, shardings, layouts, static values.
+
+Reading a call traces nothing and moves nothing. `diff` says in words where two signatures differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.tree_util import PyTreeDef, keystr
+
+from stepcache import jaxcompat
+from stepcache.events import Change
+
+
+class Unreadable(Exception):
+    """A call that only JAX can judge: an invalid argument, a mutable reference, a leaked tracer."""
+
+
+class Leaf(NamedTuple):
+    """What a program is specialized to in one array argument.
+
+    `sharding` is None for what JAX calls uncommitted (host values too): the program decides where
+    it goes. `layout` is None for the default one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+    sharding: Sharding | None = None
+    layout: Any = None
+
+    def __str__(self) -> str:
+        return short_type(self.shape, self.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        size = int(self.dtype.itemsize)
+        for dimension in self.shape:
+            size *= dimension
+        return size
+
+
+class Static(NamedTuple):
+    """A static argument. The type is part of it: `True` and `1` are two programs, as in JAX."""
+
+    name: str
+    kind: type
+    value: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What one call looks like to a program. Equal signatures need the same program.
+
+    Attributes:
+        tree: the tree of the dynamic `(args, kwargs)`.
+        leaves: one `Leaf` for each dynamic array argument, in tree order.
+        statics: the static arguments that were passed.
+    """
+
+    tree: PyTreeDef
+    leaves: tuple[Leaf, ...]
+    statics: tuple[Static, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a step's function, with the roles that its options give them.
+
+    Attributes:
+        positional: names of the parameters that can be passed by position.
+        variadic: the name of `*args`, if there is one.
+        roles: which are static.
+        carry: names of those that the step returns updated.
+    """
+
+    positional: tuple[str, ...]
+    variadic: str | None
+    roles: jaxcompat.ArgumentRoles
+    carry: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, fun: Callable, roles: jaxcompat.ArgumentRoles, carry: tuple[str, ...]):
+        try:
+            parameters = list(inspect.signature(fun).parameters.values())
+        except (TypeError, ValueError):  # Some builtins have no signature.
+            parameters = []
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = tuple(p.name for p in parameters if p.kind in kinds)
+        variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        return cls(positional, variadic, roles, carry)
+
+    def name_of(self, position: int) -> str:
+        if position < len(self.positional):
+            return self.positional[position]
+        return f"{self.variadic or 'args'}[{position - len(self.positional)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, read.
+
+    Attributes:
+        given: `(args, kwargs)` as they came, static arguments included.
+        args: the dynamic positional arguments.
+        kwargs: the dynamic keyword arguments.
+        positions: where each of `args` stood among the positional arguments.
+        names: the parameter names of `args`, in order.
+        leaves: the values of the dynamic leaves, in the order of `signature.leaves`.
+        signature: what the program is specialized to. Before placement: as the call came.
+    """
+
+    given: tuple[tuple, dict[str, Any]]
+    args: tuple
+    kwargs: dict[str, Any]
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+    leaves: list[Any]
+    signature: Signature
+
+    def with_signature_leaves(self, leaves: Sequence[Leaf]) -> Call:
+        """The same call, with its leaves where a session places them."""
+        return replace(self, signature=replace(self.signature, leaves=tuple(leaves)))
+
+    def rebuilt(self, leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        """`(args, kwargs)` with other values in the place of the dynamic leaves."""
+        args, kwargs = self.signature.tree.unflatten(leaves)
+        positional = list(self.given[0])
+        for position, value in zip(self.positions, args, strict=True):
+            positional[position] = value
+        return tuple(positional), {**self.given[1], **kwargs}
+
+    def argument(self, name: str) -> Any:
+        """The value of a dynamic argument.
+
+        Raises:
+            KeyError: it was not passed.
+        """
+        return self.kwargs[name] if name in self.kwargs else dict(zip(self.names, self.args))[name]
+
+    def paths(self) -> list[Path]:
+        """The path of each leaf, in order."""
+        entries, _ = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
+        return [self._path(keys) for keys, _ in entries]
+
+    def _path(self, keys: tuple) -> Path:
+        in_kwargs, top, *rest = keys
+        name = top.key if in_kwargs.idx else self.names[top.idx]
+        base = name.replace("[", "/").rstrip("]")
+        slashed = keystr(tuple(rest), simple=True, separator="/")
+        return Path(name, name + keystr(tuple(rest)), f"{base}/{slashed}" if rest else base)
+
+
+class Path(NamedTuple):
+    """Where a leaf sits: its argument, the path as Python writes it, and as rules read it."""
+
+    argument: str
+    text: str
+    slashed: str
+
+
+def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
+    """Reads a call.
+
+    Raises:
+        Unreadable: an argument is invalid, or of a kind that no cached program can hold.
+    """
+    static_numbers = {i if i >= 0 else i + len(args) for i in parameters.roles.static_argnums}
+    positions = tuple(i for i in range(len(args)) if i not in static_numbers)
+    statics = [
+        Static(parameters.name_of(i), type(args[i]), args[i])
+        for i in sorted(static_numbers)
+        if i < len(args)
+    ]
+    named = [name for name in sorted(kwargs) if name in parameters.roles.static_argnames]
+    statics += [Static(name, type(kwargs[name]), kwargs[name]) for name in named]
+    dynamic = tuple(args[i] for i in positions)
+    dynamic_kwargs = {name: value for name, value in kwargs.items() if name not in named}
+    try:
+        leaves, tree = jax.tree_util.tree_flatten((dynamic, dynamic_kwargs))
+        signature = Signature(tree, tuple(map(read_leaf, leaves)), tuple(statics))
+        hash(signature)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Unreadable from error
+    names = tuple(map(parameters.name_of, positions))
+    return Call((args, kwargs), dynamic, dynamic_kwargs, positions, names, leaves, signature)
+
+
+def read_leaf(x: Any) -> Leaf:
+    """What a program is specialized to in the argument leaf `x`."""
+    if isinstance(x, jax.Array):
+        if isinstance(x, jaxcompat.Tracer):
+            raise Unreadable
+        aval, sharding = x.aval, x.sharding if x.committed else None
+    elif isinstance(x, jax.ShapeDtypeStruct):
+        aval, sharding = jaxcompat.abstract(x), x.sharding
+    else:
+        aval, sharding = jaxcompat.abstract(x), None
+    if not jaxcompat.is_array_type(aval):
+        raise Unreadable
+    layout = None if sharding is None else jaxcompat.custom_layout(x, aval)
+    return Leaf(aval.shape, aval.dtype, aval.weak_type, sharding, layout)
+
+
+# ---- differences, in words -------------------------------------------------------------------
+
+
+def distance(a: Signature, b: Signature) -> int:
+    """How far apart two signatures are: 0 for equal ones. A tree counts more than any leaf."""
+    statics = len(set(a.statics) ^ set(b.statics))
+    if a.tree != b.tree:
+        return 1_000_000 + 1_000 * abs(len(a.leaves) - len(b.leaves)) + statics
+    return statics + sum(x != y for x, y in zip(a.leaves, b.leaves, strict=True))
+
+
+def diff(
+    before: Signature, before_paths: Sequence[Path], after: Signature, paths: Sequence[Path]
+) -> tuple[Change, ...]:
+    """Where two signatures differ.
+
+    Args:
+        before: a known signature.
+        before_paths: the paths of its leaves.
+        after: the signature of a call.
+        paths: the paths of the call's leaves.
+    """
+    changes = list(_diff_statics(before.statics, after.statics))
+    old = {path.text: leaf for path, leaf in zip(before_paths, before.leaves, strict=True)}
+    new = {path.text: leaf for path, leaf in zip(paths, after.leaves, strict=True)}
+    changes += _diff_trees(before.tree, after.tree, old, new)
+    changes += [
+        _diff_leaves(old[path], leaf, path)
+        for path, leaf in new.items()
+        if path in old and old[path] != leaf
+    ]
+    return tuple(changes)
+
+
+def _diff_statics(before: Sequence[Static], after: Sequence[Static]):
+    olds, news = ({static.name: static for static in statics} for statics in (before, after))
+    for name in dict.fromkeys((*olds, *news)):
+        old, new = olds.get(name), news.get(name)
+        if old != new:
+            sides = (
+                "its default" if static is None else shorten(repr(static.value))
+                for static in (old, new)
+            )
+            note = "static"
+            if old and new and old.value == new.value:
+                note = f"static, {old.kind.__name__} → {new.kind.__name__}"
+            yield Change("static", name, *sides, note)
+
+
+def _diff_trees(before: PyTreeDef, after: PyTreeDef, old: dict[str, Leaf], new: dict[str, Leaf]):
+    if before == after:
+        return
+    for path in [path for path in new if path not in old]:
+        yield Change("tree", path, "absent", str(new[path]), "added")
+    for path in [path for path in old if path not in new]:
+        yield Change("tree", path, str(old[path]), "absent", "missing")
+    if old.keys() == new.keys():
+        for keys, x, y, why in jaxcompat.tree_differences(before, after):
+            yield Change("tree", f"arguments{keystr(tuple(keys))}", shorten(x), shorten(y), why)
+
+
+def _diff_leaves(before: Leaf, after: Leaf, path: str) -> Change:
+    old, new = str(before), str(after)
+    notes: dict[str, str] = {}
+    sizes = ()
+    if before.dtype != after.dtype:
+        notes["dtype"] = "dtype"
+    if len(before.shape) != len(after.shape):
+        notes["shape"] = f"{len(before.shape)} → {len(after.shape)} dimensions"
+    elif before.shape != after.shape:
+        pairs = enumerate(zip(before.shape, after.shape, strict=True))
+        sizes = tuple((axis, x, y) for axis, (x, y) in pairs if x != y)
+        notes["shape"] = f"axis {', '.join(str(axis) for axis, _, _ in sizes)}"
+    if before.weak_type != after.weak_type:
+        old, new = (
+            f"{text} weak" if leaf.weak_type else text
+            for text, leaf in ((old, before), (new, after))
+        )
+        side = "the call's" if after.weak_type else "the known one's"
+        notes["weak_type"] = f"weak type: {side} comes from a Python scalar"
+    if before.sharding != after.sharding:
+        old, new = (
+            f"{text} {short_sharding(leaf.sharding)}"
+            for text, leaf in ((old, before), (new, after))
+        )
+        if before.sharding is None or after.sharding is None:
+            notes["committed"] = "no longer committed" if before.sharding else "committed"
+        else:
+            notes["sharding"] = _sharding_note(before.sharding, after.sharding)
+    if before.layout != after.layout:
+        old, new = f"{old} {before.layout}", f"{new} {after.layout}"
+        notes["layout"] = "layout"
+    return Change("argument", path, old, new, "; ".join(notes.values()), tuple(notes), sizes)
+
+
+def _sharding_note(before: Sharding, after: Sharding) -> str:
+    if before.memory_kind != after.memory_kind:
+        return f"memory kind {before.memory_kind} → {after.memory_kind}"
+    if isinstance(before, NamedSharding) and isinstance(after, NamedSharding):
+        if before.mesh != after.mesh:
+            if before.mesh.shape != after.mesh.shape:
+                old, new = (dict(sharding.mesh.shape) for sharding in (before, after))
+                return f"mesh {old} → {new}"
+            if before.mesh.axis_types != after.mesh.axis_types:
+                return f"mesh axis types {before.mesh.axis_types} → {after.mesh.axis_types}"
+            return "the mesh has other devices, or the same in another order"
+        return "spec"
+    return "sharding"
+
+
+def short_type(shape: Sequence[int], dtype: Any) -> str:
+    """As JAX writes it: `float32[8,128]`."""
+    name = getattr(dtype, "name", str(dtype))
+    return f"{name}[{','.join(map(str, shape))}]"
+
+
+def short_sharding(sharding: Sharding | None) -> str:
+    """`uncommitted`, `@ cpu:0`, or `@ P('data')`, with the memory kind where it is not "device"."""
+    if sharding is None:
+        return "uncommitted"
+    kind = sharding.memory_kind
+    suffix = "" if kind in (None, "device", "unpinned_host") else f" in {kind}"
+    if isinstance(sharding, NamedSharding):
+        spec = ", ".join(map(repr, sharding.spec))
+        return f"@ P({spec}){suffix}"
+    if isinstance(sharding, SingleDeviceSharding):
+        device = next(iter(sharding.device_set))
+        return f"@ {device.platform}:{device.id}{suffix}"
+    return f"@ {shorten(str(sharding))}"
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """`text` on one line, cut in the middle where it is longer than `limit` characters."""
+    text = " ".join(text.split())
+    if len(text) <= limit:
+        return text
+    half = (limit - 3) // 2
+    return f"{text[:half]} … {text[-half:]}"

@@ -1,0 +1,225 @@
+"""`Explanation`: what one call would do, and why, as a record and as a table."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stepcache import jaxcompat
+from stepcache.engine import Engine, Request
+from stepcache.events import Captured, Miss
+from stepcache.programs.build import Program
+from stepcache.programs.signature import Leaf, Path, Unreadable, short_sharding
+from stepcache.sharding import Placed
+
+_TEXT_WIDTH = 118
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One leaf of a call: where it is, where it goes, and why.
+
+    Attributes:
+        path: as Python writes it, `state['w']`.
+        type: shape and dtype, `float32[8,128]`.
+        size_bytes: of the whole array.
+        source: where it is now: "host", "cpu:0" or a spec such as `@ P('data')`.
+        target: where the program has it.
+        why: the rule, or the default, that says so.
+        moved_bytes: bytes that this call moves to devices for it, over all of them.
+    """
+
+    path: str
+    type: str
+    size_bytes: int
+    source: str
+    target: str
+    why: str
+    moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a call of a step would do. Print it, or read its fields.
+
+    Attributes:
+        step: the step's name.
+        hit: whether the call finds its program.
+        miss: why it does not; None on a hit.
+        mesh: axes and sizes of the session's mesh; None where nothing is placed.
+        arguments: one row for each dynamic leaf.
+        statics: name and value of each static argument.
+        build_seconds: what the program took to trace, lower and compile; None on a miss.
+        captured: arrays that became part of the program by closure; empty on a miss.
+        delegated: why the call would go to `jax.jit` as it is; None where it would not.
+    """
+
+    step: str
+    hit: bool
+    miss: Miss | None
+    mesh: dict[str, int] | None
+    arguments: tuple[Argument, ...] = ()
+    statics: tuple[tuple[str, str], ...] = ()
+    build_seconds: tuple[float, float, float] | None = None
+    captured: tuple[Captured, ...] = ()
+    delegated: str | None = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the call moves to devices before it runs."""
+        return sum(argument.moved_bytes for argument in self.arguments)
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [Text(self._headline(), style="bold")]
+        if self.delegated:
+            return Group(*parts)
+        if self.miss is not None:
+            parts.append(Text(str(self.miss)))
+        parts.append(self._table())
+        parts += [Text(line) for line in self._footer()]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=_TEXT_WIDTH, color_system=None)
+        console.print(self)
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _headline(self) -> str:
+        if self.delegated:
+            return f"{self.step}: goes to jax.jit as it is; {self.delegated}"
+        if not self.hit:
+            return f"{self.step}: miss. A call would trace, lower and compile a program."
+        assert self.build_seconds is not None
+        stages = zip(("trace", "lower", "compile"), self.build_seconds, strict=True)
+        times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages)
+        return f"{self.step}: hit. The program is in memory; building it took {times}."
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="underline")
+        for name in ("argument", "type", "now", "in the program", "why"):
+            table.add_column(name, overflow="fold")
+        table.add_column("bytes", justify="right", no_wrap=True)
+        table.add_column("moved", justify="right", no_wrap=True)
+        for rows in _grouped(self.arguments):
+            first = rows[0]
+            more = f" … {len(rows)} leaves" if len(rows) > 1 else ""
+            table.add_row(
+                first.path + more,
+                first.type if len({row.type for row in rows}) == 1 else "various",
+                first.source,
+                first.target,
+                first.why,
+                readable_bytes(sum(row.size_bytes for row in rows)),
+                readable_bytes(sum(row.moved_bytes for row in rows)),
+            )
+        return table
+
+    def _footer(self) -> Iterable[str]:
+        where = f"mesh {self.mesh}" if self.mesh else "no mesh: as jax.jit places them"
+        yield f"{len(self.arguments)} leaves; {where}; {readable_bytes(self.moved_bytes)} moved."
+        if self.statics:
+            yield "static: " + ", ".join(f"{name}={value}" for name, value in self.statics)
+        for captured in self.captured:
+            yield (
+                f"captured by closure: {captured.name}, {captured.type}, "
+                f"{readable_bytes(captured.size_bytes)} inside the program"
+            )
+
+
+def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
+    """Explains a call; runs and traces nothing, but to let JAX raise on an invalid argument."""
+    name = engine.recipe.name
+    if jaxcompat.is_tracing():
+        return Explanation(name, False, None, None, delegated="inside another transformation")
+    scope = engine.scope()
+    try:
+        request = engine.request(scope, args, kwargs)
+    except Unreadable:
+        engine.recipe.jitted.trace(*args, **kwargs)
+        why = "an argument is of a kind that no cached program can hold"
+        return Explanation(name, False, None, None, delegated=why)
+    program = scope.cache.peek(request.key)
+    mesh = dict(scope.mesh.shape) if scope.mesh is not None else None
+    return Explanation(
+        name,
+        program is not None,
+        None if program else engine.why(request),
+        mesh,
+        tuple(_arguments(request)),
+        tuple((static.name, repr(static.value)) for static in request.call.signature.statics),
+        _seconds(program),
+        program.captured if program else (),
+    )
+
+
+def _seconds(program: Program | None) -> tuple[float, float, float] | None:
+    if program is None:
+        return None
+    return (program.trace_seconds, program.lower_seconds, program.compile_seconds)
+
+
+def _arguments(request: Request) -> Iterable[Argument]:
+    call = request.call
+    rows = zip(
+        call.paths(),
+        call.leaves,
+        call.signature.leaves,
+        request.leaves,
+        request.placed,
+        strict=True,
+    )
+    for path, value, given, leaf, placed in rows:
+        yield _argument(path, value, given, leaf, placed)
+
+
+def _argument(path: Path, value: Any, given: Leaf, leaf: Leaf, placed: Placed | None) -> Argument:
+    if isinstance(value, jax.Array) and given.sharding is None:
+        device = next(iter(value.devices()))
+        source, devices = f"{device.platform}:{device.id}", {device}
+    elif given.sharding is None:
+        abstract = isinstance(value, jax.ShapeDtypeStruct)
+        source, devices = "abstract" if abstract else "host", set()
+    else:
+        source, devices = short_sharding(given.sharding), set(given.sharding.device_set)
+    size = given.size_bytes
+    if placed is not None:
+        target, why = short_sharding(placed.sharding), placed.why
+        moved = _moved_bytes(given, placed.sharding, devices)
+    elif given.sharding is not None:
+        target, why, moved = "stays", "placed by the user", 0
+    else:
+        target, why = "as jax.jit", "not placed by a session"
+        moved = 0 if devices else size
+    return Argument(path.text, str(leaf), size, source, target, why, moved)
+
+
+def _moved_bytes(leaf: Leaf, sharding: Sharding, present: set) -> int:
+    shard = leaf._replace(shape=tuple(sharding.shard_shape(leaf.shape))).size_bytes
+    return shard * len(sharding.device_set - present)
+
+
+def _grouped(arguments: Iterable[Argument]) -> Iterable[list[Argument]]:
+    groups: dict[tuple, list[Argument]] = {}
+    for row in arguments:
+        argument = row.path.split("[")[0].split(".")[0]
+        groups.setdefault((argument, row.source, row.target, row.why), []).append(row)
+    return groups.values()
+
+
+def readable_bytes(size: int) -> str:
+    """`1.5 MB`, in powers of 1000."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError

@@ -1,0 +1,202 @@
+"""`Session`: one mesh, one program cache, and what a miss may do."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from jax.sharding import Mesh, PartitionSpec
+
+from stepcache import engine, jaxcompat
+from stepcache.engine import Scope
+from stepcache.errors import OptionError, SessionClosedError
+from stepcache.programs.cache import ProgramCache
+from stepcache.programs.dispatch import clear_all
+from stepcache.sharding import DataAxis, Placer, Rules, device_mesh
+
+OnMiss = Literal["compile", "warn", "error"]
+_ON_MISS = ("compile", "warn", "error")
+
+
+class _SessionToken(jaxcompat.ContextToken):
+    """Stands for a session in JAX's keys, without keeping it alive there."""
+
+    __slots__ = ("session",)
+
+    def __init__(self, session: Session):
+        self.session = weakref.ref(session)
+
+
+class Session:
+    """One mesh, one program cache, the rules that place the leaves of a call.
+
+    Host arrays and uncommitted arrays of a call are placed on the mesh: by the first rule whose
+    regex is found in their path (`state/layers/0/kernel`); where none is, leaves of a carry are
+    replicated, and leaves of other arguments are split along `data_axis` on dimension 0, scalars
+    replicated. What cannot be placed as asked is an error. Arrays that were placed by the user, or
+    that the step's own `in_shardings` speak of, are left to them.
+
+    A session is entered with `with`, on each thread that is to use it; the innermost one counts,
+    and leaving it keeps its programs. It is thread-safe. Inside another `jax` transformation a step
+    means what `jax.jit` means, and places nothing.
+
+    Args:
+        mesh: the devices and their axes; by default one axis "data" over all devices.
+        cache: where programs are kept; by default one cache shared by all sessions.
+        rules: `Rules`, or the pairs to make them of.
+        data_axis: the mesh axis, or axes, over which a batch is split; None replicates.
+        on_miss: what a call may do that finds no program. "compile" builds it; "warn" builds it
+            and warns with the reason, but for the first program of a step; "error" raises
+            `RecompileError`, so that only `step.warm` builds.
+        count_hits: count every hit in `step.stats()`. Keeps JAX's C++ dispatcher out of the way,
+            which costs a trip through Python each call.
+
+    Raises:
+        PlacementError: a rule or `data_axis` names an axis that the mesh does not have.
+        OptionError: `on_miss` is unknown, or a rule is malformed.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        cache: ProgramCache | None = None,
+        rules: Rules | Iterable[tuple[str, PartitionSpec]] | None = None,
+        data_axis: DataAxis = "data",
+        on_miss: OnMiss = "compile",
+        count_hits: bool = False,
+    ):
+        if on_miss not in _ON_MISS:
+            raise OptionError(
+                "unknown on_miss",
+                where="Session",
+                expected=f"one of {', '.join(map(repr, _ON_MISS))}",
+                got=repr(on_miss),
+            )
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise OptionError(
+                "mesh must be a jax.sharding.Mesh",
+                where="Session",
+                got=type(mesh).__name__,
+                hint='jax.make_mesh((4, 2), ("data", "model"))',
+            )
+        if not isinstance(rules, Rules):
+            rules = Rules(rules or ())
+        placer = Placer(device_mesh() if mesh is None else mesh, rules, data_axis)
+        self._open(Scope(placer, cache or _default_cache(), on_miss, count_hits))
+
+    def _open(self, scope: Scope) -> None:
+        self._scope = scope
+        self._token = _SessionToken(self)
+        self._entered = threading.local()
+
+    @classmethod
+    def _without_mesh(cls) -> Session:
+        session = cls.__new__(cls)
+        session._open(Scope(None, _default_cache()))
+        return session
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh; None for the default session."""
+        return self._scope.mesh
+
+    @property
+    def rules(self) -> Rules:
+        """The rules."""
+        return self._scope.placer.rules if self._scope.placer else Rules()
+
+    @property
+    def cache(self) -> ProgramCache:
+        """The program cache."""
+        return self._scope.cache
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._scope.closed
+
+    def step(self, fun=None, **options) -> Any:
+        """`stepcache.step`, bound to this session wherever it is called."""
+        from stepcache.step import make_step
+
+        return make_step(fun, options, lambda: self._scope)
+
+    def __enter__(self) -> Session:
+        if self.closed:
+            raise SessionClosedError("this session has been closed", hint="make a new one")
+        context = jaxcompat.session_context(self._token)
+        context.__enter__()
+        self._contexts().append(context)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._contexts().pop().__exit__(*exception)
+
+    def _contexts(self) -> list:
+        if not hasattr(self._entered, "contexts"):
+            self._entered.contexts = []
+        return self._entered.contexts
+
+    def close(self) -> None:
+        """Ends the session: from now on a step called in it raises `SessionClosedError`.
+
+        A call that is running its program on another thread ends as it would have; one that is
+        still building raises once it is built. Programs stay in the cache, which may be shared.
+        """
+        self._scope.closed = True
+        clear_all()
+
+    def __repr__(self) -> str:
+        mesh = dict(self.mesh.shape) if self.mesh is not None else None
+        state = ", closed" if self.closed else ""
+        return f"Session(mesh={mesh}, rules={len(self.rules)}, {self.cache!r}{state})"
+
+
+_lock = threading.RLock()
+_defaults: dict[str, Any] = {}
+
+
+def _default_cache() -> ProgramCache:
+    with _lock:
+        if "cache" not in _defaults:
+            _defaults["cache"] = ProgramCache()
+        return _defaults["cache"]
+
+
+def current_session() -> Session:
+    """The innermost `with Session(...)` of this thread, else a default one.
+
+    The default session has no mesh and no rules: it places nothing, so that a step runs where
+    `jax.jit` would run it.
+    """
+    token = jaxcompat.session_context.value
+    session = token.session() if token is not None else None
+    if session is not None:
+        return session
+    with _lock:
+        if "session" not in _defaults:
+            _defaults["session"] = Session._without_mesh()
+        return _defaults["session"]
+
+
+def current_scope() -> Scope:
+    """The scope of the current session."""
+    return current_session()._scope
+
+
+@contextlib.contextmanager
+def no_recompile():
+    """Raises `RecompileError`, with the reason, where a step inside needs a new program.
+
+    Programs that are known already run, also where JAX's dispatcher has to be told about them
+    again. `step.warm` may build. Holds for the current thread, or the current asyncio task.
+    """
+    token = engine.recompiles_forbidden.set(True)
+    try:
+        yield
+    finally:
+        engine.recompiles_forbidden.reset(token)

@@ -1,0 +1,203 @@
+"""Meshes, rules, and where a leaf of a call belongs: the sharding half of a step's placement.
+
+Nothing here moves an array.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from stepcache.errors import OptionError, PlacementError
+
+DataAxis = str | tuple[str, ...] | None
+
+
+def device_mesh() -> Mesh:
+    """A mesh of one axis, "data", over all devices."""
+    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+
+
+def mesh_identity(mesh: Mesh | None) -> tuple:
+    """What makes two meshes the same to a program: devices in order, axes, sizes and types."""
+    if mesh is None:
+        return ()
+    devices = tuple((device.platform, device.id) for device in mesh.devices.flat)
+    return (tuple(mesh.shape.items()), tuple(str(kind) for kind in mesh.axis_types), devices)
+
+
+def axes_of(entry: object) -> tuple[str, ...]:
+    """The mesh axes that one entry of a `PartitionSpec` names."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (str(entry),)
+
+
+class Rules:
+    """An ordered list of (path regex, `PartitionSpec`), which places the leaves of a call.
+
+    The regex is searched (`re.search`) in the path of a leaf, `argument/key/…`, with every key and
+    index joined by `/`; the first match wins.
+
+    Args:
+        rules: pairs of a regex and a `PartitionSpec`.
+
+    Raises:
+        OptionError: a pair is not one, a regex does not compile, or a spec is no `PartitionSpec`.
+
+    The idea is that of T5X and MaxText: shardings by name, apart from the model.
+    """
+
+    __slots__ = ("_patterns", "rules")
+
+    def __init__(self, rules: Iterable[tuple[str, PartitionSpec]] = ()):
+        checked = []
+        for number, rule in enumerate(rules):
+            where = f"rule {number}"
+            if not (isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)):
+                raise OptionError(
+                    "a rule is a pair of a regex and a PartitionSpec",
+                    where=where,
+                    got=repr(rule),
+                    hint='Rules([("kernel", PartitionSpec(None, "model"))])',
+                )
+            pattern, spec = rule
+            if not isinstance(spec, PartitionSpec):
+                raise OptionError(
+                    "the second half of a rule is a jax.sharding.PartitionSpec",
+                    where=f"{where}, {pattern!r}",
+                    got=f"{spec!r} of type {type(spec).__name__}",
+                )
+            if PartitionSpec.UNCONSTRAINED in spec:
+                raise OptionError(
+                    "a rule places a leaf, so its spec cannot leave a dimension unconstrained",
+                    where=f"{where}, {pattern!r}",
+                    got=str(spec),
+                )
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise OptionError(
+                    "the regex of a rule does not compile",
+                    where=f"{where}, {pattern!r}",
+                    got=str(error),
+                ) from None
+            checked.append((pattern, spec))
+        self.rules = tuple(checked)
+        self._patterns = tuple(re.compile(pattern) for pattern, _ in checked)
+
+    def match(self, path: str) -> int | None:
+        """The index of the first rule whose regex is found in `path`."""
+        for index, pattern in enumerate(self._patterns):
+            if pattern.search(path):
+                return index
+        return None
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rules) and self.rules == other.rules
+
+    def __hash__(self) -> int:
+        return hash(self.rules)
+
+    def __repr__(self) -> str:
+        return f"Rules({list(self.rules)!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a leaf goes, and which rule or default says so."""
+
+    sharding: NamedSharding
+    why: str
+    rule: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placer:
+    """A mesh with the rules and the data axis by which leaves are placed on it.
+
+    Raises:
+        PlacementError: a rule or the data axis names an axis that the mesh does not have.
+    """
+
+    mesh: Mesh
+    rules: Rules
+    data_axis: DataAxis
+
+    def __post_init__(self):
+        for pattern, spec in self.rules.rules:
+            for axis in (axis for entry in spec for axis in axes_of(entry)):
+                self._check_axis(axis, f"rule {pattern!r}, {spec}")
+        for axis in axes_of(self.data_axis):
+            self._check_axis(axis, f"data_axis={self.data_axis!r}")
+
+    def _check_axis(self, axis: str, where: str) -> None:
+        if axis not in self.mesh.shape:
+            raise PlacementError(
+                f"the mesh has no axis {axis!r}",
+                where=where,
+                expected=f"one of {', '.join(map(repr, self.mesh.shape))}",
+                got=repr(axis),
+                hint="name an axis of the mesh, or add the axis where the mesh is made"
+                + (" (data_axis=None replicates)" if where.startswith("data") else ""),
+            )
+
+    def place(self, path: str, shape: tuple[int, ...], *, carried: bool) -> Placed:
+        """Where the leaf at `path` belongs.
+
+        Args:
+            path: `argument/key/…`.
+            shape: the leaf's global shape.
+            carried: whether the leaf is part of a carry.
+
+        Raises:
+            PlacementError: a dimension does not divide by the axes it is to be split over.
+        """
+        index = self.rules.match(path)
+        if index is not None:
+            pattern, spec = self.rules.rules[index]
+            self._check_divides(path, shape, spec, f"rule {pattern!r}")
+            return Placed(NamedSharding(self.mesh, spec), f"rule {pattern!r}", index)
+        if carried:
+            return Placed(NamedSharding(self.mesh, PartitionSpec()), "carry, no rule: replicated")
+        if not shape or self.data_axis is None:
+            why = "scalar: replicated" if not shape else "data_axis=None: replicated"
+            return Placed(NamedSharding(self.mesh, PartitionSpec()), why)
+        spec = PartitionSpec(self.data_axis)
+        why = f"data axis {self.data_axis!r}"
+        self._check_divides(path, shape, spec, why)
+        return Placed(NamedSharding(self.mesh, spec), why)
+
+    def _check_divides(
+        self, path: str, shape: tuple[int, ...], spec: PartitionSpec, why: str
+    ) -> None:
+        if len(spec) > len(shape):
+            raise PlacementError(
+                f"{spec} has more dimensions than the leaf that {why} would place",
+                where=path,
+                expected=f"at least {len(spec)} dimensions",
+                got=f"shape {list(shape)}",
+                hint="narrow the rule's regex, or put a rule for this path before it",
+            )
+        for dimension, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+            axes = axes_of(entry)
+            parts = math.prod(self.mesh.shape[axis] for axis in axes)
+            if size % parts:
+                names = " × ".join(f"{axis!r}" for axis in axes)
+                raise PlacementError(
+                    f"dimension {dimension} does not divide by mesh axis {names}, "
+                    f"over which {why} splits it",
+                    where=path,
+                    expected=f"a multiple of {parts}, the size of {names}",
+                    got=f"size {size}, in shape {list(shape)}",
+                    hint=f"pad dimension {dimension}, or give this path a rule of its own, such as "
+                    f'("{re.escape(path)}", PartitionSpec()) to replicate it',
+                )

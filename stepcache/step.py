@@ -1,0 +1,199 @@
+"""`step`: the decorator, and the `Step` that it makes."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import jax
+
+from stepcache import jaxcompat
+from stepcache.engine import Engine, Scope
+from stepcache.errors import OptionError
+from stepcache.events import Miss, StepStats
+from stepcache.programs.build import Recipe
+from stepcache.report.explanation import Explanation, explain
+from stepcache.session import current_scope
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OPTIONS = tuple(inspect.signature(jax.jit).parameters)[1:]
+
+
+class Step(Generic[P, R]):
+    """A function under `stepcache.step`: called like the function, compiled like `jax.jit`.
+
+    Calls cost what calls of `jax.jit` cost: an instance's `__call__` is JAX's own C++ dispatcher,
+    held in a slot, where a Python method would cost about a microsecond more.
+    """
+
+    # The slot is found on the class when an instance is called, and gives the instance's own
+    # dispatcher.
+    __slots__ = ("__call__", "__dict__", "__weakref__", "_engine", "_options")
+
+    __call__: Callable[P, R]
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, engine: Engine, options: dict[str, Any]):
+        self._engine = engine
+        self._options = options
+        self.__call__ = engine.dispatcher.call
+        functools.update_wrapper(self, engine.recipe.fun)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self):
+        return make_step, (self.__wrapped__, self._options)
+
+    def __repr__(self) -> str:
+        return f"<stepcache.step of {self._engine.recipe.name}>"
+
+    # ---- as on jax.jit -------------------------------------------------------------------
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+        """Traces the function for these arguments, placed as a call would place them."""
+        return self._engine.trace(args, kwargs)
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+        """Traces and lowers the function for these arguments."""
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The shapes and dtypes of the outputs, as `jax.ShapeDtypeStruct`."""
+        return self._engine.recipe.jitted.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Drops the step's programs and traces; the next call builds anew."""
+        self._engine.clear()
+
+    def _cache_size(self) -> int:
+        return self._engine.dispatcher.size()
+
+    def _clear_cache(self) -> None:
+        self._engine.dispatcher.clear()
+
+    # ---- what jax.jit does not tell ------------------------------------------------------
+
+    def warm(self, *args: Any, **kwargs: Any) -> None:
+        """Builds the program for these arguments, if it is not there; runs nothing.
+
+        Args:
+            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`.
+            **kwargs: as in a call.
+
+        Raises:
+            PlacementError: the session cannot place an argument as asked.
+        """
+        self._engine.warm(args, kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Says whether a call would hit and why, and where each argument would go. Runs nothing.
+
+        Args:
+            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`.
+            **kwargs: as in a call.
+
+        Returns:
+            An `Explanation`; print it.
+        """
+        return explain(self._engine, args, kwargs)
+
+    def stats(self) -> StepStats:
+        """What the step has cost so far. Hits are counted as `StepStats.hits` says."""
+        return self._engine.ledger.stats(self._engine.programs())
+
+    @property
+    def last_miss(self) -> Miss | None:
+        """Why the latest program was built; None before the first."""
+        return self._engine.ledger.last_miss
+
+
+@overload
+def step(fun: Callable[P, R], /, **options: Any) -> Step[P, R]: ...
+@overload
+def step(
+    *, carry: str | Sequence[str] = (), **options: Any
+) -> Callable[[Callable[P, R]], Step[P, R]]: ...
+def step(fun: Any = None, /, **options: Any) -> Any:
+    """Compiles a training step once per signature and mesh, and tells why it compiled.
+
+    A drop-in for `jax.jit`: `@sc.step`, `@sc.step(...)` and `sc.step(fun, ...)` take every keyword
+    of `jax.jit` with its meaning. Without a session's mesh it runs where `jax.jit` would.
+
+    Args:
+        fun: the function; omitted in `@sc.step(...)`.
+        carry: name, or names, of arguments that the step returns first, updated, as `lax.scan`
+            returns its carry: alone, or as the first outputs of a tuple. They are donated. In a
+            session with a mesh they leave the step placed as they entered it.
+        **options: keywords of `jax.jit`.
+
+    Returns:
+        A `Step`.
+
+    Raises:
+        OptionError: an unknown keyword, or a carry that is not a parameter of `fun`.
+
+    The errors of `jax.jit` are raised as they are. The idea of naming a step and finding its
+    compiled pieces again is that of TensorFlow's client session (OSDI'16, §3.3).
+    """
+    return make_step(fun, options)
+
+
+def make_step(
+    fun: Callable | None, options: dict[str, Any], scope: Callable[[], Scope] = current_scope
+) -> Any:
+    """What `step` does, for calls in the scope that `scope` gives."""
+    for name in options:
+        if name != "carry" and name not in _OPTIONS:
+            near = difflib.get_close_matches(name, ("carry", *_OPTIONS), n=1)
+            raise OptionError(
+                f"step has no keyword {name!r}",
+                expected=f"carry, or a keyword of jax.jit: {', '.join(_OPTIONS)}",
+                hint=f"did you mean {near[0]!r}?" if near else None,
+            )
+    if fun is None:
+        return lambda fun: make_step(fun, options, scope)
+    jit_options = dict(options)
+    carry = _names(jit_options.pop("carry", ()))
+    if carry:
+        _donate(fun, carry, jit_options)
+    return Step(Engine(Recipe.of(fun, carry, jit_options), scope), options)
+
+
+def _names(carry: str | Iterable[str]) -> tuple[str, ...]:
+    return (carry,) if isinstance(carry, str) else tuple(carry)
+
+
+def _donate(fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Adds the carry to the donated arguments, by number and by name."""
+    parameters = list(inspect.signature(fun).parameters.values())
+    by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    roles = jaxcompat.argument_roles(jaxcompat.jit(fun, **options), fun, options)
+    for name in carry:
+        if name not in (p.name for p in parameters if p.kind is not p.VAR_KEYWORD):
+            raise OptionError(
+                f"carry={name!r} is not a parameter of {getattr(fun, '__name__', fun)}",
+                expected=f"one of {', '.join(p.name for p in parameters)}",
+            )
+        if name in roles.static_argnames:
+            raise OptionError(f"{name!r} cannot be both carried and static", where="step")
+    numbers = _as_tuple(options.get("donate_argnums"))
+    names = {*carry, *_as_tuple(options.get("donate_argnames"))}
+    names |= {by_position[i] for i in numbers if -len(by_position) <= i < len(by_position)}
+    beyond = {i for i in numbers if not -len(by_position) <= i < len(by_position)}
+    options["donate_argnums"] = tuple(
+        sorted({*beyond, *(i for i, name in enumerate(by_position) if name in names)})
+    )
+    options["donate_argnames"] = tuple(sorted(names))
+
+
+def _as_tuple(value: Any) -> tuple:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int | str) else tuple(value)
