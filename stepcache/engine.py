@@ -211,7 +211,7 @@ class Engine:
         paths: list[Path] | None = None
         for index, leaf in enumerate(leaves):
             if leaf.sharding is None and by_user[index] is None:
-                paths = paths or call.paths()
+                paths = paths or call.paths
                 argument, _, slashed = paths[index]
                 carried = argument in self.recipe.parameters.carry
                 placed[index] = at = scope.placer.place(slashed, leaf.shape, carried=carried)
@@ -247,7 +247,7 @@ class Engine:
 
     def why(self, request: Request) -> Miss:
         """Why a call that finds no program finds none."""
-        return self.ledger.why(request.key, request.call.paths)
+        return self.ledger.why(request.key, lambda: request.call.paths)
 
     def _obtain(
         self, scope: Scope, request: Request, started: float, *, explicit: bool
@@ -289,7 +289,7 @@ class Engine:
             raise
         advice = (*miss.advice, *map(_advise_on_capture, program.captured))
         miss = dataclasses.replace(miss, advice=advice)
-        self.ledger.add(request.key, request.call.paths(), miss)
+        self.ledger.add(request.key, request.call.paths, miss)
         self._warn_of_unmatched_rules(scope, request)
         stages = (program.trace_seconds, program.lower_seconds, program.compile_seconds)
         own_seconds = time.perf_counter() - started - sum(stages)
@@ -314,7 +314,7 @@ class Engine:
         unseen = set(range(len(rules))) - scope.matched
         if not unseen:
             return
-        found = {rules.match(path.slashed) for path in request.call.paths()} - {None}
+        found = {rules.match(path.slashed) for path in request.call.paths} - {None}
         scope.matched |= found
         if found or self.recipe.parameters.carry:
             for index in sorted(unseen - found):
@@ -322,7 +322,7 @@ class Engine:
                 warn(
                     f"rule {rules.rules[index][0]!r} of the session matches no leaf of "
                     f"{self.recipe.name}, nor of any step before it; paths look like "
-                    f"{_examples(request.call.paths())}",
+                    f"{_examples(request.call.paths)}",
                     UnmatchedRuleWarning,
     warn,
                     stacklevel=2,
@@ -407,7 +407,7 @@ def _note_deleted(error: Exception, call: Call) -> None:
     """Names the argument that JAX's "has been deleted" is about."""
     deleted = [
         path.text
-        for value, path in zip(call.leaves, call.paths(), strict=True)
+        for value, path in zip(call.leaves, call.paths, strict=True)
         if isinstance(value, jax.Array) and value.is_deleted()
     ]
     if deleted:

@@ -58,6 +58,7 @@ class Miss:
             "cleared" (`clear_cache`), or "new session" (known, but to another session's cache).
         changes: what differs from the nearest signature known to this step.
         advice: what to try.
+        omitted: leaves that differ too, beyond those that `changes` describes.
     """
 
     step: str
@@ -65,6 +66,7 @@ class Miss:
     reason: str
     changes: tuple[Change, ...] = ()
     advice: tuple[str, ...] = ()
+    omitted: int = 0
 
     def __str__(self) -> str:
         reasons = {
@@ -76,8 +78,9 @@ class Miss:
         }
         lines = [f"{self.step}, miss {self.number}: {reasons[self.reason]}"]
         lines += [f"  {change}" for change in self.changes[:_MAX_CHANGES_SHOWN]]
-        if len(self.changes) > _MAX_CHANGES_SHOWN:
-            lines.append(f"  … and {len(self.changes) - _MAX_CHANGES_SHOWN} more changes")
+        more = len(self.changes[_MAX_CHANGES_SHOWN:]) + self.omitted
+        if more:
+            lines.append(f"  … and {more} more changes")
         lines += [f"  hint: {text}" for text in self.advice]
         return "\n".join(lines)
 

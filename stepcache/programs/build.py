@@ -23,7 +23,7 @@ from stepcache.errors import CarryError
 from stepcache.events import Captured
 from stepcache.programs.fingerprint import Fingerprint, fingerprint, function_name
 from stepcache.programs.key import Key
-from stepcache.programs.signature import Call, Leaf, Parameters, Path, short_type
+from stepcache.programs.signature import Call, Leaf, Parameters, short_type
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -290,7 +290,7 @@ class _CarryOutputs:
 
     def check(self, call: Call, placed: Sequence[Leaf]) -> None:
         """Raises CarryError where an output differs from the carry it updates."""
-        paths = call.paths()
+        paths = call.paths
         for name, output in zip(self.names, self.outputs, strict=True):
             before = {
                 path.text: leaf
@@ -336,7 +336,3 @@ def _pin(leaf: Leaf) -> NamedSharding | None:
     automatic = all(kind is AxisType.Auto for kind in sharding.mesh.axis_types)
     return sharding if automatic else None
 
-
-def argument_paths(call: Call) -> tuple[Path, ...]:
-    """The paths of a call's leaves, as a tuple that a ledger can keep."""
-    return tuple(call.paths())

@@ -56,12 +56,11 @@ class Ledger:
         if any(other == key for other, _ in known):
             return Miss(self._step, number, reason)
         budget = max(4, _LEAVES_COMPARED // max(1, len(key.signature.leaves)))
-        before, before_paths = min(known[-budget:], key=lambda item: _distance(item[0], key))
-        changes = (
-            *diff_settings(before, key),
-            *diff(before.signature, before_paths, key.signature, paths()),
-        )
-        return Miss(self._step, number, "changed", changes, self._advice(changes))
+        latest_first = known[-budget:][::-1]
+        before, before_paths = min(latest_first, key=lambda item: _distance(item[0], key))
+        in_call, omitted = diff(before.signature, before_paths, key.signature, paths())
+        changes = (*diff_settings(before, key), *in_call)
+        return Miss(self._step, number, "changed", changes, self._advice(changes), omitted)
 
     def add(self, key: Key, paths: Sequence[Path], miss: Miss) -> None:
         """Remembers a build, and the miss that led to it."""

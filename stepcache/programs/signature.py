@@ -5,9 +5,13 @@ Reading a call traces nothing and moves nothing. `diff` says in words where two 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from operator import ne
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +71,13 @@ class Signature:
     tree: PyTreeDef
     leaves: tuple[Leaf, ...]
     statics: tuple[Static, ...]
+    _hash: int = field(init=False, compare=False, repr=False, default=0)
+
+    def __post_init__(self):
+        object.__setattr__(self, "_hash", hash((self.tree, self.leaves, self.statics)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +113,7 @@ class Parameters:
         return f"{self.variadic or 'args'}[{position - len(self.positional)}]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One call, read.
 
@@ -124,9 +135,11 @@ class Call:
     leaves: list[Any]
     signature: Signature
 
-    def with_signature_leaves(self, leaves: Sequence[Leaf]) -> Call:
+    def with_signature_leaves(self, leaves: tuple[Leaf, ...]) -> Call:
         """The same call, with its leaves where a session places them."""
-        return replace(self, signature=replace(self.signature, leaves=tuple(leaves)))
+        if leaves == self.signature.leaves:
+            return self
+        return replace(self, signature=replace(self.signature, leaves=leaves))
 
     def rebuilt(self, leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
         """`(args, kwargs)` with other values in the place of the dynamic leaves."""
@@ -144,10 +157,11 @@ class Call:
         """
         return self.kwargs[name] if name in self.kwargs else dict(zip(self.names, self.args))[name]
 
-    def paths(self) -> list[Path]:
+    @cached_property
+    def paths(self) -> tuple[Path, ...]:
         """The path of each leaf, in order."""
         entries, _ = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
-        return [self._path(keys) for keys, _ in entries]
+        return tuple(self._path(keys) for keys, _ in entries)
 
     def _path(self, keys: tuple) -> Path:
         in_kwargs, top, *rest = keys
@@ -185,7 +199,6 @@ def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
     try:
         leaves, tree = jax.tree_util.tree_flatten((dynamic, dynamic_kwargs))
         signature = Signature(tree, tuple(map(read_leaf, leaves)), tuple(statics))
-        hash(signature)
     except (TypeError, ValueError, OverflowError) as error:
         raise Unreadable from error
     names = tuple(map(parameters.name_of, positions))
@@ -211,35 +224,51 @@ def read_leaf(x: Any) -> Leaf:
 # ---- differences, in words -------------------------------------------------------------------
 
 
+_LEAVES_GRADED = 16
+
+
 def distance(a: Signature, b: Signature) -> int:
     """How far apart two signatures are: 0 for equal ones. A tree counts more than any leaf."""
     statics = len(set(a.statics) ^ set(b.statics))
     if a.tree != b.tree:
         return 1_000_000 + 1_000 * abs(len(a.leaves) - len(b.leaves)) + statics
-    return statics + sum(x != y for x, y in zip(a.leaves, b.leaves, strict=True))
+    differing = [i for i, differs in enumerate(map(ne, a.leaves, b.leaves)) if differs]
+    graded = sum(_leaf_distance(a.leaves[i], b.leaves[i]) for i in differing[:_LEAVES_GRADED])
+    return statics + graded + len(differing)
+
+
+def _leaf_distance(a: Leaf, b: Leaf) -> int:
+    if len(a.shape) == len(b.shape):
+        axes = sum(x != y for x, y in zip(a.shape, b.shape, strict=True))
+    else:
+        axes = 10
+    return axes + 10 * sum(x != y for x, y in zip(a[1:], b[1:], strict=True))
 
 
 def diff(
-    before: Signature, before_paths: Sequence[Path], after: Signature, paths: Sequence[Path]
-) -> tuple[Change, ...]:
-    """Where two signatures differ.
+    before: Signature,
+    before_paths: Sequence[Path],
+    after: Signature,
+    paths: Sequence[Path],
+    limit: int = 64,
+) -> tuple[tuple[Change, ...], int]:
+    """Where two signatures differ, and how many more leaves differ than are described.
 
     Args:
         before: a known signature.
         before_paths: the paths of its leaves.
         after: the signature of a call.
         paths: the paths of the call's leaves.
+        limit: describe at most so many leaves that both have.
     """
     changes = list(_diff_statics(before.statics, after.statics))
     old = {path.text: leaf for path, leaf in zip(before_paths, before.leaves, strict=True)}
     new = {path.text: leaf for path, leaf in zip(paths, after.leaves, strict=True)}
     changes += _diff_trees(before.tree, after.tree, old, new)
-    changes += [
-        _diff_leaves(old[path], leaf, path)
-        for path, leaf in new.items()
-        if path in old and old[path] != leaf
-    ]
-    return tuple(changes)
+    changed = (path for path, leaf in new.items() if path in old and old[path] != leaf)
+    changes += [_diff_leaves(old[path], new[path], path) for path in islice(changed, limit)]
+    omitted = sum(1 for _ in changed)
+    return tuple(changes), omitted
 
 
 def _diff_statics(before: Sequence[Static], after: Sequence[Static]):
@@ -320,8 +349,12 @@ def _sharding_note(before: Sharding, after: Sharding) -> str:
 
 def short_type(shape: Sequence[int], dtype: Any) -> str:
     """As JAX writes it: `float32[8,128]`."""
-    name = getattr(dtype, "name", str(dtype))
-    return f"{name}[{','.join(map(str, shape))}]"
+    return f"{_dtype_name(dtype)}[{','.join(map(str, shape))}]"
+
+
+@functools.lru_cache(maxsize=256)  # numpy takes 10 µs to name a dtype.
+def _dtype_name(dtype: Any) -> str:
+    return getattr(dtype, "name", str(dtype))
 
 
 def short_sharding(sharding: Sharding | None) -> str:

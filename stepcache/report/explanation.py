@@ -170,7 +170,7 @@ def _seconds(program: Program | None) -> tuple[float, float, float] | None:
 def _arguments(request: Request) -> Iterable[Argument]:
     call = request.call
     rows = zip(
-        call.paths(),
+        call.paths,
         call.leaves,
         call.signature.leaves,
         request.leaves,
@@ -195,7 +195,7 @@ def _argument(path: Path, value: Any, given: Leaf, leaf: Leaf, placed: Placed | 
         target, why = short_sharding(placed.sharding), placed.why
         moved = _moved_bytes(given, placed.sharding, devices)
     elif given.sharding is not None:
-        target, why, moved = "stays", "placed by the user", 0
+        target, why, moved = "stays", "already placed", 0
     else:
         target, why = "as jax.jit", "not placed by a session"
         moved = 0 if devices else size

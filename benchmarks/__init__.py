@@ -1,0 +1,1 @@
+"""Speed, measured: each module prints one table and writes one JSON file a run."""
