@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from stepcache.programs.cache import Owner, ProgramCache
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
-from stepcache.programs.signature import Call, Leaf, Path, Unreadable
+from stepcache.programs.signature import Call, Leaf, Unreadable
 from stepcache.sharding import Placed, Placer, mesh_identity
 
 recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -53,6 +53,7 @@ class Scope:
         on_miss: "compile", "warn" or "error".
         count_hits: keep the C++ dispatcher out, so that every call is counted.
         closed: no call may be made in it any more.
+        built: a program has been built in it.
         matched: rules that have matched a leaf so far, or that have been warned about.
     """
 
@@ -61,11 +62,20 @@ class Scope:
     on_miss: str = "compile"
     count_hits: bool = False
     closed: bool = False
+    built: bool = False
     matched: set[int] = field(default_factory=set)
 
     @property
     def mesh(self):
         return self.placer.mesh if self.placer else None
+
+    def warn_of_rules(self, indices: Iterable[int], matching_no_leaf_of: str) -> None:
+        """Warns of each of these rules, and never again."""
+        for index in sorted(indices):
+            self.matched.add(index)
+            pattern, spec = self.placer.rules.rules[index]  # type: ignore[union-attr]
+            message = f"rule {pattern!r}, {spec}, matches no leaf of {matching_no_leaf_of}"
+            warn(message, UnmatchedRuleWarning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +218,9 @@ class Engine:
         placed: list[Placed | None] = [None] * len(leaves)
         if scope.placer is None:
             return tuple(leaves), tuple(placed)
-        paths: list[Path] | None = None
         for index, leaf in enumerate(leaves):
             if leaf.sharding is None and by_user[index] is None:
-                paths = paths or call.paths
-                argument, _, slashed = paths[index]
+                argument, _, slashed = call.paths[index]
                 carried = argument in self.recipe.parameters.carry
                 placed[index] = at = scope.placer.place(slashed, leaf.shape, carried=carried)
                 leaves[index] = leaf._replace(sharding=at.sharding)
@@ -290,7 +298,7 @@ class Engine:
         advice = (*miss.advice, *map(_advise_on_capture, program.captured))
         miss = dataclasses.replace(miss, advice=advice)
         self.ledger.add(request.key, request.call.paths, miss)
-        self._warn_of_unmatched_rules(scope, request)
+        self._check_rules(scope, request)
         stages = (program.trace_seconds, program.lower_seconds, program.compile_seconds)
         own_seconds = time.perf_counter() - started - sum(stages)
         self.ledger.count(
@@ -306,27 +314,27 @@ class Engine:
         recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
         return program
 
-    def _warn_of_unmatched_rules(self, scope: Scope, request: Request) -> None:
-        """Warns, once a rule, where a step that has state, or that any rule matches, is built."""
+    def _check_rules(self, scope: Scope, request: Request) -> None:
+        """Warns of rules that match nothing, once each, where a step with state is built.
+
+        A rule anchored at an argument (`^prompt/`) that the step does not have is about another
+        step, and is left to the end of the session.
+        """
         if scope.placer is None:
             return
-        rules = scope.placer.rules
+        scope.built = True
+        rules, paths = scope.placer.rules, request.call.paths
         unseen = set(range(len(rules))) - scope.matched
         if not unseen:
             return
-        found = {rules.match(path.slashed) for path in request.call.paths} - {None}
+        found = {rules.match(path.slashed) for path in paths} - {None}
         scope.matched |= found
-        if found or self.recipe.parameters.carry:
-            for index in sorted(unseen - found):
-                scope.matched.add(index)
-                warn(
-                    f"rule {rules.rules[index][0]!r} of the session matches no leaf of "
-                    f"{self.recipe.name}, nor of any step before it; paths look like "
-                    f"{_examples(request.call.paths)}",
-                    UnmatchedRuleWarning,
-    warn,
-                    stacklevel=2,
-                )
+        if not found and not self.recipe.parameters.carry:
+            return
+        arguments = {path.argument for path in paths}
+        about = {index for index in unseen - found if rules.anchor(index) in (None, *arguments)}
+        examples = ", ".join(path.slashed for path in paths[:3])
+        scope.warn_of_rules(about, f"{self.recipe.name}, nor of a step before it ({examples}, …)")
 
     # ---- execution ---------------------------------------------------------------------------
 
@@ -397,10 +405,6 @@ def _advise_on_capture(captured: Captured) -> str:
 def _release(caches: weakref.WeakSet[ProgramCache], owner: weakref.ref) -> None:
     for cache in list(caches):
         cache.release(owner)
-
-
-def _examples(paths: Sequence[Path]) -> str:
-    return ", ".join(path.slashed for path in paths[:3]) + (", …" if len(paths) > 3 else "")
 
 
 def _note_deleted(error: Exception, call: Call) -> None:

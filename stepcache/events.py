@@ -71,7 +71,7 @@ class Miss:
     def __str__(self) -> str:
         reasons = {
             "first call": "no program yet: this is its first call",
-            "changed": "the call differs from every known program; from the nearest in",
+            "changed": "no program is like this call; the nearest differs in",
             "evicted": "the program was built before and has been evicted",
             "cleared": "the program was built before and the cache has been cleared",
             "new session": "the program is known, but not to this session's program cache",

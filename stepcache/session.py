@@ -39,6 +39,10 @@ class Session:
     replicated. What cannot be placed as asked is an error. Arrays that were placed by the user, or
     that the step's own `in_shardings` speak of, are left to them.
 
+    A rule that matches no leaf of a step with a carry, nor of any step before it, is warned of when
+    that step is first built; one anchored at another step's argument (`^prompt/`), when the session
+    is left.
+
     A session is entered with `with`, on each thread that is to use it; the innermost one counts,
     and leaving it keeps its programs. It is thread-safe. Inside another `jax` transformation a step
     means what `jax.jit` means, and places nothing.
@@ -135,6 +139,9 @@ class Session:
 
     def __exit__(self, *exception) -> None:
         self._contexts().pop().__exit__(*exception)
+        if self._scope.built and exception[0] is None:
+            unmatched = set(range(len(self.rules))) - self._scope.matched
+            self._scope.warn_of_rules(unmatched, "any step of the session")
 
     def _contexts(self) -> list:
         if not hasattr(self._entered, "contexts"):

@@ -98,6 +98,11 @@ class Rules:
                 return index
         return None
 
+    def anchor(self, index: int) -> str | None:
+        """The argument that a rule is anchored at: `prompt` for `^prompt/…`, else None."""
+        found = re.match(r"\^(\w+)", self.rules[index][0])
+        return found.group(1) if found else None
+
     def __len__(self) -> int:
         return len(self.rules)
 

@@ -302,14 +302,12 @@ class _CarryOutputs:
                 for keys, leaf in jax.tree_util.tree_flatten_with_path(output)[0]
             }
             for path in dict.fromkeys((*before, *after)):
-                old, new = before.get(path), after.get(path)
-                sides = [leaf and short_type(leaf.shape, leaf.dtype) for leaf in (old, new)]
-                if sides[0] != sides[1]:
-                    self._fail(path, sides[0] or "no such leaf", sides[1] or "no such leaf")
-            expected = jax.tree_util.tree_structure(call.argument(name))
-            got = jax.tree_util.tree_structure(output)
-            if expected != got:
-                self._fail(name, str(expected), str(got))
+                expected, got = (_type_of(side.get(path)) for side in (before, after))
+                if expected != got:
+                    self._fail(path, expected, got)
+            trees = [jax.tree_util.tree_structure(x) for x in (call.argument(name), output)]
+            if trees[0] != trees[1]:
+                self._fail(name, *map(str, trees))
 
     def _fail(self, path: str, expected: str, got: str):
         raise CarryError(
@@ -327,6 +325,10 @@ class _CarryOutputs:
         pins = dict(zip(call.names, args, strict=True)) | kwargs
         carried = tuple(pins[name] for name in self.names)
         return carried[0] if self.bare else (*carried, *(None,) * self.rest)
+
+
+def _type_of(leaf: Any) -> str:
+    return "no such leaf" if leaf is None else short_type(leaf.shape, leaf.dtype)
 
 
 def _pin(leaf: Leaf) -> NamedSharding | None:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from stepcache import jaxcompat
@@ -20,7 +19,7 @@ from stepcache.programs.build import Program
 from stepcache.programs.signature import Leaf, Path, Unreadable, short_sharding
 from stepcache.sharding import Placed
 
-_TEXT_WIDTH = 118
+_TEXT_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +27,17 @@ class Argument:
     """One leaf of a call: where it is, where it goes, and why.
 
     Attributes:
-        path: as Python writes it, `state['w']`.
+        name: the argument it is part of.
+        path: as rules read it, `state/w`.
         type: shape and dtype, `float32[8,128]`.
         size_bytes: of the whole array.
-        source: where it is now: "host", "cpu:0" or a spec such as `@ P('data')`.
+        source: where it is now: "host", "cpu:0" or a spec such as `P('data')`.
         target: where the program has it.
         why: the rule, or the default, that says so.
         moved_bytes: bytes that this call moves to devices for it, over all of them.
     """
 
+    name: str
     path: str
     type: str
     size_bytes: int
@@ -83,8 +84,7 @@ class Explanation:
             return Group(*parts)
         if self.miss is not None:
             parts.append(Text(str(self.miss)))
-        parts.append(self._table())
-        parts += [Text(line) for line in self._footer()]
+        parts += [Text(line) for line in (*self._rows(), *self._footer())]
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -103,25 +103,26 @@ class Explanation:
         times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages)
         return f"{self.step}: hit. The program is in memory; building it took {times}."
 
-    def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="underline")
-        for name in ("argument", "type", "now", "in the program", "why"):
-            table.add_column(name, overflow="fold")
-        table.add_column("bytes", justify="right", no_wrap=True)
-        table.add_column("moved", justify="right", no_wrap=True)
-        for rows in _grouped(self.arguments):
-            first = rows[0]
-            more = f" … {len(rows)} leaves" if len(rows) > 1 else ""
-            table.add_row(
-                first.path + more,
-                first.type if len({row.type for row in rows}) == 1 else "various",
-                first.source,
-                first.target,
-                first.why,
+    def _rows(self) -> Iterable[str]:
+        """Two lines for each group of leaves that share an argument, a place and a reason."""
+        groups = list(_grouped(self.arguments))
+        cells = [
+            (
+                _tail(rows[0].path),
+                f"× {len(rows)}" if len(rows) > 1 else "",
+                rows[0].type if len({row.type for row in rows}) == 1 else "of several types",
                 readable_bytes(sum(row.size_bytes for row in rows)),
-                readable_bytes(sum(row.moved_bytes for row in rows)),
             )
-        return table
+            for rows in groups
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for (path, count, kind, size), rows in zip(cells, groups, strict=True):
+            moved = readable_bytes(sum(row.moved_bytes for row in rows))
+            yield (
+                f"  {path:<{widths[0]}}  {count:<{widths[1]}}  {kind:<{widths[2]}}"
+                f"  {size:>{widths[3]}}"
+            )
+            yield f"      {rows[0].source} → {rows[0].target}, {rows[0].why}; moves {moved}"
 
     def _footer(self) -> Iterable[str]:
         where = f"mesh {self.mesh}" if self.mesh else "no mesh: as jax.jit places them"
@@ -189,17 +190,17 @@ def _argument(path: Path, value: Any, given: Leaf, leaf: Leaf, placed: Placed | 
         abstract = isinstance(value, jax.ShapeDtypeStruct)
         source, devices = "abstract" if abstract else "host", set()
     else:
-        source, devices = short_sharding(given.sharding), set(given.sharding.device_set)
+        source, devices = short_sharding(given.sharding).removeprefix("@ "), set(given.sharding.device_set)
     size = given.size_bytes
     if placed is not None:
-        target, why = short_sharding(placed.sharding), placed.why
+        target, why = short_sharding(placed.sharding).removeprefix("@ "), placed.why
         moved = _moved_bytes(given, placed.sharding, devices)
     elif given.sharding is not None:
         target, why, moved = "stays", "already placed", 0
     else:
         target, why = "as jax.jit", "not placed by a session"
         moved = 0 if devices else size
-    return Argument(path.text, str(leaf), size, source, target, why, moved)
+    return Argument(path.argument, path.slashed, str(leaf), size, source, target, why, moved)
 
 
 def _moved_bytes(leaf: Leaf, sharding: Sharding, present: set) -> int:
@@ -210,9 +211,17 @@ def _moved_bytes(leaf: Leaf, sharding: Sharding, present: set) -> int:
 def _grouped(arguments: Iterable[Argument]) -> Iterable[list[Argument]]:
     groups: dict[tuple, list[Argument]] = {}
     for row in arguments:
-        argument = row.path.split("[")[0].split(".")[0]
-        groups.setdefault((argument, row.source, row.target, row.why), []).append(row)
+        groups.setdefault((row.name, row.source, row.target, row.why), []).append(row)
     return groups.values()
+
+
+def _tail(path: str, limit: int = 36) -> str:
+    """The end of a path, cut between two keys."""
+    keys = path.split("/")
+    while len(keys) > 2 and len("/".join(keys)) > limit:
+        keys = keys[1:] if keys[0] != "…" else ["…", *keys[2:]]
+        keys = keys if keys[0] == "…" else ["…", *keys]
+    return "/".join(keys)
 
 
 def readable_bytes(size: int) -> str:
