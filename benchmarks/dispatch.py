@@ -79,9 +79,7 @@ def alternating(count: int, settings) -> list:
 
 
 def many_devices(count: int, settings) -> list:
-    mesh = jax.make_mesh(
-        (jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     tree = scalars(count, (jax.device_count(),), NamedSharding(mesh, PartitionSpec("data")))
     by_jit, by_step = jax.jit(null_step), sc.step(null_step)
     contenders = {"jax.jit": lambda: by_jit(tree), "stepcache": lambda: by_step(tree)}

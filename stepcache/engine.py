@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from stepcache import jaxcompat
 from stepcache.errors import (
@@ -27,13 +26,14 @@ from stepcache.errors import (
     UnmatchedRuleWarning,
     warn,
 )
-from stepcache.events import Built, BuildFailed, Captured, Evicted, Miss, StageStarted, recorder
+from stepcache.events import BuildFailed, Built, Captured, Evicted, Miss, StageStarted, recorder
 from stepcache.programs import signature as signatures
 from stepcache.programs.build import NotHoldable, Program, Recipe, Stopwatch, build, trace
 from stepcache.programs.cache import Owner, ProgramCache
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
+from stepcache.programs.placement import place
 from stepcache.programs.signature import Call, Leaf, Unreadable
 from stepcache.sharding import Placed, Placer, mesh_identity
 
@@ -106,9 +106,7 @@ class Engine:
     def __init__(self, recipe: Recipe, current_scope):
         self.recipe = recipe
         self.ledger = Ledger(recipe.name)
-        self.dispatcher = Dispatcher(
-            recipe.fun, recipe.name, self.run, recipe.parameters.roles
-        )
+        self.dispatcher = Dispatcher(recipe.fun, recipe.name, self.run, recipe.parameters.roles)
         self.scope = current_scope
         self._owner = Owner(self._evicted)
         self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
@@ -197,7 +195,7 @@ class Engine:
             PlacementError: a leaf cannot be placed as asked.
         """
         call = signatures.read(self.recipe.parameters, args, kwargs)
-        leaves, placed = self._place(scope, call)
+        leaves, placed = place(self.recipe, scope.placer, call)
         placed_call = call.with_signature_leaves(leaves)
         key = Key(
             self.recipe.fingerprint,
@@ -208,58 +206,13 @@ class Engine:
         )
         return Request(call, leaves, placed, key)
 
-    def _place(self, scope: Scope, call: Call) -> tuple[tuple[Leaf, ...], tuple]:
-        leaves = list(call.signature.leaves)
-        by_user = self._user_shardings(call, scope)
-        for index, sharding in enumerate(by_user):
-            leaf = leaves[index]
-            if isinstance(sharding, Sharding) and _already_at(leaf, sharding):
-                leaves[index] = leaf._replace(sharding=None)
-        placed: list[Placed | None] = [None] * len(leaves)
-        if scope.placer is None:
-            return tuple(leaves), tuple(placed)
-        for index, leaf in enumerate(leaves):
-            if leaf.sharding is None and by_user[index] is None:
-                argument, _, slashed = call.paths[index]
-                carried = argument in self.recipe.parameters.carry
-                placed[index] = at = scope.placer.place(slashed, leaf.shape, carried=carried)
-                leaves[index] = leaf._replace(sharding=at.sharding)
-        return tuple(leaves), tuple(placed)
-
-    def _user_shardings(self, call: Call, scope: Scope) -> list[Any]:
-        """For each leaf what the step's own `in_shardings`, `device` or `backend` ask of it."""
-        options = self.recipe.options
-        if options.get("device") or options.get("backend"):
-            return ["device"] * len(call.leaves)
-        if options.get("in_shardings") is None:
-            return [None] * len(call.leaves)
-        wanted = options["in_shardings"]
-        mesh = scope.mesh
-
-        def resolve(entry):
-            if isinstance(entry, PartitionSpec) and mesh is not None:
-                entry = NamedSharding(mesh, entry)
-            return _Boxed(entry)
-
-        boxed = jax.tree_util.tree_map(
-            resolve, tuple(wanted) if isinstance(wanted, list) else wanted, is_leaf=_is_none
-        )
-        try:
-            spread = jax.tree_util.tree_broadcast(boxed, call.args, is_leaf=_is_boxed)
-        except ValueError:  # The trees do not fit: JAX will say so.
-            raise Unreadable from None
-        found = jax.tree_util.tree_leaves(spread, is_leaf=_is_boxed)
-        return [box.value for box in found]
-
     # ---- programs ----------------------------------------------------------------------------
 
     def why(self, request: Request) -> Miss:
         """Why a call that finds no program finds none."""
         return self.ledger.why(request.key, lambda: request.call.paths)
 
-    def _obtain(
-        self, scope: Scope, request: Request, started: float, *, explicit: bool
-    ) -> Program:
+    def _obtain(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
         """The program of a call that missed: built here, or by another thread meanwhile."""
         miss = self.why(request)
         if not explicit:
@@ -327,7 +280,8 @@ class Engine:
         unseen = set(range(len(rules))) - scope.matched
         if not unseen:
             return
-        found = {rules.match(path.slashed) for path in paths} - {None}
+        matches = (rules.match(path.slashed) for path in paths)
+        found = {index for index in matches if index is not None}
         scope.matched |= found
         if not found and not self.recipe.parameters.carry:
             return
@@ -370,35 +324,10 @@ class Engine:
         return sum(cache.programs_of(self._owner) for cache in list(self._caches))
 
 
-class _Boxed:
-    """A sharding as an opaque leaf, so that None and prefixes survive tree operations."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-def _is_boxed(x: Any) -> bool:
-    return isinstance(x, _Boxed)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _already_at(leaf: Leaf, sharding: Sharding) -> bool:
-    return (
-        leaf.sharding is not None
-        and leaf.sharding.memory_kind == sharding.memory_kind
-        and leaf.sharding.is_equivalent_to(sharding, len(leaf.shape))
-    )
-
-
 def _advise_on_capture(captured: Captured) -> str:
     return (
-        f"{captured.name}, {captured.type}, is captured by closure: {captured.size_bytes / 1e6:.1f} "
-        "MB inside the program; pass it as an argument"
+        f"{captured.name}, {captured.type}, is captured by closure: "
+        f"{captured.size_bytes / 1e6:.1f} MB inside the program; pass it as an argument"
     )
 
 
@@ -420,4 +349,3 @@ def _note_deleted(error: Exception, call: Call) -> None:
             f"stepcache: {named} was donated to an earlier call (a carry always is); use the array "
             "that the call returned in its place"
         )
-

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.extend.core
 from jax.extend.core import get_opaque_trace_state, jaxprs_in_params
 
@@ -28,9 +29,11 @@ Tracer = jax.core.Tracer
 try:
     from jax._src import api_util, core, dispatch, pjit, traceback_util, tree_util, util
     from jax._src import config as jax_config
+    from jax._src import lib as jax_lib
     from jax._src import mesh as mesh_lib
     from jax._src.interpreters import partial_eval, pxla
-    from jax._src.lib import _jax
+
+    _jax: Any = getattr(jax_lib, "_jax")  # noqa: B009  (a reexport, to type checkers)
 
     _PRIVATE_NAMES = (
         (_jax, "pjit", "PjitFunctionCache"),
@@ -157,9 +160,9 @@ def _watch_settings() -> None:
 
         return hook
 
-    holders = jax_config.config._value_holders
+    holders: dict[str, Any] = jax_config.config._value_holders
     for name in _WATCHED:
-        holder = holders.get(name)
+        holder: Any = holders.get(name)
         if hasattr(holder, "_update_thread_local_hook"):
             holder._update_global_hook = then(holder._update_global_hook, refresh_global)
             local_hook = then(holder._update_thread_local_hook, refresh_local)
@@ -199,9 +202,15 @@ def is_tracing() -> bool:
 
 def must_delegate() -> bool:
     """True under settings whose checks live in JAX's own call path."""
-    return bool(jax.config.jax_debug_key_reuse or jax.config.jax_enable_pgle) or (
-        not PRIVATE_API and bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
-    )
+    names = ["jax_debug_key_reuse", "jax_enable_pgle"]
+    if not PRIVATE_API:
+        names += ["jax_debug_nans", "jax_debug_infs"]
+    return any(getattr(jax.config, name) for name in names)
+
+
+def jit_is_disabled() -> bool:
+    """True under `jax.disable_jit`."""
+    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009  (unknown to type checkers)
 
 
 def has_concrete_mesh() -> bool:
@@ -234,8 +243,9 @@ def argument_roles(jitted: Any, fun: Callable, options: dict[str, Any]) -> Argum
     if PRIVATE_API:
         info = jitted._jit_info
         return ArgumentRoles(tuple(info.static_argnums), tuple(info.static_argnames))
-    numbers, names = _as_tuple(options.get("static_argnums")), _as_tuple(
-        options.get("static_argnames")
+    numbers, names = (
+        _as_tuple(options.get("static_argnums")),
+        _as_tuple(options.get("static_argnames")),
     )
     try:
         parameters = inspect.signature(fun).parameters.values()

@@ -234,7 +234,7 @@ def _names_in_scope(fun: Callable) -> dict[int, str]:
     if code is None:
         return {}
     cells = {}
-    for name, cell in zip(code.co_freevars, getattr(fun, "__closure__", None) or ()):
+    for name, cell in zip(code.co_freevars, fun.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # An empty cell.
             cells[name] = cell.cell_contents
     module = getattr(fun, "__globals__", {})
@@ -333,8 +333,7 @@ def _type_of(leaf: Any) -> str:
 
 def _pin(leaf: Leaf) -> NamedSharding | None:
     sharding = leaf.sharding
-    if not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding) or sharding.mesh is None:
         return None
     automatic = all(kind is AxisType.Auto for kind in sharding.mesh.axis_types)
     return sharding if automatic else None
-

@@ -75,9 +75,7 @@ class ProgramCache:
             ("max_memory_programs", max_memory_programs),
         ):
             if bound is not None and bound < 1:
-                raise OptionError(
-                    f"{name} must be positive", where="ProgramCache", got=repr(bound)
-                )
+                raise OptionError(f"{name} must be positive", where="ProgramCache", got=repr(bound))
         self._bounds = (max_memory_programs, max_bytes)
         self._memory = MemoryTier(max_memory_programs, max_bytes)
         self._lock = threading.Lock()

@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from stepcache import jaxcompat
 
 _SIGNATURES_PER_STEP = 1024
@@ -53,7 +51,7 @@ class Dispatcher:
         else:
 
             def call(*args, **kwargs):
-                if jax.config.jax_disable_jit:
+                if jaxcompat.jit_is_disabled():
                     return fun(*args, **kwargs)
                 return miss(*args, **kwargs)[0]
 

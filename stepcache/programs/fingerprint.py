@@ -6,6 +6,7 @@ their programs within a process, and nothing is claimed about another process.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -37,11 +38,15 @@ def fingerprint(fun: Callable) -> Fingerprint:
             return known
         made = Fingerprint(name, next(_numbers))
         try:
-            reference = weakref.ref(fun, lambda _, key=id(fun): _known.pop(key, None))
+            reference = weakref.ref(fun, functools.partial(_forget, id(fun)))
         except TypeError:
             return made
         _known[id(fun)] = (reference, made)
         return made
+
+
+def _forget(key: int, _: weakref.ref) -> None:
+    _known.pop(key, None)
 
 
 def function_name(fun: Callable) -> str:

@@ -65,24 +65,21 @@ def diff_settings(before: Key, after: Key) -> tuple[Change, ...]:
     """Where two keys differ apart from their signatures."""
     changes = []
     if before.mesh != after.mesh:
-        changes.append(Change("mesh", "mesh", *_mesh_sides(before.mesh, after.mesh)))
-    for part in ("options", "environment"):
-        old, new = dict(getattr(before, part)), dict(getattr(after, part))
-        changes += [
-            Change(
-                "options" if part == "options" else "config",
-                name,
-                *(shorten(str(side.get(name, "absent"))) for side in (old, new)),
-            )
-            for name in dict.fromkeys((*old, *new))
-            if old.get(name) != new.get(name)
-        ]
+        old, new = _mesh_sides(before.mesh, after.mesh)
+        changes.append(Change("mesh", "mesh", old, new))
+    for part, name in (("options", "options"), ("config", "environment")):
+        olds, news = dict(getattr(before, name)), dict(getattr(after, name))
+        for setting in dict.fromkeys((*olds, *news)):
+            old, new = olds.get(setting), news.get(setting)
+            if old != new:
+                changes.append(Change(part, setting, shorten(str(old)), shorten(str(new))))
     return tuple(changes)
 
 
 def _mesh_sides(before: tuple, after: tuple) -> tuple[str, str]:
     if not before or not after:
-        return tuple(str(dict(mesh[0])) if mesh else "none" for mesh in (before, after))  # type: ignore[return-value]
+        old, new = (str(dict(mesh[0])) if mesh else "none" for mesh in (before, after))
+        return old, new
     index = next(i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y)
-    texts = (str(dict(mesh[0])) if index == 0 else str(mesh[index]) for mesh in (before, after))
-    return tuple(map(shorten, texts))  # type: ignore[return-value]
+    old, new = (str(dict(mesh[0])) if index == 0 else str(mesh[index]) for mesh in (before, after))
+    return shorten(old), shorten(new)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
-from jax.tree_util import PyTreeDef, keystr
+from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache.events import Change
@@ -63,12 +63,12 @@ class Signature:
     """What one call looks like to a program. Equal signatures need the same program.
 
     Attributes:
-        tree: the tree of the dynamic `(args, kwargs)`.
+        tree: the `PyTreeDef` of the dynamic `(args, kwargs)`.
         leaves: one `Leaf` for each dynamic array argument, in tree order.
         statics: the static arguments that were passed.
     """
 
-    tree: PyTreeDef
+    tree: Any
     leaves: tuple[Leaf, ...]
     statics: tuple[Static, ...]
     _hash: int = field(init=False, compare=False, repr=False, default=0)
@@ -155,7 +155,7 @@ class Call:
         Raises:
             KeyError: it was not passed.
         """
-        return self.kwargs[name] if name in self.kwargs else dict(zip(self.names, self.args))[name]
+        return (dict(zip(self.names, self.args, strict=True)) | self.kwargs)[name]
 
     @cached_property
     def paths(self) -> tuple[Path, ...]:
@@ -276,17 +276,17 @@ def _diff_statics(before: Sequence[Static], after: Sequence[Static]):
     for name in dict.fromkeys((*olds, *news)):
         old, new = olds.get(name), news.get(name)
         if old != new:
-            sides = (
+            sides = [
                 "its default" if static is None else shorten(repr(static.value))
                 for static in (old, new)
-            )
+            ]
             note = "static"
             if old and new and old.value == new.value:
                 note = f"static, {old.kind.__name__} → {new.kind.__name__}"
-            yield Change("static", name, *sides, note)
+            yield Change("static", name, sides[0], sides[1], note)
 
 
-def _diff_trees(before: PyTreeDef, after: PyTreeDef, old: dict[str, Leaf], new: dict[str, Leaf]):
+def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Leaf]):
     if before == after:
         return
     for path in [path for path in new if path not in old]:

@@ -190,7 +190,10 @@ def _argument(path: Path, value: Any, given: Leaf, leaf: Leaf, placed: Placed | 
         abstract = isinstance(value, jax.ShapeDtypeStruct)
         source, devices = "abstract" if abstract else "host", set()
     else:
-        source, devices = short_sharding(given.sharding).removeprefix("@ "), set(given.sharding.device_set)
+        source, devices = (
+            short_sharding(given.sharding).removeprefix("@ "),
+            set(given.sharding.device_set),
+        )
     size = given.size_bytes
     if placed is not None:
         target, why = short_sharding(placed.sharding).removeprefix("@ "), placed.why

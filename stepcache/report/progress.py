@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from stepcache.events import Built, BuildFailed, Event, StageStarted, recorder
+from stepcache.events import BuildFailed, Built, Event, StageStarted, recorder
 
 _log = logging.getLogger("stepcache")
 
@@ -75,15 +75,16 @@ class BuildProgress:
                     elapsed,
                 )
                 return
-            running.progress = Progress(
+            progress = Progress(
                 SpinnerColumn(),
                 TextColumn("building {task.fields[step]}: {task.fields[stage]}"),
                 TimeElapsedColumn(),
                 console=Console(stderr=True),
                 transient=True,
             )
-            running.progress.add_task("", step=running.step, stage=running.stage)
-            running.progress.start()
+            progress.add_task("", step=running.step, stage=running.stage)
+            progress.start()
+            running.progress = progress
 
     def _finish(self, build_id: int) -> None:
         with self._lock:

@@ -1,0 +1,92 @@
+"""Where the leaves of a call go before its program runs. Pure: it decides, and moves nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from stepcache.programs.build import Recipe
+from stepcache.programs.signature import Call, Leaf, Unreadable
+from stepcache.sharding import Placed, Placer
+
+
+def place(
+    recipe: Recipe, placer: Placer | None, call: Call
+) -> tuple[tuple[Leaf, ...], tuple[Placed | None, ...]]:
+    """Places the leaves of a call that nobody has placed yet.
+
+    Args:
+        recipe: the step.
+        placer: the session's mesh and rules; None places nothing.
+        call: the call.
+
+    Returns:
+        The leaves as the program has them, and for each the reason, or None where it stays.
+
+    Raises:
+        PlacementError: a leaf cannot be placed as asked.
+        Unreadable: the step's `in_shardings` do not fit the call, which JAX will say.
+    """
+    asked = _asked_by_options(recipe.options, placer, call)
+    leaves = [
+        leaf._replace(sharding=None) if _is_at(leaf, sharding) else leaf
+        for leaf, sharding in zip(call.signature.leaves, asked, strict=True)
+    ]
+    placed: list[Placed | None] = [None] * len(leaves)
+    if placer is not None:
+        for index, leaf in enumerate(leaves):
+            if leaf.sharding is None and asked[index] is None:
+                path = call.paths[index]
+                carried = path.argument in recipe.parameters.carry
+                at = placer.place(path.slashed, leaf.shape, carried=carried)
+                placed[index] = at
+                leaves[index] = leaf._replace(sharding=at.sharding)
+    return tuple(leaves), tuple(placed)
+
+
+class _Asked:
+    """What an option asks of a leaf, opaque to tree operations, so that None is a leaf too."""
+
+    __slots__ = ("sharding",)
+
+    def __init__(self, sharding: Any):
+        self.sharding = sharding
+
+
+def _asked_by_options(options: dict[str, Any], placer: Placer | None, call: Call) -> list[Any]:
+    """For each leaf what the step's own `in_shardings`, `device` or `backend` ask; None: nothing."""
+    if options.get("device") or options.get("backend"):
+        return ["a device"] * len(call.leaves)
+    shardings = options.get("in_shardings")
+    if shardings is None:
+        return [None] * len(call.leaves)
+
+    def resolve(entry: Any) -> _Asked:
+        if isinstance(entry, PartitionSpec) and placer is not None:
+            return _Asked(NamedSharding(placer.mesh, entry))
+        return _Asked(entry)
+
+    prefix = tuple(shardings) if isinstance(shardings, list) else shardings
+    asked = jax.tree_util.tree_map(resolve, prefix, is_leaf=lambda x: x is None)
+    try:
+        spread = jax.tree_util.tree_broadcast(asked, call.args, is_leaf=_is_asked)
+    except ValueError:
+        raise Unreadable from None
+    found = [leaf.sharding for leaf in jax.tree_util.tree_leaves(spread, is_leaf=_is_asked)]
+    return found + [None] * (len(call.leaves) - len(found))  # Keyword arguments come last.
+
+
+def _is_asked(x: Any) -> bool:
+    return isinstance(x, _Asked)
+
+
+def _is_at(leaf: Leaf, sharding: Any) -> bool:
+    """Whether a leaf already is where an option asks for it, so that the option speaks for it."""
+    return (
+        isinstance(sharding, Sharding)
+        and leaf.sharding is not None
+        and leaf.sharding.memory_kind == sharding.memory_kind
+        and leaf.sharding.is_equivalent_to(sharding, len(leaf.shape))
+    )
