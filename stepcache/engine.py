@@ -110,7 +110,7 @@ class Engine:
         self.scope = current_scope
         self._owner = Owner(self._evicted)
         self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
-        weakref.finalize(self, _release, self._caches, weakref.ref(self._owner))
+        weakref.finalize(self, _release, self._caches, self._owner.number)
 
     # ---- a call ------------------------------------------------------------------------------
 
@@ -247,6 +247,8 @@ class Engine:
             )
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
+            if isinstance(error, ValueError) and stopwatch.current == "lower":
+                self._raise_as_jit(scope, request)
             raise
         advice = (*miss.advice, *map(_advise_on_capture, program.captured))
         miss = dataclasses.replace(miss, advice=advice)
@@ -266,6 +268,13 @@ class Engine:
         )
         recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
         return program
+
+    def _raise_as_jit(self, scope: Scope, request: Request) -> None:
+        """Lets `jax.jit` refuse a call that does not lower: it names the function more fully."""
+        args, kwargs = request.call.given
+        abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in request.call.leaves)
+        if scope.placer is None and not abstract:
+            self.recipe.jitted(*args, **kwargs)
 
     def _check_rules(self, scope: Scope, request: Request) -> None:
         """Warns of rules that match nothing, once each, where a step with state is built.
@@ -314,7 +323,7 @@ class Engine:
     def clear(self) -> None:
         """Drops all programs of the step, and JAX's traces of its function."""
         for cache in list(self._caches):
-            cache.release(weakref.ref(self._owner))
+            cache.release(self._owner.number)
         self.dispatcher.clear()
         self.recipe.jitted.clear_cache()
         self.ledger.all_gone("cleared")
@@ -331,9 +340,9 @@ def _advise_on_capture(captured: Captured) -> str:
     )
 
 
-def _release(caches: weakref.WeakSet[ProgramCache], owner: weakref.ref) -> None:
+def _release(caches: weakref.WeakSet[ProgramCache], owner_number: int) -> None:
     for cache in list(caches):
-        cache.release(owner)
+        cache.release(owner_number)
 
 
 def _note_deleted(error: Exception, call: Call) -> None:

@@ -27,7 +27,16 @@ jit = jax.jit
 Tracer = jax.core.Tracer
 
 try:
-    from jax._src import api_util, core, dispatch, pjit, traceback_util, tree_util, util
+    from jax._src import (
+        api_util,
+        core,
+        dispatch,
+        pjit,
+        source_info_util,
+        traceback_util,
+        tree_util,
+        util,
+    )
     from jax._src import config as jax_config
     from jax._src import lib as jax_lib
     from jax._src import mesh as mesh_lib
@@ -43,6 +52,7 @@ try:
         (jax_config, "trace_context", "trace_context_names", "config"),
         (core, "trace_state_clean", "shaped_abstractify", "check_eval_args"),
         (traceback_util, "api_boundary", "register_exclusion"),
+        (source_info_util, "register_exclusion"),
         (tree_util, "dispatch_registry", "equality_errors_pytreedef"),
         (mesh_lib, "get_concrete_mesh"),
         (dispatch, "check_arg"),
@@ -454,9 +464,10 @@ def make_dispatcher(
 
 
 def hide_frames(directory: str) -> None:
-    """Leaves the files below `directory` out of the tracebacks that JAX filters."""
+    """Takes the files below `directory` for JAX's own: no user's code, in errors and metadata."""
     if PRIVATE_API:
         traceback_util.register_exclusion(directory)
+        source_info_util.register_exclusion(directory + os.sep)
 
 
 def api_boundary(fun: Callable) -> Callable:

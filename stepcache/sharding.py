@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepcache.errors import OptionError, PlacementError
 
@@ -29,6 +29,13 @@ def mesh_identity(mesh: Mesh | None) -> tuple:
         return ()
     devices = tuple((device.platform, device.id) for device in mesh.devices.flat)
     return (tuple(mesh.shape.items()), tuple(str(kind) for kind in mesh.axis_types), devices)
+
+
+def is_in_type(sharding: Sharding | None) -> bool:
+    """Whether a sharding is part of the array's type, as on the Explicit axes of a mesh."""
+    return isinstance(sharding, NamedSharding) and any(
+        kind is not AxisType.Auto for kind in sharding.mesh.axis_types
+    )
 
 
 def axes_of(entry: object) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
@@ -24,6 +24,7 @@ from stepcache.events import Captured
 from stepcache.programs.fingerprint import Fingerprint, fingerprint, function_name
 from stepcache.programs.key import Key
 from stepcache.programs.signature import Call, Leaf, Parameters, short_type
+from stepcache.sharding import is_in_type
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -150,7 +151,7 @@ def trace(recipe: Recipe, call: Call, placed: Sequence[Leaf], mesh: Mesh | None)
         CarryError: the first output does not have the carry's tree, shapes and dtypes.
     """
     stand_ins = [
-        value if leaf == given else _stand_in(leaf)
+        value if leaf.sharding in (None, given.sharding) else _stand_in(leaf)
         for value, given, leaf in zip(call.leaves, call.signature.leaves, placed, strict=True)
     ]
     args, kwargs = call.rebuilt(stand_ins)
@@ -333,7 +334,4 @@ def _type_of(leaf: Any) -> str:
 
 def _pin(leaf: Leaf) -> NamedSharding | None:
     sharding = leaf.sharding
-    if not isinstance(sharding, NamedSharding) or sharding.mesh is None:
-        return None
-    automatic = all(kind is AxisType.Auto for kind in sharding.mesh.axis_types)
-    return sharding if automatic else None
+    return sharding if isinstance(sharding, NamedSharding) and not is_in_type(sharding) else None

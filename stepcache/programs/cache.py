@@ -6,16 +6,18 @@ Today there is one tier, memory. Anything that asks for a program asks here.
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from stepcache.errors import OptionError
 from stepcache.programs.build import Program
 from stepcache.programs.key import Key
-from stepcache.programs.memory import MemoryTier
+from stepcache.programs.memory import Evicted, MemoryTier
+
+_owner_numbers = itertools.count(1)
 
 
 class Owner:
@@ -25,9 +27,10 @@ class Owner:
         evicted: called, outside the cache's lock, with a program that made room for others.
     """
 
-    __slots__ = ("__weakref__", "evicted")
+    __slots__ = ("__weakref__", "evicted", "number")
 
     def __init__(self, evicted: Callable[[Program], None]):
+        self.number = next(_owner_numbers)
         self.evicted = evicted
 
 
@@ -80,7 +83,7 @@ class ProgramCache:
         self._memory = MemoryTier(max_memory_programs, max_bytes)
         self._lock = threading.Lock()
         self._building: dict[Key, tuple[threading.Event, int]] = {}
-        self._released: collections.deque[Any] = collections.deque()
+        self._released: collections.deque[int] = collections.deque()
         self._hits = self._builds = self._evictions = 0
 
     def get(self, key: Key, owner: Owner) -> Program | None:
@@ -90,7 +93,7 @@ class ProgramCache:
             return self._get(key, owner)
 
     def _get(self, key: Key, owner: Owner) -> Program | None:
-        program = self._memory.get(key, weakref.ref(owner))
+        program = self._memory.get(key, owner.number, weakref.ref(owner))
         self._hits += program is not None
         return program
 
@@ -121,12 +124,12 @@ class ProgramCache:
             if builder == threading.get_ident():  # The step calls itself while it is traced.
                 return build(), True
             pending.wait()
-        evicted = []
+        evicted: list[Evicted] = []
         try:
             program = build()
             with self._lock:
                 self._builds += 1
-                evicted = self._memory.put(key, program, weakref.ref(owner))
+                evicted = self._memory.put(key, program, owner.number, weakref.ref(owner))
                 self._evictions += len(evicted)
         finally:
             with self._lock:
@@ -135,9 +138,9 @@ class ProgramCache:
         _tell(evicted)
         return program, True
 
-    def release(self, owner_reference: weakref.ref) -> None:
-        """Drops the programs of an owner. Safe to call from a finalizer, whatever is locked."""
-        self._released.append(owner_reference)
+    def release(self, owner_number: int) -> None:
+        """Drops the programs that only this owner uses. Finalizers may call it at any time."""
+        self._released.append(owner_number)
         if self._lock.acquire(blocking=False):
             try:
                 self._forget_released()
@@ -158,7 +161,7 @@ class ProgramCache:
         """How many programs of the cache `owner` uses."""
         with self._lock:
             self._forget_released()
-            return self._memory.owned_by(weakref.ref(owner))
+            return self._memory.owned_by(owner.number)
 
     def info(self) -> CacheInfo:
         """What the cache holds, and what it has done."""
@@ -172,9 +175,9 @@ class ProgramCache:
         return f"ProgramCache({info.programs} of at most {info.max_memory_programs} programs)"
 
 
-def _tell(evicted: list[tuple[Program, set]]) -> None:
+def _tell(evicted: list[Evicted]) -> None:
     for program, owners in evicted:
-        for reference in owners:
+        for reference in owners.values():
             owner = reference()
             if owner is not None:
                 owner.evicted(program)

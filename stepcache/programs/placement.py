@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from stepcache.programs.build import Recipe
 from stepcache.programs.signature import Call, Leaf, Unreadable
-from stepcache.sharding import Placed, Placer
+from stepcache.sharding import Placed, Placer, is_in_type
 
 
 def place(
@@ -56,7 +56,7 @@ class _Asked:
 
 
 def _asked_by_options(options: dict[str, Any], placer: Placer | None, call: Call) -> list[Any]:
-    """For each leaf what the step's own `in_shardings`, `device` or `backend` ask; None: nothing."""
+    """What the step's `in_shardings`, `device` or `backend` ask of each leaf; None for nothing."""
     if options.get("device") or options.get("backend"):
         return ["a device"] * len(call.leaves)
     shardings = options.get("in_shardings")
@@ -87,6 +87,7 @@ def _is_at(leaf: Leaf, sharding: Any) -> bool:
     return (
         isinstance(sharding, Sharding)
         and leaf.sharding is not None
+        and not is_in_type(leaf.sharding)
         and leaf.sharding.memory_kind == sharding.memory_kind
         and leaf.sharding.is_equivalent_to(sharding, len(leaf.shape))
     )

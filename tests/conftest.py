@@ -1,0 +1,30 @@
+"""Eight CPU devices for all tests, and a fresh program cache for each."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    jax.config.update("jax_num_cpu_devices", 8)
+
+import pytest
+from jax.sharding import AxisType
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices():
+    if jax.default_backend() == "cpu":
+        assert jax.device_count() == 8
+
+
+@pytest.fixture
+def mesh():
+    """4 × 2 devices, "data" × "model"."""
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture
+def one_device_mesh():
+    return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
