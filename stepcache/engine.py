@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,7 @@ recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
 _build_ids = itertools.count(1)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Scope:
     """What a session decides for the calls made in it.
 
@@ -78,6 +78,26 @@ class Scope:
             warn(message, UnmatchedRuleWarning)
 
 
+class ScopeToken(jaxcompat.ContextToken):
+    """Stands for a scope in JAX's own keys, without keeping it alive there."""
+
+    __slots__ = ("scope",)
+
+    def __init__(self, scope: Scope):
+        self.scope = weakref.ref(scope)
+
+
+DEFAULT_SCOPE = Scope(None, ProgramCache())
+"""The scope of calls outside any session: it places nothing."""
+
+
+def current_scope() -> Scope:
+    """The scope of the innermost session of this thread."""
+    token = jaxcompat.session_context.value
+    scope = token.scope() if token is not None else None
+    return scope or DEFAULT_SCOPE
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A call with what it needs: read, placed and keyed.
@@ -100,14 +120,14 @@ class Engine:
 
     Args:
         recipe: the step.
-        current_scope: gives the scope of the session in which a call is made.
+        scope: gives the scope of the session in which a call is made.
     """
 
-    def __init__(self, recipe: Recipe, current_scope):
+    def __init__(self, recipe: Recipe, scope: Callable[[], Scope] = current_scope):
         self.recipe = recipe
         self.ledger = Ledger(recipe.name)
         self.dispatcher = Dispatcher(recipe.fun, recipe.name, self.run, recipe.parameters.roles)
-        self.scope = current_scope
+        self.scope = scope
         self._owner = Owner(self._evicted)
         self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
         weakref.finalize(self, _release, self._caches, self._owner.number)

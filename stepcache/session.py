@@ -11,22 +11,24 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from stepcache import engine, jaxcompat
-from stepcache.engine import Scope
+from stepcache.engine import DEFAULT_SCOPE, Scope, ScopeToken
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
 from stepcache.sharding import DataAxis, Placer, Rules, device_mesh
+from stepcache.step import make_step
 
 OnMiss = Literal["compile", "warn", "error"]
 _ON_MISS = ("compile", "warn", "error")
 
 
-class _SessionToken(jaxcompat.ContextToken):
-    """Stands for a session in JAX's keys, without keeping it alive there."""
+class _SessionToken(ScopeToken):
+    """A token that leads back to its session too."""
 
     __slots__ = ("session",)
 
-    def __init__(self, session: Session):
+    def __init__(self, scope: Scope, session: Session):
+        super().__init__(scope)
         self.session = weakref.ref(session)
 
 
@@ -90,17 +92,17 @@ class Session:
         if not isinstance(rules, Rules):
             rules = Rules(rules or ())
         placer = Placer(device_mesh() if mesh is None else mesh, rules, data_axis)
-        self._open(Scope(placer, cache or _default_cache(), on_miss, count_hits))
+        self._open(Scope(placer, cache or DEFAULT_SCOPE.cache, on_miss, count_hits))
 
     def _open(self, scope: Scope) -> None:
         self._scope = scope
-        self._token = _SessionToken(self)
+        self._token = _SessionToken(scope, self)
         self._entered = threading.local()
 
     @classmethod
     def _without_mesh(cls) -> Session:
         session = cls.__new__(cls)
-        session._open(Scope(None, _default_cache()))
+        session._open(DEFAULT_SCOPE)
         return session
 
     @property
@@ -125,8 +127,6 @@ class Session:
 
     def step(self, fun=None, **options) -> Any:
         """`stepcache.step`, bound to this session wherever it is called."""
-        from stepcache.step import make_step
-
         return make_step(fun, options, lambda: self._scope)
 
     def __enter__(self) -> Session:
@@ -163,15 +163,7 @@ class Session:
         return f"Session(mesh={mesh}, rules={len(self.rules)}, {self.cache!r}{state})"
 
 
-_lock = threading.RLock()
-_defaults: dict[str, Any] = {}
-
-
-def _default_cache() -> ProgramCache:
-    with _lock:
-        if "cache" not in _defaults:
-            _defaults["cache"] = ProgramCache()
-        return _defaults["cache"]
+_DEFAULT_SESSION = Session._without_mesh()
 
 
 def current_session() -> Session:
@@ -182,17 +174,7 @@ def current_session() -> Session:
     """
     token = jaxcompat.session_context.value
     session = token.session() if token is not None else None
-    if session is not None:
-        return session
-    with _lock:
-        if "session" not in _defaults:
-            _defaults["session"] = Session._without_mesh()
-        return _defaults["session"]
-
-
-def current_scope() -> Scope:
-    """The scope of the current session."""
-    return current_session()._scope
+    return session or _DEFAULT_SESSION
 
 
 @contextlib.contextmanager

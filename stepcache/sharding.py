@@ -177,16 +177,24 @@ class Placer:
         if index is not None:
             pattern, spec = self.rules.rules[index]
             self._check_divides(path, shape, spec, f"rule {pattern!r}")
-            return Placed(NamedSharding(self.mesh, spec), f"rule {pattern!r}", index)
+            return Placed(self._sharding(spec, shape), f"rule {pattern!r}", index)
         if carried:
-            return Placed(NamedSharding(self.mesh, PartitionSpec()), "carry, no rule: replicated")
+            return Placed(self._sharding(PartitionSpec(), shape), "carry, no rule: replicated")
         if not shape or self.data_axis is None:
             why = "scalar: replicated" if not shape else "data_axis=None: replicated"
-            return Placed(NamedSharding(self.mesh, PartitionSpec()), why)
+            return Placed(self._sharding(PartitionSpec(), shape), why)
         spec = PartitionSpec(self.data_axis)
         why = f"data axis {self.data_axis!r}"
         self._check_divides(path, shape, spec, why)
-        return Placed(NamedSharding(self.mesh, spec), why)
+        return Placed(self._sharding(spec, shape), why)
+
+    def _sharding(self, spec: PartitionSpec, shape: tuple[int, ...]) -> NamedSharding:
+        sharding = NamedSharding(self.mesh, spec)
+        if is_in_type(sharding):
+            # A type spells every dimension out; so a leaf that leaves a step comes back the same.
+            padded = PartitionSpec(*spec, *(None,) * (len(shape) - len(spec)))
+            return NamedSharding(self.mesh, padded)
+        return sharding
 
     def _check_divides(
         self, path: str, shape: tuple[int, ...], spec: PartitionSpec, why: str

@@ -1,0 +1,44 @@
+import inspect
+
+import stepcache as sc
+
+PROMISED = [
+    "step",
+    "Session",
+    "current_session",
+    "no_recompile",
+    "ProgramCache",
+    "Rules",
+]
+
+
+def test_promised_names_are_there():
+    assert set(PROMISED) <= set(sc.__all__)
+
+
+def test_all_is_what_is_there():
+    public = {
+        name
+        for name, value in vars(sc).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert public == set(sc.__all__)
+    assert list(sc.__all__) == sorted(sc.__all__)
+
+
+def test_public_names_are_documented():
+    for name in sc.__all__:
+        value = getattr(sc, name)
+        assert inspect.getdoc(value), name
+        if inspect.isclass(value):
+            for member, function in inspect.getmembers(value, inspect.isfunction):
+                if not member.startswith("_"):
+                    assert inspect.getdoc(function), f"{name}.{member}"
+
+
+def test_errors_form_one_tree():
+    for name in sc.__all__:
+        value = getattr(sc, name)
+        if inspect.isclass(value) and issubclass(value, Exception):
+            tree = sc.StepCacheWarning if issubclass(value, Warning) else sc.StepCacheError
+            assert issubclass(value, tree), name

@@ -1,0 +1,112 @@
+"""The house: imports point to a lower floor only, and private JAX stays in one room."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "stepcache"
+
+# Longest prefix wins. A file that stands on no floor fails the test.
+FLOORS = {
+    "errors": 0,
+    "events": 0,
+    "jaxcompat": 0,
+    "sharding": 1,
+    "programs": 2,
+    "variables": 2,
+    "engine": 3,
+    "cluster": 4,
+    "session": 5,
+    "step": 5,
+    "report": 5,
+    "cli": 5,
+    "__init__": 6,
+}
+# Rooms of one floor that must not know each other at all.
+STRANGERS = [("programs", "variables")]
+PRIVATE_ROOM = "jaxcompat"
+
+
+def rooms() -> dict[str, Path]:
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def wing(room: str) -> str:
+    return room.split(".")[0]
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in the file, by its full name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} imports by relative name"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return found
+
+
+def own_imports(path: Path) -> set[str]:
+    names = {name.removeprefix("stepcache.") for name in imports(path) if "stepcache." in name}
+    return {
+        room for name in names for room in rooms() if name == room or name.startswith(f"{room}.")
+    }
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_imports_point_downwards(room):
+    assert wing(room) in FLOORS, f"{room} stands on no floor: give it one"
+    for other in own_imports(rooms()[room]):
+        higher = FLOORS[wing(other)] > FLOORS[wing(room)]
+        assert not higher, f"{room} (floor {FLOORS[wing(room)]}) imports {other}, above it"
+        for pair in STRANGERS:
+            assert {wing(room), wing(other)} != set(pair), f"{room} imports {other}"
+
+
+def test_no_cycles():
+    graph = {room: own_imports(path) - {room} for room, path in rooms().items()}
+    done: set[str] = set()
+
+    def visit(room: str, above: tuple[str, ...]) -> None:
+        assert room not in above, f"import cycle: {' → '.join((*above, room))}"
+        if room not in done:
+            for other in sorted(graph[room]):
+                visit(other, (*above, room))
+            done.add(room)
+
+    for room in graph:
+        visit(room, ())
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_private_jax_stays_in_one_room(room):
+    private = [
+        name
+        for name in imports(rooms()[room])
+        if name.startswith(("jax._src", "jaxlib", "jax.experimental", "jax.extend"))
+    ]
+    assert room == PRIVATE_ROOM or not private, f"{room} imports {private}"
+
+
+def test_the_test_itself_sees_imports(tmp_path):
+    file = tmp_path / "file.py"
+    file.write_text("def f():\n    from stepcache.engine import Engine\n    import jax._src.core\n")
+    assert own_imports(file) == {"engine"}
+    assert "jax._src.core" in imports(file)
+
+
+def test_import_is_light():
+    """Importing stepcache starts no backend: that is the user's moment to choose."""
+    import subprocess
+
+    code = (
+        "import stepcache; from jax._src import xla_bridge; "
+        "assert not xla_bridge.backends_are_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
