@@ -148,6 +148,7 @@ class Engine:
             request = self.request(scope, args, kwargs)
         except Unreadable:
             return self._delegate(args, kwargs)
+        self._caches.add(scope.cache)
         program = scope.cache.get(request.key, self._owner)
         if program is not None:
             self.ledger.count(hits=1)
@@ -168,6 +169,7 @@ class Engine:
         except Unreadable:
             self.trace(args, kwargs)  # JAX says what is wrong with the call.
             raise
+        self._caches.add(scope.cache)
         if scope.cache.get(request.key, self._owner) is None:
             self._obtain(scope, request, started, explicit=True)
 
@@ -230,14 +232,13 @@ class Engine:
 
     def why(self, request: Request) -> Miss:
         """Why a call that finds no program finds none."""
-        return self.ledger.why(request.key, lambda: request.call.paths)
+        return self.ledger.why(request.key, request.call)
 
     def _obtain(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
         """The program of a call that missed: built here, or by another thread meanwhile."""
         miss = self.why(request)
         if not explicit:
             self._judge(scope, miss)
-        self._caches.add(scope.cache)
         program, built = scope.cache.get_or_build(
             request.key, self._owner, lambda: self._build(scope, request, miss, started)
         )

@@ -144,10 +144,27 @@ _TRACE_SETTINGS = (
 )
 
 
+_MISSING = ()
+
+
+def setting(name: str) -> Any:
+    """The value of a setting of JAX in this thread; `()` where this version has none."""
+    value = getattr(jax.config, name, _MISSING)
+    if value is not _MISSING:
+        return value
+    try:
+        return jax.config.read(name)  # Flags that have no context manager have no attribute.
+    except AttributeError:
+        return _MISSING
+
+
+def _settings(names: Iterable[str]) -> tuple[tuple[str, Hashable], ...]:
+    values = ((name, setting(name)) for name in names)
+    return tuple((name, value) for name, value in values if value is not _MISSING)
+
+
 def _watched_values() -> tuple[tuple[str, Hashable], ...]:
-    return tuple(
-        (name, getattr(jax.config, name)) for name in _WATCHED if hasattr(jax.config, name)
-    )
+    return _settings(_WATCHED)
 
 
 def _watch_settings() -> None:
@@ -189,9 +206,11 @@ if PRIVATE_API:
 def environment() -> tuple[tuple[str, Hashable], ...]:
     """Name and value of every setting that changes what a trace or a compilation gives."""
     if not PRIVATE_API:
-        names = [name for name in _TRACE_SETTINGS if hasattr(jax.config, name)]
-        settings = [(name, getattr(jax.config, name)) for name in names]
-        return (*settings, ("mesh", jax.sharding.get_mesh()), *_watched_values())
+        return (
+            *_settings(_TRACE_SETTINGS),
+            ("mesh", jax.sharding.get_mesh()),
+            *_watched_values(),
+        )
     settings = zip(jax_config.trace_context_names(), jax_config.trace_context(), strict=True)
     return (
         *((n, v) for n, v in settings if n != "axis_env_state" and not isinstance(v, ContextToken)),
@@ -215,12 +234,12 @@ def must_delegate() -> bool:
     names = ["jax_debug_key_reuse", "jax_enable_pgle"]
     if not PRIVATE_API:
         names += ["jax_debug_nans", "jax_debug_infs"]
-    return any(getattr(jax.config, name) for name in names)
+    return any(setting(name) for name in names)
 
 
 def jit_is_disabled() -> bool:
     """True under `jax.disable_jit`."""
-    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009  (unknown to type checkers)
+    return bool(setting("jax_disable_jit"))
 
 
 def has_concrete_mesh() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -48,6 +49,12 @@ class Step(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self):
+        names = getattr(self, "__module__", None), getattr(self, "__qualname__", None)
+        found = sys.modules.get(names[0])
+        for name in (names[1] or "").split("."):
+            found = getattr(found, name, None)
+        if found is self:
+            return names[1]  # Pickled by name, as functions are.
         return make_step, (self.__wrapped__, self._options)
 
     def __repr__(self) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from stepcache.events import Change, Miss, StepStats
 from stepcache.programs.key import Key, diff_settings
-from stepcache.programs.signature import Path, diff, distance
+from stepcache.programs.signature import Call, Path, diff, distance
 
 _KEYS_REMEMBERED = 64
 # The nearest signature is sought among the latest ones, over at most so many leaves in all: about
@@ -40,12 +40,12 @@ class Ledger:
         self._stats = StepStats()
         self.last_miss: Miss | None = None
 
-    def why(self, key: Key, paths: Callable[[], Sequence[Path]]) -> Miss:
+    def why(self, key: Key, call: Call) -> Miss:
         """Why a call of `key` would find no program.
 
         Args:
             key: the key of the call.
-            paths: gives the paths of the call's leaves, where they are needed.
+            call: the call, for the names of what differs.
         """
         with self._lock:
             known = list(self._known.items())
@@ -58,7 +58,7 @@ class Ledger:
         budget = max(4, _LEAVES_COMPARED // max(1, len(key.signature.leaves)))
         latest_first = known[-budget:][::-1]
         before, before_paths = min(latest_first, key=lambda item: _distance(item[0], key))
-        in_call, omitted = diff(before.signature, before_paths, key.signature, paths())
+        in_call, omitted = diff(before.signature, before_paths, key.signature, call)
         changes = (*diff_settings(before, key), *in_call)
         return Miss(self._step, number, "changed", changes, self._advice(changes), omitted)
 

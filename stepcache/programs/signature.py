@@ -161,9 +161,10 @@ class Call:
     def paths(self) -> tuple[Path, ...]:
         """The path of each leaf, in order."""
         entries, _ = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
-        return tuple(self._path(keys) for keys, _ in entries)
+        return tuple(self.path(keys) for keys, _ in entries)
 
-    def _path(self, keys: tuple) -> Path:
+    def path(self, keys: tuple) -> Path:
+        """The path that JAX's keys into the dynamic `(args, kwargs)` mean."""
         in_kwargs, top, *rest = keys
         name = top.key if in_kwargs.idx else self.names[top.idx]
         base = name.replace("[", "/").rstrip("]")
@@ -249,7 +250,7 @@ def diff(
     before: Signature,
     before_paths: Sequence[Path],
     after: Signature,
-    paths: Sequence[Path],
+    call: Call,
     limit: int = 64,
 ) -> tuple[tuple[Change, ...], int]:
     """Where two signatures differ, and how many more leaves differ than are described.
@@ -257,14 +258,14 @@ def diff(
     Args:
         before: a known signature.
         before_paths: the paths of its leaves.
-        after: the signature of a call.
-        paths: the paths of the call's leaves.
+        after: the signature of a call, placed.
+        call: the call.
         limit: describe at most so many leaves that both have.
     """
     changes = list(_diff_statics(before.statics, after.statics))
     old = {path.text: leaf for path, leaf in zip(before_paths, before.leaves, strict=True)}
-    new = {path.text: leaf for path, leaf in zip(paths, after.leaves, strict=True)}
-    changes += _diff_trees(before.tree, after.tree, old, new)
+    new = {path.text: leaf for path, leaf in zip(call.paths, after.leaves, strict=True)}
+    changes += _diff_trees(before.tree, after.tree, old, new, call)
     changed = (path for path, leaf in new.items() if path in old and old[path] != leaf)
     changes += [_diff_leaves(old[path], new[path], path) for path in islice(changed, limit)]
     omitted = sum(1 for _ in changed)
@@ -286,7 +287,7 @@ def _diff_statics(before: Sequence[Static], after: Sequence[Static]):
             yield Change("static", name, sides[0], sides[1], note)
 
 
-def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Leaf]):
+def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Leaf], call: Call):
     if before == after:
         return
     for path in [path for path in new if path not in old]:
@@ -295,7 +296,8 @@ def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Le
         yield Change("tree", path, str(old[path]), "absent", "missing")
     if old.keys() == new.keys():
         for keys, x, y, why in jaxcompat.tree_differences(before, after):
-            yield Change("tree", f"arguments{keystr(tuple(keys))}", shorten(x), shorten(y), why)
+            path = call.path(keys).text if len(keys) > 1 else "arguments"
+            yield Change("tree", path, shorten(x), shorten(y), why)
 
 
 def _diff_leaves(before: Leaf, after: Leaf, path: str) -> Change:
