@@ -169,34 +169,39 @@ def _watched_values() -> tuple[tuple[str, Hashable], ...]:
 
 def _watch_settings() -> None:
     """Puts the watched settings into JAX's dispatch key, by a hook on each that says it changed."""
-    defaults = _watched_values()
+    by_name: dict[str, Any] = jax_config.config._value_holders
+    holders = [by_name[name] for name in _WATCHED if name in by_name]
+    local_holders = [holder for holder in holders if hasattr(holder, "get_local")]
+    unset = jax_config.config_ext.unset
 
-    def refresh_global(*_) -> None:
-        values = _watched_values()
-        _settings_context.set_global(None if values == defaults else _Settings(values))
+    def mark(values: Iterable[Hashable]) -> _Settings | None:
+        settings = _Settings(tuple(values))
+        return None if settings == defaults else settings
 
-    def refresh_local(*_) -> None:
-        values = _watched_values()
-        _settings_context._obj.set_local(None if values == defaults else _Settings(values))
+    def global_values() -> Iterable[Hashable]:
+        return (h.get_global() if h in local_holders else h.value for h in holders)
 
-    def then(first: Callable | None, second: Callable) -> Callable:
-        def hook(value):
-            if first is not None:
-                first(value)
-            second(value)
+    def refresh(*_) -> None:
+        _settings_context.set_global(mark(global_values()))
+        overridden = any(holder.get_local() is not unset for holder in local_holders)
+        local = mark(holder.value for holder in holders) if overridden else unset
+        _settings_context._obj.set_local(local)
 
-        return hook
+    def then_refresh(hook: Callable | None) -> Callable:
+        def hooks(value: Any) -> None:
+            if hook is not None:
+                hook(value)
+            refresh()
 
-    holders: dict[str, Any] = jax_config.config._value_holders
-    for name in _WATCHED:
-        holder: Any = holders.get(name)
-        if hasattr(holder, "_update_thread_local_hook"):
-            holder._update_global_hook = then(holder._update_global_hook, refresh_global)
-            local_hook = then(holder._update_thread_local_hook, refresh_local)
-            holder._update_thread_local_hook = local_hook
-        elif hasattr(holder, "_update_hook"):
-            holder._update_hook = then(holder._update_hook, refresh_global)
-    refresh_global()
+        return hooks
+
+    defaults = _Settings(tuple(global_values()))
+    for holder in holders:
+        if holder in local_holders:
+            holder._update_global_hook = then_refresh(holder._update_global_hook)
+            holder._update_thread_local_hook = then_refresh(holder._update_thread_local_hook)
+        else:
+            holder._update_hook = then_refresh(holder._update_hook)
 
 
 if PRIVATE_API:
@@ -284,9 +289,9 @@ def argument_roles(jitted: Any, fun: Callable, options: dict[str, Any]) -> Argum
     if numbers is None and names is not None:
         numbers = tuple(i for i, name in enumerate(positional) if name in names)
     elif names is None and numbers is not None:
-        count = len(positional)
-        names = tuple(positional[i] for i in numbers if -count <= i < count)
-    return ArgumentRoles(numbers or (), names or ())
+        names = tuple(name for i, name in enumerate(positional) if i in numbers)
+    count = max(1, len(positional))
+    return ArgumentRoles(tuple(i % count if i < 0 else i for i in numbers or ()), names or ())
 
 
 def _as_tuple(value: Any) -> tuple | None:
@@ -340,9 +345,19 @@ def tree_differences(before: Any, after: Any) -> list[tuple[tuple, str, str, str
 # ---- traces and programs ----------------------------------------------------------------------
 
 
-def use_mesh(mesh: Any) -> contextlib.AbstractContextManager:
-    """`mesh` as the context for tracing, unless the caller has set one."""
-    return contextlib.nullcontext() if has_concrete_mesh() else jax.set_mesh(mesh)
+@contextlib.contextmanager
+def tracing_context(mesh: Any):
+    """What holds while a program is traced and lowered.
+
+    Args:
+        mesh: the context mesh, unless it is None or the caller has set one.
+    """
+    with contextlib.ExitStack() as stack:
+        if mesh is not None and not has_concrete_mesh():
+            stack.enter_context(jax.set_mesh(mesh))
+        if not PRIVATE_API:  # Else hooks keep the watched settings in JAX's keys all the time.
+            stack.enter_context(_settings_context(_Settings(_watched_values())))
+        yield
 
 
 def captured_arrays(jaxpr: Any) -> list[Any]:

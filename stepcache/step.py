@@ -49,12 +49,12 @@ class Step(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self):
-        names = getattr(self, "__module__", None), getattr(self, "__qualname__", None)
-        found = sys.modules.get(names[0])
-        for name in (names[1] or "").split("."):
+        path = getattr(self, "__qualname__", "")
+        found = sys.modules.get(getattr(self, "__module__", ""))
+        for name in path.split("."):
             found = getattr(found, name, None)
         if found is self:
-            return names[1]  # Pickled by name, as functions are.
+            return path  # Pickled by name, as functions are.
         return make_step, (self.__wrapped__, self._options)
 
     def __repr__(self) -> str:

@@ -212,6 +212,8 @@ def test_a_miss_names_each_kind_of_change(mesh):
     for before, after, expected in cases:
         f = sc.step(lambda x: x)
         found = changes(f, [before], [after])
+        if "<class" in expected and not jaxcompat.PRIVATE_API:
+            expected = "the structures differ"
         assert any(expected in change for change in found), (expected, found)
 
 

@@ -155,7 +155,7 @@ def trace(recipe: Recipe, call: Call, placed: Sequence[Leaf], mesh: Mesh | None)
         for value, given, leaf in zip(call.leaves, call.signature.leaves, placed, strict=True)
     ]
     args, kwargs = call.rebuilt(stand_ins)
-    with jaxcompat.use_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+    with jaxcompat.tracing_context(mesh):
         traced = recipe.jitted.trace(*args, **kwargs)
         if not recipe.parameters.carry:
             return traced
@@ -189,7 +189,7 @@ def build(
         NotHoldable: the program captured mutable state, so that only `jax.jit` can run it.
         CarryError: see `trace`.
     """
-    with jaxcompat.use_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+    with jaxcompat.tracing_context(mesh):
         with stopwatch.stage("trace"):
             traced = trace(recipe, call, placed, mesh)
         if not jaxcompat.can_be_held(traced):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -31,9 +30,11 @@ class BuildProgress:
 
     Attributes:
         after_seconds: how long a build stays silent.
+        console: where to show it; by default, standard error as it is at that time.
     """
 
     after_seconds: float = 2.0
+    console: Console | None = None
     _running: dict[int, _Running] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -66,7 +67,8 @@ class BuildProgress:
             running = self._running.get(build_id)
             if running is None:
                 return
-            if not sys.stderr.isatty():
+            console = self.console or Console(stderr=True)
+            if not console.is_terminal:
                 elapsed = time.monotonic() - running.started
                 _log.warning(
                     "building %s takes long: in %s after %.1f s",
@@ -79,7 +81,7 @@ class BuildProgress:
                 SpinnerColumn(),
                 TextColumn("building {task.fields[step]}: {task.fields[stage]}"),
                 TimeElapsedColumn(),
-                console=Console(stderr=True),
+                console=console,
                 transient=True,
             )
             progress.add_task("", step=running.step, stage=running.stage)

@@ -1,0 +1,209 @@
+"""The contract of the program cache, on programs that are not programs."""
+
+import gc
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+import stepcache as sc
+from stepcache.programs.cache import Owner
+
+
+def program(size_bytes=1):
+    return SimpleNamespace(size_bytes=size_bytes)
+
+
+def never():
+    raise AssertionError("a hit must not build")
+
+
+class Tenant:
+    """An owner that remembers what it lost."""
+
+    def __init__(self):
+        self.lost = []
+        self.owner = Owner(self.lost.append)
+
+
+def fill(cache, tenant, *keys, size_bytes=1):
+    made = [program(size_bytes) for _ in keys]
+    for key, each in zip(keys, made, strict=True):
+        cache.get_or_build(key, tenant.owner, lambda each=each: each)
+    return made
+
+
+def test_a_hit_does_not_build():
+    cache, tenant = sc.ProgramCache(), Tenant()
+    (made,) = fill(cache, tenant, "k")
+    assert cache.get_or_build("k", tenant.owner, never) == (made, False)
+    assert cache.get("k", tenant.owner) is made
+    assert cache.peek("k") is made and cache.peek("other") is None
+    info = cache.info()
+    assert (info.programs, info.hits, info.builds, info.evictions) == (1, 2, 1, 0)
+
+
+def test_bounded_by_count_least_recently_used_first():
+    cache, tenant = sc.ProgramCache(max_memory_programs=2), Tenant()
+    a, b = fill(cache, tenant, "a", "b")
+    cache.get("a", tenant.owner)
+    fill(cache, tenant, "c")
+    assert tenant.lost == [b]
+    assert cache.peek("a") is a and cache.peek("b") is None
+
+
+def test_peeking_leaves_no_trace():
+    cache, tenant = sc.ProgramCache(max_memory_programs=2), Tenant()
+    a, _ = fill(cache, tenant, "a", "b")
+    cache.peek("a")
+    fill(cache, tenant, "c")
+    assert tenant.lost == [a]
+
+
+def test_bounded_by_bytes():
+    cache, tenant = sc.ProgramCache(max_bytes=10), Tenant()
+    a, b = fill(cache, tenant, "a", "b", size_bytes=4)
+    fill(cache, tenant, "c", size_bytes=4)
+    assert tenant.lost == [a]
+    fill(cache, tenant, "large", size_bytes=100)
+    assert cache.info().programs == 1, "a program larger than the bound is held alone"
+    assert tenant.lost[:2] == [a, b]
+
+
+@pytest.mark.parametrize("options", [{"max_bytes": 0}, {"max_memory_programs": 0}])
+def test_bounds_must_be_positive(options):
+    with pytest.raises(sc.OptionError, match=next(iter(options))):
+        sc.ProgramCache(**options)
+
+
+def test_a_failed_build_is_not_cached():
+    cache, tenant = sc.ProgramCache(), Tenant()
+
+    def fail():
+        raise ValueError("no")
+
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            cache.get_or_build("k", tenant.owner, fail)
+    (made,) = fill(cache, tenant, "k")
+    assert cache.peek("k") is made
+
+
+def test_one_build_however_many_threads_ask():
+    cache, tenant = sc.ProgramCache(), Tenant()
+    building, go_on, builds, got = threading.Event(), threading.Event(), [], []
+
+    def build():
+        builds.append(1)
+        building.set()
+        assert go_on.wait(30)
+        return program()
+
+    def ask():
+        got.append(cache.get_or_build("k", tenant.owner, build))
+
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    assert building.wait(30)
+    # Another key is not held up by the build.
+    cache.get_or_build("other", tenant.owner, program)
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(builds) == 1 and len({id(made) for made, _ in got}) == 1
+    assert sum(built for _, built in got) == 1
+
+
+def test_whoever_waited_for_a_failed_build_tries_again():
+    cache, tenant = sc.ProgramCache(), Tenant()
+    building, go_on, outcomes = threading.Event(), threading.Event(), []
+
+    def fail():
+        building.set()
+        assert go_on.wait(30)
+        raise ValueError("first")
+
+    def ask(build):
+        try:
+            outcomes.append(cache.get_or_build("k", tenant.owner, build)[1])
+        except ValueError as error:
+            outcomes.append(str(error))
+
+    first = threading.Thread(target=ask, args=(fail,))
+    first.start()
+    assert building.wait(30)
+    second = threading.Thread(target=ask, args=(program,))
+    second.start()
+    go_on.set()
+    first.join(30), second.join(30)
+    assert sorted(map(str, outcomes)) == ["True", "first"]
+
+
+def test_a_build_that_needs_itself_does_not_wait_for_itself():
+    cache, tenant = sc.ProgramCache(), Tenant()
+
+    def build():
+        inner, _ = cache.get_or_build("k", tenant.owner, program)
+        assert inner is not None
+        return program()
+
+    assert cache.get_or_build("k", tenant.owner, build)[1]
+
+
+def test_programs_leave_with_their_last_owner():
+    cache, one, two = sc.ProgramCache(), Tenant(), Tenant()
+    fill(cache, one, "shared", "own")
+    cache.get("shared", two.owner)
+    assert (cache.programs_of(one.owner), cache.programs_of(two.owner)) == (2, 1)
+    cache.release(one.owner.number)
+    assert cache.peek("own") is None and cache.peek("shared") is not None
+    cache.release(two.owner.number)
+    assert cache.info().programs == 0
+    assert not one.lost, "leaving is no eviction"
+
+
+def test_a_finalizer_may_release_while_the_cache_is_locked():
+    cache, tenant = sc.ProgramCache(), Tenant()
+    fill(cache, tenant, "k")
+    with cache._lock:
+        cache.release(tenant.owner.number)  # Must not deadlock.
+    assert cache.info().programs == 0
+
+
+def test_an_owner_that_is_gone_is_not_told():
+    cache, tenant = sc.ProgramCache(max_memory_programs=1), Tenant()
+    fill(cache, tenant, "a")
+    del tenant
+    gc.collect()
+    fill(cache, Tenant(), "b")
+    assert cache.info().evictions == 1
+
+
+def test_clearing_tells_the_owners():
+    cache, tenant = sc.ProgramCache(), Tenant()
+    made = fill(cache, tenant, "a", "b")
+    cache.clear()
+    assert tenant.lost == made and cache.info().programs == 0
+
+
+def test_many_threads_many_keys():
+    """Bounds and counts hold whatever the interleaving."""
+    cache, tenant = sc.ProgramCache(max_memory_programs=5), Tenant()
+    errors = []
+
+    def work(seed):
+        try:
+            for i in range(200):
+                cache.get_or_build((seed + i * 7) % 11, tenant.owner, program)
+                assert cache.info().programs <= 5
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    info = cache.info()
+    assert not errors and info.builds - info.evictions == info.programs

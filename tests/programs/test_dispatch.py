@@ -1,0 +1,118 @@
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache import jaxcompat
+from stepcache.programs.build import build as real_build
+
+needs_cpp = pytest.mark.skipif(
+    not jaxcompat.PRIVATE_API, reason="about JAX's C++ dispatcher, which is not in use"
+)
+
+
+@pytest.fixture
+def no_more_builds(monkeypatch):
+    """From the call of the fixture's value on, a build raises: what runs then is a hit."""
+
+    def start():
+        def refuse(*args, **kwargs):
+            raise AssertionError("built")
+
+        monkeypatch.setattr("stepcache.engine.build", refuse)
+
+    assert real_build is not None
+    return start
+
+
+def test_a_hit_builds_nothing(no_more_builds):
+    f = sc.step(lambda x: x * 2)
+    f(np.ones(3)), f(jnp.ones(4))
+    no_more_builds()
+    f(np.ones(3)), f(jnp.ones(3)), f(jnp.ones(4))
+    with pytest.raises(AssertionError, match="built"):
+        f(np.ones(5))
+
+
+@needs_cpp
+def test_a_hit_does_not_enter_python(monkeypatch):
+    f = sc.step(lambda x: x * 2)
+    x = jnp.ones(3)
+    f(x)
+    monkeypatch.setattr(f._engine, "request", None)
+    np.testing.assert_array_equal(f(x), 2.0)
+    assert f._cache_size() == 1
+
+
+@needs_cpp
+def test_eviction_also_clears_the_dispatcher():
+    cache = sc.ProgramCache(max_memory_programs=2)
+    f = sc.step(lambda x: x * 2)
+    with sc.Session(jax.make_mesh((1,), ("data",)), cache=cache):
+        for size in (1, 2, 3):
+            f(np.ones(size))
+        # The two programs that are left come back by a trip through Python, and no build.
+        with sc.no_recompile():
+            f(np.ones(2)), f(np.ones(3))
+        assert f._cache_size() == 2
+        with sc.no_recompile(), pytest.raises(sc.RecompileError):
+            f(np.ones(1))
+
+
+def test_an_evicted_program_is_let_go():
+    cache = sc.ProgramCache(max_memory_programs=1)
+    f = sc.step(lambda x: jnp.sin(x))
+    with sc.Session(jax.make_mesh((1,), ("data",)), cache=cache):
+        f(np.ones(1))
+        held = live_executables()
+        for size in range(2, 8):
+            f(np.ones(size))
+        assert live_executables() == held, "somebody still holds evicted executables"
+
+
+def live_executables() -> int:
+    gc.collect()
+    return len(jax.devices()[0].client.live_executables())
+
+
+@needs_cpp
+def test_a_program_with_effects_always_comes_through_python():
+    f = sc.step(lambda x: jax.debug.callback(lambda: None) or x)
+    for _ in range(3):
+        f(1)
+    assert f._cache_size() == 0 or f.stats().hits == 2
+    assert f.stats().compiles == 1
+
+
+def test_keyword_order_is_no_difference():
+    f = sc.step(lambda a, b: a)
+    f(a=1, b=2.0)
+    with sc.no_recompile():
+        f(b=2.0, a=1)
+
+
+def test_the_public_api_serves_too():
+    """The whole of the drop-in, session and step tests, with no private name in use."""
+    if not jaxcompat.PRIVATE_API:
+        return
+    import os
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    tests = Path(__file__).parent.parent
+    # Nothing is served without Python there, and JAX cannot be told that our frames are its own.
+    skipped = "not clear_cache and not frames_of_a_user_error and not sharding_that_does_not_divide"
+    names = ["test_drop_in.py", "test_session.py", "test_step.py", "test_models.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", skipped, "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*command, *(str(tests / name) for name in names)],
+        env={**os.environ, "STEPCACHE_DISPATCH": "public"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

@@ -1,0 +1,81 @@
+import dataclasses
+
+import jax
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepcache import jaxcompat
+from stepcache.programs.build import Recipe
+from stepcache.programs.key import Key, diff_settings
+from stepcache.programs.signature import read
+from stepcache.sharding import device_mesh, mesh_identity
+
+
+def f(x, n=0):
+    return x
+
+
+def make(x=1.0, mesh=None, options=None, environment=None, fun=f) -> Key:
+    recipe = Recipe.of(fun, (), options or {})
+    environment = jaxcompat.environment() if environment is None else environment
+    signature = read(recipe.parameters, (x,), {}).signature
+    return Key(recipe.fingerprint, signature, mesh_identity(mesh), recipe.key_options, environment)
+
+
+def test_equal_parts_make_equal_keys():
+    assert make() == make() and hash(make()) == hash(make())
+    assert make().digest == make().digest
+
+
+def test_each_part_makes_another_key():
+    base = make()
+    others = [
+        make(np.ones(2)),
+        make(mesh=device_mesh()),
+        make(options={"donate_argnums": (0,)}),
+        make(options={"static_argnames": "n"}),
+        make(options={"compiler_options": {"a": 1}}),
+        make(environment=(("jax_enable_x64", True),)),
+        make(fun=lambda x: x),
+    ]
+    keys = [base, *others]
+    assert len(set(keys)) == len(keys)
+    assert len({key.digest for key in keys}) == len(keys)
+
+
+pairs = st.tuples(st.text(max_size=3), st.text(max_size=3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs, pairs)
+def test_digests_do_not_run_parts_together(one, other):
+    """("a", "bc") and ("ab", "c") are two keys."""
+    a, b = (dataclasses.replace(make(), environment=(parts,)) for parts in (one, other))
+    assert (a == b) == (a.digest == b.digest) == (one == other)
+
+
+def test_settings_are_told_apart():
+    before = make(environment=(("jax_enable_x64", False), ("gone", 1)))
+    after = make(environment=(("jax_enable_x64", True),), mesh=device_mesh())
+    told = {
+        change.path: (change.part, change.before, change.after)
+        for change in diff_settings(before, after)
+    }
+    assert told == {
+        "mesh": ("mesh", "none", f"{{'data': {jax.device_count()}}}"),
+        "jax_enable_x64": ("config", "False", "True"),
+        "gone": ("config", "1", "None"),
+    }
+
+
+def test_the_environment_has_what_changes_a_program():
+    names = {name for name, _ in jaxcompat.environment()}
+    expected = {
+        "jax_enable_x64",
+        "jax_default_matmul_precision",
+        "jax_default_prng_impl",
+        "jax_debug_nans",
+    }
+    assert expected <= names
+    assert hash(jaxcompat.environment()) == hash(jaxcompat.environment())

@@ -1,0 +1,87 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import stepcache as sc
+from stepcache.report.explanation import _tail, readable_bytes
+
+
+@sc.step(carry="state", static_argnames="train")
+def train_step(state, batch, train=True):
+    return state, batch["x"].sum()
+
+
+STATE = {"layers": [{"kernel": np.ones((8, 16), np.float32)} for _ in range(3)], "n": 0}
+BATCH = {"x": np.ones((8, 4), np.float32)}
+
+
+def test_reads_as_a_table(mesh):
+    with sc.Session(mesh, rules=[("kernel", P(None, "model"))]):
+        text = str(train_step.explain(STATE, BATCH, train=False))
+    assert text.splitlines()[0].startswith("train_step: miss.")
+    assert "state/layers/0/kernel  × 3  float32[8,16]" in text
+    assert "host → P(None, 'model'), rule 'kernel'; moves 6.1 kB" in text
+    assert "batch/x" in text and "data axis 'data'" in text
+    assert "5 leaves; mesh {'data': 4, 'model': 2}" in text
+    assert "static: train=False" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_bytes_are_those_that_move(mesh):
+    with sc.Session(mesh, rules=[("kernel", P(None, "model"))]):
+        rows = {row.path: row for row in train_step.explain(STATE, BATCH).arguments}
+    kernel = 8 * 16 * 4
+    # Split in two over "model", the same on each of the four places of "data".
+    assert rows["state/layers/0/kernel"].moved_bytes == kernel // 2 * 8
+    assert rows["state/n"].moved_bytes == 4 * 8
+    assert rows["batch/x"].moved_bytes == 8 * 4 * 4 // 4 * 8
+
+
+def test_a_device_that_has_its_part_needs_no_move(mesh):
+    with sc.Session(mesh):
+        explanation = train_step.explain({"n": jnp.ones(100)}, BATCH)
+    (row,) = [row for row in explanation.arguments if row.path == "state/n"]
+    assert row.source == f"{jax.devices()[0].platform}:0"
+    assert row.moved_bytes == 400 * 7
+
+
+def test_a_hit_tells_what_it_saved():
+    f = sc.step(lambda x: x)
+    f(np.ones(3))
+    explanation = f.explain(np.ones(3))
+    assert explanation.hit and "hit" in str(explanation) and explanation.miss is None
+    assert len(explanation.build_seconds) == 3
+    assert explanation.moved_bytes == 12
+
+
+def test_shapes_are_enough():
+    f = sc.step(lambda x: x)
+    text = str(f.explain(jax.ShapeDtypeStruct((3,), np.float32)))
+    assert "abstract" in text and "float32[3]" in text
+
+
+def test_what_jax_refuses_is_refused():
+    with pytest.raises(TypeError):
+        sc.step(lambda x: x).explain("text")
+
+
+def test_what_goes_to_jit_is_said():
+    f = sc.step(lambda ref: ref[...] * 2)
+    assert "goes to jax.jit" in str(f.explain(jax.new_ref(jnp.ones(2))))
+    said = []
+    jax.jit(lambda x: said.append(str(f.explain(x))) or x)(1.0)
+    assert "another transformation" in said[0]
+
+
+def test_rendering_helpers():
+    assert [readable_bytes(n) for n in (0, 999, 1500, 2.5e6, 3e9)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "2.5 MB",
+        "3.0 GB",
+    ]
+    assert _tail("a/b") == "a/b"
+    assert _tail("state/" + "layer/" * 20 + "kernel") == "…/layer/layer/layer/layer/kernel"
