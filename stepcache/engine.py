@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 import itertools
 import time
 import weakref
@@ -29,7 +30,7 @@ from stepcache.errors import (
 from stepcache.events import BuildFailed, Built, Captured, Evicted, Miss, StageStarted, recorder
 from stepcache.programs import signature as signatures
 from stepcache.programs.build import NotHoldable, Program, Recipe, Stopwatch, build, trace
-from stepcache.programs.cache import Owner, ProgramCache
+from stepcache.programs.cache import ProgramCache, new_owner_number
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
@@ -126,11 +127,13 @@ class Engine:
     def __init__(self, recipe: Recipe, scope: Callable[[], Scope] = current_scope):
         self.recipe = recipe
         self.ledger = Ledger(recipe.name)
-        self.dispatcher = Dispatcher(recipe.fun, recipe.name, self.run, recipe.parameters.roles)
         self.scope = scope
-        self._owner = Owner(self._evicted)
+        self.number = new_owner_number()
         self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
-        weakref.finalize(self, _release, self._caches, self._owner.number)
+        # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
+        miss = functools.partial(_serve, weakref.ref(self), recipe.jitted)
+        self.dispatcher = Dispatcher(recipe.fun, recipe.name, miss, recipe.parameters.roles)
+        weakref.finalize(self, _release, self._caches, self.number)
 
     # ---- a call ------------------------------------------------------------------------------
 
@@ -146,18 +149,14 @@ class Engine:
         scope = self._open_scope()
         try:
             request = self.request(scope, args, kwargs)
-        except Unreadable:
-            return self._delegate(args, kwargs)
-        self._caches.add(scope.cache)
-        program = scope.cache.get(request.key, self._owner)
-        if program is not None:
-            self.ledger.count(hits=1)
-        else:
-            try:
+            program = self._find(scope, request)
+            if program is not None:
+                self.ledger.count(hits=1)
+            else:
                 program = self._obtain(scope, request, started, explicit=False)
-            except NotHoldable:
-                return self._delegate(args, kwargs)
-        outputs, fast_path = self._execute(program, request.call)
+            outputs, fast_path = self._execute(program, request.call)
+        except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
+            return self._delegate(args, kwargs)
         return outputs, None if scope.count_hits else fast_path
 
     def warm(self, args: tuple, kwargs: dict) -> None:
@@ -169,8 +168,7 @@ class Engine:
         except Unreadable:
             self.trace(args, kwargs)  # JAX says what is wrong with the call.
             raise
-        self._caches.add(scope.cache)
-        if scope.cache.get(request.key, self._owner) is None:
+        if self._find(scope, request) is None:
             self._obtain(scope, request, started, explicit=True)
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
@@ -182,7 +180,7 @@ class Engine:
             request = self.request(scope, args, kwargs)
         except Unreadable:
             return self.recipe.jitted.trace(*args, **kwargs)
-        return trace(self.recipe, request.call, request.leaves, scope.mesh)
+        return trace(self.recipe, request.call, request.leaves, scope.mesh).as_traced()
 
     def _delegate(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         self.ledger.count(delegated=1)
@@ -234,13 +232,22 @@ class Engine:
         """Why a call that finds no program finds none."""
         return self.ledger.why(request.key, request.call)
 
+    def _find(self, scope: Scope, request: Request) -> Program | None:
+        self._caches.add(scope.cache)
+        try:
+            return scope.cache.get(request.key, self)
+        except Exception:
+            if not request.key.signature.statics:
+                raise
+            raise Unreadable from None  # A static argument that cannot be compared.
+
     def _obtain(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
         """The program of a call that missed: built here, or by another thread meanwhile."""
         miss = self.why(request)
         if not explicit:
             self._judge(scope, miss)
         program, built = scope.cache.get_or_build(
-            request.key, self._owner, lambda: self._build(scope, request, miss, started)
+            request.key, self, lambda: self._build(scope, request, miss, started)
         )
         self._check_open(scope)
         if not built:
@@ -268,8 +275,6 @@ class Engine:
             )
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
-            if isinstance(error, ValueError) and stopwatch.current == "lower":
-                self._raise_as_jit(scope, request)
             raise
         advice = (*miss.advice, *map(_advise_on_capture, program.captured))
         miss = dataclasses.replace(miss, advice=advice)
@@ -289,13 +294,6 @@ class Engine:
         )
         recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
         return program
-
-    def _raise_as_jit(self, scope: Scope, request: Request) -> None:
-        """Lets `jax.jit` refuse a call that does not lower: it names the function more fully."""
-        args, kwargs = request.call.given
-        abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in request.call.leaves)
-        if scope.placer is None and not abstract:
-            self.recipe.jitted(*args, **kwargs)
 
     def _check_rules(self, scope: Scope, request: Request) -> None:
         """Warns of rules that match nothing, once each, where a step with state is built.
@@ -334,24 +332,32 @@ class Engine:
 
     # ---- what is held ------------------------------------------------------------------------
 
-    def _evicted(self, program: Program) -> None:
+    def lost(self, program: Program, reason: str) -> None:
+        """A cache dropped a program: it goes from the dispatcher, and JAX's traces with it."""
         self.dispatcher.clear()
         jaxcompat.forget_traces(self.recipe.jitted, self.recipe.fun)
-        self.ledger.gone(program.key, "evicted")
-        self.ledger.count(evictions=1)
-        recorder.emit(Evicted(self.recipe.name, "made room in memory"))
+        self.ledger.gone(program.key, reason)
+        if reason == "evicted":
+            self.ledger.count(evictions=1)
+            recorder.emit(Evicted(self.recipe.name, "made room in memory"))
 
     def clear(self) -> None:
         """Drops all programs of the step, and JAX's traces of its function."""
         for cache in list(self._caches):
-            cache.release(self._owner.number)
+            cache.release(self.number)
         self.dispatcher.clear()
         self.recipe.jitted.clear_cache()
         self.ledger.all_gone("cleared")
 
     def programs(self) -> int:
         """How many programs of the step are held."""
-        return sum(cache.programs_of(self._owner) for cache in list(self._caches))
+        return sum(cache.programs_of(self) for cache in list(self._caches))
+
+
+def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[Any, Any]:
+    """What a dispatcher calls on a miss; it may outlive its engine in somebody's hands."""
+    alive = engine()
+    return (jitted(*args, **kwargs), None) if alive is None else alive.run(*args, **kwargs)
 
 
 def _advise_on_capture(captured: Captured) -> str:
@@ -376,6 +382,6 @@ def _note_deleted(error: Exception, call: Call) -> None:
     if deleted:
         named = ", ".join(deleted[:3]) + (", …" if len(deleted) > 3 else "")
         error.add_note(
-            f"stepcache: {named} was donated to an earlier call (a carry always is); use the array "
-            "that the call returned in its place"
+            f"stepcache: {named} has been deleted, or donated to an earlier call (a carry always "
+            "is); use the array that the call returned in its place"
         )

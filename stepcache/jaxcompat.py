@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +32,10 @@ try:
         api_util,
         core,
         dispatch,
+        dtypes,
         pjit,
         source_info_util,
+        stages,
         traceback_util,
         tree_util,
         util,
@@ -40,13 +43,17 @@ try:
     from jax._src import config as jax_config
     from jax._src import lib as jax_lib
     from jax._src import mesh as mesh_lib
-    from jax._src.interpreters import partial_eval, pxla
+    from jax._src.interpreters import mlir, partial_eval, pxla
 
     _jax: Any = getattr(jax_lib, "_jax")  # noqa: B009  (a reexport, to type checkers)
 
     _PRIVATE_NAMES = (
         (_jax, "pjit", "PjitFunctionCache"),
-        (pjit, "_get_fastpath_data", "_infer_params_cached"),
+        (pjit, "_get_fastpath_data", "_infer_params", "_infer_params_cached"),
+        (pjit, "_resolve_and_lower", "convert_to_metaty"),
+        (stages, "DeviceAssignmentMismatchError", "_device_assignment_mismatch_error"),
+        (mlir, "LoweringParameters"),
+        (dtypes, "InvalidInputException"),
         (pxla, "JitGlobalCppCacheKeys", "cc_shard_arg", "ExecuteReplicated"),
         (partial_eval, "trace_to_jaxpr"),
         (jax_config, "trace_context", "trace_context_names", "config"),
@@ -56,7 +63,7 @@ try:
         (tree_util, "dispatch_registry", "equality_errors_pytreedef"),
         (mesh_lib, "get_concrete_mesh"),
         (dispatch, "check_arg"),
-        (util, "test_event"),
+        (util, "test_event", "register_cache"),
         (api_util, "maybe_recursive_nan_check", "InternalFloatingPointError"),
     )
     _gone = [
@@ -380,14 +387,6 @@ def captured_arrays(jaxpr: Any) -> list[Any]:
     return [const for const in seen.values() if hasattr(const, "nbytes")]
 
 
-def can_be_held(traced: Any) -> bool:
-    """False for a trace whose program cannot be kept apart from the objects it captured."""
-    effects = getattr(traced.jaxpr, "effects", ())
-    captures = traced._num_consts if PRIVATE_API else 0
-    classes = {base.__name__ for effect in effects for base in type(effect).__mro__}
-    return not captures and "RefEffect" not in classes
-
-
 def forget_traces(jitted: Any, fun: Callable) -> None:
     """Drops what JAX keeps for `fun`: its traces, and with them the modules they were lowered to.
 
@@ -405,12 +404,19 @@ def forget_traces(jitted: Any, fun: Callable) -> None:
 
 
 class Runnable(NamedTuple):
-    """What is needed to run a compiled program on flat arguments."""
+    """What is needed to run a compiled program on flat arguments.
 
-    compiled: Any
+    Attributes:
+        executable: the `jax.stages.Compiled`; with the private API, the executable inside.
+        out_tree: the tree of the outputs.
+        const_args: arrays that the program takes before its arguments.
+        effects: the program's effects.
+    """
+
     executable: Any
-    const_args: Sequence[Any]
-    effects: Any
+    out_tree: Any
+    const_args: Sequence[Any] = ()
+    effects: Any = ()
 
     def __call__(self, leaves: list, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         """Runs the program.
@@ -425,7 +431,7 @@ class Runnable(NamedTuple):
             where it cannot: effects, callbacks).
         """
         if not PRIVATE_API:
-            return self.compiled(*args, **kwargs), None
+            return self.executable(*args, **kwargs), None
         for leaf in leaves:
             dispatch.check_arg(leaf)
         core.check_eval_args(leaves)
@@ -435,7 +441,7 @@ class Runnable(NamedTuple):
         out_leaves = self.executable.unsafe_call(*self.const_args, *leaves)
         fast_path = pjit._get_fastpath_data(
             self.executable,
-            self.compiled.out_tree,
+            self.out_tree,
             leaves,
             out_leaves,
             self.effects,
@@ -443,16 +449,112 @@ class Runnable(NamedTuple):
             None,
             self.const_args,
         )
-        return jax.tree_util.tree_unflatten(self.compiled.out_tree, out_leaves), fast_path
+        return jax.tree_util.tree_unflatten(self.out_tree, out_leaves), fast_path
+
+    @property
+    def xla_executable(self) -> Any:
+        """The loaded executable of XLA."""
+        if PRIVATE_API:
+            return self.executable.xla_extension_executable()
+        return self.executable.runtime_executable()
 
 
-def runnable(traced: Any, compiled: Any) -> Runnable:
-    """Takes a compiled program apart for direct calls."""
-    if not PRIVATE_API:
-        return Runnable(compiled, None, (), None)
-    executable = compiled._executable
-    const_args = executable.shard_const_args(compiled._params.const_args)
-    return Runnable(compiled, executable, const_args, traced.jaxpr.effects)
+class Staged:
+    """A traced step on its way to a program.
+
+    JAX's public stages rebuild the argument tree around their own placeholders, which a class that
+    validates its leaves may refuse; a plain call of `jax.jit` never does that. So with the private
+    API the same lowering is done on flat leaves, as such a call does it.
+
+    Args:
+        jitted: `jax.jit(fun, **options)`.
+        fun: the user's function.
+        options: of `jax.jit`.
+        args: positional arguments, static ones included.
+        kwargs: keyword arguments.
+
+    Attributes:
+        jaxpr: the trace.
+        out_tree: the tree of the outputs.
+        out_avals: their abstract values, flat.
+    """
+
+    def __init__(self, jitted: Any, fun: Callable, options: dict, args: tuple, kwargs: dict):
+        self._given = (jitted, fun, options, args, kwargs)
+        if PRIVATE_API:
+            inferred, self._leaves = pjit._infer_params(jitted._fun, jitted._jit_info, args, kwargs)
+            self._params, self._consts = inferred.params, inferred.consts
+            self.jaxpr, self.out_tree = inferred.params["jaxpr"], inferred.out_tree
+            self.out_avals = list(self.jaxpr.out_avals)
+        else:
+            self._traced = jitted.trace(*args, **kwargs)
+            self._consts = ()
+            self.jaxpr, self.out_tree = self._traced.jaxpr, self._traced.out_tree
+            self.out_avals = jax.tree_util.tree_leaves(self._traced.out_info)
+
+    def pin_outputs(self, pins: Sequence[Any]) -> None:
+        """Says where outputs go: one sharding for each flat output, None to leave it open."""
+        if PRIVATE_API:
+            self._params = dict(self._params, out_shardings=self._pinned(self._params, pins))
+        else:
+            _, fun, options, args, kwargs = self._given
+            tree = jax.tree_util.tree_unflatten(self.out_tree, pins)
+            self._traced = jit(fun, **options, out_shardings=tree).trace(*args, **kwargs)
+
+    @staticmethod
+    def _pinned(params: dict, pins: Sequence[Any]) -> tuple:
+        both = zip(pins, params["out_shardings"], strict=True)
+        return tuple(old if pin is None else pin for pin, old in both)
+
+    def as_traced(self) -> Any:
+        """The same as a `jax.stages.Traced`."""
+        if not PRIVATE_API:
+            return self._traced
+        jitted, _, _, args, kwargs = self._given
+        traced = jitted.trace(*args, **kwargs)
+        traced._params = dict(traced._params, out_shardings=self._params["out_shardings"])
+        return traced
+
+    def can_be_held(self) -> bool:
+        """False where the program cannot be kept apart from the objects it captured."""
+        inner = getattr(self.jaxpr, "jaxpr", self.jaxpr)
+        effects = getattr(self.jaxpr, "effects", ())
+        classes = {base.__name__ for effect in effects for base in type(effect).__mro__}
+        return not (self._consts or getattr(inner, "is_high", False) or "RefEffect" in classes)
+
+    def lower(self) -> None:
+        """Lowers the trace."""
+        if not PRIVATE_API:
+            self._lowered = self._traced.lower()
+            return
+        for leaf in self._leaves:
+            dispatch.check_arg(leaf)
+        types = [pjit.convert_to_metaty(leaf) for leaf in self._leaves]
+        try:
+            self._lowered = pjit._resolve_and_lower(
+                types,
+                **self._params,
+                lowering_platforms=None,
+                lowering_parameters=mlir.LoweringParameters(),
+                pgle_profiler=None,
+            )
+        except stages.DeviceAssignmentMismatchError as error:
+            fun = self._given[1]
+            name = getattr(fun, "__qualname__", getattr(fun, "__name__", str(fun)))
+            names = self.jaxpr.debug_info.safe_arg_names(len(types))
+            message = stages._device_assignment_mismatch_error(
+                name, error.args[0], types, "jit", names
+            )
+            raise ValueError(message) from None
+
+    def compile(self) -> Runnable:
+        """Compiles what was lowered."""
+        lowered: Any = self._lowered
+        compiled = lowered.compile()
+        if not PRIVATE_API:
+            return Runnable(compiled, self.out_tree)
+        const_args = compiled.shard_const_args(lowered.const_args)
+        return Runnable(compiled, self.out_tree, const_args, self.jaxpr.effects)
 
 
 class _Unraised(Exception):
@@ -460,11 +562,40 @@ class _Unraised(Exception):
 
 
 FloatingPointCheckError = api_util.InternalFloatingPointError if PRIVATE_API else _Unraised
+InvalidInputError = dtypes.InvalidInputException if PRIVATE_API else _Unraised
 
 
-def explain_floating_point_error(error: Exception, fun: Callable, args: tuple, kwargs: dict):
+def explain_floating_point_error(error: Any, fun: Any, args: tuple, kwargs: dict):
     """Calls `fun` eagerly to find the operation that made a NaN; always raises."""
+    if getattr(fun, "_apply_primitive", False):  # It is one operation already.
+        raise FloatingPointError(f"invalid value ({error.ty}) encountered in {fun.__qualname__}")
     api_util.maybe_recursive_nan_check(error, fun, args, kwargs)
+
+
+class _ClearedWithCaches:
+    """What JAX calls in `jax.clear_caches()`."""
+
+    def __init__(self, clear: Callable[[], None]):
+        self._clear = weakref.WeakMethod(clear)
+
+    def cache_clear(self) -> None:
+        clear = self._clear()
+        if clear is not None:
+            clear()
+
+    def cache_info(self) -> None:
+        """JAX asks its caches for this when it is debugged; there is nothing to say."""
+
+    def cache_keys(self) -> list:
+        return []
+
+
+def call_on_clear_caches(clear: Callable[[], None]) -> object:
+    """Has `jax.clear_caches()` call a bound method, as long as the returned object lives."""
+    registered = _ClearedWithCaches(clear)
+    if PRIVATE_API:
+        util.register_cache(registered, "stepcache")
+    return registered
 
 
 # ---- dispatch ---------------------------------------------------------------------------------

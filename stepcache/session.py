@@ -16,7 +16,7 @@ from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
 from stepcache.sharding import DataAxis, Placer, Rules, device_mesh
-from stepcache.step import make_step
+from stepcache.step import NOT_GIVEN, make_step
 
 OnMiss = Literal["compile", "warn", "error"]
 _ON_MISS = ("compile", "warn", "error")
@@ -125,7 +125,7 @@ class Session:
         """Whether `close` has been called."""
         return self._scope.closed
 
-    def step(self, fun=None, **options) -> Any:
+    def step(self, fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
         """`stepcache.step`, bound to this session wherever it is called."""
         return make_step(fun, options, lambda: self._scope)
 

@@ -22,6 +22,7 @@ from stepcache.report.explanation import Explanation, explain
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NOT_GIVEN: Any = object()
 _OPTIONS = tuple(inspect.signature(jax.jit).parameters)[1:]
 
 
@@ -43,6 +44,7 @@ class Step(Generic[P, R]):
         self._engine = engine
         self._options = options
         self.__call__ = engine.dispatcher.call
+        self.__name__ = self.__qualname__ = engine.recipe.name
         functools.update_wrapper(self, engine.recipe.fun)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -126,7 +128,7 @@ def step(fun: Callable[P, R], /, **options: Any) -> Step[P, R]: ...
 def step(
     *, carry: str | Sequence[str] = (), **options: Any
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
-def step(fun: Any = None, /, **options: Any) -> Any:
+def step(fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
     """Compiles a training step once per signature and mesh, and tells why it compiled.
 
     A drop-in for `jax.jit`: `@sc.step`, `@sc.step(...)` and `sc.step(fun, ...)` take every keyword
@@ -151,9 +153,7 @@ def step(fun: Any = None, /, **options: Any) -> Any:
     return make_step(fun, options)
 
 
-def make_step(
-    fun: Callable | None, options: dict[str, Any], scope: Callable[[], Scope] = current_scope
-) -> Any:
+def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = current_scope) -> Any:
     """What `step` does, for calls in the scope that `scope` gives."""
     for name in options:
         if name != "carry" and name not in _OPTIONS:
@@ -163,7 +163,7 @@ def make_step(
                 expected=f"carry, or a keyword of jax.jit: {', '.join(_OPTIONS)}",
                 hint=f"did you mean {near[0]!r}?" if near else None,
             )
-    if fun is None:
+    if fun is NOT_GIVEN:
         return lambda fun: make_step(fun, options, scope)
     jit_options = dict(options)
     carry = _names(jit_options.pop("carry", ()))

@@ -4,10 +4,13 @@ A case takes `jit`, and returns a tree of results or raises. Results are compare
 weak types, shardings and committedness; errors by type and text.
 """
 
+import dataclasses
 import functools
+import gc
 import re
 import threading
 import traceback
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +248,11 @@ def not_an_array_deep_inside(jit):
 
 
 @case
+def date(jit):
+    return jit(lambda x: x)(np.datetime64("2020"))
+
+
+@case
 def object_array(jit):
     return jit(lambda x: x)(np.array([None, "a"], dtype=object))
 
@@ -275,6 +283,79 @@ def static_and_donated(jit):
 @case
 def argnums_out_of_range(jit):
     return jit(lambda x: x, static_argnums=3)
+
+
+@case
+def negative_static_out_of_range(jit):
+    return jit(lambda a, b=3: b, static_argnums=-3)()
+
+
+@case
+def tree_that_validates_its_leaves(jit):
+    @functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=[])
+    @dataclasses.dataclass
+    class Vector:
+        x: jax.Array
+
+        def __post_init__(self):
+            assert self.x.ndim == 1
+
+    return jit(lambda vector: vector.x * 2)(Vector(jnp.ones(2)))
+
+
+@case
+def static_that_cannot_be_printed(jit):
+    class Silent:
+        def __init__(self, n):
+            self.n = n
+
+        def __repr__(self):
+            raise RuntimeError("repr")
+
+    f = jit(lambda x, s: x * s.n, static_argnums=1)
+    return f(1.0, Silent(1)), f(1.0, Silent(2))
+
+
+@case
+def static_that_compares_only_with_its_kind(jit):
+    class Picky:
+        def __hash__(self):
+            return 0
+
+        def __eq__(self, other):
+            if not isinstance(other, Picky):
+                raise TypeError("compared")
+            return True
+
+    f = jit(lambda x, s: x, static_argnums=1)
+    return f(1.0, Picky()), f(1.0, 5), f(1.0, Picky()), f(1.0, 0)
+
+
+@case
+def static_that_cannot_be_compared(jit):
+    class Incomparable:
+        def __hash__(self):
+            return 1
+
+        def __eq__(self, other):
+            raise NotImplementedError("eq")
+
+    f = jit(lambda x, s: x, static_argnums=1)
+    f(1.0, 1), f(1.0, Incomparable())
+    try:
+        f(1.0, Incomparable())
+    except ValueError as error:
+        return "comparable" in str(error)
+
+
+@case
+def abstract_argument(jit):
+    return jit(lambda x: x)({"a": np.ones(2), "b": jax.ShapeDtypeStruct((2,), np.int32)})
+
+
+@case
+def no_function(jit):
+    return jit(None)
 
 
 # ---- transformations -------------------------------------------------------------------------
@@ -688,6 +769,43 @@ def clear_cache(jit):
     after = f._cache_size()
     f(1)
     return before, after, len(traced)
+
+
+@case
+def clear_caches_of_jax(jit):
+    number = [1]
+    f = jit(lambda x: x * number[0])
+    before = f(1)
+    number[0] = 2
+    jax.clear_caches()
+    return before, f(1)
+
+
+@case
+def functions_are_freed_at_once(jit):
+    def make():
+        def function(x):
+            return x
+
+        jit(function)(1.0)
+        return weakref.ref(function)
+
+    gc.collect()
+    gc.disable()
+    try:
+        return make()() is None
+    finally:
+        gc.enable()
+
+
+@case
+def many_programs(jit):
+    traced = []
+    f = jit(lambda x, n: traced.append(n) or x, static_argnums=1)
+    for _ in range(2):
+        for n in range(30):
+            f(1.0, n)
+    return len(traced)
 
 
 @case

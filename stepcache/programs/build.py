@@ -8,6 +8,7 @@ it leaves the program placed as it entered, so that the next call finds the same
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +88,6 @@ class Program:
 
     Attributes:
         key: what it was built for.
-        compiled: the `jax.stages.Compiled`.
         run: calls it on flat arguments.
         captured: the arrays that became part of it by closure, largest first.
         trace_seconds: time of JAX's tracing.
@@ -96,7 +96,6 @@ class Program:
     """
 
     key: Key
-    compiled: Any
     run: jaxcompat.Runnable
     captured: tuple[Captured, ...]
     trace_seconds: float
@@ -106,7 +105,7 @@ class Program:
     @cached_property
     def size_bytes(self) -> int:
         """Size of the generated code; where the platform does not tell, of the optimized HLO."""
-        executable = self.compiled.runtime_executable()
+        executable = self.run.xla_executable
         size = executable.size_of_generated_code_in_bytes()
         if size > 0:
             return size
@@ -138,7 +137,9 @@ class NotHoldable(Exception):
     """The program depends on objects that it captured: `jax.jit` must serve the call."""
 
 
-def trace(recipe: Recipe, call: Call, placed: Sequence[Leaf], mesh: Mesh | None) -> Any:
+def trace(
+    recipe: Recipe, call: Call, placed: Sequence[Leaf], mesh: Mesh | None
+) -> jaxcompat.Staged:
     """Traces a step as its program is traced.
 
     Args:
@@ -150,23 +151,20 @@ def trace(recipe: Recipe, call: Call, placed: Sequence[Leaf], mesh: Mesh | None)
     Raises:
         CarryError: the first output does not have the carry's tree, shapes and dtypes.
     """
+    args, kwargs = call.given
     stand_ins = [
         value if leaf.sharding in (None, given.sharding) else _stand_in(leaf)
         for value, given, leaf in zip(call.leaves, call.signature.leaves, placed, strict=True)
     ]
-    args, kwargs = call.rebuilt(stand_ins)
+    if any(map(operator.is_not, stand_ins, call.leaves)):
+        args, kwargs = call.rebuilt(stand_ins)
     with jaxcompat.tracing_context(mesh):
-        traced = recipe.jitted.trace(*args, **kwargs)
-        if not recipe.parameters.carry:
-            return traced
-        outputs = _CarryOutputs.of(recipe, call, traced.out_info)
-        outputs.check(call, placed)
-        if mesh is None or recipe.places_outputs:
-            return traced
-        pinned = jaxcompat.jit(
-            recipe.fun, **recipe.options, out_shardings=outputs.shardings(call, placed)
-        )
-        return pinned.trace(*args, **kwargs)
+        staged = jaxcompat.Staged(recipe.jitted, recipe.fun, recipe.options, args, kwargs)
+        if recipe.parameters.carry:
+            pins = _check_carry(recipe, call, placed, staged)
+            if mesh is not None and not recipe.places_outputs:
+                staged.pin_outputs(pins)
+    return staged
 
 
 def _stand_in(leaf: Leaf) -> jax.ShapeDtypeStruct:
@@ -191,19 +189,18 @@ def build(
     """
     with jaxcompat.tracing_context(mesh):
         with stopwatch.stage("trace"):
-            traced = trace(recipe, call, placed, mesh)
-        if not jaxcompat.can_be_held(traced):
+            staged = trace(recipe, call, placed, mesh)
+        if not staged.can_be_held():
             raise NotHoldable
         with stopwatch.stage("lower"):
-            lowered = traced.lower()
+            staged.lower()
         with stopwatch.stage("compile"):
-            compiled = lowered.compile()
+            run = staged.compile()
     seconds = stopwatch.seconds
     return Program(
         key,
-        compiled,
-        jaxcompat.runnable(traced, compiled),
-        _name_captured(recipe.fun, jaxcompat.captured_arrays(traced.jaxpr)),
+        run,
+        _name_captured(recipe.fun, jaxcompat.captured_arrays(staged.jaxpr)),
         seconds["trace"],
         seconds["lower"],
         seconds["compile"],
@@ -242,90 +239,98 @@ def _names_in_scope(fun: Callable) -> dict[int, str]:
     visible = {name: module[name] for name in code.co_names if name in module} | cells
     names: dict[int, str] = {}
     for name, value in visible.items():
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
-            names.setdefault(id(leaf), name + keystr(keys))
+        with contextlib.suppress(Exception):  # A name is not worth failing a build for.
+            for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+                names.setdefault(id(leaf), name + keystr(keys))
     return names
 
 
-@dataclass(frozen=True, slots=True)
-class _CarryOutputs:
-    """The part of a step's outputs that updates its carry.
+# ---- the carry -------------------------------------------------------------------------------
 
-    Attributes:
-        names: the carried arguments.
-        outputs: for each, the output that updates it.
-        bare: the step returns its one carry and nothing else.
-        rest: how many outputs follow.
+
+def _check_carry(
+    recipe: Recipe, call: Call, placed: Sequence[Leaf], staged: jaxcompat.Staged
+) -> list[NamedSharding | None]:
+    """Checks that the carry comes back as it went in.
+
+    Returns:
+        For each flat output, the sharding that leaves a carry where it was; None for the rest.
+
+    Raises:
+        CarryError: a carry is not passed, or comes back with another tree, shape or dtype.
     """
+    names = recipe.parameters.carry
+    carries = [_carried_tree(recipe, call, name) for name in names]
+    outputs = _outputs_for(recipe, carries, staged.out_tree)
+    pins: list[NamedSharding | None] = []
+    offset = 0
+    for name, before, after in zip(names, carries, outputs, strict=True):
+        named = zip(call.paths, placed, strict=True)
+        leaves = {path.text: leaf for path, leaf in named if path.argument == name}
+        avals = staged.out_avals[offset : offset + after.num_leaves]
+        if before != after:
+            _refuse_tree(recipe, name, leaves, before, after, avals)
+        for (path, leaf), aval in zip(leaves.items(), avals, strict=True):
+            if _type_of(leaf) != _type_of(aval):
+                _refuse(recipe, path, _type_of(leaf), _type_of(aval))
+        pins += map(_pin, leaves.values())
+        offset += after.num_leaves
+    return pins + [None] * (len(staged.out_avals) - offset)
 
-    step: str
-    names: tuple[str, ...]
-    outputs: tuple[Any, ...]
-    bare: bool
-    rest: int
 
-    @classmethod
-    def of(cls, recipe: Recipe, call: Call, out_info: Any) -> _CarryOutputs:
-        names = recipe.parameters.carry
-        for name in names:
-            try:
-                call.argument(name)
-            except KeyError:
-                raise CarryError(
-                    f"{recipe.name} carries {name!r}, which this call does not pass", where=name
-                ) from None
-        if len(names) == 1:
-            structure = jax.tree_util.tree_structure(call.argument(names[0]))
-            if jax.tree_util.tree_structure(out_info) == structure:
-                return cls(recipe.name, names, (out_info,), True, 0)
-        if not isinstance(out_info, tuple | list) or len(out_info) < len(names):
-            raise CarryError(
-                f"{recipe.name} does not return its carry first",
-                where=", ".join(names),
-                expected=f"{', '.join(f'new {name}' for name in names)}, then other outputs",
-                got=f"outputs of type {type(out_info).__name__}",
-                hint="return the updated carry as the first output, or drop carry=",
-            )
-        count = len(names)
-        return cls(recipe.name, names, tuple(out_info[:count]), False, len(out_info) - count)
-
-    def check(self, call: Call, placed: Sequence[Leaf]) -> None:
-        """Raises CarryError where an output differs from the carry it updates."""
-        paths = call.paths
-        for name, output in zip(self.names, self.outputs, strict=True):
-            before = {
-                path.text: leaf
-                for path, leaf in zip(paths, placed, strict=True)
-                if path.argument == name
-            }
-            after = {
-                name + keystr(keys): leaf
-                for keys, leaf in jax.tree_util.tree_flatten_with_path(output)[0]
-            }
-            for path in dict.fromkeys((*before, *after)):
-                expected, got = (_type_of(side.get(path)) for side in (before, after))
-                if expected != got:
-                    self._fail(path, expected, got)
-            trees = [jax.tree_util.tree_structure(x) for x in (call.argument(name), output)]
-            if trees[0] != trees[1]:
-                self._fail(name, *map(str, trees))
-
-    def _fail(self, path: str, expected: str, got: str):
+def _carried_tree(recipe: Recipe, call: Call, name: str) -> Any:
+    try:
+        return jax.tree_util.tree_structure(call.argument(name))
+    except KeyError:
         raise CarryError(
-            f"{self.step} returns a carry that differs from the one it was given",
-            where=path,
-            expected=expected,
-            got=got,
-            hint="the first output must have the tree, shapes and dtypes of the carry; "
-            "cast or reshape it back before returning it",
-        )
+            f"{recipe.name} carries {name!r}, which this call does not pass", where=name
+        ) from None
 
-    def shardings(self, call: Call, placed: Sequence[Leaf]) -> Any:
-        """`out_shardings` that leave the carry where it was, and the rest to the compiler."""
-        args, kwargs = call.signature.tree.unflatten(map(_pin, placed))
-        pins = dict(zip(call.names, args, strict=True)) | kwargs
-        carried = tuple(pins[name] for name in self.names)
-        return carried[0] if self.bare else (*carried, *(None,) * self.rest)
+
+def _outputs_for(recipe: Recipe, carries: list[Any], out_tree: Any) -> list[Any]:
+    """The trees of the outputs that update the carries."""
+    if [out_tree] == carries:
+        return [out_tree]
+    node = out_tree.node_data()
+    is_sequence = node is not None and node[0] in (tuple, list)
+    children = jax.tree_util.treedef_children(out_tree) if is_sequence else []
+    if len(children) < len(carries):
+        names = recipe.parameters.carry
+        single = jax.tree_util.treedef_is_leaf(out_tree)
+        raise CarryError(
+            f"{recipe.name} does not return its carry first",
+            where=", ".join(names),
+            expected=f"{', '.join(f'new {name}' for name in names)}, then other outputs",
+            got="one array" if single else f"outputs of the form {out_tree}",
+            hint="return the updated carry as the first output, or drop carry=",
+        )
+    return children[: len(carries)]
+
+
+def _refuse_tree(
+    recipe: Recipe, name: str, old: dict[str, Leaf], before: Any, after: Any, avals: Sequence[Any]
+):
+    """Names the first leaf that only one of two trees has, where leaves can be named at all."""
+    new: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # A class may refuse to be built around abstract leaves.
+        entries = jax.tree_util.tree_flatten_with_path(after.unflatten(avals))[0]
+        new = {name + keystr(keys): aval for keys, aval in entries}
+    for path in dict.fromkeys((*old, *new)) if new else ():
+        expected, got = _type_of(old.get(path)), _type_of(new.get(path))
+        if expected != got:
+            _refuse(recipe, path, expected, got)
+    _refuse(recipe, name, str(before), str(after))
+
+
+def _refuse(recipe: Recipe, path: str, expected: str, got: str):
+    raise CarryError(
+        f"{recipe.name} returns a carry that differs from the one it was given",
+        where=path,
+        expected=expected,
+        got=got,
+        hint="the first output must have the tree, shapes and dtypes of the carry; cast or "
+        "reshape it back before returning it",
+    )
 
 
 def _type_of(leaf: Any) -> str:

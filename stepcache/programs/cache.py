@@ -11,7 +11,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from stepcache import jaxcompat
 from stepcache.errors import OptionError
 from stepcache.programs.build import Program
 from stepcache.programs.key import Key
@@ -20,18 +22,22 @@ from stepcache.programs.memory import Evicted, MemoryTier
 _owner_numbers = itertools.count(1)
 
 
-class Owner:
-    """Whoever uses programs of a cache; told when one of them is evicted.
+class Owner(Protocol):
+    """Whoever uses programs of a cache. A cache holds its owners by weak references.
 
-    Args:
-        evicted: called, outside the cache's lock, with a program that made room for others.
+    Attributes:
+        number: from `new_owner_number`.
     """
 
-    __slots__ = ("__weakref__", "evicted", "number")
+    number: int
 
-    def __init__(self, evicted: Callable[[Program], None]):
-        self.number = next(_owner_numbers)
-        self.evicted = evicted
+    def lost(self, program: Program, reason: str) -> None:
+        """Called, outside the cache's lock, when a program is dropped: "evicted" or "cleared"."""
+
+
+def new_owner_number() -> int:
+    """A number for an owner, which outlives it in the caches that have to release its programs."""
+    return next(_owner_numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class ProgramCache:
     tries again. The programs of a step leave with the step.
     """
 
-    def __init__(self, *, max_bytes: int | None = None, max_memory_programs: int = 512):
+    def __init__(self, *, max_bytes: int | None = None, max_memory_programs: int = 4096):
         for name, bound in (
             ("max_bytes", max_bytes),
             ("max_memory_programs", max_memory_programs),
@@ -85,6 +91,7 @@ class ProgramCache:
         self._building: dict[Key, tuple[threading.Event, int]] = {}
         self._released: collections.deque[int] = collections.deque()
         self._hits = self._builds = self._evictions = 0
+        self._cleared_with_jax = jaxcompat.call_on_clear_caches(self.clear)
 
     def get(self, key: Key, owner: Owner) -> Program | None:
         """The program of `key`, if it is there."""
@@ -135,7 +142,7 @@ class ProgramCache:
             with self._lock:
                 del self._building[key]
             done.set()
-        _tell(evicted)
+        _tell(evicted, "evicted")
         return program, True
 
     def release(self, owner_number: int) -> None:
@@ -152,10 +159,10 @@ class ProgramCache:
             self._memory.release(self._released.popleft())
 
     def clear(self) -> None:
-        """Drops all programs. The steps that used them find or build them anew."""
+        """Drops all programs, as `jax.clear_caches()` does. Steps build them anew."""
         with self._lock:
             dropped = self._memory.clear()
-        _tell(dropped)
+        _tell(dropped, "cleared")
 
     def programs_of(self, owner: Owner) -> int:
         """How many programs of the cache `owner` uses."""
@@ -175,9 +182,9 @@ class ProgramCache:
         return f"ProgramCache({info.programs} of at most {info.max_memory_programs} programs)"
 
 
-def _tell(evicted: list[Evicted]) -> None:
-    for program, owners in evicted:
+def _tell(dropped: list[Evicted], reason: str) -> None:
+    for program, owners in dropped:
         for reference in owners.values():
             owner = reference()
             if owner is not None:
-                owner.evicted(program)
+                owner.lost(program, reason)

@@ -14,7 +14,7 @@ from typing import Any
 
 from stepcache import jaxcompat
 
-_SIGNATURES_PER_STEP = 1024
+_SIGNATURES_PER_STEP = 4096
 
 
 class Dispatcher:

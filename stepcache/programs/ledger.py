@@ -43,10 +43,21 @@ class Ledger:
     def why(self, key: Key, call: Call) -> Miss:
         """Why a call of `key` would find no program.
 
+        Describing a difference runs code of static arguments and of tree nodes (`__eq__`,
+        `__repr__`). What that raises is put into the answer, and never disturbs the step.
+
         Args:
             key: the key of the call.
             call: the call, for the names of what differs.
         """
+        try:
+            return self._why(key, call)
+        except Exception as error:
+            number = self._stats.misses + 1
+            text = f"the difference cannot be described: {type(error).__name__} while comparing"
+            return Miss(self._step, number, "changed", (), (text,))
+
+    def _why(self, key: Key, call: Call) -> Miss:
         with self._lock:
             known = list(self._known.items())
             reason = self._gone.get(key, "new session")

@@ -187,6 +187,8 @@ def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
         Unreadable: an argument is invalid, or of a kind that no cached program can hold.
     """
     static_numbers = {i if i >= 0 else i + len(args) for i in parameters.roles.static_argnums}
+    if min(static_numbers, default=0) < 0:
+        raise Unreadable
     positions = tuple(i for i in range(len(args)) if i not in static_numbers)
     statics = [
         Static(parameters.name_of(i), type(args[i]), args[i])
@@ -278,13 +280,19 @@ def _diff_statics(before: Sequence[Static], after: Sequence[Static]):
         old, new = olds.get(name), news.get(name)
         if old != new:
             sides = [
-                "its default" if static is None else shorten(repr(static.value))
-                for static in (old, new)
+                "its default" if static is None else _show(static.value) for static in (old, new)
             ]
             note = "static"
-            if old and new and old.value == new.value:
+            if old and new and old.kind is not new.kind:
                 note = f"static, {old.kind.__name__} → {new.kind.__name__}"
             yield Change("static", name, sides[0], sides[1], note)
+
+
+def _show(value: Any) -> str:
+    try:
+        return shorten(repr(value))
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"
 
 
 def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Leaf], call: Call):

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import stepcache as sc
-from stepcache.programs.cache import Owner
+from stepcache import jaxcompat
+from stepcache.programs.cache import new_owner_number
 
 
 def program(size_bytes=1):
@@ -22,22 +23,25 @@ class Tenant:
     """An owner that remembers what it lost."""
 
     def __init__(self):
-        self.lost = []
-        self.owner = Owner(self.lost.append)
+        self.number = new_owner_number()
+        self.gone = []
+
+    def lost(self, program, reason):
+        self.gone.append((program, reason))
 
 
 def fill(cache, tenant, *keys, size_bytes=1):
     made = [program(size_bytes) for _ in keys]
     for key, each in zip(keys, made, strict=True):
-        cache.get_or_build(key, tenant.owner, lambda each=each: each)
+        cache.get_or_build(key, tenant, lambda each=each: each)
     return made
 
 
 def test_a_hit_does_not_build():
     cache, tenant = sc.ProgramCache(), Tenant()
     (made,) = fill(cache, tenant, "k")
-    assert cache.get_or_build("k", tenant.owner, never) == (made, False)
-    assert cache.get("k", tenant.owner) is made
+    assert cache.get_or_build("k", tenant, never) == (made, False)
+    assert cache.get("k", tenant) is made
     assert cache.peek("k") is made and cache.peek("other") is None
     info = cache.info()
     assert (info.programs, info.hits, info.builds, info.evictions) == (1, 2, 1, 0)
@@ -46,9 +50,9 @@ def test_a_hit_does_not_build():
 def test_bounded_by_count_least_recently_used_first():
     cache, tenant = sc.ProgramCache(max_memory_programs=2), Tenant()
     a, b = fill(cache, tenant, "a", "b")
-    cache.get("a", tenant.owner)
+    cache.get("a", tenant)
     fill(cache, tenant, "c")
-    assert tenant.lost == [b]
+    assert tenant.gone == [(b, "evicted")]
     assert cache.peek("a") is a and cache.peek("b") is None
 
 
@@ -57,17 +61,17 @@ def test_peeking_leaves_no_trace():
     a, _ = fill(cache, tenant, "a", "b")
     cache.peek("a")
     fill(cache, tenant, "c")
-    assert tenant.lost == [a]
+    assert tenant.gone == [(a, "evicted")]
 
 
 def test_bounded_by_bytes():
     cache, tenant = sc.ProgramCache(max_bytes=10), Tenant()
     a, b = fill(cache, tenant, "a", "b", size_bytes=4)
     fill(cache, tenant, "c", size_bytes=4)
-    assert tenant.lost == [a]
+    assert tenant.gone == [(a, "evicted")]
     fill(cache, tenant, "large", size_bytes=100)
     assert cache.info().programs == 1, "a program larger than the bound is held alone"
-    assert tenant.lost[:2] == [a, b]
+    assert [program for program, _ in tenant.gone[:2]] == [a, b]
 
 
 @pytest.mark.parametrize("options", [{"max_bytes": 0}, {"max_memory_programs": 0}])
@@ -84,7 +88,7 @@ def test_a_failed_build_is_not_cached():
 
     for _ in range(2):
         with pytest.raises(ValueError):
-            cache.get_or_build("k", tenant.owner, fail)
+            cache.get_or_build("k", tenant, fail)
     (made,) = fill(cache, tenant, "k")
     assert cache.peek("k") is made
 
@@ -100,14 +104,14 @@ def test_one_build_however_many_threads_ask():
         return program()
 
     def ask():
-        got.append(cache.get_or_build("k", tenant.owner, build))
+        got.append(cache.get_or_build("k", tenant, build))
 
     threads = [threading.Thread(target=ask) for _ in range(16)]
     for thread in threads:
         thread.start()
     assert building.wait(30)
     # Another key is not held up by the build.
-    cache.get_or_build("other", tenant.owner, program)
+    cache.get_or_build("other", tenant, program)
     go_on.set()
     for thread in threads:
         thread.join(30)
@@ -126,7 +130,7 @@ def test_whoever_waited_for_a_failed_build_tries_again():
 
     def ask(build):
         try:
-            outcomes.append(cache.get_or_build("k", tenant.owner, build)[1])
+            outcomes.append(cache.get_or_build("k", tenant, build)[1])
         except ValueError as error:
             outcomes.append(str(error))
 
@@ -144,30 +148,30 @@ def test_a_build_that_needs_itself_does_not_wait_for_itself():
     cache, tenant = sc.ProgramCache(), Tenant()
 
     def build():
-        inner, _ = cache.get_or_build("k", tenant.owner, program)
+        inner, _ = cache.get_or_build("k", tenant, program)
         assert inner is not None
         return program()
 
-    assert cache.get_or_build("k", tenant.owner, build)[1]
+    assert cache.get_or_build("k", tenant, build)[1]
 
 
 def test_programs_leave_with_their_last_owner():
     cache, one, two = sc.ProgramCache(), Tenant(), Tenant()
     fill(cache, one, "shared", "own")
-    cache.get("shared", two.owner)
-    assert (cache.programs_of(one.owner), cache.programs_of(two.owner)) == (2, 1)
-    cache.release(one.owner.number)
+    cache.get("shared", two)
+    assert (cache.programs_of(one), cache.programs_of(two)) == (2, 1)
+    cache.release(one.number)
     assert cache.peek("own") is None and cache.peek("shared") is not None
-    cache.release(two.owner.number)
+    cache.release(two.number)
     assert cache.info().programs == 0
-    assert not one.lost, "leaving is no eviction"
+    assert not one.gone, "leaving is no eviction"
 
 
 def test_a_finalizer_may_release_while_the_cache_is_locked():
     cache, tenant = sc.ProgramCache(), Tenant()
     fill(cache, tenant, "k")
     with cache._lock:
-        cache.release(tenant.owner.number)  # Must not deadlock.
+        cache.release(tenant.number)  # Must not deadlock.
     assert cache.info().programs == 0
 
 
@@ -180,11 +184,20 @@ def test_an_owner_that_is_gone_is_not_told():
     assert cache.info().evictions == 1
 
 
+def test_jax_clear_caches_clears():
+    import jax
+
+    cache, tenant = sc.ProgramCache(), Tenant()
+    fill(cache, tenant, "a")
+    jax.clear_caches()
+    assert cache.info().programs == int(not jaxcompat.PRIVATE_API)
+
+
 def test_clearing_tells_the_owners():
     cache, tenant = sc.ProgramCache(), Tenant()
     made = fill(cache, tenant, "a", "b")
     cache.clear()
-    assert tenant.lost == made and cache.info().programs == 0
+    assert tenant.gone == [(each, "cleared") for each in made] and cache.info().programs == 0
 
 
 def test_many_threads_many_keys():
@@ -195,7 +208,7 @@ def test_many_threads_many_keys():
     def work(seed):
         try:
             for i in range(200):
-                cache.get_or_build((seed + i * 7) % 11, tenant.owner, program)
+                cache.get_or_build((seed + i * 7) % 11, tenant, program)
                 assert cache.info().programs <= 5
         except BaseException as error:
             errors.append(error)

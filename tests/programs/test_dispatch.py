@@ -104,8 +104,12 @@ def test_the_public_api_serves_too():
     from pathlib import Path
 
     tests = Path(__file__).parent.parent
-    # Nothing is served without Python there, and JAX cannot be told that our frames are its own.
-    skipped = "not clear_cache and not frames_of_a_user_error and not sharding_that_does_not_divide"
+    # There nothing is served without Python, JAX cannot be told that our frames are its own, and
+    # its public stages name functions less fully and rebuild trees around placeholders.
+    cases = ["clear_cache", "frames_of_a_user_error", "sharding_that_does_not_divide"]
+    cases += ["incompatible_devices", "tree_that_validates_its_leaves", "abstract_argument"]
+    cases += ["clear_caches_of_jax", "static_that_cannot_be_compared"]
+    skipped = " and ".join(f"not {case}" for case in cases)
     names = ["test_drop_in.py", "test_session.py", "test_step.py", "test_models.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", skipped, "-p", "no:cacheprovider"]
     result = subprocess.run(
