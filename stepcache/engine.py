@@ -130,6 +130,7 @@ class Engine:
         self.scope = scope
         self.number = new_owner_number()
         self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
+        self._not_holdable: set[Key] = set()
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         miss = functools.partial(_serve, weakref.ref(self), recipe.jitted)
         self.dispatcher = Dispatcher(recipe.fun, recipe.name, miss, recipe.parameters.roles)
@@ -235,11 +236,15 @@ class Engine:
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)
         try:
-            return scope.cache.get(request.key, self)
+            not_holdable = request.key in self._not_holdable
+            program = None if not_holdable else scope.cache.get(request.key, self)
         except Exception:
             if not request.key.signature.statics:
                 raise
             raise Unreadable from None  # A static argument that cannot be compared.
+        if not_holdable:
+            raise NotHoldable
+        return program
 
     def _obtain(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
         """The program of a call that missed: built here, or by another thread meanwhile."""
@@ -274,6 +279,8 @@ class Engine:
                 self.recipe, request.key, request.call, request.leaves, scope.mesh, stopwatch
             )
         except BaseException as error:
+            if isinstance(error, NotHoldable):
+                self._not_holdable.add(request.key)
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
         advice = (*miss.advice, *map(_advise_on_capture, program.captured))
@@ -345,6 +352,7 @@ class Engine:
         """Drops all programs of the step, and JAX's traces of its function."""
         for cache in list(self._caches):
             cache.release(self.number)
+        self._not_holdable.clear()
         self.dispatcher.clear()
         self.recipe.jitted.clear_cache()
         self.ledger.all_gone("cleared")

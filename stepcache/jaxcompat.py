@@ -170,14 +170,16 @@ def _settings(names: Iterable[str]) -> tuple[tuple[str, Hashable], ...]:
     return tuple((name, value) for name, value in values if value is not _MISSING)
 
 
-def _watched_values() -> tuple[tuple[str, Hashable], ...]:
-    return _settings(_WATCHED)
+def _watch_settings() -> tuple[tuple[str, ...], _Settings]:
+    """Puts the watched settings into JAX's dispatch key, by a hook on each that says it changed.
 
-
-def _watch_settings() -> None:
-    """Puts the watched settings into JAX's dispatch key, by a hook on each that says it changed."""
+    Returns:
+        The names of the watched settings, and their values now. Settings as they are now leave no
+        mark in JAX's keys.
+    """
     by_name: dict[str, Any] = jax_config.config._value_holders
-    holders = [by_name[name] for name in _WATCHED if name in by_name]
+    names = tuple(name for name in _WATCHED if name in by_name)
+    holders = [by_name[name] for name in names]
     local_holders = [holder for holder in holders if hasattr(holder, "get_local")]
     unset = jax_config.config_ext.unset
 
@@ -209,10 +211,10 @@ def _watch_settings() -> None:
             holder._update_thread_local_hook = then_refresh(holder._update_thread_local_hook)
         else:
             holder._update_hook = then_refresh(holder._update_hook)
+    return names, defaults
 
 
-if PRIVATE_API:
-    _watch_settings()
+_watched_names, _watched_defaults = _watch_settings() if PRIVATE_API else ((), _Settings(()))
 
 
 def environment() -> tuple[tuple[str, Hashable], ...]:
@@ -221,13 +223,19 @@ def environment() -> tuple[tuple[str, Hashable], ...]:
         return (
             *_settings(_TRACE_SETTINGS),
             ("mesh", jax.sharding.get_mesh()),
-            *_watched_values(),
+            *_settings(_WATCHED),
         )
-    settings = zip(jax_config.trace_context_names(), jax_config.trace_context(), strict=True)
+    watched = _settings_context.value or _watched_defaults
+    return _named(jax_config.trace_context(), mesh_lib.get_concrete_mesh(), watched)
+
+
+@functools.lru_cache(maxsize=128)
+def _named(context: tuple, mesh: Any, watched: _Settings) -> tuple[tuple[str, Hashable], ...]:
+    settings = zip(jax_config.trace_context_names(), context, strict=True)
     return (
         *((n, v) for n, v in settings if n != "axis_env_state" and not isinstance(v, ContextToken)),
-        ("mesh", mesh_lib.get_concrete_mesh()),
-        *_watched_values(),
+        ("mesh", mesh),
+        *zip(_watched_names, watched.values, strict=True),
     )
 
 
@@ -363,7 +371,7 @@ def tracing_context(mesh: Any):
         if mesh is not None and not has_concrete_mesh():
             stack.enter_context(jax.set_mesh(mesh))
         if not PRIVATE_API:  # Else hooks keep the watched settings in JAX's keys all the time.
-            stack.enter_context(_settings_context(_Settings(_watched_values())))
+            stack.enter_context(_settings_context(_Settings(_settings(_WATCHED))))
         yield
 
 

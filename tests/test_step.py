@@ -487,6 +487,21 @@ def test_threads_build_a_program_once():
     assert f.stats().compiles == 1 and len(tracing) == 1
 
 
+def test_what_no_program_can_hold_goes_to_jit_without_a_miss():
+    total = jax.new_ref(jnp.zeros(()))
+
+    @sc.step
+    def f(x):
+        total[...] += x
+        return x
+
+    f(1.0)
+    with sc.no_recompile():
+        f(2.0)
+    assert float(total[...]) == 3.0
+    assert (f.stats().misses, f.stats().delegated) == (0, 2)
+
+
 def test_a_step_inside_another_step_belongs_to_it():
     inner = sc.step(lambda x: x * 2)
     outer = sc.step(lambda x: inner(x) + inner(x))
