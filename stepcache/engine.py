@@ -80,12 +80,26 @@ class Scope:
 
 
 class ScopeToken(jaxcompat.ContextToken):
-    """Stands for a scope in JAX's own keys, without keeping it alive there."""
+    """Stands for a scope in JAX's own keys, without keeping it alive there.
 
-    __slots__ = ("scope",)
+    Scopes that decide alike have equal tokens. So making a session anew does not make JAX trace and
+    compile anew whatever runs in it, steps or not.
+    """
+
+    __slots__ = ("_alike", "scope")
 
     def __init__(self, scope: Scope):
         self.scope = weakref.ref(scope)
+        self._alike = (scope.placer, scope.cache.number, scope.count_hits)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, ScopeToken):
+            return self is other
+        closed = any(scope is not None and scope.closed for scope in (self.scope(), other.scope()))
+        return self._alike == other._alike and not closed
+
+    def __hash__(self) -> int:
+        return hash(self._alike)
 
 
 DEFAULT_SCOPE = Scope(None, ProgramCache())

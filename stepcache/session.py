@@ -89,6 +89,8 @@ class Session:
                 got=type(mesh).__name__,
                 hint='jax.make_mesh((4, 2), ("data", "model"))',
             )
+        if isinstance(data_axis, list):
+            data_axis = tuple(data_axis)
         if not isinstance(rules, Rules):
             rules = Rules(rules or ())
         placer = Placer(device_mesh() if mesh is None else mesh, rules, data_axis)

@@ -297,6 +297,23 @@ def test_sessions_of_equal_meshes_share_programs(mesh):
     assert step.stats().compiles == 1
 
 
+def test_a_session_made_anew_compiles_nothing_anew(mesh):
+    """Neither steps nor whatever else runs in it."""
+    traced = []
+    other = jax.jit(lambda x: traced.append(1) or x)
+    step = sc.step(lambda x: x * 3)
+    for _ in range(3):
+        with sc.Session(mesh, rules=[("x", P("data"))]):
+            other(1.0)
+            step(np.ones(8))
+            assert len(traced) == 1
+    assert step.stats().compiles == 1
+    if jaxcompat.PRIVATE_API:
+        assert step.stats().hits == 0, "the dispatcher had to be told again"
+    with sc.Session(mesh, rules=[("x", P("model"))]):
+        assert step(np.ones(8)).sharding.spec == P("model")
+
+
 def test_sessions_with_caches_of_their_own_share_nothing(mesh):
     step = sc.step(lambda x: x * 2)
     caches = [sc.ProgramCache(), sc.ProgramCache()]

@@ -19,7 +19,7 @@ from stepcache.programs.build import Program
 from stepcache.programs.key import Key
 from stepcache.programs.memory import Evicted, MemoryTier
 
-_owner_numbers = itertools.count(1)
+_numbers = itertools.count(1)
 
 
 class Owner(Protocol):
@@ -37,7 +37,7 @@ class Owner(Protocol):
 
 def new_owner_number() -> int:
     """A number for an owner, which outlives it in the caches that have to release its programs."""
-    return next(_owner_numbers)
+    return next(_numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ class ProgramCache:
         ):
             if bound is not None and bound < 1:
                 raise OptionError(f"{name} must be positive", where="ProgramCache", got=repr(bound))
+        self.number = next(_numbers)
         self._bounds = (max_memory_programs, max_bytes)
         self._memory = MemoryTier(max_memory_programs, max_bytes)
         self._lock = threading.Lock()

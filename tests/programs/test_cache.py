@@ -80,6 +80,18 @@ def test_bounds_must_be_positive(options):
         sc.ProgramCache(**options)
 
 
+def test_the_bound_on_bytes_holds_for_real_programs():
+    import jax
+    import numpy as np
+
+    f = sc.step(lambda x: x * 2)
+    cache = sc.ProgramCache(max_bytes=1)
+    with sc.Session(jax.make_mesh((1,), ("data",)), cache=cache):
+        for size in (1, 2, 3):
+            f(np.ones(size))
+    assert cache.info().programs == 1 and f.stats().evictions == 2
+
+
 def test_a_failed_build_is_not_cached():
     cache, tenant = sc.ProgramCache(), Tenant()
 

@@ -94,6 +94,25 @@ def test_keyword_order_is_no_difference():
         f(b=2.0, a=1)
 
 
+def test_a_private_name_that_is_gone_is_warned_of_once_and_missed_by_nobody():
+    import subprocess
+    import sys
+
+    code = """
+import warnings
+from jax._src import tree_util
+del tree_util.equality_errors_pytreedef  # One that JAX itself can do without here.
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import stepcache as sc
+(warning,) = [w for w in caught if issubclass(w.category, sc.StepCacheWarning)]
+assert "jax._src.tree_util.equality_errors_pytreedef" in str(warning.message), warning.message
+step = sc.step(lambda x: x * 2)
+assert int(step(2)) == int(step(2)) == 4 and step.stats().compiles == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_the_public_api_serves_too():
     """The whole of the drop-in, session and step tests, with no private name in use."""
     if not jaxcompat.PRIVATE_API:
