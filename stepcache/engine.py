@@ -172,7 +172,7 @@ class Engine:
             outputs, fast_path = self._execute(program, request.call)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
-        return outputs, None if scope.count_hits else fast_path
+        return outputs, None if scope.count_hits or scope.closed else fast_path
 
     def warm(self, args: tuple, kwargs: dict) -> None:
         """Builds the program of a call without running it."""
@@ -352,6 +352,10 @@ class Engine:
             raise
 
     # ---- what is held ------------------------------------------------------------------------
+
+    def show_use(self) -> None:
+        """A cache asks which programs are in use: the next calls come through it."""
+        self.dispatcher.clear()
 
     def lost(self, program: Program, reason: str) -> None:
         """A cache dropped a program: it goes from the dispatcher, and JAX's traces with it."""

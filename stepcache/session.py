@@ -155,7 +155,12 @@ class Session:
 
         A call that is running its program on another thread ends as it would have; one that is
         still building raises once it is built. Programs stay in the cache, which may be shared.
+
+        Raises:
+            OptionError: this is the default session.
         """
+        if self._scope is DEFAULT_SCOPE:
+            raise OptionError("the default session cannot be closed", where="Session.close")
         self._scope.closed = True
         clear_all()
 

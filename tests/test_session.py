@@ -448,6 +448,11 @@ def test_a_closed_session_refuses_calls_also_after_hits(mesh):
     step(np.ones(8))
 
 
+def test_the_default_session_cannot_be_closed():
+    with pytest.raises(sc.OptionError, match="default session"):
+        sc.current_session().close()
+
+
 def test_closing_while_a_step_builds_raises_once_it_is_built(mesh):
     session, tracing, closed = sc.Session(mesh), threading.Event(), threading.Event()
 

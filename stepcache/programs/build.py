@@ -62,7 +62,7 @@ class Recipe:
             jitted,
             Parameters.of(fun, roles, carry),
             fingerprint(fun),
-            tuple((name, _hashable(options[name])) for name in sorted(options)),
+            (("carry", carry), *((name, _hashable(options[name])) for name in sorted(options))),
         )
 
     @property

@@ -9,7 +9,7 @@ import collections
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from stepcache import jaxcompat
 from stepcache.errors import OptionError
 from stepcache.programs.build import Program
 from stepcache.programs.key import Key
-from stepcache.programs.memory import Evicted, MemoryTier
+from stepcache.programs.memory import Held, MemoryTier
 
 _numbers = itertools.count(1)
 
@@ -33,6 +33,12 @@ class Owner(Protocol):
 
     def lost(self, program: Program, reason: str) -> None:
         """Called, outside the cache's lock, when a program is dropped: "evicted" or "cleared"."""
+
+    def show_use(self) -> None:
+        """Called, outside the lock, to have the owner's next calls come through the cache.
+
+        Else a program in constant use, served by a dispatcher, would look unused and be dropped.
+        """
 
 
 def new_owner_number() -> int:
@@ -132,18 +138,22 @@ class ProgramCache:
             if builder == threading.get_ident():  # The step calls itself while it is traced.
                 return build(), True
             pending.wait()
-        evicted: list[Evicted] = []
+        evicted: list[Held] = []
+        doubted = None
         try:
             program = build()
             with self._lock:
                 self._builds += 1
-                evicted = self._memory.put(key, program, owner.number, weakref.ref(owner))
+                evicted, doubted = self._memory.put(key, program, owner.number, weakref.ref(owner))
                 self._evictions += len(evicted)
         finally:
             with self._lock:
                 del self._building[key]
             done.set()
-        _tell(evicted, "evicted")
+        _tell_lost(evicted, "evicted")
+        if doubted is not None:
+            for each in _owners(doubted):
+                each.show_use()
         return program, True
 
     def release(self, owner_number: int) -> None:
@@ -163,7 +173,7 @@ class ProgramCache:
         """Drops all programs, as `jax.clear_caches()` does. Steps build them anew."""
         with self._lock:
             dropped = self._memory.clear()
-        _tell(dropped, "cleared")
+        _tell_lost(dropped, "cleared")
 
     def programs_of(self, owner: Owner) -> int:
         """How many programs of the cache `owner` uses."""
@@ -183,9 +193,15 @@ class ProgramCache:
         return f"ProgramCache({info.programs} of at most {info.max_memory_programs} programs)"
 
 
-def _tell(dropped: list[Evicted], reason: str) -> None:
-    for program, owners in dropped:
-        for reference in owners.values():
-            owner = reference()
-            if owner is not None:
-                owner.lost(program, reason)
+def _owners(held: Held) -> Iterator[Owner]:
+    """Those owners of a program that are still there."""
+    for reference in list(held.owners.values()):
+        owner = reference()
+        if owner is not None:
+            yield owner
+
+
+def _tell_lost(dropped: Iterable[Held], reason: str) -> None:
+    for held in dropped:
+        for owner in _owners(held):
+            owner.lost(held.program, reason)

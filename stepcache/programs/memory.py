@@ -1,5 +1,10 @@
 """The memory tier: programs of this process, least recently used first out.
 
+A hit that JAX's C++ dispatcher serves is not seen here. So the oldest programs of a tier that fills
+up are put on probation: their owners send the next call through the cache, where its use is seen,
+and only what is not used until its turn comes is dropped. This is the second chance of the clock
+algorithm (Corbató, 1968).
+
 Not thread-safe by itself; `cache.py` holds the lock.
 """
 
@@ -8,25 +13,28 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from stepcache.programs.build import Program
 from stepcache.programs.key import Key
 
-Owners = dict[int, weakref.ref]
+_FILL_AT_PROBATION = 0.75
 
 
-class Evicted(NamedTuple):
-    """A program that left the tier, and weak references to those who used it, by their numbers."""
+@dataclass(slots=True, eq=False)
+class Held:
+    """A program in the tier.
+
+    Attributes:
+        program: the program.
+        size_bytes: its size, where the tier is bounded by bytes; else 0.
+        owners: weak references to those who use it, by their numbers.
+        on_probation: its owners have been asked to show the next use of it.
+    """
 
     program: Program
-    owners: Owners
-
-
-@dataclass(slots=True)
-class _Entry:
-    program: Program
-    owners: Owners = field(default_factory=dict)
+    size_bytes: int
+    owners: dict[int, weakref.ref] = field(default_factory=dict)
+    on_probation: bool = False
 
 
 class MemoryTier:
@@ -41,55 +49,72 @@ class MemoryTier:
     def __init__(self, max_programs: int, max_bytes: int | None):
         self._max_programs = max_programs
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._held: OrderedDict[Key, Held] = OrderedDict()
+        self._size_bytes = 0
 
     def get(self, key: Key, number: int, owner: weakref.ref) -> Program | None:
         """The program of `key`, now the most recently used, and used by owner `number` too."""
-        entry = self._entries.get(key)
-        if entry is None:
+        held = self._held.get(key)
+        if held is None:
             return None
-        self._entries.move_to_end(key)
-        entry.owners[number] = owner
-        return entry.program
+        self._held.move_to_end(key)
+        held.on_probation = False
+        held.owners[number] = owner
+        return held.program
 
     def peek(self, key: Key) -> Program | None:
         """The program of `key`, without a trace of the question."""
-        entry = self._entries.get(key)
-        return entry.program if entry else None
+        held = self._held.get(key)
+        return held.program if held else None
 
-    def put(self, key: Key, program: Program, number: int, owner: weakref.ref) -> list[Evicted]:
-        """Adds a program; returns those that made room for it."""
-        self._entries[key] = _Entry(program, {number: owner})
-        self._entries.move_to_end(key)
+    def put(
+        self, key: Key, program: Program, number: int, owner: weakref.ref
+    ) -> tuple[list[Held], Held | None]:
+        """Adds a program.
+
+        Returns:
+            The programs that made room for it, and one that is now on probation.
+        """
+        size_bytes = 0 if self._max_bytes is None else program.size_bytes
+        self._held[key] = Held(program, size_bytes, {number: owner})
+        self._size_bytes += size_bytes
         evicted = []
-        while len(self._entries) > 1 and self._is_full():
-            _, entry = self._entries.popitem(last=False)
-            evicted.append(Evicted(entry.program, entry.owners))
-        return evicted
+        while len(self._held) > 1 and self._fill() > 1:
+            evicted.append(self._drop(next(iter(self._held))))
+        doubted = None
+        if self._fill() > _FILL_AT_PROBATION:
+            older = (held for held in self._held.values() if held.program is not program)
+            doubted = next((held for held in older if not held.on_probation), None)
+            if doubted is not None:
+                doubted.on_probation = True
+        return evicted, doubted
 
-    def _is_full(self) -> bool:
-        if len(self._entries) > self._max_programs:
-            return True
-        return self._max_bytes is not None and self.size_bytes > self._max_bytes
+    def _fill(self) -> float:
+        by_count = len(self._held) / self._max_programs
+        return (
+            by_count
+            if self._max_bytes is None
+            else max(by_count, self._size_bytes / self._max_bytes)
+        )
+
+    def _drop(self, key: Key) -> Held:
+        held = self._held.pop(key)
+        self._size_bytes -= held.size_bytes
+        return held
 
     def release(self, number: int) -> None:
         """Drops the programs that no owner but `number` uses."""
-        for key, entry in list(self._entries.items()):
-            if entry.owners.pop(number, None) is not None and not entry.owners:
-                del self._entries[key]
+        for key, held in list(self._held.items()):
+            if held.owners.pop(number, None) is not None and not held.owners:
+                self._drop(key)
 
-    def clear(self) -> list[Evicted]:
+    def clear(self) -> list[Held]:
         """Drops everything; returns it."""
-        dropped = [Evicted(entry.program, entry.owners) for entry in self._entries.values()]
-        self._entries.clear()
-        return dropped
+        return [self._drop(key) for key in list(self._held)]
 
     def owned_by(self, number: int) -> int:
-        return sum(number in entry.owners for entry in self._entries.values())
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(entry.program.size_bytes for entry in self._entries.values())
+        """How many programs an owner uses."""
+        return sum(number in held.owners for held in self._held.values())
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._held)

@@ -26,8 +26,13 @@ class Tenant:
         self.number = new_owner_number()
         self.gone = []
 
+        self.asked = 0
+
     def lost(self, program, reason):
         self.gone.append((program, reason))
+
+    def show_use(self):
+        self.asked += 1
 
 
 def fill(cache, tenant, *keys, size_bytes=1):
@@ -54,6 +59,18 @@ def test_bounded_by_count_least_recently_used_first():
     fill(cache, tenant, "c")
     assert tenant.gone == [(b, "evicted")]
     assert cache.peek("a") is a and cache.peek("b") is None
+
+
+def test_the_oldest_are_asked_to_show_their_use_before_they_go():
+    cache, old, new = sc.ProgramCache(max_memory_programs=4), Tenant(), Tenant()
+    hot, cold = fill(cache, old, "hot", "cold")
+    fill(cache, new, 1)
+    assert old.asked == 0, "there is room yet"
+    fill(cache, new, 2)
+    assert old.asked == 1
+    cache.get("hot", old)  # The use that was asked for.
+    fill(cache, new, 3)
+    assert old.gone == [(cold, "evicted")] and cache.peek("hot") is hot
 
 
 def test_peeking_leaves_no_trace():

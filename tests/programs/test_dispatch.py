@@ -62,6 +62,19 @@ def test_eviction_also_clears_the_dispatcher():
             f(np.ones(1))
 
 
+def test_a_program_in_constant_use_is_not_evicted():
+    """Its hits are served by the dispatcher, which the cache does not see."""
+    cache = sc.ProgramCache(max_memory_programs=8)
+    hot, other = sc.step(lambda x: x * 2), sc.step(lambda x: x * 3)
+    x = jnp.ones(3)
+    with sc.Session(jax.make_mesh((1,), ("data",)), cache=cache):
+        for size in range(1, 40):
+            hot(x), hot(x)
+            other(np.ones(size))
+    assert hot.stats().misses == 1 and hot.stats().evictions == 0
+    assert other.stats().evictions > 0
+
+
 def test_an_evicted_program_is_let_go():
     cache = sc.ProgramCache(max_memory_programs=1)
     f = sc.step(lambda x: jnp.sin(x))
