@@ -7,6 +7,7 @@ size and prints why that one missed, and writes a few lines of Python-like text.
     python examples/char_lm.py
 """
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import jax
 
 if jax.config.jax_platforms == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
     jax.config.update("jax_num_cpu_devices", 8)
+    # XLA sizes its thread pool by this. With fewer threads than devices have collectives to wait in,
+    # a loaded machine can deadlock.
+    os.environ.setdefault("NPROC", "32")
 
 import jax.numpy as jnp
 import numpy as np

@@ -8,6 +8,9 @@ import jax
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
+    # XLA sizes its thread pool by this. With fewer threads than devices have collectives to wait in,
+    # a loaded machine can deadlock.
+    os.environ.setdefault("NPROC", "32")
 
 import pytest
 from jax.sharding import AxisType
