@@ -8,7 +8,7 @@ import jax
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
-    # XLA sizes its thread pool by this. With fewer threads than devices have collectives to wait in,
+    # XLA sizes its thread pool by this. With fewer threads than collectives that wait for devices,
     # a loaded machine can deadlock.
     os.environ.setdefault("NPROC", "32")
 
