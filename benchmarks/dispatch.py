@@ -66,7 +66,8 @@ def by_leaves(count: int, settings) -> list:
         "equinox.filter_jit": lambda: by_equinox(tree),
         "nnx.jit": call_nnx,
     }
-    return interleaved(f"{count:,} leaves", contenders, **settings)
+    case = f"{count:,} leaves" if count > 1 else "1 leaf"
+    return interleaved(case, contenders, **settings)
 
 
 def alternating(count: int, settings) -> list:

@@ -76,15 +76,18 @@ class Ledger:
     def add(self, key: Key, paths: Sequence[Path], miss: Miss) -> None:
         """Remembers a build, and the miss that led to it."""
         with self._lock:
-            self._known[key] = tuple(paths)
-            self._known.move_to_end(key)
-            self._gone.pop(key, None)
+            self.last_miss = miss
+            try:
+                self._known[key] = tuple(paths)
+                self._known.move_to_end(key)
+                self._gone.pop(key, None)
+            except Exception:
+                return  # A static argument refuses to be compared: it will not be told apart.
             while len(self._known) > _KEYS_REMEMBERED:
                 dropped, _ = self._known.popitem(last=False)
                 self._gone.pop(dropped, None)
             for change in miss.changes:
                 self._remember_values(change)
-            self.last_miss = miss
 
     def gone(self, key: Key, reason: str) -> None:
         """Notes that the program of `key` is held no longer: "evicted" or "cleared"."""
