@@ -6,14 +6,13 @@ run. A call that the C++ dispatcher serves by itself never comes here.
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import functools
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,7 +23,6 @@ from stepcache.errors import (
     RecompileError,
     RecompileWarning,
     SessionClosedError,
-    UnmatchedRuleWarning,
     warn,
 )
 from stepcache.events import BuildFailed, Built, Captured, Evicted, Miss, StageStarted, recorder
@@ -36,81 +34,10 @@ from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.placement import place
 from stepcache.programs.signature import Call, Leaf, Unreadable
-from stepcache.sharding import Placed, Placer, mesh_identity
+from stepcache.scope import Scope, current_scope, recompiles_forbidden
+from stepcache.sharding import Placed, mesh_identity
 
-recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "recompiles_forbidden", default=False
-)
 _build_ids = itertools.count(1)
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Scope:
-    """What a session decides for the calls made in it.
-
-    Attributes:
-        placer: the mesh and the rules; None places nothing.
-        cache: where programs are kept.
-        on_miss: "compile", "warn" or "error".
-        count_hits: keep the C++ dispatcher out, so that every call is counted.
-        closed: no call may be made in it any more.
-        built: a program has been built in it.
-        matched: rules that have matched a leaf so far, or that have been warned about.
-    """
-
-    placer: Placer | None
-    cache: ProgramCache
-    on_miss: str = "compile"
-    count_hits: bool = False
-    closed: bool = False
-    built: bool = False
-    matched: set[int] = field(default_factory=set)
-
-    @property
-    def mesh(self):
-        return self.placer.mesh if self.placer else None
-
-    def warn_of_rules(self, indices: Iterable[int], matching_no_leaf_of: str) -> None:
-        """Warns of each of these rules, and never again."""
-        for index in sorted(indices):
-            self.matched.add(index)
-            pattern, spec = self.placer.rules.rules[index]  # type: ignore[union-attr]
-            message = f"rule {pattern!r}, {spec}, matches no leaf of {matching_no_leaf_of}"
-            warn(message, UnmatchedRuleWarning)
-
-
-class ScopeToken(jaxcompat.ContextToken):
-    """Stands for a scope in JAX's own keys, without keeping it alive there.
-
-    Scopes that decide alike have equal tokens. So making a session anew does not make JAX trace and
-    compile anew whatever runs in it, steps or not.
-    """
-
-    __slots__ = ("_alike", "scope")
-
-    def __init__(self, scope: Scope):
-        self.scope = weakref.ref(scope)
-        self._alike = (scope.placer, scope.cache.number, scope.count_hits)
-
-    def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, ScopeToken):
-            return self is other
-        closed = any(scope is not None and scope.closed for scope in (self.scope(), other.scope()))
-        return self._alike == other._alike and not closed
-
-    def __hash__(self) -> int:
-        return hash(self._alike)
-
-
-DEFAULT_SCOPE = Scope(None, ProgramCache())
-"""The scope of calls outside any session: it places nothing."""
-
-
-def current_scope() -> Scope:
-    """The scope of the innermost session of this thread."""
-    token = jaxcompat.session_context.value
-    scope = token.scope() if token is not None else None
-    return scope or DEFAULT_SCOPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +275,8 @@ class Engine:
             jaxcompat.explain_floating_point_error(error, self.recipe.fun, *call.given)
             raise
         except (RuntimeError, ValueError) as error:
-            _note_deleted(error, call)
+            if "deleted" in str(error):
+                _note_deleted(error, call)
             raise
 
     # ---- what is held ------------------------------------------------------------------------

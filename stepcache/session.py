@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
-from stepcache import engine, jaxcompat
-from stepcache.engine import DEFAULT_SCOPE, Scope, ScopeToken
+from stepcache import jaxcompat
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
+from stepcache.scope import DEFAULT_SCOPE, Scope, ScopeToken, recompiles_forbidden
 from stepcache.sharding import DataAxis, Placer, Rules, device_mesh
 from stepcache.step import NOT_GIVEN, make_step
 
@@ -191,8 +191,8 @@ def no_recompile():
     Programs that are known already run, also where JAX's dispatcher has to be told about them
     again. `step.warm` may build. Holds for the current thread, or the current asyncio task.
     """
-    token = engine.recompiles_forbidden.set(True)
+    token = recompiles_forbidden.set(True)
     try:
         yield
     finally:
-        engine.recompiles_forbidden.reset(token)
+        recompiles_forbidden.reset(token)

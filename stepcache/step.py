@@ -13,11 +13,12 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import jax
 
 from stepcache import jaxcompat
-from stepcache.engine import Engine, Scope, current_scope
+from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.events import Miss, StepStats
 from stepcache.programs.build import Recipe
 from stepcache.report.explanation import Explanation, explain
+from stepcache.scope import Scope, current_scope
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -16,6 +16,7 @@ FLOORS = {
     "sharding": 1,
     "programs": 2,
     "variables": 2,
+    "scope": 3,
     "engine": 3,
     "cluster": 4,
     "session": 5,

@@ -1,0 +1,89 @@
+"""`Scope`: what a session decides for the calls made in it, and which one is current.
+
+The session is the front door to it; the engine knows only this.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from stepcache import jaxcompat
+from stepcache.errors import UnmatchedRuleWarning, warn
+from stepcache.programs.cache import ProgramCache
+from stepcache.sharding import Placer
+
+recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "recompiles_forbidden", default=False
+)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Scope:
+    """What a session decides for the calls made in it.
+
+    Attributes:
+        placer: the mesh and the rules; None places nothing.
+        cache: where programs are kept.
+        on_miss: "compile", "warn" or "error".
+        count_hits: keep the C++ dispatcher out, so that every call is counted.
+        closed: no call may be made in it any more.
+        built: a program has been built in it.
+        matched: rules that have matched a leaf so far, or that have been warned about.
+    """
+
+    placer: Placer | None
+    cache: ProgramCache
+    on_miss: str = "compile"
+    count_hits: bool = False
+    closed: bool = False
+    built: bool = False
+    matched: set[int] = field(default_factory=set)
+
+    @property
+    def mesh(self):
+        return self.placer.mesh if self.placer else None
+
+    def warn_of_rules(self, indices: Iterable[int], matching_no_leaf_of: str) -> None:
+        """Warns of each of these rules, and never again."""
+        for index in sorted(indices):
+            self.matched.add(index)
+            pattern, spec = self.placer.rules.rules[index]  # type: ignore[union-attr]
+            message = f"rule {pattern!r}, {spec}, matches no leaf of {matching_no_leaf_of}"
+            warn(message, UnmatchedRuleWarning)
+
+
+class ScopeToken(jaxcompat.ContextToken):
+    """Stands for a scope in JAX's own keys, without keeping it alive there.
+
+    Scopes that decide alike have equal tokens. So making a session anew does not make JAX trace and
+    compile anew whatever runs in it, steps or not.
+    """
+
+    __slots__ = ("_alike", "scope")
+
+    def __init__(self, scope: Scope):
+        self.scope = weakref.ref(scope)
+        self._alike = (scope.placer, scope.cache.number, scope.count_hits)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, ScopeToken):
+            return self is other
+        closed = any(scope is not None and scope.closed for scope in (self.scope(), other.scope()))
+        return self._alike == other._alike and not closed
+
+    def __hash__(self) -> int:
+        return hash(self._alike)
+
+
+DEFAULT_SCOPE = Scope(None, ProgramCache())
+"""The scope of calls outside any session: it places nothing."""
+
+
+def current_scope() -> Scope:
+    """The scope of the innermost session of this thread."""
+    token = jaxcompat.session_context.value
+    scope = token.scope() if token is not None else None
+    return scope or DEFAULT_SCOPE
