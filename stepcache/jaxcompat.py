@@ -633,6 +633,7 @@ def make_dispatcher(
         _jax.PjitFunctionCache(capacity=capacity),
     )
     dispatcher._fun = fun  # Where JAX's NaN check of a hit looks for the function to call eagerly.
+    dispatcher.__name__, dispatcher.__wrapped__ = name, fun  # Where JAX looks for source and name.
     return dispatcher
 
 

@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -27,24 +27,27 @@ NOT_GIVEN: Any = object()
 _OPTIONS = tuple(inspect.signature(jax.jit).parameters)[1:]
 
 
-class Step(Generic[P, R]):
+class Step(functools.partial, Generic[P, R]):
     """A function under `stepcache.step`: called like the function, compiled like `jax.jit`.
 
-    Calls cost what calls of `jax.jit` cost: an instance's `__call__` is JAX's own C++ dispatcher,
-    held in a slot, where a Python method would cost about a microsecond more.
+    Calls cost what calls of `jax.jit` cost. An instance is a `functools.partial`, without
+    arguments, of JAX's own C++ dispatcher: of the classes that Python can extend, the one whose
+    call is least work. At one leaf it measured 1.00 to 1.02 × `jax.jit`, where a `__call__` held in
+    a slot measured 1.01 to 1.05 ×.
     """
 
-    # The slot is found on the class when an instance is called, and gives the instance's own
-    # dispatcher.
-    __slots__ = ("__call__", "__dict__", "__weakref__", "_engine", "_options")
-
-    __call__: Callable[P, R]
     __wrapped__: Callable[P, R]
+
+    if TYPE_CHECKING:  # At run time a method of ours would stand in the way of the C one.
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    def __new__(cls, engine: Engine, options: dict[str, Any]):
+        return super().__new__(cls, engine.dispatcher.call)
 
     def __init__(self, engine: Engine, options: dict[str, Any]):
         self._engine = engine
         self._options = options
-        self.__call__ = engine.dispatcher.call
         self.__name__ = self.__qualname__ = engine.recipe.name
         functools.update_wrapper(self, engine.recipe.fun)
 
