@@ -281,7 +281,7 @@ def backends_are_initialized() -> bool:
 
 
 class ArgumentRoles(NamedTuple):
-    """Static and donated arguments as `jax.jit` resolved them from its options."""
+    """Static arguments as `jax.jit` resolved them from its options."""
 
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]

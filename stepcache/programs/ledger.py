@@ -16,8 +16,7 @@ from stepcache.programs.key import Key, diff_settings
 from stepcache.programs.signature import Call, Path, diff, distance
 
 _KEYS_REMEMBERED = 64
-# The nearest signature is sought among the latest ones, over at most so many leaves in all: about
-# 4 ms of comparing.
+# The nearest signature is sought among the latest ones, over at most so many leaves in all.
 _LEAVES_COMPARED = 20_000
 _SIZES_WORTH_ADVICE = 3
 _SIZES_REMEMBERED = 32
