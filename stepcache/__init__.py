@@ -8,6 +8,7 @@ import os as _os
 
 from stepcache import jaxcompat as _jaxcompat
 from stepcache.errors import (
+    CacheDirectoryError,
     CarryError,
     ForkedProcessError,
     OptionError,
@@ -15,6 +16,8 @@ from stepcache.errors import (
     RecompileError,
     RecompileWarning,
     SessionClosedError,
+    StaleProgramError,
+    StaleProgramWarning,
     StepCacheError,
     StepCacheWarning,
     UnmatchedRuleWarning,
@@ -30,6 +33,7 @@ from stepcache.step import Step, step
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheDirectoryError",
     "CacheInfo",
     "CarryError",
     "Change",
@@ -44,6 +48,8 @@ __all__ = [
     "Rules",
     "Session",
     "SessionClosedError",
+    "StaleProgramError",
+    "StaleProgramWarning",
     "Step",
     "StepCacheError",
     "StepCacheWarning",

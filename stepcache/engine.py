@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,24 +21,50 @@ import jax
 from stepcache import jaxcompat
 from stepcache.errors import (
     ForkedProcessError,
+    PlacementError,
     RecompileError,
     RecompileWarning,
     SessionClosedError,
+    StaleProgramError,
     warn,
 )
-from stepcache.events import BuildFailed, Built, Captured, Evicted, Miss, StageStarted, recorder
+from stepcache.events import (
+    BuildFailed,
+    Built,
+    Captured,
+    Change,
+    Evicted,
+    Loaded,
+    Miss,
+    StageStarted,
+    Verified,
+    recorder,
+)
+from stepcache.jaxcompat import inspection, storing
 from stepcache.programs import signature as signatures
-from stepcache.programs.build import NotHoldable, Program, Recipe, Stopwatch, build, trace
+from stepcache.programs.archive import Answer, Archive
+from stepcache.programs.build import NotHoldable, Program, Recipe, Stopwatch, trace
 from stepcache.programs.cache import ProgramCache, new_owner_number
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
+from stepcache.programs.levels import Brought, Levels, Wanted, in_background
 from stepcache.programs.placement import place
+from stepcache.programs.question import step_label
 from stepcache.programs.signature import Call, Leaf, Unreadable
 from stepcache.scope import Scope, current_scope, recompiles_forbidden
 from stepcache.sharding import Placed, mesh_identity
 
 _build_ids = itertools.count(1)
+_log = logging.getLogger("stepcache")
+# A call that was under way may still tell the dispatcher about a stale program: it is cleared so
+# many times, so far apart, or until the error has been raised.
+_STALE_ROUNDS, _STALE_SECONDS = 100, 0.05
+_REMEDIES = {
+    1: "it was loaded from disk, without a trace",
+    2: "it was traced, and loaded from disk without compiling it",
+    3: "it was built",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +83,10 @@ class Request:
     placed: tuple[Placed | None, ...]
     key: Key
 
+    def wanted(self, scope: Scope) -> Wanted:
+        """What the call needs a program for."""
+        return Wanted(self.key, self.call, self.leaves, scope.mesh)
+
 
 class Engine:
     """Runs one step.
@@ -70,12 +101,24 @@ class Engine:
         self.ledger = Ledger(recipe.name)
         self.scope = scope
         self.number = new_owner_number()
+        self.levels = Levels(recipe, self.number)
         self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
+        self._unverified: dict[Key, tuple[Archive, Brought]] = {}
+        self._stale: StaleProgramError | None = None
+        self._calls_until_check = 0
         self._not_holdable: set[Key] = set()
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         miss = functools.partial(_serve, weakref.ref(self), recipe.jitted)
         self.dispatcher = Dispatcher(recipe.fun, recipe.name, miss, recipe.parameters.roles)
         weakref.finalize(self, _release, self._caches, self.number)
+        _live.add(self)
+        self.preload(scope().cache)
+
+    def preload(self, cache: ProgramCache) -> None:
+        """Starts loading what the last run of this script used of the step."""
+        archive = cache.archive()
+        if archive is not None:
+            archive.preload(step_label(self.recipe.fun))
 
     # ---- a call ------------------------------------------------------------------------------
 
@@ -89,6 +132,7 @@ class Engine:
         if jaxcompat.is_tracing() or jaxcompat.must_delegate():
             return self._delegate(args, kwargs)
         scope = self._open_scope()
+        self._raise_if_stale()
         try:
             request = self.request(scope, args, kwargs)
             program = self._find(scope, request)
@@ -96,10 +140,15 @@ class Engine:
                 self.ledger.count(hits=1)
             else:
                 program = self._obtain(scope, request, started, explicit=False)
+            if scope.cache.check_every is not None:
+                self._check_every(scope, request, program)
             outputs, fast_path = self._execute(program, request.call)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
-        return outputs, None if scope.count_hits or scope.closed else fast_path
+        if request.key in self._unverified:
+            self._verify(scope, request, program)
+        through_python = scope.count_hits or scope.closed or scope.cache.check_every
+        return outputs, None if through_python or self._stale is not None else fast_path
 
     def warm(self, args: tuple, kwargs: dict) -> None:
         """Builds the program of a call without running it."""
@@ -110,8 +159,13 @@ class Engine:
         except Unreadable:
             self.trace(args, kwargs)  # JAX says what is wrong with the call.
             raise
-        if self._find(scope, request) is None:
-            self._obtain(scope, request, started, explicit=True)
+        self._raise_if_stale()
+        self._check_runnable(request)
+        program = self._find(scope, request)
+        if program is None:
+            program = self._obtain(scope, request, started, explicit=True)
+        if request.key in self._unverified:
+            self._verify(scope, request, program)
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
         """The `jax.stages.Traced` of the program that a call needs."""
@@ -160,7 +214,7 @@ class Engine:
         leaves, placed = place(self.recipe, scope.placer, call)
         placed_call = call.with_signature_leaves(leaves)
         key = Key(
-            self.recipe.fingerprint,
+            self.recipe.identity,
             placed_call.signature,
             mesh_identity(scope.mesh),
             self.recipe.key_options,
@@ -188,12 +242,9 @@ class Engine:
         return program
 
     def _obtain(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
-        """The program of a call that missed: built here, or by another thread meanwhile."""
-        miss = self.why(request)
-        if not explicit:
-            self._judge(scope, miss)
+        """The program of a call that missed: brought here, or by another thread meanwhile."""
         program, built = scope.cache.get_or_build(
-            request.key, self, lambda: self._build(scope, request, miss, started)
+            request.key, self, lambda: self._bring(scope, request, started, explicit)
         )
         self._check_open(scope)
         if not built:
@@ -211,37 +262,179 @@ class Engine:
         if scope.on_miss == "warn" and miss.number > 1:
             warn(str(miss), RecompileWarning)
 
-    def _build(self, scope: Scope, request: Request, miss: Miss, started: float) -> Program:
+    def _bring(self, scope: Scope, request: Request, started: float, explicit: bool) -> Program:
         build_id = next(_build_ids)
         name = self.recipe.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
+        miss = self.why(request)
+
+        def before_trace(answer: Answer) -> None:
+            nonlocal miss
+            if miss.reason == "first call" and answer.since is not None:
+                miss = dataclasses.replace(
+                    miss, reason="other run", changes=answer.changes, since=answer.since
+                )
+            if not explicit:
+                self._judge(scope, miss)
+
+        archive = scope.cache.archive()
+        watch = scope.cache.check_every is not None
         try:
-            program = build(
-                self.recipe, request.key, request.call, request.leaves, scope.mesh, stopwatch
+            brought = self.levels.bring(
+                request.wanted(scope), archive, stopwatch, before_trace, self._stored, watch=watch
             )
         except BaseException as error:
             if isinstance(error, NotHoldable):
                 self._not_holdable.add(request.key)
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
-        advice = (*miss.advice, *map(_advise_on_capture, program.captured))
-        miss = dataclasses.replace(miss, advice=advice)
-        self.ledger.add(request.key, request.call.paths, miss)
+        own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
+        if archive is not None:
+            self._note(archive, brought, miss)
+            if brought.program.level == 1 and archive.verify == "background":
+                self._unverified[request.key] = (archive, brought)
+        self._account(request, brought, miss, build_id, own_seconds)
         self._check_rules(scope, request)
-        stages = (program.trace_seconds, program.lower_seconds, program.compile_seconds)
-        own_seconds = time.perf_counter() - started - sum(stages)
-        self.ledger.count(
-            misses=1,
-            traces=1,
-            lowers=1,
-            compiles=1,
-            trace_seconds=program.trace_seconds,
-            lower_seconds=program.lower_seconds,
-            compile_seconds=program.compile_seconds,
-            own_seconds=own_seconds,
+        return brought.program
+
+    def _account(
+        self, request: Request, brought: Brought, miss: Miss, build_id: int, own_seconds: float
+    ) -> None:
+        """Tells the ledger and whoever listens how a program came."""
+        program, seconds = brought.program, brought.program.seconds
+        advice = (*miss.advice, *map(_advise_on_capture, program.captured))
+        remedy = _REMEDIES[program.level]
+        if program.level < 3:
+            remedy += f", in {sum(seconds.values()):.2f} s"
+        miss = dataclasses.replace(miss, advice=advice, unvouched=brought.unvouched, remedy=remedy)
+        self.ledger.add(request.key, request.call.paths, miss)
+        traced, built = program.level > 1, program.level > 2
+        counts = {"traces": traced, "lowers": traced, "compiles": built, "loads": not built}
+        times = {f"{stage}_seconds": value for stage, value in seconds.items()}
+        self.ledger.count(misses=1, own_seconds=own_seconds, **counts, **times)
+        name = self.recipe.name
+        if built:
+            stages = (seconds["trace"], seconds["lower"], seconds["compile"])
+            event = Built(name, build_id, miss, *stages, own_seconds, program.captured)
+        else:
+            event = Loaded(name, build_id, miss, traced, dict(seconds), own_seconds)
+        recorder.emit(event)
+
+    def _note(self, archive: Archive, brought: Brought, miss: Miss) -> None:
+        """Writes a row of the ledger on disk; for what is being stored, when that is decided."""
+        question, program = brought.question, brought.program
+        assert question is not None
+        archive.note(
+            {1: "loaded", 2: "relinked", 3: "built"}[program.level],
+            self.recipe.name,
+            question.label,
+            lookup=question.lookup,
+            program=brought.digest,
+            devices=[device.id for device in storing.program_devices(program.run)]
+            if brought.digest
+            else [],
+            seconds={stage: round(value, 4) for stage, value in program.seconds.items()},
+            reason=str(miss),
+            changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
+            unvouched=list(brought.unvouched),
         )
-        recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
-        return program
+
+    def _stored(self, brought: Brought, kept: bool) -> None:
+        """What became of a program that was to be stored."""
+
+    def _check_runnable(self, request: Request) -> None:
+        """A program for devices that are only described can be lowered, but not held here.
+
+        Raises:
+            PlacementError: some device is no device of this process's backends.
+        """
+        for leaf, path in zip(request.leaves, request.call.paths, strict=True):
+            devices = leaf.sharding.device_set if leaf.sharding is not None else ()
+            if not inspection.live_backend(devices):
+                raise PlacementError(
+                    f"{self.recipe.name} cannot be warmed for devices that are not there",
+                    where=path.text,
+                    expected="devices of this process (jax.devices())",
+                    got=", ".join(sorted(str(device) for device in devices)[:4]),
+                    hint="step.lower(...).compile() compiles for another topology where JAX can",
+                )
+
+    # ---- checks of programs in use -----------------------------------------------------------
+
+    def _raise_if_stale(self) -> None:
+        if self._stale is not None:
+            error, self._stale = self._stale, None
+            raise error
+
+    def _check_every(self, scope: Scope, request: Request, program: Program) -> None:
+        """Every so many calls: is what the step depends on as it was when it was traced?"""
+        self._calls_until_check -= 1
+        if self._calls_until_check >= 0:
+            return
+        self._calls_until_check = (scope.cache.check_every or 1) - 1
+        changes = self.levels.changes_since_trace(program, request.wanted(scope))
+        if changes:
+            self._drop(scope, request)
+            raise self._staleness("depends on what changed after it was traced", changes)
+
+    def _verify(self, scope: Scope, request: Request, program: Program) -> None:
+        """Traces the step in the background, to see that a loaded program is the right one."""
+        try:
+            archive, brought = self._unverified.pop(request.key)
+        except KeyError:
+            return  # Another thread does it.
+        candidate, wanted = brought.answer.candidate, request.wanted(scope)
+        assert candidate is not None and brought.question is not None
+        question = brought.question
+
+        def check() -> None:
+            started = time.perf_counter()
+            if jaxcompat.environment() != request.key.environment:
+                return  # The caller's settings cannot be had in another thread.
+            changes = self.levels.retrace(program, candidate, wanted)
+            seconds = time.perf_counter() - started
+            self.ledger.count(verifications=1)
+            event = "verified" if changes is None else "stale"
+            archive.note(
+                event,
+                self.recipe.name,
+                question.label,
+                seconds={"verify": round(seconds, 4)},
+                reason="\n".join(map(str, changes or ())),
+            )
+            recorder.emit(Verified(self.recipe.name, changes is None, seconds))
+            if changes is not None:
+                archive.forget(question, candidate)
+                self._drop(scope, request)
+                self._make_stale(changes)
+
+        in_background(check)
+
+    def _make_stale(self, changes: Sequence[Change]) -> None:
+        """Has the next call raise, whatever the dispatcher was given meanwhile."""
+        error = self._staleness("was loaded, but a trace gives another program", changes)
+        self._stale = error
+        for _ in range(_STALE_ROUNDS):
+            self.dispatcher.clear()
+            if self._stale is not error:
+                return
+            time.sleep(_STALE_SECONDS)
+        _log.error("%s", error)
+
+    def _staleness(self, what: str, changes: Sequence[Change]) -> StaleProgramError:
+        shown = "\n  ".join(str(change) for change in changes[:12])
+        return StaleProgramError(
+            f"a program of {self.recipe.name} {what}:\n  {shown}",
+            changes,
+            hint="the program has been removed, and the next call builds it anew; what earlier "
+            "calls returned came from it",
+        )
+
+    def _drop(self, scope: Scope, request: Request) -> None:
+        scope.cache.drop(request.key)
+        jaxcompat.forget_traces(self.recipe.jitted, self.recipe.fun)
+        self.ledger.gone(request.key, "cleared")
+        self.dispatcher.clear()
 
     def _check_rules(self, scope: Scope, request: Request) -> None:
         """Warns of rules that match nothing, once each, where a step with state is built.
@@ -306,6 +499,15 @@ class Engine:
     def programs(self) -> int:
         """How many programs of the step are held."""
         return sum(cache.programs_of(self) for cache in list(self._caches))
+
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def preload_all(cache: ProgramCache) -> None:
+    """Starts loading, for all steps there are, what the last run of this script used of them."""
+    for engine in list(_live):
+        engine.preload(cache)
 
 
 def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[Any, Any]:

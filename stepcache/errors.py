@@ -51,6 +51,22 @@ class CarryError(StepCacheError, TypeError):
     """The step's first output does not have the tree, shapes and dtypes of its carry."""
 
 
+class CacheDirectoryError(StepCacheError):
+    """The directory of the program cache could be changed by others, who could put code there."""
+
+
+class StaleProgramError(StepCacheError, RuntimeError):
+    """A program was in use that the step's function, traced now, does not give any more.
+
+    Attributes:
+        changes: what changed, as `Change` records.
+    """
+
+    def __init__(self, what: str, changes=(), **details):
+        super().__init__(what, **details)
+        self.changes = tuple(changes)
+
+
 class RecompileError(StepCacheError, RuntimeError):
     """A call needed a new program where none was allowed to be built.
 
@@ -77,6 +93,10 @@ class StepCacheWarning(UserWarning):
 
 class RecompileWarning(StepCacheWarning):
     """A call built a new program in a session with `on_miss="warn"`."""
+
+
+class StaleProgramWarning(StepCacheWarning):
+    """Something that a step depends on changed in this process after the step was traced."""
 
 
 class UnmatchedRuleWarning(StepCacheWarning):

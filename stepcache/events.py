@@ -10,7 +10,8 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -24,7 +25,9 @@ class Change:
     """One part of a key that differs between a known program and a call.
 
     Attributes:
-        part: which part of the key: "argument", "tree", "static", "mesh", "config" or "options".
+        part: which part of the key: "argument", "tree", "static", "mesh", "config" or "options";
+            against an earlier run also "code", "value", "file", "variable" (of the environment),
+            "package", "environment" or "module" (of an installed package).
         path: the argument path (`batch['tokens']`), or the name of the setting.
         before: what the known program was built for.
         after: what the call brought.
@@ -55,10 +58,14 @@ class Miss:
         step: the name of the step.
         number: 1 for the first miss of this step.
         reason: "first call", "changed", "evicted" (it was built before and made room for others),
-            "cleared" (`clear_cache`), or "new session" (known, but to another session's cache).
-        changes: what differs from the nearest signature known to this step.
+            "cleared" (`clear_cache`), "new session" (known, but to another session's cache), or
+            "other run" (built by an earlier run, but something has changed since).
+        changes: what differs from the nearest signature known to this step, or from that run.
         advice: what to try.
         omitted: leaves that differ too, beyond those that `changes` describes.
+        since: for "other run", when that run built its program: seconds since the epoch.
+        remedy: how the program came then: built, or loaded from disk; empty before that.
+        unvouched: why a later run of this step will have to trace it, if it will.
     """
 
     step: str
@@ -67,6 +74,9 @@ class Miss:
     changes: tuple[Change, ...] = ()
     advice: tuple[str, ...] = ()
     omitted: int = 0
+    since: float | None = None
+    unvouched: tuple[str, ...] = ()
+    remedy: str = ""
 
     def __str__(self) -> str:
         reasons = {
@@ -75,17 +85,27 @@ class Miss:
             "evicted": "the program was built before and has been evicted",
             "cleared": "the program was built before and the cache has been cleared",
             "new session": "the program is known, but not to this session's program cache",
+            "other run": f"compared with the run of {_readable_time(self.since)}, there changed",
         }
         lines = [f"{self.step}, miss {self.number}: {reasons[self.reason]}"]
+        if self.remedy and self.remedy != "it was built":
+            lines[0] += f"; {self.remedy}"
         lines += [f"  {change}" for change in self.changes[:_MAX_CHANGES_SHOWN]]
         more = len(self.changes[_MAX_CHANGES_SHOWN:]) + self.omitted
         if more:
             lines.append(f"  … and {more} more changes")
         lines += [f"  hint: {text}" for text in self.advice]
+        if self.unvouched:
+            lines.append("  a later run will have to trace it, because of")
+            lines += [f"    {text}" for text in self.unvouched[:_MAX_CHANGES_SHOWN]]
         return "\n".join(lines)
 
 
 _MAX_CHANGES_SHOWN = 12
+
+
+def _readable_time(seconds: float | None) -> str:
+    return time.strftime("%A %Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +119,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class StageStarted:
-    """A build entered a stage: "trace", "lower" or "compile"."""
+    """A program's coming to be entered a stage: "hash", "read", "load", "trace", "lower", …"""
 
     step: str
     build_id: int
@@ -126,6 +146,39 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """A program was loaded from disk, without compiling it.
+
+    Attributes:
+        traced: whether the user's function had to be traced to find it.
+        seconds: by stage: "hash" (what the step depends on), "read" (the stored candidates), "load"
+            (the executable), and where it was traced "trace" and "lower".
+        own_seconds: everything else that stepcache itself took.
+    """
+
+    step: str
+    build_id: int
+    miss: Miss
+    traced: bool
+    seconds: Mapping[str, float]
+    own_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A background trace of a program that was loaded without one has ended.
+
+    Attributes:
+        agrees: whether it gives the same program.
+        seconds: how long it took.
+    """
+
+    step: str
+    agrees: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class BuildFailed:
     """A build raised; nothing was cached."""
 
@@ -143,7 +196,7 @@ class Evicted:
     why: str
 
 
-Event = StageStarted | Built | BuildFailed | Evicted
+Event = StageStarted | Built | Loaded | Verified | BuildFailed | Evicted
 Subscriber = Callable[[Event], None]
 
 
@@ -156,6 +209,8 @@ class StepStats:
         traces: times the user's function was traced for a program.
         lowers: times a trace was lowered.
         compiles: times a lowered module was handed to the compiler.
+        loads: programs that came from disk: `misses` counts them too.
+        verifications: traces made in the background of programs loaded without one.
         evictions: programs of this step that made room for others.
         hits: calls that found their program *and entered Python*. JAX's C++ dispatcher serves hits
             without Python, which are not counted; `Session(count_hits=True)` counts them all.
@@ -164,7 +219,10 @@ class StepStats:
         trace_seconds: time in JAX's tracing.
         lower_seconds: time in JAX's lowering.
         compile_seconds: time in XLA.
-        own_seconds: stepcache's own share of all misses.
+        hash_seconds: time to find out what the step depends on.
+        read_seconds: time to look for candidates on disk.
+        load_seconds: time to load executables.
+        own_seconds: stepcache's own share of all misses beside these.
         programs: programs of this step that are held now.
     """
 
@@ -172,12 +230,17 @@ class StepStats:
     traces: int = 0
     lowers: int = 0
     compiles: int = 0
+    loads: int = 0
+    verifications: int = 0
     evictions: int = 0
     hits: int = 0
     delegated: int = 0
     trace_seconds: float = 0.0
     lower_seconds: float = 0.0
     compile_seconds: float = 0.0
+    hash_seconds: float = 0.0
+    read_seconds: float = 0.0
+    load_seconds: float = 0.0
     own_seconds: float = 0.0
     programs: int = 0
 
@@ -233,6 +296,14 @@ def _mirror(event: Event) -> None:
                 seconds = getattr(event, f"{stage}_seconds")
                 name = f"/stepcache/{stage}_duration"
                 jax.monitoring.record_event_duration_secs(name, seconds, step=event.step)
+        case Loaded():
+            jax.monitoring.record_event("/stepcache/load", step=event.step)
+            for stage, seconds in event.seconds.items():
+                name = f"/stepcache/{stage}_duration"
+                jax.monitoring.record_event_duration_secs(name, seconds, step=event.step)
+        case Verified():
+            outcome = "verified" if event.agrees else "stale"
+            jax.monitoring.record_event(f"/stepcache/{outcome}", step=event.step)
         case BuildFailed():
             jax.monitoring.record_event("/stepcache/build_failed", step=event.step)
         case Evicted():

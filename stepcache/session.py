@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from stepcache import jaxcompat
+from stepcache.engine import preload_all
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
@@ -95,6 +96,8 @@ class Session:
             rules = Rules(rules or ())
         placer = Placer(device_mesh() if mesh is None else mesh, rules, data_axis)
         self._open(Scope(placer, cache or DEFAULT_SCOPE.cache, on_miss, count_hits))
+        if cache is not None:
+            preload_all(cache)
 
     def _open(self, scope: Scope) -> None:
         self._scope = scope

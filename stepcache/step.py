@@ -47,6 +47,7 @@ class Step(functools.partial, Generic[P, R]):
 
     def __init__(self, engine: Engine, options: dict[str, Any]):
         self._engine = engine
+        self._stepcache_parts = (engine.recipe.fun, options)
         self._options = options
         self.__name__ = self.__qualname__ = engine.recipe.name
         functools.update_wrapper(self, engine.recipe.fun)

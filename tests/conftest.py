@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["STEPCACHE_DIR"] = "off"  # What is kept on disk is a test's own affair.
 
 import jax
 

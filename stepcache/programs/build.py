@@ -22,7 +22,7 @@ from jax.tree_util import keystr
 from stepcache import jaxcompat
 from stepcache.errors import CarryError
 from stepcache.events import Captured
-from stepcache.programs.fingerprint import Fingerprint, fingerprint, function_name
+from stepcache.programs.identity import Identity, function_name, identity
 from stepcache.programs.key import Key
 from stepcache.programs.signature import Call, Leaf, Parameters, short_type
 from stepcache.sharding import is_in_type
@@ -38,7 +38,7 @@ class Recipe:
         options: keywords for `jax.jit`, with the donation of the carry in them.
         jitted: `jax.jit(fun, **options)`, which serves calls under other transformations.
         parameters: the function's parameters and their roles.
-        fingerprint: what its code depends on.
+        identity: which function it is.
         key_options: `options` as hashable parts of a key.
     """
 
@@ -47,7 +47,7 @@ class Recipe:
     options: dict[str, Any]
     jitted: Any
     parameters: Parameters
-    fingerprint: Fingerprint
+    identity: Identity
     key_options: tuple[tuple[str, Hashable], ...]
 
     @classmethod
@@ -61,7 +61,7 @@ class Recipe:
             options,
             jitted,
             Parameters.of(fun, roles, carry),
-            fingerprint(fun),
+            identity(fun),
             (("carry", carry), *((name, _hashable(options[name])) for name in sorted(options))),
         )
 
@@ -90,17 +90,19 @@ class Program:
         key: what it was built for.
         run: calls it on flat arguments.
         captured: the arrays that became part of it by closure, largest first.
-        trace_seconds: time of JAX's tracing.
-        lower_seconds: time of JAX's lowering.
-        compile_seconds: time of XLA.
+        seconds: what each stage took, in the process that went through it.
+        level: 1 if it was loaded without a trace, 2 if it was traced but not compiled, 3 if built.
+        facts: what its code depended on when it was traced, where that was asked for.
+        used: what that trace used, likewise.
     """
 
     key: Key
     run: jaxcompat.Runnable
     captured: tuple[Captured, ...]
-    trace_seconds: float
-    lower_seconds: float
-    compile_seconds: float
+    seconds: dict[str, float]
+    level: int = 3
+    facts: dict[str, str] | None = None
+    used: Any = None
 
     @cached_property
     def size_bytes(self) -> int:
@@ -180,31 +182,40 @@ def build(
     placed: Sequence[Leaf],
     mesh: Mesh | None,
     stopwatch: Stopwatch,
-) -> Program:
+    watched: contextlib.AbstractContextManager,
+    compiling: contextlib.AbstractContextManager,
+) -> tuple[Program, jaxcompat.Staged]:
     """Builds the program of a call.
+
+    Args:
+        recipe: the step.
+        key: what to build for.
+        call: the call, as it came.
+        placed: its leaves where the session places them.
+        mesh: the session's mesh, or None.
+        stopwatch: times the stages.
+        watched: held open while the user's function is traced and lowered.
+        compiling: held open while XLA compiles.
+
+    Returns:
+        The program, and the trace that it was made from.
 
     Raises:
         NotHoldable: the program captured mutable state, so that only `jax.jit` can run it.
         CarryError: see `trace`.
     """
     with jaxcompat.tracing_context(mesh):
-        with stopwatch.stage("trace"):
-            staged = trace(recipe, call, placed, mesh)
-        if not staged.can_be_held():
-            raise NotHoldable
-        with stopwatch.stage("lower"):
-            staged.lower()
-        with stopwatch.stage("compile"):
+        with watched:
+            with stopwatch.stage("trace"):
+                staged = trace(recipe, call, placed, mesh)
+            if not staged.can_be_held():
+                raise NotHoldable
+            with stopwatch.stage("lower"):
+                staged.lower()
+        with stopwatch.stage("compile"), compiling:
             run = staged.compile()
-    seconds = stopwatch.seconds
-    return Program(
-        key,
-        run,
-        _name_captured(recipe.fun, jaxcompat.captured_arrays(staged.jaxpr)),
-        seconds["trace"],
-        seconds["lower"],
-        seconds["compile"],
-    )
+    captured = _name_captured(recipe.fun, jaxcompat.captured_arrays(staged.jaxpr))
+    return Program(key, run, captured, stopwatch.seconds), staged
 
 
 _LARGE_CAPTURE_BYTES = 1 << 20

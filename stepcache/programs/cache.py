@@ -1,20 +1,28 @@
 """`ProgramCache`: where programs are kept and found, one build per key however many callers.
 
-Today there is one tier, memory. Anything that asks for a program asks here.
+Anything that asks for a program asks here: memory first, then whoever asks looks into the archive
+on disk while others that need the same program wait.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import platformdirs
 
 from stepcache import jaxcompat
-from stepcache.errors import OptionError
+from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
+from stepcache.jaxcompat import storing
+from stepcache.programs.archive import Archive, open_archive
 from stepcache.programs.build import Program
 from stepcache.programs.key import Key
 from stepcache.programs.memory import Held, MemoryTier
@@ -67,31 +75,69 @@ class CacheInfo:
     evictions: int
 
 
+VERIFY = ("background", "before", "off")
+USER_DIRECTORY: Any = object()
+"""Stands for the user's own cache directory."""
+_DEFAULT_DISK_BYTES = 10 << 30
+
+
 class ProgramCache:
-    """Keeps compiled programs, least recently used first out.
+    """Keeps compiled programs in memory and on disk, least recently used first out.
 
     Args:
-        max_bytes: bound on the bytes of the programs in memory; None for no bound. The size of a
-            program is that of its generated code, or of its optimized HLO where the platform does
-            not tell (CPU).
+        directory: where programs are kept for later processes. By default `STEPCACHE_DIR`, or a
+            directory in the user's cache directory; None, or `STEPCACHE_DIR=off`, keeps to memory.
+            It must belong to the user and be closed to others: what it holds is run.
+        max_bytes: bound on the bytes of programs, in memory and on disk, each. By default none in
+            memory, and 10 GiB on disk. The size of a program in memory is that of its generated
+            code, or of its optimized HLO where the platform does not tell (CPU).
         max_memory_programs: bound on the number of programs in memory.
+        min_build_seconds: a program that was built faster than that is not kept on disk.
+        verify: what happens before a program is trusted that was loaded without a trace.
+            "background" traces the step in a thread while its first calls run, and raises
+            `StaleProgramError` at the next call if that gives another program; "before" traces it
+            first, so that only compiling is saved; "off" trusts the fingerprint.
+        check_every: compare what a step depends on (globals, captured values, code) with what it
+            was when its program was traced, at every so many calls, and raise `StaleProgramError`
+            where it differs. It takes JAX's C++ dispatcher out of the way. None never does.
 
     Raises:
-        OptionError: a bound that is not positive.
+        OptionError: a bound that is not positive, or an unknown `verify`.
+        CacheDirectoryError: others can write to `directory`.
 
-    A cache may serve any number of sessions and threads. For one key there is one build: callers
-    that come while it runs wait for it. A build that fails is not cached, and whoever waited for it
-    tries again. The programs of a step leave with the step.
+    A cache may serve any number of sessions, threads and processes. For one key there is one build
+    in a process: callers that come while it runs wait for it. A build that fails is not cached, and
+    whoever waited for it tries again. The programs of a step leave memory with the step.
+
+    Keeping programs by the depfile of their trace follows compilers' caches (ccache's direct mode).
     """
 
-    def __init__(self, *, max_bytes: int | None = None, max_memory_programs: int = 4096):
+    def __init__(
+        self,
+        directory: str | os.PathLike | None = USER_DIRECTORY,
+        *,
+        max_bytes: int | None = None,
+        max_memory_programs: int = 4096,
+        min_build_seconds: float = 0.0,
+        verify: Literal["background", "before", "off"] = "background",
+        check_every: int | None = None,
+    ):
         for name, bound in (
             ("max_bytes", max_bytes),
             ("max_memory_programs", max_memory_programs),
+            ("check_every", check_every),
         ):
             if bound is not None and bound < 1:
                 raise OptionError(f"{name} must be positive", where="ProgramCache", got=repr(bound))
+        if verify not in VERIFY:
+            raise OptionError(
+                "unknown verify",
+                where="ProgramCache",
+                expected=f"one of {', '.join(map(repr, VERIFY))}",
+                got=repr(verify),
+            )
         self.number = next(_numbers)
+        self.check_every = check_every
         self._bounds = (max_memory_programs, max_bytes)
         self._memory = MemoryTier(max_memory_programs, max_bytes)
         self._lock = threading.Lock()
@@ -99,6 +145,32 @@ class ProgramCache:
         self._released: collections.deque[int] = collections.deque()
         self._hits = self._builds = self._evictions = 0
         self._cleared_with_jax = jaxcompat.call_on_clear_caches(self.clear)
+        self._opening = threading.Lock()
+        self._archive: Archive | None = None
+        self._is_open = False
+        self._open = functools.partial(
+            _open_archive,
+            directory,
+            max_bytes or _DEFAULT_DISK_BYTES,
+            verify,
+            min_build_seconds,
+        )
+        if directory is not USER_DIRECTORY:
+            self.archive()
+
+    def archive(self) -> Archive | None:
+        """The programs on disk, opened at the first use; None where there are to be none."""
+        if not self._is_open:
+            with self._opening:
+                if not self._is_open:
+                    self._archive = self._open()
+                    self._is_open = True
+        return self._archive
+
+    def flush(self) -> None:
+        """Waits until everything built so far is on disk. The end of the process does, too."""
+        if self._archive is not None:
+            self._archive.flush()
 
     def get(self, key: Key, owner: Owner) -> Program | None:
         """The program of `key`, if it is there."""
@@ -156,6 +228,11 @@ class ProgramCache:
                 each.show_use()
         return program, True
 
+    def drop(self, key: Key) -> None:
+        """Drops one program, without a word to its owners."""
+        with self._lock:
+            self._memory.drop(key)
+
     def release(self, owner_number: int) -> None:
         """Drops the programs that only this owner uses. Finalizers may call it at any time."""
         self._released.append(owner_number)
@@ -191,6 +268,31 @@ class ProgramCache:
     def __repr__(self) -> str:
         info = self.info()
         return f"ProgramCache({info.programs} of at most {info.max_memory_programs} programs)"
+
+
+def _open_archive(
+    directory: Any, max_bytes: int, verify: str, min_build_seconds: float
+) -> Archive | None:
+    if directory is None or not storing.CAN_STORE:
+        return None
+    if directory is not USER_DIRECTORY:
+        return open_archive(Path(directory), max_bytes, verify, min_build_seconds)
+    path = default_directory()
+    if path is None:
+        return None
+    try:
+        return open_archive(path, max_bytes, verify, min_build_seconds)
+    except CacheDirectoryError as error:
+        warn(f"Programs are not kept on disk: {error}", StepCacheWarning)
+        return None
+
+
+def default_directory() -> Path | None:
+    """Where programs are kept unless a cache is told otherwise; None for nowhere."""
+    asked = os.environ.get("STEPCACHE_DIR", "")
+    if asked.lower() == "off":
+        return None
+    return Path(asked).expanduser() if asked else platformdirs.user_cache_path("stepcache")
 
 
 def _owners(held: Held) -> Iterator[Owner]:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from stepcache.events import Change
-from stepcache.programs.fingerprint import Fingerprint
+from stepcache.programs.identity import Identity
 from stepcache.programs.signature import Signature, shorten
 
 
@@ -16,14 +16,14 @@ class Key:
     """Everything that decides which program a call needs. Equal keys need the same program.
 
     Attributes:
-        fingerprint: what the step's code depends on.
+        identity: which function the step is.
         signature: what the call looks like, after placement.
         mesh: the identity of the session's mesh; empty without one.
         options: the step's options by name, such as donated arguments and compiler options.
         environment: settings of JAX that change a trace or a compilation, by name.
     """
 
-    fingerprint: Fingerprint
+    identity: Identity
     signature: Signature
     mesh: tuple
     options: tuple[tuple[str, Hashable], ...]
@@ -31,7 +31,7 @@ class Key:
     _hash: int = field(init=False, compare=False, repr=False, default=0)
 
     def __post_init__(self):
-        parts = (self.fingerprint, self.signature, self.mesh, self.options, self.environment)
+        parts = (self.identity, self.signature, self.mesh, self.options, self.environment)
         object.__setattr__(self, "_hash", hash(parts))
 
     def __hash__(self) -> int:
@@ -39,7 +39,7 @@ class Key:
 
     def parts(self) -> Iterator[tuple[str, str]]:
         """Name and text of each part, for people and for the digest."""
-        yield "fingerprint", str(self.fingerprint)
+        yield "identity", str(self.identity)
         yield "tree", str(self.signature.tree)
         for number, leaf in enumerate(self.signature.leaves):
             yield f"leaf {number}", repr(leaf)

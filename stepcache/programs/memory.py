@@ -97,6 +97,11 @@ class MemoryTier:
             else max(by_count, self._size_bytes / self._max_bytes)
         )
 
+    def drop(self, key: Key) -> None:
+        """Drops the program of `key`, if it is there."""
+        if key in self._held:
+            self._drop(key)
+
     def _drop(self, key: Key) -> Held:
         held = self._held.pop(key)
         self._size_bytes -= held.size_bytes

@@ -165,7 +165,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
 def _seconds(program: Program | None) -> tuple[float, float, float] | None:
     if program is None:
         return None
-    return (program.trace_seconds, program.lower_seconds, program.compile_seconds)
+    return tuple(program.seconds.get(stage, 0.0) for stage in ("trace", "lower", "compile"))  # type: ignore[return-value]
 
 
 def _arguments(request: Request) -> Iterable[Argument]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from stepcache.events import BuildFailed, Built, Event, StageStarted, recorder
+from stepcache.events import BuildFailed, Built, Event, Loaded, StageStarted, recorder
 
 _log = logging.getLogger("stepcache")
 
@@ -42,7 +42,7 @@ class BuildProgress:
         match event:
             case StageStarted():
                 self._enter_stage(event)
-            case Built():
+            case Built() | Loaded():
                 _log.info("%s", event.miss)
                 self._finish(event.build_id)
             case BuildFailed():

@@ -21,7 +21,7 @@ def no_more_builds(monkeypatch):
         def refuse(*args, **kwargs):
             raise AssertionError("built")
 
-        monkeypatch.setattr("stepcache.engine.build", refuse)
+        monkeypatch.setattr("stepcache.programs.levels.build", refuse)
 
     return start
 

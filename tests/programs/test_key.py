@@ -20,7 +20,7 @@ def make(x=1.0, mesh=None, options=None, environment=None, fun=f) -> Key:
     recipe = Recipe.of(fun, (), options or {})
     environment = jaxcompat.environment() if environment is None else environment
     signature = read(recipe.parameters, (x,), {}).signature
-    return Key(recipe.fingerprint, signature, mesh_identity(mesh), recipe.key_options, environment)
+    return Key(recipe.identity, signature, mesh_identity(mesh), recipe.key_options, environment)
 
 
 def test_equal_parts_make_equal_keys():

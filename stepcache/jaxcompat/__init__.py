@@ -95,8 +95,8 @@ class ContextToken:
     __slots__ = ("__weakref__",)
 
 
-class _Settings(ContextToken):
-    """The values of the watched settings, compared by value."""
+class ValueToken(ContextToken):
+    """Stands for some values, and is compared by them."""
 
     __slots__ = ("values",)
 
@@ -104,7 +104,7 @@ class _Settings(ContextToken):
         self.values = values
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Settings) and self.values == other.values
+        return isinstance(other, ValueToken) and self.values == other.values
 
     def __hash__(self) -> int:
         return hash(self.values)
@@ -112,6 +112,8 @@ class _Settings(ContextToken):
 
 session_context = jax.make_user_context(None)
 _settings_context = jax.make_user_context(None)
+# Traces made in it are made anew, down to the functions that were traced before outside it.
+recording_context = jax.make_user_context(None)
 
 # Settings that change what a program does or how it is compiled, but that JAX leaves out of its
 # dispatcher's key: without our help a hit would go on serving the program of the old setting.
@@ -170,7 +172,7 @@ def _settings(names: Iterable[str]) -> tuple[tuple[str, Hashable], ...]:
     return tuple((name, value) for name, value in values if value is not _MISSING)
 
 
-def _watch_settings() -> tuple[tuple[str, ...], _Settings]:
+def _watch_settings() -> tuple[tuple[str, ...], ValueToken]:
     """Puts the watched settings into JAX's dispatch key, by a hook on each that says it changed.
 
     Returns:
@@ -183,8 +185,8 @@ def _watch_settings() -> tuple[tuple[str, ...], _Settings]:
     local_holders = [holder for holder in holders if hasattr(holder, "get_local")]
     unset = jax_config.config_ext.unset
 
-    def mark(values: Iterable[Hashable]) -> _Settings | None:
-        settings = _Settings(tuple(values))
+    def mark(values: Iterable[Hashable]) -> ValueToken | None:
+        settings = ValueToken(tuple(values))
         return None if settings == defaults else settings
 
     def global_values() -> Iterable[Hashable]:
@@ -204,7 +206,7 @@ def _watch_settings() -> tuple[tuple[str, ...], _Settings]:
 
         return hooks
 
-    defaults = _Settings(tuple(global_values()))
+    defaults = ValueToken(tuple(global_values()))
     for holder in holders:
         if holder in local_holders:
             holder._update_global_hook = then_refresh(holder._update_global_hook)
@@ -214,7 +216,7 @@ def _watch_settings() -> tuple[tuple[str, ...], _Settings]:
     return names, defaults
 
 
-_watched_names, _watched_defaults = _watch_settings() if PRIVATE_API else ((), _Settings(()))
+_watched_names, _watched_defaults = _watch_settings() if PRIVATE_API else ((), ValueToken(()))
 
 
 def environment() -> tuple[tuple[str, Hashable], ...]:
@@ -230,7 +232,7 @@ def environment() -> tuple[tuple[str, Hashable], ...]:
 
 
 @functools.lru_cache(maxsize=128)
-def _named(context: tuple, mesh: Any, watched: _Settings) -> tuple[tuple[str, Hashable], ...]:
+def _named(context: tuple, mesh: Any, watched: ValueToken) -> tuple[tuple[str, Hashable], ...]:
     settings = zip(jax_config.trace_context_names(), context, strict=True)
     return (
         *((n, v) for n, v in settings if n != "axis_env_state" and not isinstance(v, ContextToken)),
@@ -266,6 +268,33 @@ def has_concrete_mesh() -> bool:
     """True where the caller has set a mesh of their own."""
     mesh = mesh_lib.get_concrete_mesh() if PRIVATE_API else jax.sharding.get_mesh()
     return not mesh.empty
+
+
+@contextlib.contextmanager
+def _in_settings(values: dict[Any, Any], mesh: Any, session: Any):
+    before = {holder: holder.get_local() for holder in values}
+    for holder, value in values.items():
+        holder.set_local(value)
+    try:
+        with contextlib.ExitStack() as stack:
+            if session is not None:
+                stack.enter_context(session_context(session))
+            if mesh is not None:
+                stack.enter_context(jax.set_mesh(mesh))
+            yield
+    finally:
+        for holder, value in before.items():
+            holder.set_local(value)
+
+
+def carried_settings() -> contextlib.AbstractContextManager:
+    """The settings that hold in this thread alone, to be entered in another one."""
+    unset = jax_config.config_ext.unset
+    everything: dict[str, Any] = jax_config.config._value_holders
+    holders = [holder for holder in everything.values() if hasattr(holder, "get_local")]
+    values = {h: value for h in holders if (value := h.get_local()) is not unset}
+    mesh = mesh_lib.get_concrete_mesh()
+    return _in_settings(values, None if mesh.empty else mesh, session_context.value)
 
 
 def backends_are_initialized() -> bool:
@@ -371,7 +400,7 @@ def tracing_context(mesh: Any):
         if mesh is not None and not has_concrete_mesh():
             stack.enter_context(jax.set_mesh(mesh))
         if not PRIVATE_API:  # Else hooks keep the watched settings in JAX's keys all the time.
-            stack.enter_context(_settings_context(_Settings(_settings(_WATCHED))))
+            stack.enter_context(_settings_context(ValueToken(_settings(_WATCHED))))
         yield
 
 
@@ -554,6 +583,11 @@ class Staged:
                 name, error.args[0], types, "jit", names
             )
             raise ValueError(message) from None
+
+    def outline(self) -> str:
+        """The lowered module as text, without locations."""
+        lowered: Any = self._lowered
+        return str(lowered.stablehlo()) if PRIVATE_API else lowered.as_text()
 
     def compile(self) -> Runnable:
         """Compiles what was lowered."""

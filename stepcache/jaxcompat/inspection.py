@@ -1,0 +1,223 @@
+"""Looking into JAX's objects: jitted functions, pytree classes, shardings, arrays, settings."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from stepcache.jaxcompat import PRIVATE_API, setting
+
+if PRIVATE_API:
+    from jax._src import config as jax_config
+    from jax._src import lib as jax_lib
+    from jax._src import tree_util, xla_bridge
+
+    xla_client: Any = getattr(jax_lib, "xla_client")  # noqa: B009  (a reexport, to type checkers)
+
+_JIT_INTERNALS = ("fun_sourceinfo", "fun_signature", "use_resource_env")
+_DEFAULTS: dict[str, Any] = {}
+
+
+def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
+    """The function inside a jitted one, and its options that are not the default; else None."""
+    parts = getattr(value, "_stepcache_parts", None)  # A step of ours.
+    if parts is not None:
+        return parts
+    info = getattr(value, "_jit_info", None)
+    function = getattr(value, "__wrapped__", None)
+    if info is None or function is None or not hasattr(info, "_asdict"):
+        return None
+    if not _DEFAULTS:
+        _DEFAULTS.update(jax.jit(lambda: 0)._jit_info._asdict())  # type: ignore[attr-defined]
+    options = {
+        name: option
+        for name, option in info._asdict().items()
+        if name not in _JIT_INTERNALS and not _is_default(name, option)
+    }
+    return function, options
+
+
+def _is_default(name: str, option: Any) -> bool:
+    default = _DEFAULTS.get(name)
+    return type(option) is type(default) and repr(option) == repr(default)
+
+
+def pytree_functions(cls: type) -> tuple[Callable, ...]:
+    """The functions that take instances of a registered class apart and put them together."""
+    if not PRIVATE_API:
+        return ()
+    entry = tree_util._registry.get(cls)
+    return () if entry is None else (entry.to_iter, entry.from_iter)
+
+
+def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> str:
+    """A sharding or a mesh as text that is the same in every process.
+
+    Args:
+        sharding: a `Sharding` or a `Mesh`.
+        numbers: what to call each device; by default its own number.
+    """
+
+    def devices_of(devices: Iterable[Any]) -> str:
+        return ",".join(
+            f"{device.platform}:{numbers[device] if numbers else device.id}" for device in devices
+        )
+
+    if isinstance(sharding, Mesh):
+        kinds = ",".join(str(kind) for kind in sharding.axis_types)
+        return f"{dict(sharding.shape)} ({kinds}) over {devices_of(sharding.devices.flat)}"
+    kind = getattr(sharding, "memory_kind", None)
+    if isinstance(sharding, NamedSharding):
+        return f"{sharding.spec} on {sharding_text(sharding.mesh, numbers)} in {kind}"
+    if isinstance(sharding, SingleDeviceSharding):
+        return f"{devices_of(sharding.device_set)} in {kind}"
+    return f"{sharding} over {devices_of(sharding._device_assignment)}"
+
+
+_digests: dict[int, tuple[weakref.ref, str]] = {}
+
+
+def _forget(key: int, _: weakref.ref) -> None:
+    _digests.pop(key, None)
+
+
+def array_digest(array: jax.Array) -> str:
+    """A digest of the content of a JAX array. It never changes, so it is computed once."""
+    known = _digests.get(id(array))
+    if known is not None and known[0]() is array:
+        return known[1]
+    values = array
+    prefix = b""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        prefix = str(jax.random.key_impl(array)).encode()
+        values = jax.random.key_data(array)
+    data = np.ascontiguousarray(np.asarray(values))
+    content = data.reshape(-1).view(np.uint8).data if data.size else b""
+    hasher = hashlib.sha256(prefix)
+    hasher.update(content)
+    digest = hasher.hexdigest()[:16]
+    _digests[id(array)] = (
+        weakref.ref(array, functools.partial(_forget, id(array))),
+        digest,
+    )
+    return digest
+
+
+# ---- the environment --------------------------------------------------------------------------
+
+# Settings that change neither a trace nor what XLA makes of it.
+_IRRELEVANT = frozenset(
+    "jax_backend_target jax_captured_constants_report_frames jax_captured_constants_warn_bytes "
+    "jax_check_proxy_envs jax_check_tracer_leaks jax_compilation_cache_check_contents "
+    "jax_compilation_cache_dir jax_compilation_cache_expect_pgle "
+    "jax_compilation_cache_include_metadata_in_key jax_compilation_cache_max_size "
+    "jax_compiler_detailed_logging_min_ops jax_cpu_enable_async_dispatch "
+    "jax_cpu_get_global_topology_timeout_minutes jax_cpu_get_local_topology_timeout_minutes "
+    "jax_cross_host_transfer_socket_address jax_cross_host_transfer_timeout_seconds "
+    "jax_cross_host_transfer_transfer_size jax_cross_host_transport_addresses "
+    "jax_cuda_visible_devices jax_debug_leaked_clients_on_clear_backends jax_debug_log_modules "
+    "jax_distributed_debug jax_dump_ir_modes jax_dump_ir_to jax_enable_compilation_cache "
+    "jax_enable_preemption_service jax_enable_recoverability jax_explain_cache_misses "
+    "jax_force_dcn_cross_host_transfers jax_hlo_source_file_canonicalization_regex "
+    "jax_include_debug_info_in_dumps jax_include_full_tracebacks_in_locations "
+    "jax_log_checkpoint_residuals jax_log_compiles jax_logging_level jax_num_cpu_devices "
+    "jax_oneapi_visible_devices jax_pallas_verbose_errors "
+    "jax_persistent_cache_enable_xla_caches jax_persistent_cache_min_compile_time_secs "
+    "jax_persistent_cache_min_entry_size_bytes jax_pgle_aggregation_percentile "
+    "jax_pgle_profiling_runs jax_platform_name jax_platforms jax_pprint_use_color "
+    "jax_raise_persistent_cache_errors jax_remove_custom_partitioning_ptr_from_cache_key "
+    "jax_rocm_visible_devices jax_send_traceback_to_runtime jax_share_binary_between_hosts "
+    "jax_share_binary_between_hosts_timeout_ms jax_sort_devices_by_process_index "
+    "jax_source_url_schema jax_thread_guard jax_traceback_filtering "
+    "jax_traceback_in_locations_limit jax_tracer_error_num_traceback_frames jax_transfer_guard "
+    "jax_transfer_guard_device_to_device jax_transfer_guard_device_to_host "
+    "jax_transfer_guard_host_to_device jax_xla_backend jax_no_execution jax_no_tracing".split()
+)
+# What XLA, its backends and its libraries read from the environment.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")
+_VARIABLE_PREFIXES = ("TF_CUDNN_", "CUDNN_", "CUBLAS_", "NCCL_ALGO", "NCCL_PROTO", "MIOPEN_")
+# Flags that say where XLA writes what it does, and how many devices a host has: the topology tells.
+_IRRELEVANT_FLAGS = ("--xla_dump_", "--xla_force_host_platform_device_count")
+
+
+def process_environment() -> dict[str, str]:
+    """Facts about this process that decide what a trace and a compilation give.
+
+    Starts JAX's default backend.
+    """
+    facts = dict(_machine(jax.default_backend()))
+    facts["environment devices"] = f"{jax.device_count()}, {jax.local_device_count()} local"
+    facts["environment process"] = f"{jax.process_index()} of {jax.process_count()}"
+    facts["environment optimize"] = str(sys.flags.optimize)
+    for name in (*_VARIABLES, *os.environ):
+        if name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES):
+            value = os.environ.get(name, "")
+            flags = [flag for flag in value.split() if not flag.startswith(_IRRELEVANT_FLAGS)]
+            if flags:
+                facts[f"environment {name}"] = " ".join(flags)
+    flags = [each for each in sys.argv if each.startswith(("--xla", "--jax_"))]
+    if flags:
+        facts["environment argv"] = " ".join(flags)
+    for name in _setting_names():
+        if name not in _IRRELEVANT:
+            facts[f"config {name}"] = repr(setting(name))
+    return facts
+
+
+@functools.lru_cache(maxsize=1)
+def _setting_names() -> tuple[str, ...]:
+    values = jax_config.config._value_holders if PRIVATE_API else jax.config.values
+    return tuple(sorted(values))
+
+
+@functools.lru_cache(maxsize=4)
+def _machine(backend: str) -> tuple[tuple[str, str], ...]:
+    device = jax.devices(backend)[0]
+    facts = {
+        "environment python": f"{platform.python_implementation()} {platform.python_version()}",
+        "environment system": f"{platform.system()} {platform.machine()}",
+        "package jax": jax.__version__,
+        "package jaxlib": jaxlib.version.__version__,
+        "environment backend": f"{backend} {device.client.platform_version}".strip(),
+        "environment device kind": device.device_kind,
+    }
+    if PRIVATE_API:
+        try:
+            topology = xla_client.get_topology_for_devices([device])
+            facts["environment topology"] = f"{topology.fingerprint():x}"
+        except Exception as error:
+            facts["environment topology"] = f"not told ({type(error).__name__})"
+    if backend == "cpu":
+        facts["environment CPU"] = _cpu_features()
+    return tuple(facts.items())
+
+
+def _cpu_features() -> str:
+    try:
+        with Path("/proc/cpuinfo").open() as file:
+            lines = [line for line in file if line.startswith(("flags", "Features", "model name"))]
+    except OSError:
+        return platform.processor()
+    features = "".join(dict.fromkeys(lines))
+    return hashlib.sha256(features.encode()).hexdigest()[:16]
+
+
+def live_backend(devices: Any) -> bool:
+    """Whether devices can run a program, and are not just the description of some topology."""
+    if not PRIVATE_API:
+        return True
+    clients = {device.client for device in devices}
+    return all(any(client is each for each in xla_bridge.backends().values()) for client in clients)

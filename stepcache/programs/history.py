@@ -1,0 +1,163 @@
+"""The ledger on disk: what each run built and loaded, kept beside the programs.
+
+One file a run, one line of JSON a row, appended as things happen. It explains and it says what to
+load beforehand; no program is ever run because of what stands in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_RUNS_KEPT = 64
+_ROWS_A_RUN = 2_000
+
+_log = logging.getLogger("stepcache")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that happened to a program.
+
+    Attributes:
+        event: "built", "loaded" (without a trace), "relinked" (traced, not compiled), "verified",
+            "stale" or "failed".
+        time: seconds since the epoch.
+        script: the name of the main program's file.
+        step: the step's name.
+        label: the step by file and name.
+        lookup: names the step's signature, mesh and environment.
+        program: digest of the executable.
+        devices: of the program, by number.
+        seconds: by stage.
+        reason: why it was not simply there, in words.
+        changes: (what, before, after) since an earlier run.
+        unvouched: what keeps the step from being started without a trace.
+        rank: the process's index in its pod.
+    """
+
+    event: str
+    time: float
+    script: str
+    step: str
+    label: str
+    lookup: str = ""
+    program: str = ""
+    devices: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    changes: list[list[str]] = field(default_factory=list)
+    unvouched: list[str] = field(default_factory=list)
+    rank: int = 0
+
+
+@functools.cache  # At the end of the process there is no telling any more.
+def script_name() -> str:
+    """What to call the main program of this process."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(path).name if path else "<interactive>"
+
+
+class History:
+    """The runs that used one directory of programs.
+
+    Args:
+        directory: where the files of the runs are.
+        writable: whether this run may write one.
+        clock: tells the time in seconds since the epoch.
+    """
+
+    def __init__(
+        self, directory: Path, writable: bool = True, clock: Callable[[], float] = time.time
+    ):
+        self.directory = directory
+        self.clock = clock
+        script_name()
+        self._writable = writable
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._name = self._new_name()
+        self._rows = 0
+
+    def _new_name(self) -> str:
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(self.clock()))
+        return f"{stamp}-{os.getpid()}-{os.urandom(3).hex()}.jsonl"
+
+    def add(self, row: Row) -> None:
+        """Appends a row; a directory that cannot be written loses it."""
+        line = (json.dumps(asdict(row)) + "\n").encode()
+        with self._lock:
+            if os.getpid() != self._pid:  # A forked child is another run.
+                self._pid, self._name, self._rows = os.getpid(), self._new_name(), 0
+            self._rows += 1
+            if not self._writable or self._rows > _ROWS_A_RUN:
+                return
+            try:
+                self._append(line)
+            except OSError as error:
+                self._writable = False
+                _log.info("stepcache does not write its ledger any more: %s", error)
+
+    def _append(self, line: bytes) -> None:
+        if self._rows == 1:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for old in self._files()[: -_RUNS_KEPT + 1]:
+                with contextlib.suppress(OSError):
+                    old.unlink()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        descriptor = os.open(self.directory / self._name, flags, 0o600)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+    def _files(self) -> list[Path]:
+        try:
+            return sorted(self.directory.glob("*.jsonl"))
+        except OSError:
+            return []
+
+    def runs(self) -> Iterator[list[Row]]:
+        """The rows of each run, this one's too, the latest run first."""
+        for path in reversed(self._files()):
+            rows = list(_read(path))
+            if rows:
+                yield rows
+
+    def last_run_of(self, label: str) -> list[Row]:
+        """The rows of a step in the latest other run that used it; those of this script first."""
+        own, others = script_name(), []
+        for path in reversed(self._files()):
+            if path.name == self._name:
+                continue
+            rows = [row for row in _read(path) if row.label == label]
+            if rows and rows[0].script == own:
+                return rows
+            others = others or rows
+        return others
+
+
+def _read(path: Path) -> Iterator[Row]:
+    """The rows of a file; a line that is torn or of another version is passed over."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            data: dict[str, Any] = json.loads(line)
+            row = Row(**data)
+            if isinstance(row.label, str) and isinstance(row.time, float | int):
+                yield row
+        except (ValueError, TypeError):
+            continue

@@ -1,0 +1,100 @@
+"""Calls whose result is another in each run, or that read what cannot be checked again.
+
+A program that took such a result into its trace is valid for that run only. Names are those under
+which the functions are known: `time.time`, `os.listdir`.
+"""
+
+from __future__ import annotations
+
+_MODULES = {
+    "time": "the clock",
+    "random": "random numbers",
+    "_random": "random numbers",
+    "secrets": "random numbers",
+    "uuid": "random numbers",
+    "numpy.random": "random numbers",
+    "socket": "the network",
+    "_socket": "the network",
+    "urllib.request": "the network",
+    "http.client": "the network",
+    "requests": "the network",
+    "subprocess": "another process",
+    "_posixsubprocess": "another process",
+    "multiprocessing": "another process",
+    "platform": "the machine",
+    "getpass": "the machine",
+    "tempfile": "the file system",
+    "glob": "the file system",
+    "shutil": "the file system",
+    "fnmatch": "",
+    "inspect": "the source or the frames of running code",
+    "gc": "the objects of this process",
+    "ctypes": "foreign code",
+    "sqlite3": "a database",
+    "resource": "the machine",
+}
+_FUNCTIONS = {
+    "datetime.datetime.now": "the clock",
+    "datetime.datetime.utcnow": "the clock",
+    "datetime.datetime.today": "the clock",
+    "datetime.date.today": "the clock",
+    "threading.get_ident": "the thread",
+    "threading.get_native_id": "the thread",
+    "threading.current_thread": "the thread",
+    "_thread.get_ident": "the thread",
+    "_thread.get_native_id": "the thread",
+    "sys._getframe": "the frames of running code",
+    "sys.getrefcount": "the objects of this process",
+    "importlib.import_module": "a module whose name is not known beforehand",
+    "importlib.reload": "a module that changes",
+    "builtins.__import__": "a module whose name is not known beforehand",
+}
+_OS_PURE = frozenset(
+    "environ getenv environb getenvb fspath path sep linesep name fsencode fsdecode PathLike "
+    "curdir pardir extsep altsep pathsep devnull error strerror".split()
+)
+_PATH_IMPURE = frozenset(
+    "exists lexists isfile isdir islink ismount getmtime getatime getctime getsize samefile "
+    "realpath abspath expanduser expandvars".split()
+)
+_TIME_PURE = frozenset(("sleep", "struct_time"))
+_RANDOM_PURE = frozenset(("Random", "Generator", "RandomState", "SeedSequence"))
+_INSPECT_PURE = frozenset(
+    ("signature", "Parameter", "Signature", "isclass", "isfunction", "ismethod")
+)
+
+
+def why_impure(name: str) -> str | None:
+    """What the result of a call depends on that cannot be checked; None where there is nothing.
+
+    Args:
+        name: the full name of a function, or of something that leads to it.
+    """
+    what = _FUNCTIONS.get(name)
+    if what is None:
+        what = _by_module(name)
+    return f"it calls {name}, which depends on {what}" if what else None
+
+
+def _by_module(name: str) -> str | None:
+    module, _, rest = name.rpartition(".")
+    head = name.split(".")
+    if head[0] in ("os", "posix", "nt", "posixpath", "genericpath", "ntpath"):
+        return _in_os(head)
+    if head[0] == "time" and head[-1] in _TIME_PURE:
+        return None
+    if head[-1] in _RANDOM_PURE or (head[0] == "inspect" and head[-1] in _INSPECT_PURE):
+        return None
+    while module:
+        if module in _MODULES:
+            return _MODULES[module]
+        module = module.rpartition(".")[0]
+    del rest
+    return None
+
+
+def _in_os(parts: list[str]) -> str | None:
+    what = "the file system or the process"
+    if parts[0] in ("posixpath", "genericpath", "ntpath") or parts[1:2] == ["path"]:
+        return what if parts[-1] in _PATH_IMPURE else None
+    return None if len(parts) < 2 or parts[1] in _OS_PURE else what

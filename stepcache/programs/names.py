@@ -1,0 +1,215 @@
+"""What names a piece of code reads: globals, captured variables, imports, each with its attributes.
+
+Pure: bytecode in, names out. Nothing is looked up here, and nothing is run.
+"""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
+_LOCAL = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_AND_CLEAR", "LOAD_FAST_BORROW"})
+_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+# They stand between the instructions that matter, and change nothing about the value on the stack.
+_TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL"})
+
+# Code that names one of these may read attributes that it does not name.
+DYNAMIC_ACCESS = frozenset(
+    "getattr vars dir locals globals eval exec __dict__ __getattribute__ __getstate__ "
+    "attrgetter methodcaller getattr_static getmembers asdict astuple fields replace copy "
+    "deepcopy dumps loads __reduce__ __slots__ __dataclass_fields__ __annotations__ f_globals "
+    "f_locals modules".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One chain of names that code reads: `config.optimizer.rate`.
+
+    Attributes:
+        kind: "global" or "captured".
+        name: the variable.
+        attributes: the attributes read from it, in order.
+    """
+
+    kind: str
+    name: str
+    attributes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """An import statement inside a function.
+
+    Attributes:
+        level: 0 for an absolute one, else the dots before the name.
+        module: the name as written.
+        names: of `from module import names`; empty for `import module`.
+        attributes: chains read from the module that `import module` bound.
+        whole: the module was used in other ways than by an attribute.
+    """
+
+    level: int
+    module: str
+    names: tuple[str, ...]
+    attributes: tuple[tuple[str, ...], ...] = ()
+    whole: bool = False
+
+
+@dataclass(slots=True)
+class Names:
+    """What one code object reads, those nested in it included.
+
+    Attributes:
+        reads: chains that start at a global or at a captured variable.
+        imports: its import statements.
+        attributes: every attribute name and every string constant: what it may read of an object.
+        is_dynamic: it may read attributes beyond those.
+        codes: the code objects covered.
+    """
+
+    reads: dict[Read, None] = field(default_factory=dict)
+    imports: list[Import] = field(default_factory=list)
+    attributes: set[str] = field(default_factory=set)
+    codes: list[CodeType] = field(default_factory=list)
+
+    @property
+    def is_dynamic(self) -> bool:
+        return not self.attributes.isdisjoint(DYNAMIC_ACCESS)
+
+
+def names_of(code: CodeType) -> Names:
+    """The names that `code` reads."""
+    names = Names()
+    _collect(code, names, set())
+    return names
+
+
+def _collect(code: CodeType, names: Names, outer_locals: set[str]) -> None:
+    names.codes.append(code)
+    names.attributes.update(code.co_names)
+    own_cells = outer_locals | set(code.co_cellvars)
+    _collect_constants(code.co_consts, names, own_cells)
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _TRANSPARENT]
+    bound: dict[str, tuple[int, str]] = {}  # local name -> the module imported as it
+    used: dict[tuple[int, str], tuple[set[tuple[str, ...]], bool]] = {}
+    for index, instruction in enumerate(instructions):
+        operation, argument = instruction.opname, instruction.argval
+        if operation in _GLOBAL:
+            names.reads[Read("global", argument, _chain(instructions, index))] = None
+        elif operation in _CAPTURED and argument not in own_cells:
+            names.reads[Read("captured", argument, _chain(instructions, index))] = None
+        elif operation == "IMPORT_NAME":
+            _collect_import(instructions, index, code, names, bound)
+        elif operation in _LOCAL and argument in bound:
+            chain = _chain(instructions, index)
+            chains, whole = used.get(bound[argument], (set(), False))
+            used[bound[argument]] = (chains | {chain}, whole) if chain else (chains, True)
+    for level, module in bound.values():
+        chains, whole = used.get((level, module), (set(), False))
+        names.imports.append(Import(level, module, (), tuple(sorted(chains)), whole))
+
+
+def _collect_constants(constants: tuple, names: Names, own_cells: set[str]) -> None:
+    for constant in constants:
+        if isinstance(constant, CodeType):
+            _collect(constant, names, own_cells)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.attributes.add(constant)
+        elif isinstance(constant, tuple):
+            _collect_constants(constant, names, own_cells)
+
+
+def _chain(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:
+    attributes = []
+    for instruction in instructions[index + 1 :]:
+        if instruction.opname not in _ATTRIBUTE:
+            break
+        attributes.append(instruction.argval)
+    return tuple(attributes)
+
+
+def _collect_import(
+    instructions: list[dis.Instruction], index: int, code: CodeType, names: Names, bound: dict
+) -> None:
+    module = instructions[index].argval
+    before = [i.argval for i in instructions[max(0, index - 2) : index]]
+    level, from_names = before if len(before) == 2 else (0, None)
+    level = level if isinstance(level, int) else 0
+    following = instructions[index + 1] if index + 1 < len(instructions) else None
+    if from_names:
+        names.imports.append(Import(level, module, tuple(from_names)))
+    elif following is not None and following.opname == "STORE_FAST":
+        bound[following.argval] = (level, module.partition(".")[0])
+        names.imports.append(Import(level, module, (), whole=False))
+    else:  # Kept in a cell, under a global name, or `import a.b as c`: all of it may be read.
+        names.imports.append(Import(level, module, (), whole=True))
+
+
+# ---- the identity of code ---------------------------------------------------------------------
+
+
+def code_digest(code: CodeType) -> str:
+    """A digest of what code does, whatever the file and the line it stands in.
+
+    Docstrings, comments, file names and line numbers do not count.
+    """
+    hasher = hashlib.sha256()
+    _feed_code(code, hasher)
+    return hasher.hexdigest()[:16]
+
+
+def _feed_code(code: CodeType, hasher: Any) -> None:
+    for part in (
+        code.co_name,
+        code.co_argcount,
+        code.co_posonlyargcount,
+        code.co_kwonlyargcount,
+        code.co_flags,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+        code.co_cellvars,
+        code.co_code,
+        code.co_exceptiontable,
+    ):
+        hasher.update(f"{part!r};".encode())
+    for constant in _constants_that_count(code):
+        _feed_constant(constant, hasher)
+
+
+def _constants_that_count(code: CodeType) -> tuple:
+    """The constants of code, with its docstring masked where no instruction loads it."""
+    constants = code.co_consts
+    if not constants or not isinstance(constants[0], str | None):
+        return constants
+    loaded = any(
+        instruction.arg == 0 and instruction.opname in ("LOAD_CONST", "RETURN_CONST")
+        for instruction in dis.get_instructions(code)
+    )
+    return constants if loaded else (None, *constants[1:])
+
+
+def _feed_constant(constant: Any, hasher: Any) -> None:
+    if isinstance(constant, CodeType):
+        hasher.update(b"code(")
+        _feed_code(constant, hasher)
+        hasher.update(b")")
+    elif isinstance(constant, tuple):
+        hasher.update(b"tuple(")
+        for each in constant:
+            _feed_constant(each, hasher)
+        hasher.update(b")")
+    elif isinstance(constant, frozenset):
+        hasher.update(f"frozenset{sorted(map(_tagged, constant))};".encode())
+    else:
+        hasher.update(_tagged(constant).encode())
+
+
+def _tagged(constant: Any) -> str:
+    return f"{type(constant).__name__}:{constant!r};"

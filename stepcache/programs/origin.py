@@ -1,0 +1,126 @@
+"""Where a piece of code comes from: the user's own files, an installed distribution, or Python.
+
+An installed distribution stands for its code by name and version; the user's own code stands for
+itself. An editable install is the user's own code: its version says nothing about its content.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+USER, INSTALLED, PYTHON = "user", "installed", "python"
+
+_OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_LIBRARIES = tuple(
+    {
+        os.path.realpath(path) + os.sep
+        for name in ("stdlib", "platstdlib")
+        if (path := sysconfig.get_paths().get(name))
+    }
+    | {
+        path + os.sep
+        for name in ("stdlib", "platstdlib")
+        if (path := sysconfig.get_paths().get(name))
+    }
+)
+
+
+@functools.lru_cache(maxsize=8192)
+def origin_of_file(filename: str) -> str:
+    """`USER`, `INSTALLED` or `PYTHON`. Code without a file, as of a notebook, is the user's."""
+    if any(site in filename for site in _SITE_NAMES) or filename.startswith(_OWN_PACKAGE):
+        return INSTALLED
+    if filename.startswith("<frozen ") or filename.startswith(_LIBRARIES):
+        return PYTHON
+    return USER
+
+
+def origin_of_module(name: str) -> str:
+    """The origin of a module by its name, loaded or not."""
+    module = sys.modules.get(name)
+    filename = getattr(module, "__file__", None)
+    if filename:
+        return origin_of_file(filename)
+    if module is not None and name == "__main__":
+        return USER
+    top = name.partition(".")[0]
+    if top in sys.builtin_module_names or top in sys.stdlib_module_names:
+        return PYTHON
+    if module is not None and hasattr(module, "__path__"):  # A namespace package.
+        paths = list(module.__path__)
+        return origin_of_file(paths[0] + os.sep) if paths else USER
+    if top != name and top in sys.modules:
+        return origin_of_module(top)
+    return USER if module is None or _is_made_by_hand(module) else INSTALLED
+
+
+def _is_made_by_hand(module: ModuleType) -> bool:
+    """A module without a file: one that a program made, and not an extension's."""
+    return getattr(module, "__spec__", None) is None
+
+
+def origin_of(value: Any) -> str:
+    """The origin of a function or a class."""
+    code = getattr(value, "__code__", None)
+    if code is not None and not code.co_filename.startswith("<"):
+        return origin_of_file(code.co_filename)
+    return origin_of_module(getattr(value, "__module__", None) or "builtins")
+
+
+@functools.lru_cache(maxsize=1024)
+def distribution_of(module: str) -> tuple[str, str]:
+    """Name and version of the distribution that a module was installed from.
+
+    The version is empty where no distribution says that it holds the module.
+    """
+    top = module.partition(".")[0]
+    try:
+        found = importlib.metadata.distribution(top)
+        return top, found.version
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    names = importlib.metadata.packages_distributions().get(top, ())
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in sorted(set(names))]
+    return top, ", ".join(versions)
+
+
+def file_label(filename: str, module: str | None) -> str:
+    """How to name a file, whatever directory the checkout is in: `package/model.py`."""
+    if filename.startswith("<") or "ipykernel" in filename:
+        return "<cell>" if module in (None, "__main__") else module.replace(".", "/") + ".py"
+    path = Path(filename)
+    depth = 1
+    if module and module != "__main__":
+        depth = module.count(".") + (2 if path.name == "__init__.py" else 1)
+    return "/".join(path.parts[-depth:])
+
+
+_digests: dict[str, tuple[tuple[int, int], str]] = {}
+
+
+def file_digest(path: str) -> str:
+    """A digest of a file's content; "absent" where it cannot be read.
+
+    A file of the same size and time of change is not read again.
+    """
+    try:
+        status = Path(path).stat()
+        stamp = (status.st_mtime_ns, status.st_size)
+        known = _digests.get(path)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        with Path(path).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError:
+        return "absent"
+    _digests[path] = (stamp, digest)
+    return digest

@@ -1,0 +1,161 @@
+"""A directory that only its user can change, the key that lies in it, and how to look into it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+
+from stepcache.errors import CacheDirectoryError
+
+_ATTEMPTS = 3
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory for this user alone, its missing parents too, or checks the one there is.
+
+    Raises:
+        CacheDirectoryError: the directory can be changed by another user.
+        OSError: it cannot be made.
+    """
+    missing = [path]
+    while not os.path.lexists(missing[-1].parent):
+        missing.append(missing[-1].parent)
+    for each in reversed(missing):
+        # Not more for the parents: under a loose umask the check below would refuse them.
+        with contextlib.suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+    check_directory(path)
+
+
+def check_directory(path: Path) -> None:
+    """Checks that a directory belongs to this user, and that no other can write to it.
+
+    What is stored there is run, so whoever can write there can run code as this user. A symbolic
+    link is judged by where it leads.
+
+    Raises:
+        CacheDirectoryError: as above.
+        OSError: the directory is not there.
+    """
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise CacheDirectoryError(
+            "The place of the program cache is not a directory",
+            where=str(path),
+            hint="remove it, or name another directory in STEPCACHE_DIR",
+        )
+    got = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
+    if found.st_uid != os.geteuid():
+        raise CacheDirectoryError(
+            "The directory of the program cache belongs to another user, who could put code there",
+            where=str(path),
+            expected=f"owner {os.geteuid()}",
+            got=got,
+            hint="name a directory of your own in STEPCACHE_DIR",
+        )
+    if found.st_mode & _WRITABLE_BY_OTHERS:
+        raise CacheDirectoryError(
+            "Others can write to the directory of the program cache, and so put code there",
+            where=str(path),
+            expected="mode 0700",
+            got=got,
+            hint=f"chmod 700 {path}, or name another directory in STEPCACHE_DIR",
+        )
+    for parent in {path.parent, path.resolve().parent}:
+        mode = parent.stat().st_mode
+        if mode & _WRITABLE_BY_OTHERS and not mode & stat.S_ISVTX:
+            raise CacheDirectoryError(
+                "Others can put another directory in the place of the program cache",
+                where=str(parent),
+                expected="a parent that only its owner can write to, or one with the sticky bit",
+                got=f"mode {stat.S_IMODE(mode):04o}",
+                hint=f"chmod go-w {parent}, or name another directory in STEPCACHE_DIR",
+            )
+
+
+def load_key(path: Path, length_bytes: int) -> bytes | None:
+    """The key in a file, or None where there is none or it is not one that this user wrote."""
+    try:
+        descriptor = os.open(path, READ_FLAGS)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+        trusted = (
+            stat.S_ISREG(found.st_mode)
+            and found.st_uid == os.geteuid()
+            and not found.st_mode & _WRITABLE_BY_OTHERS
+        )
+        key = os.read(descriptor, length_bytes + 1) if trusted else b""
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return key if len(key) == length_bytes else None
+
+
+def ensure_key(path: Path, temporary: Path, length_bytes: int) -> bytes:
+    """The key in a file, made where there is none and replaced where it is damaged.
+
+    Several processes may do this at once; all get the same key.
+
+    Args:
+        path: of the key.
+        temporary: a path beside it, on the same file system, that no other process uses.
+        length_bytes: length of the key.
+
+    Raises:
+        OSError: the key cannot be written.
+    """
+    for _ in range(_ATTEMPTS):
+        key = load_key(path, length_bytes)
+        if key is not None:
+            return key
+        try:
+            _write_key(temporary, secrets.token_bytes(length_bytes))
+            try:
+                os.link(temporary, path)  # Unlike a rename, it leaves the key of a faster process.
+            except OSError:
+                if load_key(path, length_bytes) is None:  # Damaged, or there are no hard links.
+                    temporary.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+    raise OSError(errno.EIO, "the key cannot be read back", str(path))
+
+
+def _write_key(path: Path, key: bytes) -> None:
+    descriptor = os.open(path, CREATE_FLAGS, 0o600)
+    try:
+        os.write(descriptor, key)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def listed(directory: Path) -> list[Path]:
+    """What is in a directory; nothing where that cannot be seen."""
+    try:
+        return list(directory.iterdir())
+    except OSError:
+        return []
+
+
+def remove(path: Path) -> bool:
+    """Removes a file, or whatever lies in its place. Returns whether it was this call that did."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        return not os.path.lexists(path)
+    return True

@@ -1,0 +1,334 @@
+"""What a trace really used: code entered, files and environment variables read, impure calls.
+
+A recording runs in one thread, around one trace. On Python 3.12 and later it is made by
+`sys.monitoring`, which costs next to nothing; before, by `sys.setprofile`, which about doubles the
+time of that one trace. Files are seen through an audit hook.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType, MethodDescriptorType, ModuleType
+from typing import Any
+
+from stepcache.programs.impure import why_impure
+from stepcache.programs.origin import INSTALLED, PYTHON, USER, origin_of_file, origin_of_module
+
+# Frameworks call the clock and the like for their own logs; it does not reach the trace.
+_FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
+_BYSTANDERS = tuple(
+    f"{os.sep}{name}"
+    for name in ("logging", "warnings.py", "linecache.py", "traceback.py", "abc.py")
+)
+_BLAMED_EVENTS = {
+    "os.listdir": "lists a directory",
+    "os.scandir": "lists a directory",
+    "glob.glob": "lists a directory",
+    "subprocess.Popen": "starts another process",
+    "socket.connect": "uses the network",
+    "urllib.Request": "uses the network",
+    "sqlite3.connect": "reads a database",
+}
+_ENVIRON: dict[CodeType, str] = {
+    type(os.environ).__getitem__.__code__: "key",
+    type(os.environ).__iter__.__code__: "",
+}
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a trace used.
+
+    Attributes:
+        codes: the code objects entered.
+        files: absolute paths of the files opened for reading.
+        variables: names of environment variables asked for.
+        impure: what it called that makes it valid for this run only.
+    """
+
+    codes: set[CodeType] = field(default_factory=set)
+    files: set[str] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)
+    impure: dict[str, None] = field(default_factory=dict)
+    unavailable: str | None = None
+
+    def __enter__(self) -> Recording:
+        _listen_for_files()
+        stack = _active.__dict__.setdefault("stack", [])
+        stack.append(self)
+        if len(stack) == 1:
+            _start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        _active.stack.pop()
+        if not _active.stack:
+            _stop()
+
+    def add_from(self, other: Recording) -> None:
+        """Adds what another trace used."""
+        self.codes |= other.codes
+        self.files |= other.files
+        self.variables |= other.variables
+        self.impure |= other.impure
+
+
+_active = threading.local()
+
+
+def _current() -> list[Recording]:
+    return getattr(_active, "stack", ())  # type: ignore[return-value]
+
+
+def _enter(code: CodeType, frame: FrameType | None) -> None:
+    if code.co_filename.startswith("<"):  # Made by exec: whose it is, its globals tell.
+        name = frame.f_globals.get("__name__", "") if frame is not None else ""
+        if name.startswith("namedtuple_") or origin_of_module(name) != USER:
+            return
+    for recording in _current():
+        recording.codes.add(code)
+    key = _ENVIRON.get(code)
+    if key is not None and frame is not None:
+        name = frame.f_locals.get(key) if key else None
+        names = [name] if isinstance(name, str) else list(os.environ._data) if not key else []  # type: ignore[attr-defined]
+        for recording in _current():
+            recording.variables.update(os.fsdecode(name) for name in names)
+
+
+def _call(function: Any, frame: FrameType | None) -> None:
+    """Notes a call of a function written in C, where its result is not the same in each run."""
+    name = _impure_name(function)
+    if name is None:
+        return
+    why = why_impure(name)
+    if why is None:
+        return
+    caller = _responsible(frame)
+    if caller is not None:
+        for recording in _current():
+            recording.impure[f"{caller}: {why}"] = None
+
+
+def _impure_name(function: Any) -> str | None:
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
+    if owner is None or type(owner).__name__ == "module":
+        module = getattr(function, "__module__", None)
+        return f"{module}.{name}" if module else None
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}.{name}"
+    kind = type(owner)
+    if kind.__module__ == "random" and _is_hidden(owner):
+        return f"random.{name}"
+    if kind.__module__.startswith("numpy.random") and _is_hidden(owner):
+        return f"numpy.random.{name}"
+    return None
+
+
+def _is_hidden(generator: Any) -> bool:
+    """Whether a generator of random numbers is the one that a module keeps for itself."""
+    module = sys.modules.get(
+        "random" if type(generator).__module__ == "random" else "numpy.random.mtrand"
+    )
+    hidden = getattr(module, "_inst", None) or getattr(module, "_rand", None)
+    return generator is hidden
+
+
+def _responsible(frame: FrameType | None) -> str | None:
+    """Where the call came from: the nearest frame that is not of Python's own library.
+
+    Returns:
+        `file:function`; None where it came from a framework or from a bystander such as logging.
+    """
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename.startswith("<frozen importlib") or any(
+            each in filename for each in _BYSTANDERS
+        ):
+            return None
+        origin = origin_of_file(filename)
+        if origin != PYTHON and f"{os.sep}numpy{os.sep}" not in filename:
+            if origin == INSTALLED and _package(filename) in _FRAMEWORKS:
+                return None
+            return f"{Path(filename).name}:{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return None
+
+
+def _package(filename: str) -> str:
+    parts = Path(filename).parts
+    site = next((name for name in ("site-packages", "dist-packages") if name in parts), None)
+    return parts[parts.index(site) + 1] if site else "stepcache"
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+_listening = False
+
+
+def _listen_for_files() -> None:
+    global _listening
+    if not _listening:
+        _listening = True
+        sys.addaudithook(_audit)
+
+
+def _audit(event: str, arguments: tuple) -> None:
+    if not getattr(_active, "stack", None):
+        return
+    if event == "open":
+        _opened(*arguments[:2])
+    elif event in _BLAMED_EVENTS:
+        caller = _responsible(sys._getframe(1))
+        if caller is not None:
+            for recording in _current():
+                recording.impure[f"{caller}: it {_BLAMED_EVENTS[event]}"] = None
+
+
+def _opened(path: Any, mode: Any = None) -> None:
+    if isinstance(path, int) or (isinstance(mode, str) and not set("r+") & set(mode)):
+        return
+    frame = sys._getframe(2)
+    while frame is not None and origin_of_file(frame.f_code.co_filename) == PYTHON:
+        filename = frame.f_code.co_filename
+        if filename.startswith("<frozen importlib") or any(
+            each in filename for each in _BYSTANDERS
+        ):
+            return
+        frame = frame.f_back
+    text = os.path.abspath(os.fsdecode(path))
+    by_user = frame is not None and origin_of_file(frame.f_code.co_filename) == USER
+    if text.endswith((".pyc", ".py")) and not by_user:
+        return  # A library that shows source lines.
+    if not text.startswith(("/proc/", "/sys/", "/dev/")) and origin_of_file(text) == USER:
+        for recording in _current():
+            recording.files.add(text)
+
+
+# ---- the two ways to see calls ----------------------------------------------------------------
+
+
+def _start() -> None:
+    if sys.version_info >= (3, 12):
+        problem = _monitoring.start()
+        if problem:
+            for recording in _current():
+                recording.unavailable = problem
+        return
+    before = _active.before = sys.getprofile()
+    entered: set[CodeType] = set()
+    plain: set[Any] = set()  # Functions that are no methods, and known to be harmless.
+
+    def profile(frame: FrameType, event: Any, argument: Any) -> None:
+        # Called millions of times: what was seen before has to leave by the first line.
+        if event == "call":
+            code = frame.f_code
+            if code not in entered:
+                if code not in _ENVIRON:
+                    entered.add(code)
+                _enter(code, frame)
+        elif event == "c_call":
+            owner = argument.__self__
+            kind = type(owner)
+            if kind is ModuleType:
+                if argument not in plain:
+                    if argument.__module__ not in _SUSPECT_MODULES:
+                        plain.add(argument)
+                    else:
+                        _call(argument, frame)
+            elif (owner if kind is type else kind).__module__ in _SUSPECT_CLASSES:
+                _call(argument, frame)
+        if before is not None:
+            before(frame, event, argument)
+
+    sys.setprofile(profile)
+
+
+def _stop() -> None:
+    if sys.version_info >= (3, 12):
+        _monitoring.stop()
+    else:
+        sys.setprofile(_active.before)
+
+
+_SUSPECT_MODULES = frozenset(
+    ("time", "posix", "nt", "_thread", "_socket", "_random", "_posixsubprocess", "_uuid")
+)
+
+
+_SUSPECT_CLASSES = frozenset(("random", "datetime", "numpy.random.mtrand"))
+
+
+class _Monitoring:
+    """`sys.monitoring` on behalf of all threads that record."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._tool: int | None = None
+
+    def start(self) -> str | None:
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return None
+            for tool in (4, 3, 1):
+                try:
+                    monitoring.use_tool_id(tool, "stepcache")
+                except ValueError:
+                    continue
+                self._tool = tool
+                break
+            else:
+                return (
+                    "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
+                )
+            events = monitoring.events
+            monitoring.register_callback(self._tool, events.PY_START, self._py_start)
+            monitoring.register_callback(self._tool, events.CALL, self._on_call)
+            monitoring.set_events(self._tool, events.PY_START | events.CALL)
+            monitoring.restart_events()
+            return None
+
+    def stop(self) -> None:
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        with self._lock:
+            self._users -= 1
+            if self._users or self._tool is None:
+                return
+            monitoring.set_events(self._tool, 0)
+            monitoring.free_tool_id(self._tool)
+            self._tool = None
+
+    def _py_start(self, code: CodeType, offset: int) -> Any:
+        if not getattr(_active, "stack", None):
+            return None
+        if code in _ENVIRON:
+            _enter(code, sys._getframe(1))
+            return None
+        _enter(code, sys._getframe(1) if code.co_filename.startswith("<") else None)
+        # One thread recording is the rule; where two do, each must see the code for itself.
+        return sys.monitoring.DISABLE if self._users == 1 else None  # type: ignore[attr-defined]
+
+    def _on_call(self, code: CodeType, offset: int, function: Any, first: Any) -> Any:
+        if not getattr(_active, "stack", None):
+            return None
+        origin = origin_of_file(code.co_filename)
+        if origin == INSTALLED and _package(code.co_filename) in _FRAMEWORKS:
+            return sys.monitoring.DISABLE if self._users == 1 else None  # type: ignore[attr-defined]
+        if isinstance(function, MethodDescriptorType):
+            if type(first).__module__ in _SUSPECT_CLASSES:
+                _call(getattr(first, function.__name__), sys._getframe(1))
+            return None
+        module = getattr(function, "__module__", None)
+        if (module is None or module in _SUSPECT_MODULES) and not hasattr(function, "__code__"):
+            _call(function, sys._getframe(1))
+        return None
+
+
+_monitoring = _Monitoring()
