@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -50,7 +51,7 @@ from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Brought, Levels, Wanted, in_background
 from stepcache.programs.placement import place
-from stepcache.programs.question import step_label
+from stepcache.programs.question import Question, step_label
 from stepcache.programs.signature import Call, Leaf, Unreadable
 from stepcache.scope import Scope, current_scope, recompiles_forbidden
 from stepcache.sharding import Placed, mesh_identity
@@ -224,9 +225,13 @@ class Engine:
 
     # ---- programs ----------------------------------------------------------------------------
 
-    def why(self, request: Request) -> Miss:
-        """Why a call that finds no program finds none."""
-        return self.ledger.why(request.key, request.call)
+    def foresee(self, scope: Scope, request: Request) -> tuple[Miss, bool]:
+        """Why a call finds no program in memory, and whether it will find one on disk."""
+        miss, archive = self.ledger.why(request.key, request.call), scope.cache.archive()
+        if archive is None:
+            return miss, False
+        answer = archive.answer(Question(self.recipe, request.key, request.call.paths))
+        return _told(miss, answer), answer.candidate is not None
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)
@@ -266,14 +271,11 @@ class Engine:
         build_id = next(_build_ids)
         name = self.recipe.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
-        miss = self.why(request)
+        miss = self.ledger.why(request.key, request.call)
 
         def before_trace(answer: Answer) -> None:
             nonlocal miss
-            if miss.reason == "first call" and answer.since is not None:
-                miss = dataclasses.replace(
-                    miss, reason="other run", changes=answer.changes, since=answer.since
-                )
+            miss = _told(miss, answer)
             if not explicit:
                 self._judge(scope, miss)
 
@@ -416,10 +418,11 @@ class Engine:
         self._stale = error
         for _ in range(_STALE_ROUNDS):
             self.dispatcher.clear()
-            if self._stale is not error:
-                return
+            if self._stale is not error or not threading.main_thread().is_alive():
+                break
             time.sleep(_STALE_SECONDS)
-        _log.error("%s", error)
+        if self._stale is error:
+            _log.error("%s", error)  # Nobody may call the step again.
 
     def _staleness(self, what: str, changes: Sequence[Change]) -> StaleProgramError:
         shown = "\n  ".join(str(change) for change in changes[:12])
@@ -431,6 +434,7 @@ class Engine:
         )
 
     def _drop(self, scope: Scope, request: Request) -> None:
+        self.levels.forget()
         scope.cache.drop(request.key)
         jaxcompat.forget_traces(self.recipe.jitted, self.recipe.fun)
         self.ledger.gone(request.key, "cleared")
@@ -488,7 +492,8 @@ class Engine:
             recorder.emit(Evicted(self.recipe.name, "made room in memory"))
 
     def clear(self) -> None:
-        """Drops all programs of the step, and JAX's traces of its function."""
+        """Drops all programs of the step from memory, and JAX's traces of its function."""
+        self.levels.forget()
         for cache in list(self._caches):
             cache.release(self.number)
         self._not_holdable.clear()
@@ -514,6 +519,15 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     """What a dispatcher calls on a miss; it may outlive its engine in somebody's hands."""
     alive = engine()
     return (jitted(*args, **kwargs), None) if alive is None else alive.run(*args, **kwargs)
+
+
+def _told(miss: Miss, answer: Answer) -> Miss:
+    """A miss, with what the archive knows about it."""
+    if answer.unvouched:
+        miss = dataclasses.replace(miss, unvouched=answer.unvouched)
+    if miss.reason != "first call" or answer.since is None:
+        return miss
+    return dataclasses.replace(miss, reason="other run", changes=answer.changes, since=answer.since)
 
 
 def _advise_on_capture(captured: Captured) -> str:

@@ -31,6 +31,7 @@ if PRIVATE_API:
         hasattr(cache_key, "get")
         and hasattr(compiler, "compile_or_get_cached")
         and hasattr(compiler, "backend_compile_and_load")
+        and hasattr(compiler, "get_compile_options")
         and hasattr(pxla, "UnloadedMeshExecutable")
         and hasattr(jax.tree_util.PyTreeDef, "from_node_data_and_children")
     )
@@ -127,9 +128,17 @@ def serialize_executable(executable: Any) -> bytes:
 
 
 def load_executable(data: bytes, devices: Sequence[Device]) -> Any:
-    """Loads XLA's part of a program onto devices, given in the order of its device assignment."""
+    """Loads XLA's part of a program onto devices, given in the order of its device assignment.
+
+    They need not be those that it was compiled for. The options say so to XLA too, which would
+    otherwise go by the numbers of the devices then.
+    """
+    assignment = np.array([[device.id for device in devices]])
+    options = compiler.get_compile_options(
+        num_replicas=1, num_partitions=len(devices), device_assignment=assignment
+    )
     listed = xla_client.DeviceList(tuple(devices))
-    return devices[0].client.deserialize_executable(data, executable_devices=listed)
+    return devices[0].client.deserialize_executable(data, listed, options)
 
 
 def program_devices(run: Runnable) -> tuple[Device, ...]:
@@ -238,11 +247,18 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, jax.Device):
             return ("device", self._positions[obj])
+        if type(obj).__name__ == "PRNGImpl" and _generators().get(obj.name) is obj:
+            return ("random generator", obj.name)  # Made of functions; known by its name.
         return None
 
 
+def _generators() -> dict[str, Any]:
+    """The implementations of random keys, by name."""
+    places = (sys.modules.get(name) for name in ("jax._src.random.prng", "jax._src.prng"))
+    return next((module.prngs for module in places if hasattr(module, "prngs")), {})
+
+
 _FUNCTIONS_ADMITTED = {
-    ("jax._src.named_sharding", "_unpickle_named_sharding"),
     ("numpy._core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "scalar"),
     ("numpy._core.numeric", "_frombuffer"),
@@ -265,10 +281,12 @@ class _Unpickler(pickle.Unpickler):
         self._devices = devices
 
     def persistent_load(self, pid: Any) -> Any:
-        kind, position = pid
-        if kind != "device" or not isinstance(position, int):
-            raise pickle.UnpicklingError(f"unknown reference {pid!r}")
-        return self._devices[position]
+        kind, name = pid
+        if kind == "device" and isinstance(name, int):
+            return self._devices[name]
+        if kind == "random generator" and name in _generators():
+            return _generators()[name]
+        raise pickle.UnpicklingError(f"unknown reference {pid!r}")
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "builtins" and name in _BUILTINS_ADMITTED:
@@ -277,7 +295,8 @@ class _Unpickler(pickle.Unpickler):
         for part in name.split("."):
             found = getattr(found, part, None)
         top = module.partition(".")[0]
-        if (module, name) in _FUNCTIONS_ADMITTED and found is not None:
+        of_jax = module.startswith("jax._src.") and name.startswith("_unpickle_")
+        if found is not None and (of_jax or (module, name) in _FUNCTIONS_ADMITTED):
             return found
         if isinstance(found, type) and (
             (top in _PACKAGES_ADMITTED and found.__module__.partition(".")[0] == top)

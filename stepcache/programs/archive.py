@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,10 @@ from stepcache.events import Change
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs.disk import DiskTier
 from stepcache.programs.history import History, Row, script_name
-from stepcache.programs.question import Candidate, Question, Used, differences, digest_facts
+from stepcache.programs.origin import distribution_of, file_digest
+from stepcache.programs.question import Candidate, Question, Used, agree, differences, digest_facts
 
-_CANDIDATES_KEPT = 8
+CANDIDATES_KEPT = 8
 _PRELOADED_AT_MOST = 16
 _POLL_SECONDS = 0.01
 
@@ -83,7 +85,7 @@ class Archive:
             found = question.with_used(candidate.used)
             if found.blames:
                 return Answer(unvouched=found.blames)
-            if digest_facts(found.facts) == candidate.facts:
+            if agree(candidate.told, found.facts):
                 return Answer(candidate)
             newest = newest or (candidate.told, dict(found.facts))
         if newest is not None:
@@ -95,9 +97,9 @@ class Archive:
         if entry is None:
             return []
         try:
-            return [Candidate.unpacked(each) for each in _unpack(entry.payload)]
-        except (ValueError, TypeError, KeyError) as error:
-            self.tier.discard("step", lookup, f"it is malformed: {type(error).__name__}")
+            return unpack_candidates(entry.payload)
+        except ValueError as error:
+            self.tier.discard("step", lookup, f"it is malformed: {error}")
             return []
 
     def _compared_with_last_run(self, question: Question) -> Answer:
@@ -220,11 +222,10 @@ class Archive:
         others = [
             each for each in self._candidates(question.lookup) if each.facts != candidate.facts
         ]
-        self._write_candidates(question, [candidate, *others][:_CANDIDATES_KEPT])
+        self._write_candidates(question, [candidate, *others][:CANDIDATES_KEPT])
 
     def _write_candidates(self, question: Question, candidates: list[Candidate]) -> None:
-        about = {"label": question.label, "programs": [each.program for each in candidates]}
-        payload: Any = msgpack.packb([each.packed() for each in candidates])
+        about, payload = pack_candidates(question.label, candidates)
         self.tier.publish("step", question.lookup, about, payload)
 
     def forget(self, question: Question, candidate: Candidate) -> None:
@@ -257,22 +258,29 @@ class Archive:
             if label in self._asked_for:
                 return
             self._asked_for.add(label)
-        thread = threading.Thread(
-            target=self._preload, args=(label,), name="stepcache preload", daemon=True
-        )
-        thread.start()
+        # Not a daemon: Python's end must not find a thread inside XLA.
+        threading.Thread(
+            target=self._preload, args=(label,), name="stepcache preload", daemon=False
+        ).start()
 
     def _preload(self, label: str) -> None:
         wanted: dict[tuple[str, tuple[int, ...]], Future] = {}
-        for row in self.history.last_run_of(label):
+        rows = self.history.last_run_of(label)
+        for row in rows:
             if row.program and len(wanted) < _PRELOADED_AT_MOST:
                 wanted[(row.program, tuple(row.devices))] = Future()
         with self._lock:
             self._preloaded |= wanted
-        while wanted and not jaxcompat.backends_are_initialized():
+        for lookup in {row.lookup for row in rows if row.lookup}:
+            for candidate in self._candidates(lookup)[:1]:
+                _look_at_modules(candidate.used.modules)
+        going_on = threading.main_thread().is_alive
+        while wanted and going_on() and not jaxcompat.backends_are_initialized():
             time.sleep(_POLL_SECONDS)
         for (digest, numbers), future in wanted.items():
             try:
+                if not going_on():
+                    raise LookupError("the program has ended")
                 by_number = {device.id: device for device in jax.devices()}
                 devices = tuple(by_number[number] for number in numbers)
                 loaded = self._read_executable(
@@ -289,8 +297,20 @@ class Archive:
     def note(self, event: str, step: str, label: str, **details: Any) -> None:
         """Writes a row of this run."""
         now = self.history.clock()
-        rank = jax.process_index() if jaxcompat.backends_are_initialized() else 0
-        self.history.add(Row(event, now, script_name(), step, label, rank=rank, **details))
+        rank, processes = 0, 1
+        if jaxcompat.backends_are_initialized():
+            rank, processes = jax.process_index(), jax.process_count()
+        pod = {"rank": rank, "processes": processes}
+        self.history.add(Row(event, now, script_name(), step, label, **pod, **details))
+
+
+def _look_at_modules(names: Iterable[str]) -> None:
+    """Reads what will be asked of installed modules, so that it is known when it is asked."""
+    for name in names:
+        distribution_of(name)
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path:
+            file_digest(path)
 
 
 def open_archive(
@@ -339,11 +359,30 @@ def make_candidate(
     )
 
 
-def _unpack(payload: bytes) -> list[dict[str, Any]]:
+def pack_candidates(label: str, candidates: Sequence[Candidate]) -> tuple[dict[str, Any], bytes]:
+    """Header and payload of a step's entry; the latest candidate comes first."""
+    about = {
+        "label": label,
+        "programs": [each.program for each in candidates],
+        "seconds": [round(sum(each.seconds.values()), 4) for each in candidates],
+        "built": [each.created_time for each in candidates],
+    }
+    payload: Any = msgpack.packb(
+        [each.packed() for each in candidates], unicode_errors="surrogatepass"
+    )
+    return about, payload
+
+
+def unpack_candidates(payload: bytes) -> list[Candidate]:
+    """The candidates in the payload of a step's entry.
+
+    Raises:
+        ValueError: it is malformed.
+    """
     try:
-        data = msgpack.unpackb(payload, strict_map_key=False)
+        data: Any = msgpack.unpackb(payload, strict_map_key=False, unicode_errors="surrogatepass")
+        if not isinstance(data, list):
+            raise ValueError("it is not a list")
+        return [Candidate.unpacked(each) for each in data]
     except Exception as error:
-        raise ValueError(str(error)) from None
-    if not isinstance(data, list):
-        raise ValueError("it is not a list")
-    return data
+        raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -10,11 +10,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import hmac
 import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -171,6 +172,27 @@ class DiskTier:
             return None
         return Entry(info.header, payload, info.size_bytes, info.created_time, info.used_time)
 
+    def peek(self, kind: str, digest: str) -> tuple[EntryInfo | None, bytes]:
+        """An entry and its payload, for a look at it: it is not used, nor moved if it is bad.
+
+        Returns:
+            None where there is none; one with a `problem` has no payload.
+
+        Raises:
+            OptionError: `kind` or `digest` cannot be a name.
+        """
+        return self._examine(kind, digest, whole=True, refuse=False)
+
+    def vouch(self, what: bytes) -> bytes:
+        """An HMAC of bytes that only this directory's key makes. `what` begins with their purpose.
+
+        Raises:
+            OSError: there is no key.
+        """
+        if self._shelf.key is None and not self._shelf.reload_key():
+            raise OSError(errno.ENOENT, "there is no key", str(self.directory))
+        return hmac.digest(self._shelf.key or b"", what, "sha256")
+
     @contextlib.contextmanager
     def loading(self, kind: str, digest: str) -> Iterator[None]:
         """Notes, for as long as it is open, that this process is loading an entry.
@@ -202,18 +224,25 @@ class DiskTier:
         return True
 
     def _examine(
-        self, kind: str, digest: str, *, whole: bool = False, use: bool = False
+        self,
+        kind: str,
+        digest: str,
+        *,
+        whole: bool = False,
+        use: bool = False,
+        refuse: bool = True,
     ) -> tuple[EntryInfo | None, bytes]:
         """What lies under a name: None if nothing, else with a `problem` if it is bad.
 
         Args:
             kind: kind of the entry.
             digest: its digest.
-            whole: read the payload too, and refuse what is bad.
+            whole: read the payload too.
             use: note that it is used now.
+            refuse: put it in quarantine if the whole of it was read and is bad.
         """
         path = self._shelf.path(kind, digest)
-        found, header, payload, problem, refused = None, None, b"", None, whole
+        found, header, payload, problem, refused = None, None, b"", None, whole and refuse
         with contextlib.ExitStack() as stack:
             try:
                 found = path.lstat()
@@ -231,7 +260,7 @@ class DiskTier:
                 problem = str(damage)
             except OSError as error:
                 problem = f"it cannot be read ({error.strerror})"
-                refused = whole and error.errno not in _PASSING
+                refused = refused and error.errno not in _PASSING
             if problem is not None and refused:
                 # While the file is open, so that no other one can have its inode.
                 self._refuse(kind, digest, problem, found)
@@ -358,16 +387,29 @@ class DiskTier:
         """Size of all entries in bytes."""
         return sum(found.size_bytes for found in self._shelf.found())
 
-    def prune(self, max_bytes: int) -> list[EntryInfo]:
-        """Removes the least recently used entries until no more than `max_bytes` are left.
+    def prune(
+        self, max_bytes: int | None = None, unused_since: float | None = None
+    ) -> list[EntryInfo]:
+        """Removes entries, the least recently used first. What a live process is loading stays.
 
-        What a live process is loading stays.
+        Args:
+            max_bytes: remove until no more than that is left; None for no bound.
+            unused_since: remove what was not used after that, in seconds since the epoch.
 
         Returns:
             What was removed.
         """
+        idle: list[Found] = []
+        if unused_since is not None:
+            loading = self._shelf.journal.loading()
+            idle = [each for each in self._shelf.found() if each.used_time <= unused_since]
+            idle = [each for each in idle if (each.kind, each.digest) not in loading]
+        removed = self._removed(idle)
+        return removed if max_bytes is None else removed + self._removed(self._victims(max_bytes))
+
+    def _removed(self, victims: Iterable[Found]) -> list[EntryInfo]:
         removed = []
-        for victim in self._victims(max_bytes):
+        for victim in victims:
             info, _ = self._examine(victim.kind, victim.digest)
             if private.remove(victim.path) and info is not None:
                 removed.append(info)

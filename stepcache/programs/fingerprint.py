@@ -350,6 +350,8 @@ class Walk:
             self.facts[f"{path} (content)"] = repr(value)
         selective = _is_plain(cls) and not dataclasses.is_dataclass(cls)
         for name, each in state.items():
+            if (name, _root_package(cls)) in _IDENTITIES:
+                continue
             if selective and not _is_special(name):
                 self._when_named(name, f"{path}.{name}", each)
             else:
@@ -446,11 +448,13 @@ class Walk:
                 self.facts[path] = f"function {label}"
             self._todo.append(functools.partial(self._user_function, label, function))
             return
+        # A wrapper may call itself after what it wraps: its globals are those of its own module.
+        module = function.__globals__.get("__name__", function.__module__)
         name = f"{function.__module__}.{function.__qualname__}"
         self.facts[path] = f"function {name}"
         self._check_pure(path, name)
         if origin == INSTALLED:
-            self.distribution(function.__module__)
+            self.distribution(module)
         if _found_by_name(function):
             return
         # Made by a library for the user, as optax.adamw(rate) does: it captured what is the user's.
@@ -728,6 +732,18 @@ def _is_by_repr(value: Any) -> bool:
     return isinstance(value, _BY_REPR) or type(value).__module__ in _BY_REPR_MODULES
 
 
+# Numbers that tell objects apart, and that no program depends on.
+_IDENTITIES = frozenset((("_id", "flax"),))
+
+
+def _root_package(cls: type) -> str:
+    """The distribution that a class builds on."""
+    return next(
+        (base.__module__.partition(".")[0] for base in cls.__mro__ if origin_of(base) == INSTALLED),
+        "",
+    )
+
+
 def _state(value: Any) -> tuple[dict[str, Any], bool]:
     """The attributes of an instance, and whether there is nothing more to it."""
     cls = type(value)
@@ -770,6 +786,8 @@ _SLOT_TYPES = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 def _found_by_name(function: Any) -> bool:
     """Whether a function is what its module has under its name, so that the name says it all."""
+    if origin_of_module(function.__module__) == USER:  # A wrapper, named after what it wraps.
+        return False
     found: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
         found = getattr(found, name, None)

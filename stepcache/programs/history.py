@@ -44,6 +44,7 @@ class Row:
         changes: (what, before, after) since an earlier run.
         unvouched: what keeps the step from being started without a trace.
         rank: the process's index in its pod.
+        processes: how many processes the pod has.
     """
 
     event: str
@@ -59,6 +60,7 @@ class Row:
     changes: list[list[str]] = field(default_factory=list)
     unvouched: list[str] = field(default_factory=list)
     rank: int = 0
+    processes: int = 1
 
 
 @functools.cache  # At the end of the process there is no telling any more.
@@ -90,7 +92,8 @@ class History:
         self._rows = 0
 
     def _new_name(self) -> str:
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(self.clock()))
+        now = self.clock()
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f"{now % 1:.6f}"[1:]
         return f"{stamp}-{os.getpid()}-{os.urandom(3).hex()}.jsonl"
 
     def add(self, row: Row) -> None:

@@ -265,6 +265,10 @@ class Levels:
             )
         self._facts |= facts
 
+    def forget(self) -> None:
+        """Begins anew: what the step depends on has changed, and that is known."""
+        self._facts, self._recording = {}, Recording()
+
     # ---- checking afterwards -------------------------------------------------------------------
 
     def changes_since_trace(self, program: Program, wanted: Wanted) -> tuple[Change, ...]:

@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from stepcache.programs.fingerprint import Walk, atom, is_foreign
@@ -73,16 +73,34 @@ def _file_of(name: str, module: types.ModuleType | None) -> str:
 
 def _note_namespace(walk: Walk, name: str, module: types.ModuleType) -> None:
     members: list[str] = []
-    varying = _varying_names(module)
+    codes = list(_codes_in(module))
+    read = {each for code in codes for each in code.co_names}
+    # Counters, objects made late.
+    varying = {each for code in codes for each in _names_stored_globally(code)}
     for attribute, value in sorted(vars(module).items()):
         if attribute in _UNTOLD or attribute.startswith("__") or attribute in varying:
             continue
-        if isinstance(value, type):
+        if isinstance(value, type) and value.__module__ == name and value.__name__ == attribute:
             _note_class(walk, value, members)
+        if attribute not in read and getattr(value, "__name__", None) != attribute:
+            # Under a name that the module's functions do not read, there may be the variable of a
+            # loop over a set: a foreign function counts, another value may be any.
+            if is_foreign(value):
+                walk.value(f"{name}.{attribute}", value)
+            continue
         text = _member(walk, f"{name}.{attribute}", value)
         if text:
             members.append(f"{attribute} {text}")
     walk.facts[f"names of {name}"] = hashlib.sha256("\n".join(members).encode()).hexdigest()[:16]
+
+
+def _codes_in(module: types.ModuleType) -> Iterator[types.CodeType]:
+    for value in list(vars(module).values()):
+        members = list(vars(value).values()) if isinstance(value, type) else (value,)
+        for member in members:
+            code = getattr(getattr(member, "__wrapped__", member), "__code__", None)
+            if isinstance(code, types.CodeType):
+                yield code
 
 
 def _note_class(walk: Walk, cls: type, members: list[str]) -> None:
@@ -129,13 +147,3 @@ def _names_stored_globally(code: types.CodeType) -> frozenset[str]:
     if store not in code.co_code[::2]:
         return frozenset()
     return frozenset(i.argval for i in dis.get_instructions(code) if i.opcode == store)
-
-
-def _varying_names(module: types.ModuleType) -> set[str]:
-    """Globals that the module's own functions assign: counters, lazily made objects."""
-    names: set[str] = set()
-    for value in vars(module).values():
-        code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
-        if isinstance(code, types.CodeType):
-            names |= _names_stored_globally(code)
-    return names

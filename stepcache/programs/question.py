@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -205,12 +206,29 @@ def digest_facts(facts: dict[str, str]) -> str:
     return hasher.hexdigest()
 
 
+def agree(told: dict[str, str], found: dict[str, str]) -> bool:
+    """Whether what is found now is what was told then.
+
+    Nothing can have been put into a module that is not loaded yet, so nothing is asked of it.
+    """
+    if told == found:
+        return True
+    missing = told.keys() - found.keys()
+    return all(_is_of_module_not_loaded(name) for name in missing) and all(
+        told.get(name) == text for name, text in found.items()
+    )
+
+
+def _is_of_module_not_loaded(fact: str) -> bool:
+    return fact.startswith(_NAMES_OF) and fact.removeprefix(_NAMES_OF) not in sys.modules
+
+
 def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, ...]:
     """Where two sets of facts differ, the telling ones first."""
     changes = []
     for name in dict.fromkeys((*before, *after)):
         old, new = before.get(name), after.get(name)
-        if old != new:
+        if old != new and not (new is None and _is_of_module_not_loaded(name)):
             changes.append(_change(name, old, new))
     changes.sort(key=lambda change: _ORDER.index(change.part))
     return tuple(changes[:_MAX_CHANGES])
@@ -218,6 +236,7 @@ def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, 
 
 _ORDER = ["code", "value", "static", "options", "argument", "tree", "mesh", "file", "variable"]
 _ORDER += ["config", "package", "environment", "module"]
+_NAMES_OF = "names of "
 _PARTS = {
     "static ": "static",
     "option ": "options",
@@ -230,7 +249,7 @@ _PARTS = {
     "package ": "package",
     "environment ": "environment",
     "module ": "module",
-    "names of ": "module",
+    _NAMES_OF: "module",
 }
 
 

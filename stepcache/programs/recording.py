@@ -24,6 +24,14 @@ _BYSTANDERS = tuple(
     f"{os.sep}{name}"
     for name in ("logging", "warnings.py", "linecache.py", "traceback.py", "abc.py")
 )
+_LISTENERS = tuple(
+    os.sep + str(Path(*parts))
+    for parts in (
+        ("logging", "__init__.py"),
+        ("jax", "_src", "monitoring.py"),
+        ("stepcache", "events.py"),
+    )
+)
 _BLAMED_EVENTS = {
     "os.listdir": "lists a directory",
     "os.scandir": "lists a directory",
@@ -84,19 +92,32 @@ def _current() -> list[Recording]:
     return getattr(_active, "stack", ())  # type: ignore[return-value]
 
 
-def _enter(code: CodeType, frame: FrameType | None) -> None:
+def _enter(code: CodeType, frame: FrameType) -> bool:
+    """Notes code; False where the same code may yet be entered in a way that counts."""
     if code.co_filename.startswith("<"):  # Made by exec: whose it is, its globals tell.
-        name = frame.f_globals.get("__name__", "") if frame is not None else ""
+        name = frame.f_globals.get("__name__", "")
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
-            return
+            return True
+    if origin_of_file(code.co_filename) == USER and _is_bystander(frame):
+        return False
     for recording in _current():
         recording.codes.add(code)
     key = _ENVIRON.get(code)
-    if key is not None and frame is not None:
+    if key is not None:
         name = frame.f_locals.get(key) if key else None
         names = [name] if isinstance(name, str) else list(os.environ._data) if not key else []  # type: ignore[attr-defined]
         for recording in _current():
             recording.variables.update(os.fsdecode(name) for name in names)
+    return key is None
+
+
+def _is_bystander(frame: FrameType | None) -> bool:
+    """Whether code runs on behalf of a log or of a listener, which the trace does not see."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_LISTENERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _call(function: Any, frame: FrameType | None) -> None:
@@ -228,9 +249,8 @@ def _start() -> None:
         if event == "call":
             code = frame.f_code
             if code not in entered:
-                if code not in _ENVIRON:
+                if _enter(code, frame):
                     entered.add(code)
-                _enter(code, frame)
         elif event == "c_call":
             owner = argument.__self__
             kind = type(owner)
@@ -308,10 +328,8 @@ class _Monitoring:
     def _py_start(self, code: CodeType, offset: int) -> Any:
         if not getattr(_active, "stack", None):
             return None
-        if code in _ENVIRON:
-            _enter(code, sys._getframe(1))
+        if not _enter(code, sys._getframe(1)):
             return None
-        _enter(code, sys._getframe(1) if code.co_filename.startswith("<") else None)
         # One thread recording is the rule; where two do, each must see the code for itself.
         return sys.monitoring.DISABLE if self._users == 1 else None  # type: ignore[attr-defined]
 

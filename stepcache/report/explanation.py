@@ -61,6 +61,7 @@ class Explanation:
         build_seconds: what the program took to trace, lower and compile; None on a miss.
         captured: arrays that became part of the program by closure; empty on a miss.
         delegated: why the call would go to `jax.jit` as it is; None where it would not.
+        stored: whether a call that misses finds its program on disk, without a trace.
     """
 
     step: str
@@ -72,6 +73,7 @@ class Explanation:
     build_seconds: tuple[float, float, float] | None = None
     captured: tuple[Captured, ...] = ()
     delegated: str | None = None
+    stored: bool = False
 
     @property
     def moved_bytes(self) -> int:
@@ -96,6 +98,8 @@ class Explanation:
     def _headline(self) -> str:
         if self.delegated:
             return f"{self.step}: goes to jax.jit as it is; {self.delegated}"
+        if self.stored:
+            return f"{self.step}: miss, but on disk. A call would load the program without a trace."
         if not self.hit:
             return f"{self.step}: miss. A call would trace, lower and compile a program."
         assert self.build_seconds is not None
@@ -149,16 +153,18 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         why = "an argument is of a kind that no cached program can hold"
         return Explanation(name, False, None, None, delegated=why)
     program = scope.cache.peek(request.key)
+    miss, stored = (None, False) if program else engine.foresee(scope, request)
     mesh = dict(scope.mesh.shape) if scope.mesh is not None else None
     return Explanation(
         name,
         program is not None,
-        None if program else engine.why(request),
+        miss,
         mesh,
         tuple(_arguments(request)),
         tuple((static.name, repr(static.value)) for static in request.call.signature.statics),
         _seconds(program),
         program.captured if program else (),
+        stored=stored,
     )
 
 

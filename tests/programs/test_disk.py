@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import secrets
+import shutil
 import struct
 import subprocess
 import sys
@@ -565,8 +566,6 @@ def test_a_file_in_the_place_of_the_directory(tmp_path):
 
 
 def test_the_directory_can_vanish(tier):
-    import shutil
-
     tier.publish("program", DIGEST, {}, b"x")
     shutil.rmtree(tier.directory)
     assert tier.read("program", DIGEST) is None

@@ -1,0 +1,772 @@
+"""What a later process finds: the same source made anew stands for that process here.
+
+A step made from a function that was compiled from the same source shares nothing with the first
+one but the directory of programs.
+"""
+
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stepcache as sc
+from stepcache import jaxcompat
+from stepcache.events import Loaded, Verified, recorder
+
+pytestmark = pytest.mark.skipif(
+    not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
+)
+
+
+def life(source: str, cache: sc.ProgramCache, tmp_path: Path, **names):
+    """The module that `source` makes in a process of its own, as far as a step can tell."""
+    module = types.ModuleType("life")
+    path = tmp_path / "life.py"
+    path.write_text(textwrap.dedent(source))
+    module.__dict__.update(names, jax=jax, jnp=jnp, np=np, sc=sc, __file__=str(path))
+    sys.modules["life"] = module
+    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+    return module
+
+
+def cache_in(tmp_path: Path, **options) -> sc.ProgramCache:
+    return sc.ProgramCache(tmp_path / "programs", **{"verify": "off", **options})
+
+
+def levels(stats: sc.StepStats) -> tuple[int, int, int]:
+    """Traces, compiles, loads."""
+    return stats.traces, stats.compiles, stats.loads
+
+
+BUILT, WITHOUT_COMPILING, WITHOUT_A_TRACE = (1, 1, 0), (1, 0, 1), (0, 0, 1)
+
+
+def twice(source: str, call, tmp_path: Path, *, session=None, **names):
+    """Calls `step` in a first and in a second life; the results and steps of both."""
+    results, steps = [], []
+    for _ in range(2):
+        cache = cache_in(tmp_path)
+        with sc.Session(session, cache=cache, **({} if session else {"data_axis": None})):
+            module = life(source, cache, tmp_path, **names)
+            results.append(jax.tree.map(np.asarray, call(module.step)))
+        cache.flush()
+        steps.append(module.step)
+    assert levels(steps[0].stats()) == BUILT, steps[0].last_miss
+    return results, steps
+
+
+SOURCES = {
+    "carry, donated": (
+        """
+        @sc.step(carry="state")
+        def step(state, batch):
+            return {"w": state["w"] + batch.sum(), "n": state["n"] + 1}, state["w"].mean()
+        """,
+        lambda step: step({"w": jnp.ones(8), "n": jnp.int32(0)}, np.ones((8, 2), np.float32)),
+    ),
+    "unused arguments": (
+        """
+        @sc.step(keep_unused=True)
+        def step(x, unused):
+            return x * 2
+        """,
+        lambda step: step(np.ones(3, np.float32), np.zeros(5)),
+    ),
+    "unused arguments, dropped": (
+        """
+        @sc.step
+        def step(unused, x):
+            return x * 2
+        """,
+        lambda step: step(np.ones((8, 3), np.float32), np.arange(8.0)),
+    ),
+    "control flow": (
+        """
+        @sc.step
+        def step(x, n):
+            y = jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 1.5), (0, x))
+            z = jax.lax.cond(n > 2, jnp.sin, jnp.cos, y[1])
+            return jax.lax.scan(lambda a, b: (a + b, a * b), 0.0, z)
+        """,
+        lambda step: step(np.ones(8, np.float32), np.int32(3)),
+    ),
+    "random keys": (
+        """
+        @sc.step(carry="key")
+        def step(key):
+            key, use = jax.random.split(key)
+            return key, jax.random.normal(use, (3,))
+        """,
+        lambda step: jax.random.key_data(step(jax.random.key(3))[0]),
+    ),
+    "static arguments": (
+        """
+        @sc.step(static_argnames=("mode", "scale"))
+        def step(x, mode="a", scale=(1, 2.0)):
+            return x * scale[1] if mode == "a" else x
+        """,
+        lambda step: step(np.ones(8), mode="a", scale=(3, 4.0)),
+    ),
+    "nothing, None and zero size": (
+        """
+        @sc.step
+        def step(x, y):
+            return {"a": None, "b": (), "c": [x, y[:0]], "d": {}}
+        """,
+        lambda step: step(np.zeros((0, 3)), np.ones(8)),
+    ),
+    "a large captured array": (
+        """
+        TABLE = np.arange(1 << 19, dtype=np.float32)
+        @sc.step
+        def step(x):
+            return x + jnp.asarray(TABLE)[:8]
+        """,
+        lambda step: step(np.ones(8, np.float32)),
+    ),
+    "gradients through a custom rule": (
+        """
+        @jax.custom_vjp
+        def double(x):
+            return x * 2
+        double.defvjp(lambda x: (x * 2, None), lambda _, g: (g * 3,))
+        @sc.step
+        def step(x):
+            return jax.grad(lambda x: double(x).sum())(x)
+        """,
+        lambda step: step(np.ones(8)),
+    ),
+    "a dataclass comes out": (
+        """
+        import dataclasses
+        @jax.tree_util.register_dataclass
+        @dataclasses.dataclass
+        class Metrics:
+            loss: jax.Array
+            name: str = dataclasses.field(default="m", metadata={"static": True})
+        @sc.step
+        def step(x):
+            return Metrics(x.sum(), "train")
+        """,
+        lambda step: step(np.ones(8)).loss,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_second_life_starts_without_a_trace(name, tmp_path):
+    (first, second), (_, step) = twice(*SOURCES[name], tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
+    assert "it was loaded from disk, without a trace" in str(step.last_miss)
+
+
+def test_inputs_and_outputs_are_placed_as_before(tmp_path, mesh):
+    source = """
+    @sc.step(carry="state")
+    def step(state, batch):
+        return {"w": state["w"] + (batch @ state["w"]).sum()}, batch * 2
+    """
+    placed = []
+
+    def call(step):
+        state, doubled = step({"w": np.ones((4, 8), np.float32)}, np.ones((8, 4), np.float32))
+        state, _ = step(state, np.ones((8, 4), np.float32))
+        placed.append((state["w"].sharding, doubled.sharding))
+        return state["w"], doubled
+
+    (first, second), (_, step) = twice(source, call, tmp_path, session=mesh)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert placed[0] == placed[1] and isinstance(placed[0][0], NamedSharding)
+    assert levels(step.stats()) == WITHOUT_A_TRACE and step.stats().misses == 1
+
+
+def test_a_program_serves_other_devices_of_the_same_kind(tmp_path):
+    source = """
+    @sc.step
+    def step(x):
+        return x.sum(), x * 2
+    """
+    outputs = []
+    for devices in (jax.devices()[:4], jax.devices()[4:]):
+        mesh = jax.make_mesh(
+            (4,), ("data",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        cache = cache_in(tmp_path)
+        with sc.Session(mesh, cache=cache):
+            step = life(source, cache, tmp_path).step
+            total, doubled = step(np.arange(8.0))
+        cache.flush()
+        assert doubled.devices() == set(devices)
+        outputs.append((float(total), np.asarray(doubled).tolist()))
+    assert outputs[0] == outputs[1]
+    assert levels(step.stats()) == WITHOUT_A_TRACE
+
+
+def test_devices_in_another_order_are_another_program(tmp_path):
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    for order in (slice(None), slice(None, None, -1)):
+        devices = jax.devices()[order]
+        mesh = jax.make_mesh(
+            (8,), ("data",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        cache = cache_in(tmp_path)
+        with sc.Session(mesh, cache=cache):
+            step = life(source, cache, tmp_path).step
+            doubled = step(np.arange(8.0))
+        cache.flush()
+        assert doubled.sharding.mesh.devices.tolist() == devices
+        assert np.asarray(doubled).tolist() == (np.arange(8.0) * 2).tolist()
+    assert levels(step.stats()) == BUILT and "mesh" in str(step.last_miss)
+
+
+def test_train_state_with_functions_in_its_tree(tmp_path):
+    import flax.linen as nn
+    import optax
+    from flax.training.train_state import TrainState
+
+    source = """
+    class Model(nn.Module):
+        width: int = 4
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(self.width)(x)
+
+    model = Model()
+    @sc.step(carry="state")
+    def step(state, x):
+        def loss(params):
+            return state.apply_fn({"params": params}, x).sum()
+        return state.apply_gradients(grads=jax.grad(loss)(state.params)), 0
+    """
+
+    def call(step):
+        model = sys.modules["life"].model
+        params = model.init(jax.random.key(0), np.ones((8, 3)))["params"]
+        state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.1))
+        return step(state, np.ones((8, 3)))[0].params
+
+    (first, second), (_, step) = twice(source, call, tmp_path, nn=nn)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
+
+
+# ---- the levels ------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_vouched_for_is_named_and_still_not_compiled(tmp_path):
+    source = """
+    import time
+    @sc.step
+    def step(x):
+        return x + (time.time() > 0)
+    """
+    _, (first, second) = twice(source, lambda step: step(np.ones(8)), tmp_path)
+    assert levels(second.stats()) == WITHOUT_COMPILING
+    for step in (first, second):
+        assert "life.py" in str(step.last_miss) and "time.time" in str(step.last_miss)
+    assert any("time.time" in text for text in second.last_miss.unvouched)
+
+
+def test_a_changed_function_is_built_and_the_change_named(tmp_path):
+    outputs = []
+    for rate in (0.1, 0.2):
+        source = f"""
+        RATE = {rate}
+        @sc.step
+        def step(x):
+            return x * RATE
+        """
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            step = life(source, cache, tmp_path).step
+            outputs.append(step(np.ones(8))[0].item())
+        cache.flush()
+    assert outputs == [pytest.approx(0.1), pytest.approx(0.2)]
+    assert step.last_miss.reason == "other run"
+    assert "life.py:RATE: 0.1 → 0.2" in str(step.last_miss)
+
+
+def test_verify_before_traces_first(tmp_path):
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    for expected in (BUILT, WITHOUT_COMPILING):
+        cache = cache_in(tmp_path, verify="before")
+        with sc.Session(cache=cache):
+            step = life(source, cache, tmp_path).step
+            step(np.ones(8))
+        cache.flush()
+        assert levels(step.stats()) == expected
+
+
+def test_a_quick_build_is_not_kept(tmp_path):
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    for _ in range(2):
+        cache = cache_in(tmp_path, min_build_seconds=1000.0)
+        with sc.Session(cache=cache):
+            step = life(source, cache, tmp_path).step
+            step(np.ones(8))
+        cache.flush()
+        assert levels(step.stats()) == BUILT
+        assert "less than 1000.0 s" in str(step.last_miss)
+
+
+def test_a_step_with_a_callback_is_not_stored_and_says_so(tmp_path):
+    source = """
+    @sc.step
+    def step(x):
+        jax.debug.callback(lambda y: None, x)
+        return x * 2
+    """
+    for _ in range(2):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            step = life(source, cache, tmp_path).step
+            step(np.ones(8))
+        cache.flush()
+        assert levels(step.stats()) == BUILT
+        assert "not stored" in str(step.last_miss) and "calls back" in str(step.last_miss)
+
+
+def test_loading_is_no_recompile(tmp_path):
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        life(source, cache, tmp_path).step(np.ones(8))
+    cache.flush()
+    with sc.Session(cache=cache_in(tmp_path), on_miss="error"), sc.no_recompile():
+        step = life(source, cache, tmp_path).step
+        assert step(np.ones(8))[0] == 2
+        with pytest.raises(sc.RecompileError):
+            step(np.ones(16))
+
+
+def test_warm_loads(tmp_path):
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    for expected in (BUILT, WITHOUT_A_TRACE):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            step = life(source, cache, tmp_path).step
+            step.warm(jax.ShapeDtypeStruct((8,), np.float32))
+            assert levels(step.stats()) == expected
+            step(np.ones(8, np.float32))
+        cache.flush()
+        assert step.stats().misses == 1
+
+
+def test_what_is_in_the_directory_is_told_by_explain(tmp_path):
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        life(source, cache, tmp_path).step(np.ones(8))
+    cache.flush()
+    with sc.Session(cache=cache_in(tmp_path)):
+        explanation = life(source, cache, tmp_path).step.explain(np.ones(8))
+    assert not explanation.hit and "on disk" in str(explanation)
+
+
+def test_jax_own_persistent_cache_goes_on_working(tmp_path, monkeypatch):
+    code = """
+    import jax, numpy as np, sys
+    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    import stepcache as sc
+    step = sc.step(lambda x: x * 3 + 1)
+    with sc.Session(cache=sc.ProgramCache(sys.argv[2])) as session:
+        print(step(np.ones(8)))
+    session.cache.flush()
+    print(step.stats().compiles)
+    jax.jit(lambda x: x * 5)(np.ones(8))
+    """
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(code))
+    for compiles in "10":
+        command = [sys.executable, str(file), str(tmp_path / "jax"), str(tmp_path / "programs")]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        assert done.stdout.splitlines()[-1] == compiles
+    names = [path.name for path in (tmp_path / "jax").iterdir()]
+    assert any("lambda" in name for name in names), "the plain jit is kept by JAX"
+    assert sum("lambda" in name and name.endswith("-cache") for name in names) == 1
+
+
+# ---- verification ----------------------------------------------------------------------------
+
+
+def wait_for(kind, count, seconds=60):
+    limit = time.monotonic() + seconds
+    while len(recorder.recent(kind)) < count:
+        assert time.monotonic() < limit, f"no {kind.__name__}"
+        time.sleep(0.01)
+
+
+def test_a_program_is_verified_in_the_background(tmp_path):
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    before = len(recorder.recent(Verified))
+    for _ in range(2):
+        cache = cache_in(tmp_path, verify="background")
+        with sc.Session(cache=cache):
+            step = life(source, cache, tmp_path).step
+            step(np.ones(8))
+        cache.flush()
+    wait_for(Verified, before + 1)
+    assert recorder.recent(Verified)[-1].agrees
+    assert levels(step.stats()) == WITHOUT_A_TRACE
+    assert step.stats().verifications == 1
+    step(np.ones(8))
+
+
+def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypatch):
+    """A hole in the fingerprint, made on purpose: all facts are taken for equal."""
+    template = """
+    RATE = {rate}
+    @sc.step
+    def step(x):
+        return x * RATE
+    """
+    from stepcache.programs import archive
+
+    monkeypatch.setattr(archive, "agree", lambda told, found: True)
+    before = len(recorder.recent(Verified))
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        life(template.format(rate=0.5), cache, tmp_path).step(np.ones(8))
+    cache.flush()
+    cache = cache_in(tmp_path, verify="background")
+    with sc.Session(cache=cache):
+        step = life(template.format(rate=0.25), cache, tmp_path).step
+        assert step(np.ones(8))[0] == 0.5, "the hole"
+        wait_for(Verified, before + 1)
+        limit = time.monotonic() + 30
+        while step._engine._stale is None:
+            assert time.monotonic() < limit
+        with pytest.raises(sc.StaleProgramError, match=r"2\.500000e-01") as raised:
+            step(np.ones(8))
+        assert raised.value.changes
+        monkeypatch.undo()
+        assert step(np.ones(8))[0] == 0.25
+    cache.flush()
+
+
+def test_a_change_in_a_running_process_is_found_by_check_every(tmp_path):
+    source = """
+    RATE = 0.5
+    @sc.step
+    def step(x):
+        return x * RATE
+    """
+    cache = sc.ProgramCache(None, check_every=3)
+    with sc.Session(cache=cache):
+        module = life(source, cache, tmp_path)
+        for _ in range(4):
+            assert module.step(np.ones(8))[0] == 0.5
+        module.RATE = 0.25
+        with pytest.raises(sc.StaleProgramError, match="RATE: 0.5 → 0.25"):
+            for _ in range(3):
+                module.step(np.ones(8))
+        assert module.step(np.ones(8))[0] == 0.25
+
+
+def test_a_change_in_a_running_process_is_found_at_the_next_program(tmp_path):
+    source = """
+    RATE = 0.5
+    @sc.step
+    def step(x):
+        return x * RATE
+    """
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        module = life(source, cache, tmp_path)
+        module.step(np.ones(8))
+        module.RATE = 0.25
+        with pytest.warns(sc.StaleProgramWarning, match="RATE: 0.5 → 0.25"):
+            assert module.step(np.ones(16))[0] == 0.25
+        assert module.step(np.ones(24))[0] == 0.25, "and it is said once"
+    cache.flush()
+
+
+def test_a_nested_function_traced_before_is_traced_again_for_the_record(tmp_path):
+    """Else a file that it reads would be seen by nobody."""
+    source = """
+    @jax.jit
+    def table(x):
+        return x * float(open(FILE).read())
+    @sc.step
+    def step(x):
+        return table(x) + 1
+    """
+    results = []
+    data = tmp_path / "rate.txt"
+    for text in ("2.0", "3.0"):
+        data.write_text(text)
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            module = life(source, cache, tmp_path, FILE=str(data))
+            module.table(jnp.ones(8))
+            results.append(module.step(jnp.ones(8))[0].item())
+        cache.flush()
+    assert results == [3.0, 4.0]
+    assert "rate.txt" in str(module.step.last_miss)
+
+
+# ---- loading beforehand ----------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import numpy as np
+import stepcache as sc
+
+@sc.step(carry="state")
+def step(state, x):
+    return state + x.sum(), x * 2
+
+if "late" in sys.argv:
+    from jax._src import xla_bridge
+    time.sleep(0.5)
+    assert not xla_bridge.backends_are_initialized(), "preloading starts no backend"
+jax.devices()
+archive = step._engine.scope().cache.archive()
+limit = time.monotonic() + 30
+while "wait" in sys.argv and not all(f.done() for f in archive._preloaded.values()):
+    assert time.monotonic() < limit
+ahead = len(archive._preloaded)
+started = time.perf_counter()
+state, y = step(np.zeros(3), np.ones(8))
+jax.block_until_ready(y)
+stats = step.stats()
+print(ahead, len(archive._preloaded), stats.traces, stats.compiles, stats.loads, float(state[0]))
+"""
+
+
+def test_what_the_last_run_used_is_loaded_beforehand(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    environment = dict(os.environ, STEPCACHE_DIR=str(tmp_path / "programs"), NPROC="8")
+    outputs = []
+    for words in ([], ["wait", "late"], []):
+        command = [sys.executable, str(file), *words]
+        done = subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True, timeout=120
+        )
+        outputs.append([float(each) for each in done.stdout.split()])
+    assert outputs[0] == [0, 0, 1, 1, 0, 8]
+    assert outputs[1] == [1, 0, 0, 0, 1, 8], "what was loaded beforehand is used"
+    assert outputs[2][2:] == [0, 0, 1, 8], "the first call waits for what is not there yet"
+
+
+# ---- the directory ---------------------------------------------------------------------------
+
+
+def run_script(code: str, directory: str, *, check=True):
+    environment = dict(os.environ, STEPCACHE_DIR=directory)
+    return subprocess.run(
+        [sys.executable, "-W", "always", "-c", textwrap.dedent(code)],
+        env=environment,
+        check=check,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+ONE_STEP = """
+import numpy as np, stepcache as sc
+step = sc.step(lambda x: x * 2)
+print(step(np.ones(8))[0], step(np.ones(4))[0], step.stats().loads)
+"""
+
+
+def test_a_directory_that_others_may_write_is_not_used_and_nothing_fails(tmp_path):
+    directory = tmp_path / "open"
+    directory.mkdir()
+    directory.chmod(0o777)
+    done = run_script(ONE_STEP, str(directory))
+    assert done.stdout.split() == ["2.0", "2.0", "0"]
+    assert done.stderr.count("not kept on disk") == 1 and "chmod" in done.stderr
+    assert not list(directory.iterdir())
+    with pytest.raises(sc.CacheDirectoryError):
+        sc.ProgramCache(directory)
+
+
+def test_off_means_off(tmp_path):
+    done = run_script(ONE_STEP + "print(step._engine.scope().cache.archive())", "off")
+    assert done.stdout.split() == ["2.0", "2.0", "0", "None"]
+
+
+def test_the_directory_is_private(tmp_path):
+    directory = tmp_path / "new"
+    run_script(ONE_STEP, str(directory))
+    for path in (directory, *directory.rglob("*")):
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+
+
+def test_damaged_programs_are_rebuilt_in_silence(tmp_path, caplog):
+    """Whatever is done to the files, the step gives its result."""
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        life(source, cache, tmp_path).step(np.ones(8))
+    cache.flush()
+    entries = [path for path in (tmp_path / "programs").rglob("entries/*/*") if path.is_file()]
+    assert len(entries) == 2
+    random = np.random.default_rng(0)
+    outcomes = set()
+    with caplog.at_level(logging.CRITICAL):
+        for number in range(30):
+            path = entries[number % 2]
+            data = bytearray(path.read_bytes())
+            if number % 3:
+                data[random.integers(len(data))] ^= 1 << random.integers(8)
+            else:
+                data = data[: random.integers(len(data))]
+            path.write_bytes(data)
+            cache = cache_in(tmp_path)
+            with sc.Session(cache=cache):
+                step = life(source, cache, tmp_path).step
+                assert step(np.ones(8)).tolist() == [2.0] * 8
+            cache.flush()
+            outcomes.add(levels(step.stats()))
+            assert all(path.is_file() for path in entries), "built and stored anew"
+    assert WITHOUT_A_TRACE not in outcomes and WITHOUT_COMPILING in outcomes
+
+
+def test_a_payload_that_xla_refuses_is_a_miss(tmp_path):
+    """Authentic, whole, and still not loadable: as after a change in the format of XLA."""
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        life(source, cache, tmp_path).step(np.ones(8))
+    cache.flush()
+    tier = cache.archive().tier
+    (info,) = tier.entries("program")
+    assert tier.publish("program", info.digest, {}, b"no executable")
+    with sc.Session(cache=cache_in(tmp_path)) as session:
+        step = life(source, cache, tmp_path).step
+        assert step(np.ones(8))[0] == 2
+    session.cache.flush()
+    assert levels(step.stats()) == BUILT
+
+
+def test_a_stored_program_admits_no_other_classes():
+    import pickle
+
+    from stepcache.jaxcompat import storing
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("true",)
+
+    for payload in (pickle.dumps(Evil()), pickle.dumps(subprocess.Popen), pickle.dumps(eval)):
+        with pytest.raises(pickle.UnpicklingError):
+            storing._Unpickler(__import__("io").BytesIO(payload)).load()
+
+
+def test_one_build_and_one_load_however_many_threads(tmp_path, monkeypatch):
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        life(source, cache, tmp_path).step(np.ones(8))
+    cache.flush()
+    cache, results = cache_in(tmp_path), []
+    session = sc.Session(cache=cache)
+    step = life(source, cache, tmp_path).step
+    before = len(recorder.recent(Loaded))
+
+    def call():
+        with session:
+            results.append(step(np.ones(8))[0].item())
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == [2.0] * 8 and levels(step.stats()) == WITHOUT_A_TRACE
+    assert len(recorder.recent(Loaded)) == before + 1
+
+
+def test_warming_for_devices_that_are_only_described():
+    topologies = pytest.importorskip("jax.experimental.topologies")
+    try:
+        topology = topologies.get_topology_desc("v5e:2x2", "tpu")
+    except Exception as error:
+        pytest.skip(f"this JAX describes no other topology here: {type(error).__name__}")
+    mesh = topologies.make_mesh(topology, (4,), ("data",))
+    shape = jax.ShapeDtypeStruct((8,), np.float32, sharding=NamedSharding(mesh, P("data")))
+    with pytest.raises(sc.PlacementError, match="devices that are not there"):
+        sc.step(lambda x: x * 2).warm(shape)
+
+
+def test_the_ledger_has_a_row_for_each_program(tmp_path):
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    for _ in range(2):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            life(source, cache, tmp_path).step(np.ones(8))
+        cache.flush()
+    runs = sorted((tmp_path / "programs" / "v1" / "runs").iterdir())
+    rows = [json.loads(line) for path in runs for line in path.read_text().splitlines()]
+    assert [row["event"] for row in rows] == ["built", "loaded"]
+    assert rows[0]["label"] == rows[1]["label"] == "life.py:step"
+    assert rows[0]["program"] == rows[1]["program"] != ""
+    assert {"trace", "lower", "compile", "hash"} <= rows[0]["seconds"].keys()
+    assert {"read", "load", "hash"} <= rows[1]["seconds"].keys()
