@@ -5,6 +5,9 @@ a mesh and the rules that place what a call brings.
 """
 
 import os as _os
+import time as _time
+
+_started = _time.perf_counter()
 
 from stepcache import jaxcompat as _jaxcompat
 from stepcache.errors import (
@@ -23,6 +26,7 @@ from stepcache.errors import (
     UnmatchedRuleWarning,
 )
 from stepcache.events import Change, Miss, StepStats, recorder
+from stepcache.programs import history as _history
 from stepcache.programs.cache import CacheInfo, ProgramCache
 from stepcache.report import progress as _progress  # noqa: F401  (subscribes to the recorder)
 from stepcache.report.explanation import Explanation
@@ -62,3 +66,4 @@ __all__ = [
 ]
 
 _jaxcompat.hide_frames(_os.path.dirname(_os.path.abspath(__file__)))
+_history.import_seconds = _time.perf_counter() - _started

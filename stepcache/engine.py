@@ -49,7 +49,7 @@ from stepcache.programs.cache import ProgramCache, new_owner_number
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
-from stepcache.programs.levels import Brought, Levels, Wanted, in_background
+from stepcache.programs.levels import Brought, Levels, Wanted, in_background, when_ready
 from stepcache.programs.placement import place
 from stepcache.programs.question import Question, step_label
 from stepcache.programs.signature import Call, Leaf, Unreadable
@@ -105,6 +105,7 @@ class Engine:
         self.levels = Levels(recipe, self.number)
         self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
         self._unverified: dict[Key, tuple[Archive, Brought]] = {}
+        self._unexecuted: dict[Key, tuple[Archive, Brought]] = {}
         self._stale: StaleProgramError | None = None
         self._calls_until_check = 0
         self._not_holdable: set[Key] = set()
@@ -143,11 +144,11 @@ class Engine:
                 program = self._obtain(scope, request, started, explicit=False)
             if scope.cache.check_every is not None:
                 self._check_every(scope, request, program)
+            executed = time.perf_counter()
             outputs, fast_path = self._execute(program, request.call)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
-        if request.key in self._unverified:
-            self._verify(scope, request, program)
+        self._after_first_execution(scope, request, program, outputs, executed)
         through_python = scope.count_hits or scope.closed or scope.cache.check_every
         return outputs, None if through_python or self._stale is not None else fast_path
 
@@ -165,8 +166,7 @@ class Engine:
         program = self._find(scope, request)
         if program is None:
             program = self._obtain(scope, request, started, explicit=True)
-        if request.key in self._unverified:
-            self._verify(scope, request, program)
+        self._verify(scope, request, program)
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
         """The `jax.stages.Traced` of the program that a call needs."""
@@ -295,6 +295,7 @@ class Engine:
             self._note(archive, brought, miss)
             if brought.program.level == 1 and archive.verify == "background":
                 self._unverified[request.key] = (archive, brought)
+            self._unexecuted[request.key] = (archive, brought)
         self._account(request, brought, miss, build_id, own_seconds)
         self._check_rules(scope, request)
         return brought.program
@@ -361,6 +362,19 @@ class Engine:
                     hint="step.lower(...).compile() compiles for another topology where JAX can",
                 )
 
+    def _after_first_execution(
+        self, scope: Scope, request: Request, program: Program, outputs: Any, started: float
+    ) -> None:
+        """What is left to do for a program that has just been run for the first time."""
+        if request.key in self._unexecuted:
+            archive, brought = self._unexecuted.pop(request.key)
+            assert brought.question is not None
+            note = functools.partial(
+                archive.note, "executed", self.recipe.name, brought.question.label
+            )
+            when_ready(outputs, started, lambda seconds: note(seconds={"execute": seconds}))
+        self._verify(scope, request, program)
+
     # ---- checks of programs in use -----------------------------------------------------------
 
     def _raise_if_stale(self) -> None:
@@ -381,10 +395,9 @@ class Engine:
 
     def _verify(self, scope: Scope, request: Request, program: Program) -> None:
         """Traces the step in the background, to see that a loaded program is the right one."""
-        try:
-            archive, brought = self._unverified.pop(request.key)
-        except KeyError:
-            return  # Another thread does it.
+        archive, brought = self._unverified.pop(request.key, (None, None))
+        if archive is None or brought is None:
+            return
         candidate, wanted = brought.answer.candidate, request.wanted(scope)
         assert candidate is not None and brought.question is not None
         question = brought.question

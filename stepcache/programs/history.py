@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,17 @@ _ROWS_A_RUN = 2_000
 
 _log = logging.getLogger("stepcache")
 
+import_seconds = 0.0
+"""What importing stepcache took, and JAX with it if it was the first to ask for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One thing that happened to a program.
 
     Attributes:
-        event: "built", "loaded" (without a trace), "relinked" (traced, not compiled), "verified",
-            "stale" or "failed".
+        event: "built", "loaded" (without a trace), "relinked" (traced, not compiled), "executed"
+            (for the first time), "verified" or "stale".
         time: seconds since the epoch.
         script: the name of the main program's file.
         step: the step's name.
@@ -39,7 +42,8 @@ class Row:
         lookup: names the step's signature, mesh and environment.
         program: digest of the executable.
         devices: of the program, by number.
-        seconds: by stage.
+        seconds: by stage: "import" (in the first row of a run), "hash", "read", "load", "trace",
+            "lower", "compile", "execute", "verify".
         reason: why it was not simply there, in words.
         changes: (what, before, after) since an earlier run.
         unvouched: what keeps the step from being started without a trace.
@@ -98,11 +102,13 @@ class History:
 
     def add(self, row: Row) -> None:
         """Appends a row; a directory that cannot be written loses it."""
-        line = (json.dumps(asdict(row)) + "\n").encode()
         with self._lock:
             if os.getpid() != self._pid:  # A forked child is another run.
                 self._pid, self._name, self._rows = os.getpid(), self._new_name(), 0
             self._rows += 1
+            if self._rows == 1:
+                row = replace(row, seconds={"import": round(import_seconds, 4), **row.seconds})
+            line = (json.dumps(asdict(row)) + "\n").encode()
             if not self._writable or self._rows > _ROWS_A_RUN:
                 return
             try:

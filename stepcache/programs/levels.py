@@ -9,11 +9,13 @@ import difflib
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from stepcache import jaxcompat
@@ -28,6 +30,7 @@ from stepcache.programs.recording import Recording
 from stepcache.programs.signature import Call, Leaf
 
 _SWITCH_SECONDS = 0.0005
+_POLL_SECONDS = 0.005
 _MUTABLE = ("code", "value", "file", "variable")
 
 
@@ -353,6 +356,30 @@ def in_background(check: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=run, name="stepcache verify", daemon=False)
     thread.start()
     return thread
+
+
+def when_ready(outputs: Any, started: float, tell: Callable[[float], None]) -> None:
+    """Tells how many seconds it took until the outputs of a program were there.
+
+    One output stands for all, and is held weakly: a call that it is donated to frees it.
+    """
+    leaves = [each for each in jax.tree.leaves(outputs) if isinstance(each, jax.Array)]
+    if not leaves:
+        return
+    output = weakref.ref(leaves[-1])  # Of a step with a carry, what comes after it.
+
+    def watch() -> None:
+        while threading.main_thread().is_alive():
+            array = output()
+            if array is None or array.is_deleted():
+                return
+            if array.is_ready():
+                tell(round(time.perf_counter() - started, 4))
+                return
+            del array
+            time.sleep(_POLL_SECONDS)
+
+    threading.Thread(target=watch, name="stepcache first execution", daemon=False).start()
 
 
 _yield_lock = threading.Lock()
