@@ -1,0 +1,441 @@
+"""Bundles: whole, vouched for or trusted, for this environment, or refused with nothing stored."""
+
+import dataclasses
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import msgpack
+import pytest
+from click.testing import CliRunner
+
+import stepcache as sc
+from stepcache.cli import main
+from stepcache.programs.archive import open_archive, pack_candidates, unpack_candidates
+from stepcache.programs.disk import DiskTier
+from stepcache.programs.question import digest_facts
+from stepcache.report import bundle as bundles
+from stepcache.report import environment, moving
+
+
+@sc.step
+def grow(x):
+    return x + 1
+
+
+@sc.step
+def shrink(x):
+    return x / 2
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bundle") / "programs"
+    cache = sc.ProgramCache(directory, verify="off")
+    with sc.Session(cache=cache):
+        grow(jnp.ones(8))
+        shrink(jnp.ones(8))
+    cache.flush()
+    return directory
+
+
+@pytest.fixture
+def directory(built, tmp_path):
+    return Path(shutil.copytree(built, tmp_path / "programs"))
+
+
+@pytest.fixture(scope="module")
+def file(built, tmp_path_factory):
+    """A bundle of everything."""
+    path = tmp_path_factory.mktemp("file") / "all.bundle"
+    moving.export(opened(built), path)
+    return path
+
+
+def opened(directory):
+    return open_archive(directory, None, "off", 0.0)
+
+
+def take(file, directory, **options):
+    return moving.take(lambda: opened(directory), file, **options)
+
+
+def names(directory):
+    return {(each.kind, each.digest) for each in DiskTier(directory).entries()}
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(main, [str(each) for each in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def change_facts(directory, **changes):
+    """Lets all builds have been made elsewhere."""
+    tier = DiskTier(directory)
+    for entry in list(tier.entries("step")):
+        candidates = [
+            changed(each, **changes)
+            for each in unpack_candidates(tier.peek("step", entry.digest)[1])
+        ]
+        label = (entry.header or {})["label"]
+        tier.publish("step", entry.digest, *pack_candidates(label, candidates))
+
+
+def changed(candidate, **changes):
+    told = candidate.told | {name.replace("_", " "): value for name, value in changes.items()}
+    return dataclasses.replace(candidate, told=told, facts=digest_facts(told))
+
+
+# ---- out and in ---------------------------------------------------------------------------------
+
+
+def test_out_and_in_under_the_same_key(directory, tmp_path):
+    before = names(directory)
+    tier = DiskTier(directory)
+    payloads = {name: tier.peek(*name)[1] for name in before}
+    result = run("cache", "export", tmp_path / "a.bundle", "--dir", directory)
+    assert "2 steps, 2 programs" in result.stdout
+    run("cache", "clear", "--yes", "--dir", directory)
+    result = run("cache", "import", tmp_path / "a.bundle", "--dir", directory)
+    assert result.stdout == "2 steps and 2 programs imported.\n"
+    assert {name: tier.peek(*name)[1] for name in names(directory)} == payloads
+
+
+def test_another_directory_has_to_be_told_to_trust(file, tmp_path):
+    other = tmp_path / "other"
+    refused = run("cache", "import", file, "--dir", other, code=1)
+    assert "key of another directory" in refused.stderr and "--trust" in refused.stderr
+    assert not names(other)
+    result = run("cache", "import", file, "--dir", other, "--trust", "--json")
+    found = json.loads(result.stdout)
+    assert found["trusted"] == "as asked" and found["programs"] == 2 and not found["foreign"]
+    assert sorted(each.rpartition(":")[2] for each in found["steps"]) == ["grow", "shrink"]
+    assert not [each for each in DiskTier(other).verify() if each.problem]
+
+
+def test_what_is_there_stays(file, directory):
+    program = next(name for name in names(directory) if name[0] == "program")
+    tier = DiskTier(directory)
+    tier.publish(*program, {"label": "mine"}, b"mine")
+    found = take(file, directory)
+    assert (found.programs, found.already_there, found.trusted) == (0, 2, "own key")
+    assert tier.peek(*program)[1] == b"mine"
+
+
+def test_builds_that_were_there_are_kept(file, directory):
+    change_facts(directory, config_jax_enable_x64="'otherwise'")
+    take(file, directory)
+    take(file, directory)
+    tier = DiskTier(directory)
+    for entry in tier.entries("step"):
+        candidates = unpack_candidates(tier.peek("step", entry.digest)[1])
+        assert len(candidates) == 2
+        assert len((entry.header or {})["programs"]) == 2
+        times = [each.created_time for each in candidates]
+        assert times == sorted(times, reverse=True)
+
+
+def test_export_of_some(directory, tmp_path):
+    found = moving.export(opened(directory), tmp_path / "a.bundle", ["grow"])
+    assert len(found.steps) == 1 and found.steps[0].endswith(":grow") and found.programs == 1
+    other = tmp_path / "other"
+    take(tmp_path / "a.bundle", other, trust=True)
+    assert len(names(other)) == 2
+    run("cache", "export", tmp_path / "b.bundle", "nothing", "--dir", directory, code=1)
+    assert not (tmp_path / "b.bundle").exists()
+
+
+def test_damaged_entries_stay_behind(directory, tmp_path):
+    program = next((directory / "v1" / "entries" / "program").iterdir())
+    data = bytearray(program.read_bytes())
+    data[-1] ^= 1
+    program.write_bytes(data)
+    found = moving.export(opened(directory), tmp_path / "a.bundle")
+    assert (len(found.steps), found.programs) == (1, 1)
+    assert "checksum" in found.left_out[0] and "not there" in found.left_out[1]
+    assert program.exists(), "a look moves nothing"
+
+
+def test_an_export_that_fails_leaves_the_old_bundle(directory, tmp_path, monkeypatch):
+    path = tmp_path / "a.bundle"
+    path.write_bytes(b"old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bundles.Writer, "add", full)
+    result = run("cache", "export", path, "--dir", directory, code=1)
+    assert "No space left" in result.stderr
+    assert path.read_bytes() == b"old"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.bundle", "programs"]
+    run("cache", "export", tmp_path / "no" / "a.bundle", "--dir", directory, code=1)
+
+
+# ---- damage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.7, 0.99, 0.9999])
+def test_a_cut_off_bundle_is_refused(file, tmp_path, part):
+    data, path = file.read_bytes(), tmp_path / "cut.bundle"
+    path.write_bytes(data[: int(len(data) * part)])
+    run("cache", "import", path, "--trust", "--dir", tmp_path / "other", code=1)
+    assert not names(tmp_path / "other")
+
+
+def test_any_flipped_bit_is_found(file, built, tmp_path):
+    """Under the maker's own key too; but a spoiled HMAC alone just needs trust."""
+    data, path = file.read_bytes(), tmp_path / "flipped.bundle"
+    directory = Path(shutil.copytree(built, tmp_path / "programs"))
+    DiskTier(directory).clear()
+    step = max(1, len(data) // 300)
+    for position in [*range(0, len(data), step), *range(len(data) - 80, len(data))]:
+        spoiled = bytearray(data)
+        spoiled[position] ^= 1 << (position % 8)
+        path.write_bytes(spoiled)
+        with pytest.raises(moving.BundleError) as caught:
+            take(path, directory, trust=position < len(data) - 32)
+        signed = position < len(data) - 32
+        assert isinstance(caught.value, moving.UntrustedBundleError) != signed, position
+    assert not names(directory)
+
+
+def test_more_at_the_end_is_found(file, tmp_path):
+    path = tmp_path / "long.bundle"
+    path.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(moving.BundleError, match="checksum"):
+        take(path, tmp_path / "other", trust=True)
+
+
+def test_what_is_no_bundle(tmp_path):
+    path = tmp_path / "letter.txt"
+    path.write_text("hello, " * 100)
+    with pytest.raises(moving.BundleError, match="not a bundle of stepcache"):
+        take(path, tmp_path / "other", trust=True)
+    path.write_bytes(b"stepbndl" + struct.pack("<I", 2) + b"\0" * 200)
+    with pytest.raises(moving.BundleError, match="format 2; this stepcache reads 1"):
+        take(path, tmp_path / "other", trust=True)
+    assert not (tmp_path / "other").exists()
+    run("cache", "import", tmp_path / "missing", "--dir", tmp_path / "other", code=2)
+
+
+# ---- malice -------------------------------------------------------------------------------------
+
+
+def forge(directory, path, spoil):
+    """A bundle with a good checksum and the right key, whose headers `spoil` has changed."""
+    tier = DiskTier(directory)
+    with path.open("wb") as out:
+        writer = bundles.Writer(out)
+        for info in tier.entries("program"):
+            writer.add(
+                "program", info.digest, 0.0, info.header or {}, tier.peek("program", info.digest)[1]
+            )
+        for info in tier.entries("step"):
+            writer.add(
+                "step", info.digest, 0.0, info.header or {}, tier.peek("step", info.digest)[1]
+            )
+        writer.headers = spoil(writer.headers)
+        writer.finish(tier)
+
+
+def first(**changes):
+    return lambda headers: [dataclasses.replace(headers[0], **changes), *headers[1:]]
+
+
+FORGERIES = {
+    "a path": first(digest="../../../evil"),
+    "an absolute path": first(digest="/etc/evil"),
+    "no text": first(digest=7),
+    "no name": first(digest=""),
+    "an unknown kind": first(kind="key"),
+    "a path as kind": first(kind="../v1"),
+    "a huge payload": first(payload_bytes=1 << 50),
+    "a huge stored size": first(stored_bytes=1 << 50),
+    "a negative size": first(stored_bytes=-1),
+    "more than zlib can hold": first(payload_bytes=1 << 30),
+    "another size": lambda headers: first(stored_bytes=headers[0].stored_bytes + 1)(headers),
+    "another encoding": first(encoding="pickle"),
+    "no label": first(about={}),
+    "no header": first(about=[]),
+    "twice": lambda headers: [headers[0], *headers],
+    "no programs": lambda headers: [each for each in headers if each.kind == "step"],
+    "nothing": lambda headers: [],
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_manifest_is_refused(built, tmp_path, name):
+    path, other = tmp_path / "forged.bundle", tmp_path / "other"
+    forge(built, path, FORGERIES[name])
+    with pytest.raises(moving.BundleError, match="refused"):
+        take(path, other, trust=True)
+    assert not names(other)
+    assert not list(tmp_path.rglob("evil"))
+
+
+SPOILED = {
+    "no list": lambda packed: {"a": 1},
+    "no candidates": lambda packed: [],
+    "facts of another": lambda packed: [{**packed[0], "facts": "0" * 64}],
+    "a device that is none": lambda packed: [{**packed[0], "devices": ["0"]}],
+    "no bytes": lambda packed: [{**packed[0], "call": "text"}],
+    "more fields": lambda packed: [{**packed[0], "run": "rm"}],
+    "a file that is none": lambda packed: [
+        {**packed[0], "used": {**packed[0]["used"], "files": ["/etc/passwd"]}}
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_forged_step_is_refused(directory, tmp_path, name):
+    tier = DiskTier(directory)
+    entry = next(iter(tier.entries("step")))
+    packed = msgpack.unpackb(tier.peek("step", entry.digest)[1], strict_map_key=False)
+    payload = msgpack.packb(SPOILED[name](packed))
+    tier.publish("step", entry.digest, entry.header or {}, payload or b"")
+    path, other = tmp_path / "forged.bundle", tmp_path / "other"
+    forge(directory, path, list)
+    with pytest.raises(moving.BundleError, match=r"malformed|makes no sense"):
+        take(path, other, trust=True)
+    assert not names(other)
+
+
+# ---- environments -------------------------------------------------------------------------------
+
+
+def test_a_foreign_environment_is_refused_with_what_differs(directory, tmp_path):
+    change_facts(directory, package_jaxlib="0.0.1", environment_system="Plan9 mips")
+    path, other = tmp_path / "a.bundle", tmp_path / "other"
+    moving.export(opened(directory), path)
+    refused = run("cache", "import", path, "--trust", "--dir", other, code=1)
+    assert "another environment" in refused.stderr and "--anyway" in refused.stderr
+    assert "package jaxlib" in refused.stdout and "0.0.1" in refused.stdout
+    assert "Plan9 mips" in refused.stdout and "package jax " not in refused.stdout
+    assert not names(other)
+    result = run("cache", "import", path, "--trust", "--dir", other, "--json", code=1)
+    parts = {each["part"]: each for each in json.loads(result.stdout)["foreign"]}
+    assert parts.keys() == {"package jaxlib", "environment system"}
+    assert parts["package jaxlib"]["here"] == environment.here()["package jaxlib"]
+    result = run("cache", "import", path, "--trust", "--anyway", "--dir", other)
+    assert "2 steps and 2 programs imported" in result.stdout and "Plan9" in result.stdout
+    assert len(names(other)) == 4
+
+
+def test_steps_of_this_environment_come_without_the_others(directory, tmp_path):
+    tier = DiskTier(directory)
+    entry = next(each for each in tier.entries("step") if "grow" in (each.header or {})["label"])
+    candidates = unpack_candidates(tier.peek("step", entry.digest)[1])
+    foreign = [changed(each, package_numpy="0.1") for each in candidates]
+    tier.publish("step", entry.digest, *pack_candidates("x.py:grow", foreign))
+    moving.export(opened(directory), tmp_path / "a.bundle")
+    other = tmp_path / "other"
+    found = take(tmp_path / "a.bundle", other, trust=True)
+    assert found.refused == ("x.py:grow",) and len(found.steps) == 1
+    assert [part.part for part in found.foreign] == ["package numpy"]
+    assert len(names(other)) == 2, "nor their programs"
+
+
+FACTS = {
+    "environment backend": "cuda 13",
+    "environment devices": "8, 8 local",
+    "environment process": "1 of 2",
+    "environment topology": "ab",
+    "package numpy": "2.0",
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "parts"),
+    [
+        (FACTS, []),
+        (FACTS | {"environment process": "0 of 2"}, []),
+        (FACTS | {"environment devices": "4, 4 local"}, []),
+        (FACTS | {"environment devices": "64, 16 local"}, ["environment devices"]),
+        (FACTS | {"environment topology": "cd"}, ["environment topology"]),
+        (FACTS | {"package stepcache": "0.0"}, ["package stepcache"]),
+        (FACTS | {"package no_such_package": "1.0"}, ["package no_such_package"]),
+        (FACTS | {"environment XLA_FLAGS": "--xla_fast", "config jax_enable_x64": "True"}, []),
+    ],
+)
+def test_what_makes_an_environment_foreign(facts, parts):
+    assert [each.part for each in environment.foreign_parts(facts, FACTS)] == parts
+
+
+def test_the_number_of_cpu_devices_is_a_process_own_affair():
+    here = FACTS | {"environment backend": "cpu cpu"}
+    there = here | {"environment devices": "64, 64 local", "environment topology": "cd"}
+    assert environment.foreign_parts(there, here) == []
+    (part,) = environment.settings_that_differ(there, here)
+    assert (part.part, part.bundle, part.here) == (
+        "environment devices",
+        "64, 64 local",
+        "8, 8 local",
+    )
+
+
+def test_settings_that_a_process_has_to_make():
+    there = FACTS | {"environment XLA_FLAGS": "--xla_fast", "config jax_enable_x64": "True"}
+    here = FACTS | {"config jax_enable_x64": "False", "environment LIBTPU_INIT_ARGS": "--a"}
+    parts = {
+        each.part: (each.bundle, each.here)
+        for each in environment.settings_that_differ(there, here)
+    }
+    assert parts == {
+        "environment XLA_FLAGS": ("--xla_fast", "absent"),
+        "environment LIBTPU_INIT_ARGS": ("absent", "--a"),
+        "config jax_enable_x64": ("True", "False"),
+    }
+
+
+# ---- what it is for -----------------------------------------------------------------------------
+
+SCRIPT = """
+import json, sys
+import jax
+import jax.numpy as jnp
+import stepcache as sc
+
+@sc.step(carry="state")
+def train_step(state, batch):
+    return {"w": state["w"] - 0.1 * batch.mean()}, (state["w"] * batch).sum()
+
+cache = sc.ProgramCache(sys.argv[1], verify="off")
+with sc.Session(cache=cache):
+    state, loss = train_step({"w": jnp.ones(4)}, jnp.arange(4.0))
+cache.flush()
+stats = train_step.stats()
+told = {"traces": stats.traces, "loads": stats.loads, "loss": float(loss)}
+print(json.dumps(told | {"why": str(train_step.last_miss)}))
+"""
+
+
+def test_another_directory_starts_without_a_trace(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def train(directory):
+        command = [sys.executable, str(script), str(directory)]
+        variables = {**os.environ, "STEPCACHE_DIR": "off", "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    cold = train(here)
+    assert cold["traces"] == 1
+    run("cache", "export", tmp_path / "a.bundle", "--dir", here)
+    # In a process of its own, as on another machine: this one has eight devices.
+    command = [sys.executable, "-m", "stepcache.cli", "cache", "import", str(tmp_path / "a.bundle")]
+    command += ["--trust", "--dir", str(there)]
+    subprocess.run(command, check=True, timeout=120)
+    warm = train(there)
+    assert (warm["traces"], warm["loads"]) == (0, 1), warm["why"]
+    assert warm["loss"] == cold["loss"]

@@ -1,0 +1,514 @@
+"""The command line: what it finds, what it says of trouble, and what it leaves alone."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import jax.numpy as jnp
+import pytest
+from click.testing import CliRunner
+
+import stepcache as sc
+from stepcache.cli import Duration, Size, main
+from stepcache.programs.disk import DiskTier
+from stepcache.programs.history import History, Row
+
+LOOKING = ("ls", "why", "verify")
+
+
+@sc.step
+def grow(x):
+    return x + 1
+
+
+@sc.step(static_argnames=("by",))
+def shrink(x, by=2):
+    return x / by
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A directory with two steps, one of which has two signatures."""
+    directory = tmp_path_factory.mktemp("cli") / "programs"
+    cache = sc.ProgramCache(directory, verify="off")
+    with sc.Session(cache=cache):
+        grow(jnp.ones(8))
+        grow(jnp.ones(16))
+        shrink(jnp.ones(8))
+    cache.flush()
+    return directory
+
+
+@pytest.fixture
+def directory(built, tmp_path):
+    """A copy of it, to spoil."""
+    return Path(shutil.copytree(built, tmp_path / "programs"))
+
+
+def run(*arguments, code=0, answer=None):
+    result = CliRunner().invoke(main, [str(each) for each in arguments], input=answer)
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def run_json(*arguments, code=0):
+    result = CliRunner().invoke(main, [*(str(each) for each in arguments), "--json"])
+    assert result.exit_code == code, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
+def entry_files(directory, kind):
+    return sorted((directory / "v1" / "entries" / kind).iterdir())
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+# ---- nothing there ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", [*([name] for name in LOOKING), ["prune", "--max-bytes", "1GB"], ["clear", "--yes"]]
+)
+def test_a_missing_directory_is_an_empty_cache(tmp_path, command):
+    missing = tmp_path / "missing"
+    run("cache", *command, "--dir", missing)
+    assert isinstance(run_json("cache", *command, "--dir", missing), dict)
+    assert not missing.exists()
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "letter.txt").write_text("hello")
+    assert "holds no programs" in run("cache", "ls", "--dir", tmp_path).stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_off_is_said(monkeypatch):
+    monkeypatch.setenv("STEPCACHE_DIR", "off")
+    assert "STEPCACHE_DIR=off" in run("cache", "ls", code=2).output
+
+
+def test_the_default_directory_is_that_of_the_cache(built, monkeypatch):
+    monkeypatch.setenv("STEPCACHE_DIR", str(built))
+    assert run_json("cache", "ls")["directory"] == str(built)
+
+
+def test_a_directory_that_others_can_write_is_refused(directory):
+    directory.chmod(0o777)
+    assert "chmod 700" in run("cache", "ls", "--dir", directory, code=1).output
+    assert "Others can write" in run_json("cache", "ls", "--dir", directory, code=1)["error"]
+
+
+# ---- ls and show --------------------------------------------------------------------------------
+
+
+def test_ls(built):
+    found = run_json("cache", "ls", "--dir", built)
+    assert (found["steps"], found["programs"], found["damaged"]) == (3, 3, 0)
+    labels = [item["label"].rpartition(":")[2] for item in found["items"]]
+    assert sorted(labels) == ["grow", "grow", "shrink"]
+    for item in found["items"]:
+        assert item["kind"] == "step" and item["builds"] == 1 and not item["missing"]
+        assert item["built_seconds"] > 0 and item["size_bytes"] > 0
+        assert abs(item["built_time"] - time.time()) < 600
+    assert found["size_bytes"] == sum(item["size_bytes"] for item in found["items"])
+    text = run("cache", "ls", "--dir", built).stdout
+    assert "test_cli.py:shrink" in text and "3 steps, 3 programs" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert len(text.splitlines()) == 5, "one line a row"
+
+
+@pytest.mark.parametrize("sort", ["used", "built", "size", "seconds", "label"])
+def test_ls_sorts(built, sort):
+    items = run_json("cache", "ls", "--dir", built, "--sort", sort)["items"]
+    keys = {"used": "used_time", "built": "built_time", "size": "size_bytes"}
+    values = [
+        item[keys.get(sort, {"seconds": "built_seconds"}.get(sort, "label"))] for item in items
+    ]
+    assert values == sorted(values, reverse=sort != "label")
+
+
+def test_programs_without_a_step_and_steps_without_a_program(directory):
+    step, program = entry_files(directory, "step")[0], entry_files(directory, "program")[0]
+    named = run_json("cache", "ls", "--dir", directory)["items"]
+    owner = next(item for item in named if program.name in item["programs"])
+    program.unlink()
+    other = next(item for item in named if item["digest"] != owner["digest"])
+    (step.parent / other["digest"]).unlink()
+    items = run_json("cache", "ls", "--dir", directory)["items"]
+    by_digest = {item["digest"]: item for item in items}
+    assert by_digest[owner["digest"]]["missing"] == [program.name]
+    assert by_digest[other["programs"][0]]["kind"] == "program"
+    text = run("cache", "ls", "--dir", directory).stdout
+    assert ", 1 gone" in text and "program of test_cli.py" in text
+    found = run_json("cache", "verify", "--dir", directory)
+    assert [each["state"] for each in found["findings"]] == ["incomplete"]
+
+
+def test_show(built):
+    step = entry_files(built, "step")[0].name
+    found = run_json("cache", "show", step[:10], "--dir", built)
+    assert (found["kind"], found["digest"]) == ("step", step)
+    (build,) = found["builds"]
+    assert {"arguments", "environment", "packages", "config", "code"} <= build["facts"].keys()
+    assert "trace" in build["seconds"] and "compile" in build["seconds"]
+    assert set(build["used"]) == {"attributes", "modules", "files", "variables"}
+    some = run("cache", "show", step[:10], "--dir", built).stdout
+    every = run("cache", "show", step[:10], "--dir", built, "--all").stdout
+    assert "more (--all)" in some and "more (--all)" not in every
+    assert all(name in every for facts in build["facts"].values() for name in facts)
+
+
+def test_show_of_a_program_names_its_step(built):
+    program = entry_files(built, "program")[0].name
+    found = run_json("cache", "show", program, "--dir", built)
+    assert found["kind"] == "program" and len(found["used_by"]) == 1
+    assert found["used_by"][0][:12] in run("cache", "show", program, "--dir", built).stdout
+
+
+def test_show_by_name(built):
+    assert run_json("cache", "show", "shrink", "--dir", built)["label"].endswith(":shrink")
+    assert "may be any of" in run("cache", "show", "grow", "--dir", built, code=1).stderr
+    assert len(run_json("cache", "show", "grow", "--dir", built, code=1)["matches"]) == 2
+
+
+def test_show_of_what_is_not_there(built, tmp_path):
+    assert "fff0fff0" in run("cache", "show", "fff0fff0", "--dir", built, code=1).stderr
+    assert "error" in run_json("cache", "show", "fff0fff0", "--dir", tmp_path, code=1)
+
+
+def test_looking_is_not_using(directory):
+    files = [*entry_files(directory, "step"), *entry_files(directory, "program")]
+    flip(files[0], -1)
+    for path in files:
+        os.utime(path, (1_000_000, 1_000_000))
+    run("cache", "ls", "--dir", directory)
+    run("cache", "show", files[0].name, "--dir", directory)
+    run("cache", "export", directory.parent / "all.bundle", "--dir", directory)
+    assert [path.stat().st_mtime for path in files] == [1_000_000] * len(files)
+
+
+# ---- damage -------------------------------------------------------------------------------------
+
+
+def test_a_damaged_entry_is_shown(directory):
+    step, program = entry_files(directory, "step")[0], entry_files(directory, "program")[0]
+    flip(step, 40)
+    flip(program, 40)
+    found = run_json("cache", "ls", "--dir", directory)
+    assert found["damaged"] == 2
+    assert all(item["problem"] for item in found["items"] if item["digest"] == step.name)
+    text = run("cache", "ls", "--dir", directory).stdout
+    assert f"step {step.name[:12]} is damaged: its header is damaged" in text
+    assert "damaged:" in run("cache", "show", step.name, "--dir", directory).stdout
+
+
+def test_verify_finds_damage_and_puts_it_away(directory):
+    program = entry_files(directory, "program")[0]
+    flip(program, -1)
+    found = run_json("cache", "verify", "--dir", directory, code=1)
+    assert (found["entries"], found["damaged"]) == (6, 1)
+    damaged, incomplete = sorted(found["findings"], key=lambda each: each["state"])
+    assert damaged["digest"] == program.name and "checksum" in damaged["problem"]
+    assert (incomplete["kind"], incomplete["state"]) == ("step", "incomplete")
+    assert not program.exists()
+    assert len(list((directory / "v1" / "quarantine").iterdir())) == 1
+    assert "none is damaged" in run("cache", "verify", "--dir", directory).stdout
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\x01\x02", b"\x91\x80"])
+def test_verify_unpacks_steps(directory, payload):
+    DiskTier(directory).publish("step", "ab" * 32, {"label": "model.py:odd"}, payload)
+    result = run("cache", "verify", "--dir", directory, code=1)
+    assert "model.py:odd is damaged: it is malformed" in result.stdout
+    assert not (directory / "v1" / "entries" / "step" / ("ab" * 32)).exists()
+
+
+# ---- why ----------------------------------------------------------------------------------------
+
+MODEL = "model.py:train_step"
+
+
+def row(event="built", at=1_000.0, **details):
+    fields = {"seconds": {"trace": 1.0, "compile": 2.0}, **details}
+    return Row(event, at, "train.py", "train_step", MODEL, **fields)
+
+
+def write_runs(directory, *runs):
+    """Writes the rows of each run, the earliest first."""
+    DiskTier(directory)
+    for number, rows in enumerate(runs):
+        history = History(directory / "v1" / "runs", clock=lambda n=number: 1_000_000.0 + n)
+        for each in rows:
+            history.add(each)
+
+
+def test_why_after_a_real_run(built):
+    found = run_json("cache", "why", "--dir", built)["runs"][0]
+    assert [each["event"] for each in found["happenings"]] == ["built"] * 3
+    assert {"hash", "read", "trace", "lower", "compile"} <= found["ranks"][0]["seconds"].keys()
+    assert all("import" not in each["seconds"] for each in found["happenings"])
+    text = run("cache", "why", "shrink", "--dir", built).stdout
+    assert "shrink" in text and "grow" not in text
+
+
+def test_why_tells_what_changed_and_what_is_in_the_way(tmp_path):
+    headline = (
+        "train_step, miss 1: compared with the run of Tuesday 2026-11-17 10:02, there changed"
+    )
+    changes = [
+        ["code", "model.py:Block.__call__", "code 12ab", "code 34cd"],
+        ["package", "package jaxlib", "0.10.1", "0.10.2"],
+        ["file", "file vocabulary.txt", "1234", "absent"],
+    ]
+    details = {
+        "reason": f"{headline}\n  …",
+        "changes": changes,
+        "unvouched": ["model.py:now: time"],
+    }
+    write_runs(tmp_path, [row(seconds={"trace": 0.5})], [row(**details)])
+    text = run("cache", "why", "--dir", tmp_path).stdout
+    assert "compared with the run of Tuesday 2026-11-17 10:02" in text
+    assert "`model.py:Block.__call__` its code changed" in text
+    assert "package jaxlib 0.10.1 → 0.10.2" in text
+    assert "file vocabulary.txt 1234 → absent" in text
+    assert "model.py:now: time" in text and "trace 1.00, compile 2.00" in text
+    happening = run_json("cache", "why", "train_step", "--dir", tmp_path)["runs"][0]["happenings"][
+        0
+    ]
+    assert happening["changes"][1]["after"] == "0.10.2"
+    assert happening["unvouched"] == ["model.py:now: time"]
+
+
+def test_the_first_execution_belongs_to_what_is_executed(tmp_path):
+    executed = row("executed", seconds={"execute": 0.25})
+    write_runs(tmp_path, [row(), row("loaded", seconds={"load": 0.5}), executed, executed])
+    found = run_json("cache", "why", "--dir", tmp_path)["runs"][0]["happenings"]
+    assert [each["event"] for each in found] == ["built", "loaded"]
+    assert [each["seconds"]["execute"] for each in found] == [0.25, 0.25]
+
+
+def test_why_of_an_unknown_step(tmp_path):
+    write_runs(tmp_path, [row()])
+    assert MODEL in run("cache", "why", "evaluate", "--dir", tmp_path, code=1).stderr
+    assert run_json("cache", "why", "evaluate", "--dir", tmp_path, code=1)["known"] == [MODEL]
+
+
+def test_runs_side_by_side(tmp_path):
+    cold = row(seconds={"import": 1.5, "trace": 4.0, "compile": 8.0, "execute": 0.25})
+    warm = row("loaded", seconds={"import": 1.25, "hash": 0.125, "load": 0.5})
+    write_runs(tmp_path, [cold], [cold], [warm, row("verified", seconds={"verify": 3.0})])
+    lines = run("cache", "why", "--runs", 2, "--dir", tmp_path).stdout.splitlines()
+    assert lines[0].split() == ["seconds", "latest", "1", "before"]
+    cells = {line.split()[0]: line.split()[-2:] for line in lines[1:9]}
+    assert cells["compile"] == ["·", "8.00"] and cells["load"] == ["0.50", "·"]
+    assert cells["all"] == ["1.88", "13.75"]
+    names = [line.split()[0] for line in lines[1:9]]
+    assert names == ["import", "hash", "load", "trace", "compile", "execute", "verify", "all"]
+
+
+def test_ranks_of_the_latest_run(tmp_path):
+    def rank(number, load, at=5_000.0):
+        seconds = {"hash": 0.5 - number / 10, "load": load}
+        return [row("loaded", at, rank=number, processes=3, seconds=seconds)]
+
+    earlier = [rank(number, 9.0, at=1_000.0) for number in range(3)]
+    write_runs(tmp_path, *earlier, rank(1, 0.2), rank(0, 0.1), rank(2, 0.7))
+    (found,) = run_json("cache", "why", "--ranks", "--dir", tmp_path)["runs"]
+    assert [each["rank"] for each in found["ranks"]] == [0, 1, 2]
+    assert (found["slowest"]["hash"], found["slowest"]["load"]) == (0, 2)
+    assert "hash rank 0, load rank 2" in run("cache", "why", "--ranks", "--dir", tmp_path).stdout
+    assert "import" in found["ranks"][0]["seconds"]
+    both = run_json("cache", "why", "--runs", 5, "--dir", tmp_path)["runs"]
+    assert [len(each["ranks"]) for each in both] == [3, 3]
+
+
+def test_a_torn_ledger_is_read_as_far_as_it_goes(tmp_path):
+    write_runs(tmp_path, [row()])
+    (path,) = (tmp_path / "v1" / "runs").iterdir()
+    path.write_bytes(path.read_bytes() + b'{"event": "bu')
+    assert len(run_json("cache", "why", "--dir", tmp_path)["runs"][0]["happenings"]) == 1
+
+
+# ---- prune and clear ----------------------------------------------------------------------------
+
+
+def test_prune_to_a_size(directory):
+    before = run_json("cache", "ls", "--dir", directory)["size_bytes"]
+    found = run_json("cache", "prune", "--max-bytes", "8kB", "--dir", directory)
+    assert found["left_bytes"] <= 8_000
+    assert found["freed_bytes"] == before - found["left_bytes"]
+    assert found["removed"]
+
+
+def test_prune_by_age(directory):
+    old = entry_files(directory, "program")[0]
+    os.utime(old, (time.time() - 40 * 86400,) * 2)
+    found = run_json("cache", "prune", "--older-than", "30d", "--dir", directory)
+    assert [each["digest"] for each in found["removed"]] == [old.name]
+    assert (
+        "0 entries removed"
+        in run("cache", "prune", "--older-than", "30d", "--dir", directory).stdout
+    )
+
+
+def test_prune_spares_what_is_being_loaded(directory):
+    tier = DiskTier(directory)
+    program = entry_files(directory, "program")[0]
+    os.utime(program, (0, 0))
+    with tier.loading("program", program.name):
+        run("cache", "prune", "--older-than", "1d", "--dir", directory)
+    assert program.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--max-bytes", "many"], ["--older-than", "30"], ["--max-bytes", "-1"]]
+)
+def test_prune_used_wrongly(built, arguments):
+    run("cache", "prune", "--dir", built, *arguments, code=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GB", 2_000_000_000), ("1.5 GiB", 3 << 29), ("10k", 10_000), ("7", 7)]
+)
+def test_sizes(text, size):
+    assert Size().convert(text, None, None) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30d", 2_592_000), ("1.5h", 5400), ("2w", 1_209_600)]
+)
+def test_durations(text, seconds):
+    assert Duration().convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "GB", "1..2GB", "1XB", "1e9"])
+def test_no_sizes(text):
+    with pytest.raises(click.BadParameter):
+        Size().convert(text, None, None)
+
+
+def test_clear_asks(directory):
+    result = run("cache", "clear", "--dir", directory, code=1, answer="n\n")
+    assert "Remove all 6 entries" in result.output
+    assert run_json("cache", "ls", "--dir", directory)["steps"] == 3
+    assert "6 entries removed" in run("cache", "clear", "--dir", directory, answer="y\n").stdout
+    assert run_json("cache", "ls", "--dir", directory)["items"] == []
+
+
+def test_clear_with_yes(directory):
+    found = run_json("cache", "clear", "--yes", "--dir", directory)
+    assert len(found["removed"]) == 6 and found["left_bytes"] == 0 and found["freed_bytes"] > 0
+
+
+# ---- doctor -------------------------------------------------------------------------------------
+
+
+def statuses(found):
+    return {check["name"]: check["status"] for check in found["checks"]}
+
+
+def test_doctor_of_a_healthy_directory(built):
+    found = run_json("doctor", "--dir", built, "--no-round-trip", "--max-bytes", "1MB")
+    assert found["status"] == "ok" and set(statuses(found).values()) == {"ok"}
+    assert {"versions", "storing", "directory", "writing", "space", "key"} <= statuses(found).keys()
+
+
+def test_doctor_of_a_directory_that_is_not_there(tmp_path):
+    found = run_json("doctor", "--dir", tmp_path / "a" / "b", "--no-round-trip")
+    assert statuses(found)["directory"] == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_finds_faults(directory):
+    flip(entry_files(directory, "program")[0], 40)
+    found = run_json("doctor", "--dir", directory, "--no-round-trip", code=1)
+    assert statuses(found)["entries"] == "fault"
+    run("cache", "verify", "--dir", directory, code=1)
+    found = run_json("doctor", "--dir", directory, "--no-round-trip", "--max-bytes", "1MB")
+    assert statuses(found)["quarantine"] == "warning"
+    text = run("doctor", "--dir", directory, "--no-round-trip").stdout
+    assert "try: look into" in text
+    directory.chmod(0o770)
+    found = run_json("doctor", "--dir", directory, code=1)
+    assert statuses(found)["directory"] == "fault"
+
+
+@pytest.mark.parametrize("mode", [None, 0o666])
+def test_doctor_misses_the_key(directory, mode):
+    key = directory / "v1" / "key"
+    if mode is None:
+        key.unlink()
+    else:
+        key.chmod(mode)
+    found = run_json("doctor", "--dir", directory, code=1)
+    assert statuses(found)["key"] == "fault"
+    assert key.exists() == (mode is not None), "a look makes none"
+
+
+def test_doctor_warns_of_little_space(built, monkeypatch):
+    usage = shutil.disk_usage(built)
+    little = usage._replace(free=1 << 30) if hasattr(usage, "_replace") else usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: little)
+    found = run_json("doctor", "--dir", built, "--no-round-trip")
+    assert statuses(found)["space"] == "warning"
+
+
+def test_doctor_goes_round(tmp_path):
+    found = run_json("doctor", "--dir", tmp_path / "programs")
+    (trip,) = (check for check in found["checks"] if check["name"] == "round trip")
+    assert trip["status"] == "ok", trip
+    assert "built in" in trip["detail"] and "loaded by a fresh process" in trip["detail"]
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+# ---- as a program -------------------------------------------------------------------------------
+
+
+def test_the_entry_point():
+    (found,) = importlib.metadata.entry_points(group="console_scripts", name="stepcache")
+    assert found.load() is main
+
+
+def test_in_a_pipe(built):
+    command = [sys.executable, "-m", "stepcache.cli", "cache", "ls", "--dir", str(built)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "3 steps, 3 programs" in result.stdout and "\x1b" not in result.stdout
+
+
+def test_looking_starts_no_backend(directory):
+    step = entry_files(directory, "step")[0].name
+    commands = [["ls"], ["show", step], ["why"], ["verify"], ["prune", "--max-bytes", "1"]]
+    commands += [["clear", "--yes"]]
+    code = f"""
+from click.testing import CliRunner
+from stepcache import jaxcompat
+from stepcache.cli import main
+for command in {commands!r}:
+    result = CliRunner().invoke(main, ["cache", *command, "--dir", {str(directory)!r}])
+    assert result.exit_code == 0, result.output
+    assert not jaxcompat.backends_are_initialized(), command
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_fields_are_documented():
+    """The JSON is that of the records, whose docstrings name every field."""
+    from stepcache.report import doctor, environment, inventory, moving, runs
+
+    records = [inventory.Item, inventory.Inventory, inventory.Build, inventory.Details]
+    records += [inventory.Checked, runs.Happening, runs.Rank, runs.Run, moving.Exported]
+    records += [moving.Imported, environment.Part, doctor.Check, doctor.Diagnosis]
+    for record in records:
+        for field in dataclasses.fields(record):
+            assert f"{field.name}: " in (record.__doc__ or ""), (record, field.name)
