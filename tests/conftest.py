@@ -32,3 +32,11 @@ def mesh():
 @pytest.fixture
 def one_device_mesh():
     return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Long soaks run only where they are asked for: `-m slow`."""
+    if "slow" not in (config.option.markexpr or ""):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="a long soak: run it with -m slow"))

@@ -774,3 +774,59 @@ def test_the_ledger_has_a_row_for_each_program(tmp_path):
     assert {"import", "trace", "lower", "compile", "hash"} <= rows[0]["seconds"].keys()
     assert {"import", "read", "load", "hash"} <= rows[2]["seconds"].keys()
     assert rows[1]["seconds"]["execute"] > 0
+
+
+STRESS = """
+import os, sys, time
+import jax, numpy as np
+import stepcache as sc
+
+seconds, seed = float(sys.argv[1]), int(sys.argv[2])
+cache = sc.ProgramCache(sys.argv[3], max_bytes=60_000, verify="off")
+random = np.random.default_rng(seed)
+limit, counts = time.monotonic() + seconds, np.zeros(3, int)
+with sc.Session(jax.make_mesh((1,), ("data",)), cache=cache):
+    while time.monotonic() < limit:
+        factor = int(random.integers(12))
+        names = {"jax": jax}
+        source = f"def step(x):\\n  return jax.lax.sin(x * {factor}) + {factor}\\n"
+        exec(compile(source, "stress.py", "exec"), names)
+        step = sc.step(names["step"])
+        given = np.linspace(0, 1, 8, dtype=np.float32)
+        np.testing.assert_allclose(step(given), np.sin(given * factor) + factor, rtol=1e-5)
+        stats = step.stats()
+        counts += [stats.compiles, stats.loads, stats.traces]
+cache.flush()
+tier = cache.archive().tier
+print(*counts, len(tier.quarantined), tier.size_bytes())
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "seconds"), [(3, 4), pytest.param(8, 60, marks=pytest.mark.slow)]
+)
+def test_processes_that_build_load_and_evict_at_once(tmp_path, processes, seconds):
+    file = tmp_path / "stress.py"
+    file.write_text(STRESS)
+    arguments = [str(tmp_path / "programs")]
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(file), str(seconds), str(seed), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed in range(processes)
+    ]
+    totals = np.zeros(3, int)
+    for process in running:
+        out, errors = process.communicate(timeout=seconds + 200)
+        assert process.returncode == 0, errors
+        *counts, quarantined, _ = map(int, out.split()[-5:])
+        assert quarantined == 0, errors
+        totals += counts
+    assert totals.min() > 0, "built, loaded and traced"
+    left = sc.ProgramCache(tmp_path / "programs", max_bytes=60_000).archive().tier
+    assert left.size_bytes() <= 80_000, "the bound, and what was being loaded"
+    assert not [info for info in left.verify() if info.problem]
+    assert not list((tmp_path / "programs" / "v1" / "tmp").iterdir())

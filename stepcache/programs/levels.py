@@ -29,7 +29,7 @@ from stepcache.programs.question import Candidate, Question, Used, differences, 
 from stepcache.programs.recording import Recording
 from stepcache.programs.signature import Call, Leaf
 
-_SWITCH_SECONDS = 0.0005
+_SWITCH_SECONDS = 0.00005
 _POLL_SECONDS = 0.005
 _MUTABLE = ("code", "value", "file", "variable")
 
@@ -342,15 +342,11 @@ def _first_difference(before: str, after: str) -> tuple[Change, ...]:
 
 
 def in_background(check: Callable[[], None]) -> threading.Thread:
-    """Runs a check beside the steps of this thread, and out of their way.
-
-    Python hands its lock over more often meanwhile, so that a step which returns from the device
-    does not wait for the check.
-    """
+    """Runs a check beside the steps of this thread, and out of their way."""
     settings = jaxcompat.carried_settings()
 
     def run() -> None:
-        with settings, _yielding():
+        with settings, _standing_back():
             check()
 
     thread = threading.Thread(target=run, name="stepcache verify", daemon=False)
@@ -382,23 +378,51 @@ def when_ready(outputs: Any, started: float, tell: Callable[[float], None]) -> N
     threading.Thread(target=watch, name="stepcache first execution", daemon=False).start()
 
 
-_yield_lock = threading.Lock()
-_yielding_threads = 0
+_RUN_SECONDS = 0.0005
+_BUSY_SECONDS = 0.00015
+_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.005
+_switching = threading.Lock()
+_standing_back_now = 0
 _usual_seconds = 0.0
 
 
 @contextlib.contextmanager
-def _yielding() -> Iterator[None]:
-    global _yielding_threads, _usual_seconds
-    with _yield_lock:
-        _yielding_threads += 1
-        if _yielding_threads == 1:
+def _standing_back() -> Iterator[None]:
+    """Has this thread give way whenever another one wants Python's lock.
+
+    A step that returns thousands of arrays takes and releases the lock for each, and would wait
+    for it as often. So this thread looks, every so often, whether it gets the lock back at once;
+    if not, somebody else is at work, and it pauses until nobody is, or for the longest pause.
+    """
+    global _standing_back_now, _usual_seconds
+    with _switching:
+        _standing_back_now += 1
+        if _standing_back_now == 1:
             _usual_seconds = sys.getswitchinterval()
             sys.setswitchinterval(min(_usual_seconds, _SWITCH_SECONDS))
+    until = 0.0
+
+    def give_way(frame: Any, event: Any, argument: Any) -> None:
+        nonlocal until
+        now = began = time.perf_counter()
+        if now < until:
+            return
+        while now - began < _LONGEST_PAUSE_SECONDS:
+            asked = time.perf_counter()
+            time.sleep(1e-6)
+            now = time.perf_counter()
+            if now - asked < _BUSY_SECONDS:
+                break
+            time.sleep(_PAUSE_SECONDS)
+        until = now + _RUN_SECONDS
+
+    sys.setprofile(give_way)
     try:
         yield
     finally:
-        with _yield_lock:
-            _yielding_threads -= 1
-            if not _yielding_threads:
+        sys.setprofile(None)
+        with _switching:
+            _standing_back_now -= 1
+            if not _standing_back_now:
                 sys.setswitchinterval(_usual_seconds)

@@ -1160,10 +1160,8 @@ def test_a_loader_that_is_killed_and_a_limit_on_file_sizes(directory):
 
 
 @pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.slow)])
-def test_eight_processes_at_once(directory, request, seconds):
+def test_eight_processes_at_once(directory, seconds):
     """They open, publish, read, list, evict and discard: nothing is torn, and none is refused."""
-    if seconds > 5 and "slow" not in request.config.option.markexpr:
-        pytest.skip("takes a minute; ask for it with -m slow")
     body = """
     until = time.monotonic() + float(sys.argv[2])
     max_bytes = 1_000_000
