@@ -1,12 +1,15 @@
 """Seconds from the first call of a training step to its result, in a fresh process.
 
-The step trains a flax nnx transformer with adamw, 24 layers and about 1,170 leaves. Contenders, each
-in processes of their own, in turn:
+The step trains a flax nnx transformer with adamw, 24 layers, about 1,170 leaves. Contenders, each in
+processes of their own, in turn:
 
 - JAX's persistent compilation cache, all its thresholds at zero, warm;
 - stepcache, warm, its step defined when the parameters are there already (nothing is hidden);
 - stepcache, warm, its step defined first, so that loading hides behind building the parameters;
 - and both without anything stored, for comparison.
+
+Then the first ten steps of the warm start, with and without the trace in the background that checks
+the loaded program; XLA computes in one thread there, so that the other core is free for it.
 
     python -m benchmarks.restart [--quick]
 """
@@ -29,6 +32,7 @@ EVENTS = {
     "compile": "/jax/core/compile/backend_compile_duration",
 }
 WIDTH, HEADS, VOCABULARY, CONTEXT, BATCH = 64, 4, 128, 32, 8
+UNVERIFIED = {"stepcache, unverified": ("unverified", "warm")}
 CONTENDERS = {
     "jax.jit, nothing stored": ("jax", "cold"),
     "jax.jit, persistent cache": ("jax", "warm"),
@@ -90,18 +94,26 @@ def work(way: str, layers: int, devices: int) -> None:
         step = jax.jit(train_step, donate_argnames="state")
     elif step is None:
         step = sc.step(train_step, carry="state")
-    with sc.Session(mesh) if way != "jax" else jax.set_mesh(mesh):
+    cache = None
+    if way == "unverified":
+        cache = sc.ProgramCache(os.environ["STEPCACHE_DIR"], verify="off")
+    with sc.Session(mesh, cache=cache) if way != "jax" else jax.set_mesh(mesh):
         started = time.perf_counter()
         state, loss = step(state, batch)  # type: ignore[misc]
         jax.block_until_ready((state, loss))
         seconds = time.perf_counter() - started
-    record = {"seconds": seconds, "parameter_seconds": parameter_seconds, "loss": float(loss)}
+        record = {"seconds": seconds, "parameter_seconds": parameter_seconds, "loss": float(loss)}
+        started = time.perf_counter()
+        for _ in range(10):
+            state, loss = step(state, batch)  # type: ignore[misc]
+            jax.block_until_ready(loss)
+        record["ten_steps_seconds"] = time.perf_counter() - started
     if way != "jax":
         stats = step.stats()
         stages = ("hash", "read", "load", *STAGES, "own")
         record["miss"] = str(step.last_miss)
         record["stages"] = {stage: getattr(stats, f"{stage}_seconds") for stage in stages}
-        # JAX's own counters: what its background check traces afterwards is not in the first call.
+        # What the background check traces afterwards is counted apart, as a verification.
         counts = {"trace": stats.traces, "lower": stats.lowers, "compile": stats.compiles}
     print(json.dumps(record | {"counts": counts, "leaves": len(jax.tree.leaves((state, batch)))}))
 
@@ -145,7 +157,7 @@ def make_model(layers: int):
 
 def run(contender: str, layers: int, devices: int, stored: Path) -> dict:
     """One fresh process of one contender."""
-    way, state = CONTENDERS[contender]
+    way, state = (CONTENDERS | UNVERIFIED)[contender]
     with tempfile.TemporaryDirectory() as empty:
         directory = str(stored) if state == "warm" else empty
         environment = dict(os.environ, STEPCACHE_DIR="off")
@@ -200,11 +212,34 @@ def compare(layers: int, devices: int, rounds: int, colds: int) -> tuple[list, d
     return rows, details
 
 
+def check(layers: int, rounds: int) -> dict[str, dict[str, float]]:
+    """The first ten steps of a warm start, with and without a check in the background."""
+    from benchmarks.harness import spread
+
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+    seconds: dict[str, list[float]] = {"background": [], "off": []}
+    with tempfile.TemporaryDirectory() as root:
+        for number in range(rounds + 1):
+            for verify, contender in (
+                ("background", "stepcache"),
+                ("off", "stepcache, unverified"),
+            ):
+                each = run(contender, layers, 1, Path(root))
+                if number:
+                    seconds[verify].append(each["ten_steps_seconds"])
+    del os.environ["XLA_FLAGS"]
+    pairs = zip(seconds["background"], seconds["off"], strict=True)
+    figures = {verify: spread(values) for verify, values in seconds.items()}
+    return figures | {"ratio": spread([checked / unchecked for checked, unchecked in pairs])}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one small case, one round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--work", choices=("jax", "late", "early"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--work", choices=("jax", "late", "early", "unverified"), help=argparse.SUPPRESS
+    )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--devices", type=int, default=1)
     options = parser.parse_args()
@@ -224,6 +259,10 @@ def main() -> None:
         show("first call to its result, fresh process", more)
         for name, each in about.items():
             print(f"{name}: {each['leaves']} leaves, {each['counts']}, {each['stages']}")
+    layers = 2 if options.quick else 24
+    figures = {f"first ten steps, {layers} layers, 1 device, by check": check(layers, rounds)}
+    print(figures)
+    details |= figures
     if not options.quick:
         print(f"written to {write('restart', rows, details, rounds=rounds)}")
 
