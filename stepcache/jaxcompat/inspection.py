@@ -33,12 +33,13 @@ _DEFAULTS: dict[str, Any] = {}
 
 def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
     """The function inside a jitted one, and its options that are not the default; else None."""
-    parts = getattr(value, "_stepcache_parts", None)  # A step of ours.
-    if parts is not None:
-        return parts
+    if isinstance(value, functools.partial) and type(value).__module__.startswith("stepcache."):
+        return getattr(value, "_stepcache_parts", None)  # A step of ours.
+    if type(value) is not _jitted_type():  # Other objects may answer to any name.
+        return None
     info = getattr(value, "_jit_info", None)
     function = getattr(value, "__wrapped__", None)
-    if info is None or function is None or not hasattr(info, "_asdict"):
+    if info is None or function is None:
         return None
     if not _DEFAULTS:
         _DEFAULTS.update(jax.jit(lambda: 0)._jit_info._asdict())  # type: ignore[attr-defined]
@@ -48,6 +49,11 @@ def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
         if name not in _JIT_INTERNALS and not _is_default(name, option)
     }
     return function, options
+
+
+@functools.lru_cache(maxsize=1)
+def _jitted_type() -> type:
+    return type(jax.jit(lambda: 0))
 
 
 def _is_default(name: str, option: Any) -> bool:
@@ -60,7 +66,11 @@ def pytree_functions(cls: type) -> tuple[Callable, ...]:
     if not PRIVATE_API:
         return ()
     entry = tree_util._registry.get(cls)
-    return () if entry is None else (entry.to_iter, entry.from_iter)
+    if entry is None:
+        return ()
+    with_paths = getattr(tree_util, "_registry_with_keypaths", {}).get(cls)
+    more = () if with_paths is None else (with_paths.flatten_with_keys,)
+    return (entry.to_iter, entry.from_iter, *more)
 
 
 def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> str:

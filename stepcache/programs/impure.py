@@ -26,7 +26,8 @@ _MODULES = {
     "tempfile": "the file system",
     "glob": "the file system",
     "shutil": "the file system",
-    "fnmatch": "",
+    "concurrent.futures": "other threads, which are not watched",
+    "runpy": "code that is not known beforehand",
     "inspect": "the source or the frames of running code",
     "gc": "the objects of this process",
     "ctypes": "foreign code",
@@ -48,6 +49,18 @@ _FUNCTIONS = {
     "importlib.import_module": "a module whose name is not known beforehand",
     "importlib.reload": "a module that changes",
     "builtins.__import__": "a module whose name is not known beforehand",
+    "builtins.eval": "code that is not known beforehand",
+    "builtins.exec": "code that is not known beforehand",
+    "builtins.compile": "code that is not known beforehand",
+    "builtins.id": "where this process keeps its objects",
+    "builtins.hash": "the hash seed of this process",
+    "builtins.input": "what the user types",
+    "_thread.start_new_thread": "another thread, which is not watched",
+    "_thread.start_joinable_thread": "another thread, which is not watched",
+    "threading.Thread": "another thread, which is not watched",
+    "pkgutil.resolve_name": "a module whose name is not known beforehand",
+    "sys.getrecursionlimit": "the process",
+    "sys.gettrace": "the process",
 }
 _OS_PURE = frozenset(
     "environ getenv environb getenvb fspath path sep linesep name fsencode fsdecode PathLike "
@@ -77,7 +90,7 @@ def why_impure(name: str) -> str | None:
 
 
 def _by_module(name: str) -> str | None:
-    module, _, rest = name.rpartition(".")
+    module = name.rpartition(".")[0]
     head = name.split(".")
     if head[0] in ("os", "posix", "nt", "posixpath", "genericpath", "ntpath"):
         return _in_os(head)
@@ -89,7 +102,6 @@ def _by_module(name: str) -> str | None:
         if module in _MODULES:
             return _MODULES[module]
         module = module.rpartition(".")[0]
-    del rest
     return None
 
 

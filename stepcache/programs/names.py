@@ -13,18 +13,31 @@ from typing import Any
 
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
-_LOCAL = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_AND_CLEAR", "LOAD_FAST_BORROW"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # They stand between the instructions that matter, and change nothing about the value on the stack.
 _TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL"})
 
 # Code that names one of these may read attributes that it does not name.
 DYNAMIC_ACCESS = frozenset(
-    "getattr vars dir locals globals eval exec __dict__ __getattribute__ __getstate__ "
+    "getattr hasattr vars dir locals globals eval exec __dict__ __getattribute__ __getstate__ "
     "attrgetter methodcaller getattr_static getmembers asdict astuple fields replace copy "
-    "deepcopy dumps loads __reduce__ __slots__ __dataclass_fields__ __annotations__ f_globals "
-    "f_locals modules".split()
+    "deepcopy dumps loads __reduce__ __slots__ __dataclass_fields__ f_globals f_locals modules "
+    "format format_map".split()
 )
+# What is no part of the code, so that a change of it would not be seen.
+UNSEEN = {
+    "__doc__": "docstrings",
+    "__annotations__": "annotations",
+    "get_type_hints": "annotations",
+    "__globals__": "the globals of a function",
+    "__subclasses__": "the classes that exist",
+    "co_filename": "where code stands",
+    "co_firstlineno": "where code stands",
+    "co_lines": "where code stands",
+    "co_positions": "where code stands",
+    "f_back": "the frames of running code",
+}
+_LOCAL_ACCESS = frozenset(("locals", "vars", "eval", "exec", "dir", "co_varnames", "f_locals"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +64,7 @@ class Import:
         module: the name as written.
         names: of `from module import names`; empty for `import module`.
         attributes: chains read from the module that `import module` bound.
-        whole: the module was used in other ways than by an attribute.
+        whole: the module may be used in other ways than by an attribute.
     """
 
     level: int
@@ -69,6 +82,7 @@ class Names:
         reads: chains that start at a global or at a captured variable.
         imports: its import statements.
         attributes: every attribute name and every string constant: what it may read of an object.
+        loads: the attribute names among them that it reads of anything.
         is_dynamic: it may read attributes beyond those.
         codes: the code objects covered.
     """
@@ -76,6 +90,7 @@ class Names:
     reads: dict[Read, None] = field(default_factory=dict)
     imports: list[Import] = field(default_factory=list)
     attributes: set[str] = field(default_factory=set)
+    loads: set[str] = field(default_factory=set)
     codes: list[CodeType] = field(default_factory=list)
 
     @property
@@ -97,22 +112,24 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str]) -> None:
     _collect_constants(code.co_consts, names, own_cells)
     instructions = [i for i in dis.get_instructions(code) if i.opname not in _TRANSPARENT]
     bound: dict[str, tuple[int, str]] = {}  # local name -> the module imported as it
-    used: dict[tuple[int, str], tuple[set[tuple[str, ...]], bool]] = {}
+    chains: dict[tuple[int, str], set[tuple[str, ...]]] = {}
     for index, instruction in enumerate(instructions):
         operation, argument = instruction.opname, instruction.argval
         if operation in _GLOBAL:
             names.reads[Read("global", argument, _chain(instructions, index))] = None
         elif operation in _CAPTURED and argument not in own_cells:
             names.reads[Read("captured", argument, _chain(instructions, index))] = None
+        elif operation in _ATTRIBUTE or operation == "IMPORT_FROM":
+            names.loads.add(argument)
         elif operation == "IMPORT_NAME":
-            _collect_import(instructions, index, code, names, bound)
-        elif operation in _LOCAL and argument in bound:
-            chain = _chain(instructions, index)
-            chains, whole = used.get(bound[argument], (set(), False))
-            used[bound[argument]] = (chains | {chain}, whole) if chain else (chains, True)
+            _collect_import(instructions, index, names, bound)
+        elif operation.startswith("LOAD_FAST"):
+            local = argument[-1] if isinstance(argument, tuple) else argument  # Two in one.
+            if local in bound and (chain := _chain(instructions, index)):
+                chains.setdefault(bound[local], set()).add(chain)
     for level, module in bound.values():
-        chains, whole = used.get((level, module), (set(), False))
-        names.imports.append(Import(level, module, (), tuple(sorted(chains)), whole))
+        found = tuple(sorted(chains.get((level, module), ())))
+        names.imports.append(Import(level, module, (), found, whole=True))
 
 
 def _collect_constants(constants: tuple, names: Names, own_cells: set[str]) -> None:
@@ -135,7 +152,7 @@ def _chain(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:
 
 
 def _collect_import(
-    instructions: list[dis.Instruction], index: int, code: CodeType, names: Names, bound: dict
+    instructions: list[dis.Instruction], index: int, names: Names, bound: dict
 ) -> None:
     module = instructions[index].argval
     before = [i.argval for i in instructions[max(0, index - 2) : index]]
@@ -144,9 +161,11 @@ def _collect_import(
     following = instructions[index + 1] if index + 1 < len(instructions) else None
     if from_names:
         names.imports.append(Import(level, module, tuple(from_names)))
-    elif following is not None and following.opname == "STORE_FAST":
-        bound[following.argval] = (level, module.partition(".")[0])
-        names.imports.append(Import(level, module, (), whole=False))
+    elif following is not None and following.opname.startswith("STORE_FAST"):
+        local = following.argval
+        local = local[0] if isinstance(local, tuple) else local
+        bound[local] = (level, module.partition(".")[0])
+        names.imports.append(Import(level, module, ()))
     else:  # Kept in a cell, under a global name, or `import a.b as c`: all of it may be read.
         names.imports.append(Import(level, module, (), whole=True))
 
@@ -157,7 +176,7 @@ def _collect_import(
 def code_digest(code: CodeType) -> str:
     """A digest of what code does, whatever the file and the line it stands in.
 
-    Docstrings, comments, file names and line numbers do not count.
+    Docstrings, comments, file names, line numbers and names of local variables do not count.
     """
     hasher = hashlib.sha256()
     _feed_code(code, hasher)
@@ -172,7 +191,7 @@ def _feed_code(code: CodeType, hasher: Any) -> None:
         code.co_kwonlyargcount,
         code.co_flags,
         code.co_names,
-        code.co_varnames,
+        _variables_that_count(code),
         code.co_freevars,
         code.co_cellvars,
         code.co_code,
@@ -181,6 +200,15 @@ def _feed_code(code: CodeType, hasher: Any) -> None:
         hasher.update(f"{part!r};".encode())
     for constant in _constants_that_count(code):
         _feed_constant(constant, hasher)
+
+
+def _variables_that_count(code: CodeType) -> tuple:
+    """The parameters, by which code is called; of other local variables only their number."""
+    if not _LOCAL_ACCESS.isdisjoint(code.co_names):
+        return code.co_varnames
+    flags = code.co_flags
+    count = code.co_argcount + code.co_kwonlyargcount + bool(flags & 4) + bool(flags & 8)
+    return (*code.co_varnames[:count], len(code.co_varnames))
 
 
 def _constants_that_count(code: CodeType) -> tuple:

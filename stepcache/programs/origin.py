@@ -44,8 +44,10 @@ def origin_of_file(filename: str) -> str:
     return USER
 
 
-def origin_of_module(name: str) -> str:
+def origin_of_module(name: str | None) -> str:
     """The origin of a module by its name, loaded or not."""
+    if not name:
+        return USER
     module = sys.modules.get(name)
     filename = getattr(module, "__file__", None)
     if filename:
@@ -73,7 +75,8 @@ def origin_of(value: Any) -> str:
     code = getattr(value, "__code__", None)
     if code is not None and not code.co_filename.startswith("<"):
         return origin_of_file(code.co_filename)
-    return origin_of_module(getattr(value, "__module__", None) or "builtins")
+    module = getattr(value, "__module__", None)
+    return origin_of_module(module) if module or code is None else USER
 
 
 @functools.lru_cache(maxsize=1024)

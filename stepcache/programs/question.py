@@ -21,12 +21,13 @@ from stepcache.events import Change
 from stepcache.jaxcompat import inspection
 from stepcache.programs import library
 from stepcache.programs.build import Recipe
-from stepcache.programs.fingerprint import Fingerprint, Walk, atom
+from stepcache.programs.fingerprint import Fingerprint, Walk
 from stepcache.programs.key import Key
 from stepcache.programs.origin import INSTALLED, USER, file_digest, file_label, origin_of_file
 from stepcache.programs.recording import Recording
 from stepcache.programs.signature import Leaf, short_type
 from stepcache.programs.signature import Path as LeafPath
+from stepcache.programs.tokens import atom
 
 _LOOKED_UP_BY = ("argument", "mesh", "config ", "environment ", "package jax", "static ", "option ")
 _MAX_CHANGES = 64
@@ -39,13 +40,15 @@ class Used:
     Attributes:
         attributes: attributes of the user's objects that libraries read.
         modules: installed modules entered.
-        files: files read, each as (base, path): relative to the "source", to the "directory" that
-            the process runs in, or "absolute".
+        names: what their code reads of modules, by module.
+        files: files read, each as (base, path, path as it was): relative to the "source", to the
+            "directory" that the process runs in, or "absolute".
         variables: environment variables read.
     """
 
     attributes: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
+    names: dict[str, list[str]] = field(default_factory=dict)
     files: list[list[str]] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
 
@@ -117,7 +120,7 @@ class Question:
         self.lookup = hashlib.sha256("\n".join((*sorted(common), *tokens)).encode()).hexdigest()
 
     def _walked(self) -> Walk:
-        walk = Walk()
+        walk = Walk(self._root)
         walk.value("step", self._recipe.fun)
         for static in self._key.signature.statics:
             walk.value(f"static {static.name}", static.value)
@@ -156,11 +159,11 @@ class Question:
 
     def _extended(self, walk: Walk, used: Used) -> Fingerprint:
         walk.read_attributes(used.attributes)
-        library.note_modules(walk, used.modules)
+        library.note_modules(walk, used.modules, used.names)
         for name in used.variables:
-            walk.facts[f"environment variable {name}"] = atom(os.environ.get(name))
-        for base, path in used.files:
-            walk.facts[f"file {path}"] = file_digest(self._file(base, path))
+            walk.once(f"environment variable {name}", atom(os.environ.get(name)))
+        for base, path, original in used.files:
+            walk.once(f"file {path}", self._content(base, path, original))
         return walk.fingerprint()
 
     def used_by(self, recording: Recording) -> Used:
@@ -168,8 +171,9 @@ class Question:
         installed = [c for c in recording.codes if origin_of_file(c.co_filename) == INSTALLED]
         names = {name for code in installed for name in (*code.co_names, *_strings(code))}
         return Used(
-            sorted(self._walk().waiting() & names),
-            library.modules_of(installed),
+            sorted((self._walk().waiting() & names) | _asked_for(installed)),
+            library.entered_modules(installed),
+            library.names_read(installed),
             [self._file_name(path) for path in sorted(recording.files)],
             sorted(recording.variables),
         )
@@ -186,14 +190,25 @@ class Question:
         return tuple(blames)
 
     def _file_name(self, path: str) -> list[str]:
-        for base, directory in (("source", self._root), ("directory", str(Path.cwd()))):
-            if directory and path.startswith(directory + os.sep):
-                return [base, os.path.relpath(path, directory)]
-        return ["absolute", path]
+        if not Path(path).is_absolute():
+            return ["directory", path, path]
+        if self._root and path.startswith(self._root + os.sep):
+            return ["source", os.path.relpath(path, self._root), path]
+        return ["absolute", path, path]
 
-    def _file(self, base: str, path: str) -> str:
-        directory = {"source": self._root, "directory": str(Path.cwd())}.get(base, "")
-        return str(Path(directory) / path)
+    def _content(self, base: str, path: str, original: str) -> str:
+        """The content of a file, wherever this process would look for it.
+
+        Of a file beside the sources it is not known whether its path was written out; if it still
+        exists where it was, it has to be the same there.
+        """
+        if base != "source":
+            return file_digest(os.path.abspath(path))
+        here = str(Path(self._root) / path)
+        content = file_digest(here)
+        if here != original and (there := file_digest(original)) not in (content, "absent"):
+            return f"{content}, and {there} at {original}"
+        return content
 
 
 def digest_facts(facts: dict[str, str]) -> str:
@@ -261,6 +276,15 @@ def _change(name: str, old: str | None, new: str | None) -> Change:
         note = "not there before" if old is None else "gone" if new is None else "its code changed"
         return Change("code", shown, old or "absent", new or "absent", note)
     return Change(part, shown, old or "absent", new or "absent")
+
+
+def _asked_for(codes: Iterable[Any]) -> set[str]:
+    """Attributes that libraries look for in objects which may not have them."""
+    asking = [c for c in codes if not _ASKING.isdisjoint(c.co_names)]
+    return {name for code in asking for name in _strings(code)}
+
+
+_ASKING = frozenset(("getattr", "hasattr"))
 
 
 def _strings(code: Any) -> Iterable[str]:

@@ -53,7 +53,7 @@ class Recording:
 
     Attributes:
         codes: the code objects entered.
-        files: absolute paths of the files opened for reading.
+        files: paths of the files opened for reading; relative ones as they were given.
         variables: names of environment variables asked for.
         impure: what it called that makes it valid for this run only.
     """
@@ -68,14 +68,12 @@ class Recording:
         _listen_for_files()
         stack = _active.__dict__.setdefault("stack", [])
         stack.append(self)
-        if len(stack) == 1:
-            _start()
+        self.unavailable = _start()
         return self
 
     def __exit__(self, *exception) -> None:
         _active.stack.pop()
-        if not _active.stack:
-            _stop()
+        _stop()
 
     def add_from(self, other: Recording) -> None:
         """Adds what another trace used."""
@@ -94,6 +92,9 @@ def _current() -> list[Recording]:
 
 def _enter(code: CodeType, frame: FrameType) -> bool:
     """Notes code; False where the same code may yet be entered in a way that counts."""
+    if code in _ENVIRON:
+        _note_variables(code, frame)
+        return False
     if code.co_filename.startswith("<"):  # Made by exec: whose it is, its globals tell.
         name = frame.f_globals.get("__name__", "")
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
@@ -102,13 +103,15 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         return False
     for recording in _current():
         recording.codes.add(code)
-    key = _ENVIRON.get(code)
-    if key is not None:
-        name = frame.f_locals.get(key) if key else None
-        names = [name] if isinstance(name, str) else list(os.environ._data) if not key else []  # type: ignore[attr-defined]
-        for recording in _current():
-            recording.variables.update(os.fsdecode(name) for name in names)
-    return key is None
+    return True
+
+
+def _note_variables(code: CodeType, frame: FrameType) -> None:
+    key = _ENVIRON[code]
+    name = frame.f_locals.get(key) if key else None
+    names = list(os.environ._data) if not key else [name] if isinstance(name, str | bytes) else []  # type: ignore[attr-defined]
+    for recording in _current():
+        recording.variables.update(os.fsdecode(name) for name in names)
 
 
 def _is_bystander(frame: FrameType | None) -> bool:
@@ -167,14 +170,13 @@ def _responsible(frame: FrameType | None) -> str | None:
     """
     while frame is not None:
         filename = frame.f_code.co_filename
-        if filename.startswith("<frozen importlib") or any(
-            each in filename for each in _BYSTANDERS
-        ):
-            return None
         origin = origin_of_file(filename)
-        if origin != PYTHON and f"{os.sep}numpy{os.sep}" not in filename:
-            if origin == INSTALLED and _package(filename) in _FRAMEWORKS:
-                return None
+        if origin == PYTHON and (_is_import(frame) or any(b in filename for b in _BYSTANDERS)):
+            return None
+        package = _package(filename) if origin == INSTALLED else ""
+        if package in _FRAMEWORKS:
+            return None
+        if origin != PYTHON and package != "numpy":
             return f"{Path(filename).name}:{frame.f_code.co_qualname}"
         frame = frame.f_back
     return None
@@ -215,32 +217,47 @@ def _opened(path: Any, mode: Any = None) -> None:
         return
     frame = sys._getframe(2)
     while frame is not None and origin_of_file(frame.f_code.co_filename) == PYTHON:
-        filename = frame.f_code.co_filename
-        if filename.startswith("<frozen importlib") or any(
-            each in filename for each in _BYSTANDERS
-        ):
+        if _is_import(frame) or any(b in frame.f_code.co_filename for b in _BYSTANDERS):
             return
         frame = frame.f_back
-    text = os.path.abspath(os.fsdecode(path))
+    text = os.path.normpath(os.fsdecode(path))
     by_user = frame is not None and origin_of_file(frame.f_code.co_filename) == USER
-    if text.endswith((".pyc", ".py")) and not by_user:
+    if text.endswith((".pyc", ".py", ".so")) and not by_user:
         return  # A library that shows source lines.
-    if not text.startswith(("/proc/", "/sys/", "/dev/")) and origin_of_file(text) == USER:
-        for recording in _current():
-            recording.files.add(text)
+    if text.startswith(_SYSTEM_FILES):
+        if by_user and frame is not None and text != os.devnull:
+            for recording in _current():
+                recording.impure[f"{frame.f_code.co_qualname}: it reads {text}"] = None
+        return
+    for recording in _current():
+        recording.files.add(text)
+
+
+def _is_import(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib")
+
+
+_SYSTEM_FILES = ("/proc/", "/sys/", "/dev/")
 
 
 # ---- the two ways to see calls ----------------------------------------------------------------
 
 
-def _start() -> None:
+def _start() -> str | None:
+    """Begins to watch this thread; says why that is not possible, if it is not."""
     if sys.version_info >= (3, 12):
-        problem = _monitoring.start()
-        if problem:
-            for recording in _current():
-                recording.unavailable = problem
-        return
-    before = _active.before = sys.getprofile()
+        return _monitoring.start()
+    profilers = _active.__dict__.setdefault("profilers", [])
+    before = sys.getprofile()
+    profilers.append(before)
+    if before is not None and not callable(before):
+        return "a profiler written in C is active, so that its trace cannot be watched"
+    sys.setprofile(_profiler(profilers[0]))  # The first may be the user's; the others are ours.
+    return None
+
+
+def _profiler(before: Any) -> Any:
     entered: set[CodeType] = set()
     plain: set[Any] = set()  # Functions that are no methods, and known to be harmless.
 
@@ -248,9 +265,8 @@ def _start() -> None:
         # Called millions of times: what was seen before has to leave by the first line.
         if event == "call":
             code = frame.f_code
-            if code not in entered:
-                if _enter(code, frame):
-                    entered.add(code)
+            if code not in entered and _enter(code, frame):
+                entered.add(code)
         elif event == "c_call":
             owner = argument.__self__
             kind = type(owner)
@@ -265,14 +281,16 @@ def _start() -> None:
         if before is not None:
             before(frame, event, argument)
 
-    sys.setprofile(profile)
+    return profile
 
 
 def _stop() -> None:
     if sys.version_info >= (3, 12):
         _monitoring.stop()
     else:
-        sys.setprofile(_active.before)
+        before = _active.profilers.pop()
+        if before is None or callable(before):
+            sys.setprofile(before)
 
 
 _SUSPECT_MODULES = frozenset(
@@ -295,7 +313,8 @@ class _Monitoring:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         with self._lock:
             self._users += 1
-            if self._users > 1:
+            if self._tool is not None:  # What was seen before has to be seen once more.
+                monitoring.restart_events()
                 return None
             for tool in (4, 3, 1):
                 try:

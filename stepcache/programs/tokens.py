@@ -1,0 +1,94 @@
+"""Tokens: short texts that are equal in two processes where the values are, and only there.
+
+Pure functions of plain values, keys and arrays. Nothing of the user's is called.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
+
+_SHOWN = 60
+_PLAIN_CONTAINERS = (tuple, list, dict, set, frozenset)
+_PLAIN_ITEMS = 512
+
+
+def atom(value: Any) -> str:
+    """The token of a plain value; a long one by its digest."""
+    text = repr(value)
+    if len(text) > _SHOWN:
+        text = f"{text[:24]}… {digest([text])}"
+    plain = type(value) in (str, int, float, bool, type(None))
+    return text if plain else f"{type(value).__name__} {text}"
+
+
+def plain_text(value: Any) -> str | None:
+    """All of a value that is made of plain values and tuples; None for any other."""
+    if type(value) in ATOMS:
+        return repr(value)
+    if type(value) is not tuple:
+        return None
+    texts = [plain_text(each) for each in value]
+    return None if None in texts else f"({', '.join(texts)})"  # type: ignore[arg-type]
+
+
+def container_text(value: Any, depth: int = 3) -> str | None:
+    """All of a value that is made of plain values and Python's containers; None for any other."""
+    kind = type(value)
+    if kind in ATOMS:
+        return repr(value)
+    if kind not in _PLAIN_CONTAINERS or not depth or len(value) > _PLAIN_ITEMS:
+        return None
+    if kind is dict:
+        texts = [
+            f"{container_text(key, depth - 1)}: {text}"
+            if (text := container_text(each, depth - 1)) and container_text(key, depth - 1)
+            else None
+            for key, each in list(value.items())
+        ]
+    else:
+        texts = [container_text(each, depth - 1) for each in list(value)]
+    if None in texts:
+        return None
+    ordered: Any = sorted(texts) if kind in (set, frozenset) else texts  # type: ignore[type-var]
+    return f"{kind.__name__}({', '.join(ordered)})"
+
+
+def short(text: str) -> str:
+    """A text that is not too long to show."""
+    return text if len(text) <= _SHOWN else f"{text[:40]}… {digest([text])}"
+
+
+def digest(texts: Iterable[str]) -> str:
+    """A digest of texts, one after the other."""
+    hasher = hashlib.sha256()
+    for text in texts:
+        data = text.encode(errors="surrogatepass")
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)
+    return hasher.hexdigest()[:16]
+
+
+def content_digest(array: np.ndarray) -> str:
+    """A digest of an array's bytes."""
+    data = np.ascontiguousarray(array)
+    content = data.view(np.uint8).reshape(-1).data if data.size else b""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def key_text(key: Any) -> str:
+    """A key of a dictionary; one that is an object by its type alone."""
+    return repr(key) if type(key) in ATOMS else qualified_name(type(key))
+
+
+def qualified_name(value: Any) -> str:
+    """The full name of a class, a function or a member of an enumeration."""
+    if isinstance(value, enum.Enum):
+        return f"{qualified_name(type(value))}.{value.name}"
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"

@@ -1,0 +1,169 @@
+"""Changes that leave the program as it is, with the level that each still reaches."""
+
+from .kinds import Kind
+
+
+def _kind(name, text, level=1):
+    return Kind(name, text, level=level, same=True)
+
+
+HARMLESS = [
+    _kind("harmless_nothing", "def step(x): return x * 2"),
+    _kind("harmless_comment", "def step(x):\n    «¦# A comment.\n    »return x * 2"),
+    _kind("harmless_docstring", 'def step(x):\n    "«One¦Two»"\n    return x * 2'),
+    _kind(
+        "harmless_new_docstring",
+        'def scale(x):\n    «¦"Two."\n    »return x * 2\ndef step(x): return scale(x)',
+    ),
+    _kind("harmless_module_docstring", '«¦"Text."\n»def step(x): return x * 2'),
+    _kind(
+        "harmless_moved_lines",
+        "«¦\n\n\nX = 1\n\n»def scale(x): return x * 2\n\n\n"
+        "def step(x):\n«¦\n\n»    return scale(x)",
+    ),
+    _kind("harmless_formatting", "def step(x): return «x * 2 + 1¦(x*2\n     +1)»"),
+    _kind("harmless_other_function", "def other(x): return x * «2¦3»\ndef step(x): return x * 2"),
+    _kind("harmless_other_global", "OTHER = «2¦3»\ndef step(x): return x * 2"),
+    _kind("harmless_new_global", "«¦MORE = [1, 2]\n»RATE = 2\ndef step(x): return x * RATE"),
+    _kind(
+        "harmless_order_of_functions",
+        """
+        «def a(x): return x * 2
+        def b(x): return x + 1¦def b(x): return x + 1
+        def a(x): return x * 2»
+        def step(x): return a(b(x))
+        """,
+    ),
+    _kind(
+        "harmless_other_global_of_a_module",
+        """
+        import harmless_other_module as m
+        def step(x): return x * m.RATE
+        # --- harmless_other_module.py
+        RATE = 2.0
+        OTHER = «1¦2»
+        def other(): return «1¦2»
+        """,
+    ),
+    _kind("harmless_unused_import", "«¦import json, collections\n»def step(x): return x * 2"),
+    _kind("harmless_import_order", "«import json, os¦import os, json»\ndef step(x): return x * 2"),
+    _kind("harmless_type_annotation", "def step(x«¦: jax.Array») «¦-> jax.Array»: return x * 2"),
+    _kind(
+        "harmless_annotated_helper",
+        "def f(x, n«¦: int» = 2): return x * n\ndef step(x): return f(x)",
+    ),
+    _kind("harmless_local_name", "def step(x):\n    «a¦bb» = x * 2\n    return «a¦bb» + 1"),
+    _kind(
+        "harmless_parameter_name_of_helper",
+        "def f(«a¦bb»): return «a¦bb» * 2\ndef step(x): return f(x)",
+        2,
+    ),
+    _kind("harmless_global_name", "«A¦BB» = 2\ndef step(x): return x * «A¦BB»", 2),
+    _kind(
+        "harmless_logging_line",
+        """
+        import logging
+        log = logging.getLogger("mine")
+        def step(x):
+            «¦log.debug("tracing")
+            »return x * 2
+        """,
+        2,
+    ),
+    _kind("harmless_print", 'def step(x):\n    print("«one¦two»", end="")\n    return x * 2', 2),
+    _kind("harmless_assertion", "def step(x):\n    «¦assert x.ndim == 1\n    »return x * 2", 2),
+    _kind("harmless_dead_code", "def step(x):\n    «¦if False: x = x * 3\n    »return x * 2", 2),
+    _kind(
+        "harmless_refactoring",
+        """
+        «¦def f(x): return x * 2»
+        def step(x): return «x * 2¦f(x)»
+        """,
+        2,
+    ),
+    _kind(
+        "harmless_named_scope",
+        'def step(x):\n    with jax.named_scope("«one¦two»"): return x * 2',
+        2,
+    ),
+    _kind(
+        "harmless_new_attribute",
+        """
+        class Config:
+            def __init__(self): self.rate = 2.0
+        config = Config()
+        «¦config.unread = 1»
+        def step(x): return x * config.rate
+        """,
+    ),
+    _kind(
+        "harmless_unread_attribute",
+        """
+        class Config: pass
+        config = Config()
+        config.rate, config.unread = 2.0, "«one¦two»"
+        def step(x): return x * config.rate
+        """,
+    ),
+    _kind(
+        "harmless_other_method",
+        """
+        class Model:
+            def scale(self, x): return x * 2
+            «¦def other(self, x): return x * 3»
+        model = Model()
+        def step(x): return model.scale(x)
+        """,
+    ),
+    _kind(
+        "harmless_class_docstring",
+        """
+        class Model:
+            "«One¦Two»"
+            def scale(self, x): return x * 2
+        model = Model()
+        def step(x): return model.scale(x)
+        """,
+    ),
+    _kind(
+        "harmless_other_environment_variable",
+        """
+        import os
+        os.environ["SC_OTHER"] = "«1¦2»"
+        os.environ["SC_READ"] = "2"
+        def step(x): return x * float(os.environ["SC_READ"])
+        """,
+    ),
+    _kind(
+        "harmless_other_file",
+        """
+        HERE = Path(__file__).parent
+        def step(x): return x * float((HERE / "data.txt").read_text())
+        # --- data.txt
+        2.0
+        # --- other.txt
+        «1¦2»
+        """,
+    ),
+    _kind("harmless_unread_dict_of_a_module", "TABLE = {'a': «1¦2»}\ndef step(x): return x * 2"),
+    _kind(
+        "harmless_logging_level",
+        """
+        import logging
+        logging.getLogger("sc_mine").setLevel(«10¦20»)
+        def step(x): return x * 2
+        """,
+    ),
+    _kind(
+        "harmless_irrelevant_setting",
+        """
+        def context(): return jax.log_compiles(False)
+        def step(x): return x * 2
+        """,
+    ),
+    _kind(
+        "harmless_set_of_strings",
+        'NAMES = {"a", "b", "c", "d", "e", "f"}\n'
+        'def step(x): return x * (2 if "a" in NAMES else 3)',
+    ),
+]

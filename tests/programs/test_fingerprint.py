@@ -1,0 +1,195 @@
+"""What the walk notes, and what it says of things that cannot be looked at."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+import stepcache
+from stepcache.programs.fingerprint import Walk
+
+
+def fingerprint(value):
+    walk = Walk()
+    walk.value("it", value)
+    return walk.fingerprint()
+
+
+MODEL = """
+    import json, sys
+    import jax, optax
+    from flax import nnx
+    from stepcache.programs.fingerprint import Walk
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.LayerNorm(8, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+            self.up = nnx.Linear(8, 16, rngs=rngs)
+            self.down = nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            x = x + self.attention(self.norm(x))
+            return x + self.down(nnx.gelu(self.up(x)))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(16, 8, rngs=rngs)
+            self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)))
+    optimizer = optax.adamw(1e-3)
+    NAMES = {"bias", "scale", "kernel", "embedding"}
+
+    def step(state, tokens):
+        def loss_of(params):
+            return nnx.merge(graph, params)(tokens).sum() * len(NAMES)
+        gradients = jax.grad(loss_of)(state["params"])
+        updates, moments = optimizer.update(gradients, state["moments"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "moments": moments}
+
+    walk = Walk()
+    walk.value("step", step)
+    state = {"params": params, "moments": optimizer.init(params)}
+    walk.tree("arguments", jax.tree.structure(state))
+    found = walk.fingerprint()
+    print(json.dumps([found.facts, found.blames]))
+"""
+
+
+def test_a_model_has_the_same_fingerprint_in_every_process(tmp_path):
+    found = []
+    for seed in ("1", "2"):
+        directory = tmp_path / seed
+        directory.mkdir()
+        (directory / "train.py").write_text(textwrap.dedent(MODEL))
+        done = subprocess.run(
+            [sys.executable, "train.py"],
+            cwd=directory,
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": str(Path(stepcache.__file__).parent.parent),
+            },
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(json.loads(done.stdout))
+    facts, blames = found[0]
+    assert not blames
+    assert found[0] == found[1]
+    assert any("optax" in path for path in facts)
+
+
+def test_two_namespaces_of_one_name_are_told_apart():
+    spaces = [{"RATE": 1, "__name__": "m"}, {"RATE": 2, "__name__": "m"}]
+    for space in spaces:
+        exec("def f(x): return x * RATE", space)
+    facts = fingerprint([space["f"] for space in spaces]).facts
+    assert sorted(token for path, token in facts.items() if "RATE" in path) == ["1", "2"]
+
+
+class Failing:
+    def __eq__(self, other):
+        raise RuntimeError("eq")
+
+    def __hash__(self):
+        raise RuntimeError("hash")
+
+    def __repr__(self):
+        raise RuntimeError("repr")
+
+    def __getattr__(self, name):
+        raise RuntimeError("getattr")
+
+    def __len__(self):
+        raise RuntimeError("len")
+
+    def __bool__(self):
+        raise RuntimeError("bool")
+
+
+def test_an_object_that_fails_at_everything_is_looked_at_all_the_same():
+    value = Failing()
+    value.__dict__["__rate__"] = 1
+    found = fingerprint(value)
+    assert not found.blames
+    assert found.facts["it.__rate__"] == "1"
+
+
+def test_a_cycle_ends():
+    cycle = [1]
+    cycle.append(cycle)
+    assert fingerprint(cycle).facts["it[1]"] == "see it"
+
+
+def test_deep_nesting_is_blamed_and_not_raised():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert any("nested too deeply" in blame for blame in fingerprint(deep).blames)
+
+
+def test_a_huge_list_of_numbers_is_one_fact():
+    numbers = list(range(1_000_000))
+    facts = fingerprint(numbers).facts
+    assert len(facts) == 1
+    numbers[-1] = 0
+    assert fingerprint(numbers).facts != facts
+
+
+def test_equal_sets_are_equal_whatever_their_history():
+    one, other = {8, 0}, {0, 8}
+    assert fingerprint(one) == fingerprint(other)
+    assert fingerprint({"a", "b"}) != fingerprint({"a", "c"})
+
+
+def test_a_set_of_objects_is_blamed():
+    assert fingerprint({object()}).blames
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Event])
+def test_locks_are_no_matter(make):
+    assert not fingerprint(make()).blames
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (each for each in ()),
+        lambda: Path(__file__).open(),  # noqa: SIM115
+        lambda: __import__("itertools").count(),
+        lambda: __import__("queue").SimpleQueue(),
+        lambda: __import__("hashlib").sha256(),
+        lambda: sys._getframe(),
+    ],
+    ids=["generator", "file", "iterator", "queue", "hash", "frame"],
+)
+def test_what_cannot_be_looked_into_is_blamed(make):
+    assert fingerprint(make()).blames
+
+
+def test_an_attribute_that_no_code_names_does_not_count():
+    class Config:
+        rate, other = 1, 2
+
+    def step(x):
+        return x * Config.rate
+
+    before = fingerprint(step)
+    Config.other = 3
+    assert fingerprint(step) == before
+    Config.rate = 3
+    assert fingerprint(step) != before

@@ -1,0 +1,101 @@
+"""What code names, read from its bytecode, and what its digest sees."""
+
+import textwrap
+from types import CodeType
+
+import pytest
+
+from stepcache.programs.names import Read, code_digest, names_of
+
+
+def compiled(source, name="f", filename="x.py"):
+    """The code object of a function in a text."""
+    module = compile(textwrap.dedent(source), filename, "exec")
+    return next(c for c in module.co_consts if isinstance(c, CodeType) and c.co_name == name)
+
+
+def test_chains_that_start_at_globals():
+    names = names_of(compiled("def f(x): return a.b.c(x) + d"))
+    assert set(names.reads) == {Read("global", "a", ("b", "c")), Read("global", "d", ())}
+
+
+def test_captured_variables_are_not_those_of_inner_functions():
+    source = """
+        def make(rate):
+            def f(x):
+                own = 1
+                def inner(): return own + rate
+                return inner()
+            return f
+    """
+    make = compiled(source, "make")
+    inner = next(c for c in make.co_consts if isinstance(c, CodeType))
+    assert set(names_of(inner).reads) == {Read("captured", "rate", ())}
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "attributes"),
+    [
+        ("import m\n    return m.rate", "m", (("rate",),)),
+        ("import m.n\n    return m.n.rate + m.other", "m", (("n", "rate"), ("other",))),
+    ],
+)
+def test_chains_that_start_at_imports(source, module, attributes):
+    imports = names_of(compiled(f"def f():\n    {source}\n")).imports
+    assert [(i.module, i.attributes) for i in imports if i.whole] == [(module, attributes)]
+
+
+def test_names_of_a_from_import():
+    (imported,) = names_of(compiled("def f():\n    from ..m import a, b\n    return a")).imports
+    assert (imported.level, imported.module, imported.names) == (2, "m", ("a", "b"))
+
+
+@pytest.mark.parametrize("text", ["getattr(x, n)", "vars(x)", "x.__dict__", "'{0.a}'.format(x)"])
+def test_dynamic_access_is_known(text):
+    assert names_of(compiled(f"def f(x, n): return {text}")).is_dynamic
+    assert not names_of(compiled("def f(x): return x.rate")).is_dynamic
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "\n\n\ndef f(x, n=1):\n    y = x * 2\n    return y\n",
+        'def f(x, n=1):\n    "Text."\n    y = x * 2\n    return y\n',
+        "def f(x, n=1):\n    # Text.\n    y = (x *\n         2)\n    return y\n",
+        "def f(x, n=1):\n    another = x * 2\n    return another\n",
+    ],
+)
+def test_what_the_digest_does_not_see(other):
+    one = compiled("def f(x, n=1):\n    y = x * 2\n    return y\n")
+    assert code_digest(one) == code_digest(compiled(other, filename="elsewhere/y.py"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "def f(x): return x * 3",
+        "def f(x): return x * 2.0",
+        "def f(x): return x * True",
+        "def f(x): return x + 2",
+        "def f(y): return y * 2",
+        "def f(x, y=1): return x * 2",
+        "def f(*x): return x * 2",
+        "def f(x): yield x * 2",
+    ],
+)
+def test_what_the_digest_sees(other):
+    one = code_digest(compiled("def f(x): return x * 2"))
+    assert one != code_digest(compiled(other))
+
+
+def test_a_docstring_that_is_used_counts():
+    one = "def f():\n    'a'\n    def g(): return 'a'\n    return g()"
+    assert code_digest(compiled(one)) != code_digest(
+        compiled(one.replace("return 'a'", "return 'b'"))
+    )
+
+
+def test_the_order_of_a_constant_set_does_not_count():
+    one = compiled("def f(x): return x in {'a', 'b', 'c', 'd'}")
+    other = compiled("def f(x): return x in {'d', 'c', 'b', 'a'}")
+    assert code_digest(one) == code_digest(other)

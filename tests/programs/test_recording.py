@@ -1,0 +1,184 @@
+"""What a recording sees, on both of Python's ways to watch code, and what it leaves alone."""
+
+import os
+import sys
+import threading
+
+import pytest
+
+from stepcache.programs.recording import Recording
+
+MONITORED = sys.version_info >= (3, 12)
+
+
+def inner(x):
+    return x + 1
+
+
+def outer(x):
+    return inner(x) * 2
+
+
+def other(x):
+    return x
+
+
+def test_code_is_seen():
+    with Recording() as recording:
+        outer(1)
+    assert {outer.__code__, inner.__code__} <= recording.codes
+    assert other.__code__ not in recording.codes
+
+
+def test_each_recording_sees_for_itself():
+    for _ in range(3):
+        with Recording() as recording:
+            outer(1)
+        assert inner.__code__ in recording.codes
+
+
+def test_a_recording_in_a_recording_sees_what_was_entered_before():
+    with Recording() as first:
+        outer(1)
+        with Recording() as second:
+            outer(1)
+        other(1)
+    assert inner.__code__ in second.codes
+    assert other.__code__ not in second.codes
+    assert {inner.__code__, other.__code__} <= first.codes
+
+
+def test_two_threads_see_their_own_code_and_not_the_other_s():
+    barrier = threading.Barrier(2)
+    recordings = {}
+
+    def run(name, function):
+        with Recording() as recording:
+            outer(1)
+            barrier.wait()
+            outer(1)
+            function(1)
+            barrier.wait()
+        recordings[name] = recording
+
+    def mine(x):
+        return x
+
+    threads = [threading.Thread(target=run, args=each) for each in (("a", mine), ("b", other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for recording in recordings.values():
+        assert inner.__code__ in recording.codes
+    assert mine.__code__ in recordings["a"].codes - recordings["b"].codes
+    assert other.__code__ in recordings["b"].codes - recordings["a"].codes
+
+
+def test_files_are_seen_as_they_were_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("1")
+    with Recording() as recording:
+        (tmp_path / "a.txt").read_text()
+        with open("a.txt") as file:  # noqa: PTH123
+            file.read()
+        (tmp_path / "written.txt").write_text("1")
+        with pytest.raises(FileNotFoundError):
+            (tmp_path / "missing.txt").read_text()
+    assert recording.files == {str(tmp_path / "a.txt"), "a.txt", str(tmp_path / "missing.txt")}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: os.environ.get("SC_SOME"),
+        lambda: os.getenv("SC_SOME"),
+        lambda: "SC_SOME" in os.environ,
+        lambda: os.environb.get(b"SC_SOME"),
+    ],
+)
+def test_variables_are_seen(read):
+    for _ in range(2):
+        with Recording() as recording:
+            read()
+        assert recording.variables == {"SC_SOME"}
+
+
+def test_all_variables_are_seen(monkeypatch):
+    monkeypatch.setenv("SC_ANY", "1")
+    with Recording() as recording:
+        list(os.environ)
+    assert "SC_ANY" in recording.variables
+
+
+def test_what_is_another_each_run_is_seen():
+    import random
+    import time
+
+    def impure():
+        return time.time() + random.random() + os.getpid()
+
+    with Recording() as recording:
+        impure()
+    text = "\n".join(recording.impure)
+    assert all(each in text for each in ("time.time", "random", "getpid", "impure"))
+
+
+def test_another_thread_is_told_of():
+    with Recording() as recording:
+        thread = threading.Thread(target=inner, args=(1,))
+        thread.start()
+        thread.join()
+    assert "thread" in "\n".join(recording.impure)
+
+
+@pytest.mark.skipif(MONITORED, reason="sys.setprofile is used before Python 3.12")
+def test_a_profiler_of_the_user_is_still_called():
+    seen = []
+    sys.setprofile(lambda frame, event, argument: seen.append(frame.f_code))
+    try:
+        with Recording() as recording:
+            with Recording():
+                outer(1)
+        mine = sys.getprofile()
+        assert mine is not None
+    finally:
+        sys.setprofile(None)
+    assert seen.count(inner.__code__) == 2  # Its call and its return.
+    assert inner.__code__ in recording.codes
+
+
+@pytest.mark.skipif(MONITORED, reason="sys.setprofile is used before Python 3.12")
+def test_a_profiler_in_c_is_left_alone():
+    import cProfile
+
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        with Recording() as recording:
+            outer(1)
+        outer(1)
+    finally:
+        profiler.disable()
+    assert "profiler" in (recording.unavailable or "")
+
+
+@pytest.mark.skipif(not MONITORED, reason="sys.monitoring is used from Python 3.12 on")
+def test_all_monitoring_tools_are_taken():
+    monitoring = sys.monitoring  # type: ignore[attr-defined]
+    taken = [tool for tool in range(6) if monitoring.get_tool(tool) is None]
+    for tool in taken:
+        monitoring.use_tool_id(tool, "test")
+    try:
+        with Recording() as first:
+            with Recording() as second:
+                outer(1)
+    finally:
+        for tool in taken:
+            monitoring.free_tool_id(tool)
+    for recording in (first, second):
+        assert "monitoring" in (recording.unavailable or "")
+    with Recording() as recording:
+        outer(1)
+    assert recording.unavailable is None
+    assert inner.__code__ in recording.codes
