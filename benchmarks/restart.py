@@ -1,7 +1,7 @@
 """Seconds from the first call of a training step to its result, in a fresh process.
 
-The step trains a flax nnx transformer with adamw, 24 layers, about 1,170 leaves. Contenders, each in
-processes of their own, in turn:
+The step trains a flax nnx transformer with adamw, 24 layers, about 1,170 leaves. Contenders, each
+in processes of their own, in turn:
 
 - JAX's persistent compilation cache, all its thresholds at zero, warm;
 - stepcache, warm, its step defined when the parameters are there already (nothing is hidden);

@@ -25,8 +25,8 @@ from rich.console import RenderableType
 from stepcache.errors import StepCacheError
 from stepcache.programs.archive import Archive, open_archive
 from stepcache.programs.cache import default_directory
-from stepcache.programs.disk import EntryInfo
-from stepcache.programs.origin import distribution_of
+from stepcache.programs.disk.tier import EntryInfo
+from stepcache.programs.fingerprint.origin import distribution_of
 from stepcache.report import doctor as doctors
 from stepcache.report import inventory as inventories
 from stepcache.report import moving, runs, tables

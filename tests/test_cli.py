@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import stepcache as sc
 from stepcache.cli import Duration, Size, main
-from stepcache.programs.disk import DiskTier
+from stepcache.programs.disk.tier import DiskTier
 from stepcache.programs.history import History, Row
 
 LOOKING = ("ls", "why", "verify")

@@ -502,7 +502,7 @@ def test_a_change_in_a_running_process_is_found_by_check_every(tmp_path):
         for _ in range(4):
             assert module.step(np.ones(8))[0] == 0.5
         module.RATE = 0.25
-        with pytest.raises(sc.StaleProgramError, match="RATE: 0.5 → 0.25"):
+        with pytest.raises(sc.StaleProgramError, match=r"RATE: 0\.5 → 0\.25"):
             for _ in range(3):
                 module.step(np.ones(8))
         assert module.step(np.ones(8))[0] == 0.25

@@ -255,7 +255,7 @@ class _Pickler(pickle.Pickler):
 def _generators() -> dict[str, Any]:
     """The implementations of random keys, by name."""
     places = (sys.modules.get(name) for name in ("jax._src.random.prng", "jax._src.prng"))
-    return next((module.prngs for module in places if hasattr(module, "prngs")), {})
+    return next((vars(module)["prngs"] for module in places if hasattr(module, "prngs")), {})
 
 
 _FUNCTIONS_ADMITTED = {

@@ -26,9 +26,9 @@ import msgpack
 from stepcache import jaxcompat
 from stepcache.events import Change
 from stepcache.jaxcompat import Runnable, storing
-from stepcache.programs.disk import DiskTier
+from stepcache.programs.disk.tier import DiskTier
+from stepcache.programs.fingerprint.origin import distribution_of, file_digest
 from stepcache.programs.history import History, Row, script_name
-from stepcache.programs.origin import distribution_of, file_digest
 from stepcache.programs.question import Candidate, Question, Used, agree, differences, digest_facts
 
 CANDIDATES_KEPT = 8

@@ -24,9 +24,9 @@ from stepcache.events import Captured, Change
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Answer, Archive, make_candidate
 from stepcache.programs.build import Program, Recipe, Stopwatch, build, trace
+from stepcache.programs.fingerprint.recording import Recording
 from stepcache.programs.key import Key
 from stepcache.programs.question import Candidate, Question, Used, differences, digest_facts
-from stepcache.programs.recording import Recording
 from stepcache.programs.signature import Call, Leaf
 
 _SWITCH_SECONDS = 0.00005
@@ -362,7 +362,8 @@ def when_ready(outputs: Any, started: float, tell: Callable[[float], None]) -> N
     leaves = [each for each in jax.tree.leaves(outputs) if isinstance(each, jax.Array)]
     if not leaves:
         return
-    output = weakref.ref(leaves[-1])  # Of a step with a carry, what comes after it.
+    last: Any = leaves[-1]
+    output = weakref.ref(last)  # Of a step with a carry, what comes after it.
 
     def watch() -> None:
         while threading.main_thread().is_alive():

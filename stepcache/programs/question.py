@@ -19,15 +19,21 @@ import jax
 
 from stepcache.events import Change
 from stepcache.jaxcompat import inspection
-from stepcache.programs import library
 from stepcache.programs.build import Recipe
-from stepcache.programs.fingerprint import Fingerprint, Walk
+from stepcache.programs.fingerprint import library
+from stepcache.programs.fingerprint.origin import (
+    INSTALLED,
+    USER,
+    file_digest,
+    file_label,
+    origin_of_file,
+)
+from stepcache.programs.fingerprint.recording import Recording
+from stepcache.programs.fingerprint.tokens import atom
+from stepcache.programs.fingerprint.walk import Fingerprint, Walk
 from stepcache.programs.key import Key
-from stepcache.programs.origin import INSTALLED, USER, file_digest, file_label, origin_of_file
-from stepcache.programs.recording import Recording
 from stepcache.programs.signature import Leaf, short_type
 from stepcache.programs.signature import Path as LeafPath
-from stepcache.programs.tokens import atom
 
 _LOOKED_UP_BY = ("argument", "mesh", "config ", "environment ", "package jax", "static ", "option ")
 _MAX_CHANGES = 64

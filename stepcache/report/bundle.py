@@ -26,8 +26,8 @@ from typing import Any, BinaryIO
 import msgpack
 
 from stepcache.programs.archive import CANDIDATES_KEPT, unpack_candidates
-from stepcache.programs.disk import DiskTier
-from stepcache.programs.entry import DamagedEntryError, Header, read_payload, store
+from stepcache.programs.disk.entry import DamagedEntryError, Header, read_payload, store
+from stepcache.programs.disk.tier import DiskTier
 from stepcache.programs.question import Candidate, digest_facts
 
 FORMAT_VERSION = 1

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from stepcache.errors import CacheDirectoryError
 from stepcache.jaxcompat import PRIVATE_API, storing
-from stepcache.programs import private
-from stepcache.programs.entry import KEY_BYTES
-from stepcache.programs.origin import distribution_of
+from stepcache.programs.disk import private
+from stepcache.programs.disk.entry import KEY_BYTES
+from stepcache.programs.fingerprint.origin import distribution_of
 from stepcache.report.explanation import readable_bytes
 from stepcache.report.inventory import open_existing
 

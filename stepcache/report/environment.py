@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import jax
 
 from stepcache.jaxcompat import inspection
-from stepcache.programs.origin import distribution_of
+from stepcache.programs.fingerprint.origin import distribution_of
 
 _OF_THE_MACHINE = ("python", "system", "backend", "device kind", "topology", "CPU")
 _DEVICES, _TOPOLOGY = "environment devices", "environment topology"

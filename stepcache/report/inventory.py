@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.programs.archive import Archive, open_archive, unpack_candidates
-from stepcache.programs.disk import EntryInfo
+from stepcache.programs.disk.tier import EntryInfo
 from stepcache.programs.question import Candidate, differences
 
 # Groups of facts by the beginning of their names; the first that fits. The rest is code or values.

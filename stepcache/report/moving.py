@@ -11,8 +11,8 @@ from typing import Any
 
 from stepcache.errors import StepCacheError
 from stepcache.programs.archive import CANDIDATES_KEPT, Archive, pack_candidates, unpack_candidates
-from stepcache.programs.disk import DiskTier, EntryInfo
-from stepcache.programs.entry import DamagedEntryError, read_payload
+from stepcache.programs.disk.entry import DamagedEntryError, read_payload
+from stepcache.programs.disk.tier import DiskTier, EntryInfo
 from stepcache.programs.question import Candidate
 from stepcache.report import bundle as bundles
 from stepcache.report import environment

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import stepcache
-from stepcache.programs.fingerprint import Walk
+from stepcache.programs.fingerprint.walk import Walk
 
 
 def fingerprint(value):
@@ -24,7 +24,7 @@ MODEL = """
     import json, sys
     import jax, optax
     from flax import nnx
-    from stepcache.programs.fingerprint import Walk
+    from stepcache.programs.fingerprint.walk import Walk
 
     class Block(nnx.Module):
         def __init__(self, rngs):

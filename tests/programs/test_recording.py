@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from stepcache.programs.recording import Recording
+from stepcache.programs.fingerprint.recording import Recording
 
 MONITORED = sys.version_info >= (3, 12)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepcache.programs.disk import DiskTier
+from stepcache.programs.disk.tier import DiskTier
 from stepcache.programs.memory import MemoryTier
 
 BOUND = 8  # In units of size.

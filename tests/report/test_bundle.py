@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import stepcache as sc
 from stepcache.cli import main
 from stepcache.programs.archive import open_archive, pack_candidates, unpack_candidates
-from stepcache.programs.disk import DiskTier
+from stepcache.programs.disk.tier import DiskTier
 from stepcache.programs.question import digest_facts
 from stepcache.report import bundle as bundles
 from stepcache.report import environment, moving

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
-from stepcache.programs import private
-from stepcache.programs.entry import (
+from stepcache.programs.disk import private
+from stepcache.programs.disk.entry import (
     DamagedEntryError,
     ForeignEntryError,
     Header,
@@ -33,7 +33,7 @@ from stepcache.programs.entry import (
     read_payload,
     store,
 )
-from stepcache.programs.shelf import Found, Shelf
+from stepcache.programs.disk.shelf import Found, Shelf
 
 _ATTEMPTS = 3
 _TOUCH_SECONDS = 60

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepcache.errors import CacheDirectoryError, OptionError
-from stepcache.programs import private
-from stepcache.programs.entry import KEY_BYTES
-from stepcache.programs.journal import Journal, author, unique_name
+from stepcache.programs.disk import private
+from stepcache.programs.disk.entry import KEY_BYTES
+from stepcache.programs.disk.journal import Journal, author, unique_name
 
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,23}")
 _DIGEST = re.compile(r"[0-9a-f]{1,128}")

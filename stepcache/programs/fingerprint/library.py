@@ -17,12 +17,18 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from stepcache.programs import instances
-from stepcache.programs.classes import is_foreign
-from stepcache.programs.fingerprint import Walk
-from stepcache.programs.origin import INSTALLED, USER, file_digest, origin_of, origin_of_file
-from stepcache.programs.tokens import container_text, digest, plain_text, qualified_name
-from stepcache.programs.values import TRUSTED
+from stepcache.programs.fingerprint import instances
+from stepcache.programs.fingerprint.classes import is_foreign
+from stepcache.programs.fingerprint.origin import (
+    INSTALLED,
+    USER,
+    file_digest,
+    origin_of,
+    origin_of_file,
+)
+from stepcache.programs.fingerprint.tokens import container_text, digest, plain_text, qualified_name
+from stepcache.programs.fingerprint.values import TRUSTED
+from stepcache.programs.fingerprint.walk import Walk
 
 # They keep counters and caches in their modules, which differ from process to process.
 _WITH_STATE = frozenset(("jax", "jaxlib", "numpy", "stepcache"))

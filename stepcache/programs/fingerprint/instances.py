@@ -12,7 +12,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
-from stepcache.programs.origin import PYTHON, USER, origin_of
+from stepcache.programs.fingerprint.origin import PYTHON, USER, origin_of
 
 _MISSING = object()
 _DESCRIPTORS = (

@@ -16,9 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from stepcache import errors
+
 USER, INSTALLED, PYTHON = "user", "installed", "python"
 
-_OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OWN_PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LIBRARIES = tuple(
     {

@@ -15,8 +15,14 @@ from pathlib import Path
 from types import CodeType, FrameType, MethodDescriptorType, ModuleType
 from typing import Any
 
-from stepcache.programs.impure import why_impure
-from stepcache.programs.origin import INSTALLED, PYTHON, USER, origin_of_file, origin_of_module
+from stepcache.programs.fingerprint.impure import why_impure
+from stepcache.programs.fingerprint.origin import (
+    INSTALLED,
+    PYTHON,
+    USER,
+    origin_of_file,
+    origin_of_module,
+)
 
 # Frameworks call the clock and the like for their own logs; it does not reach the trace.
 _FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")

@@ -15,11 +15,11 @@ import types
 from typing import Any
 
 from stepcache.jaxcompat import inspection
-from stepcache.programs import instances, values
-from stepcache.programs.names import DYNAMIC_ACCESS
-from stepcache.programs.origin import USER, origin_of
-from stepcache.programs.tokens import atom, digest, plain_text, qualified_name
-from stepcache.programs.trail import Trail
+from stepcache.programs.fingerprint import instances, values
+from stepcache.programs.fingerprint.names import DYNAMIC_ACCESS
+from stepcache.programs.fingerprint.origin import USER, origin_of
+from stepcache.programs.fingerprint.tokens import atom, digest, plain_text, qualified_name
+from stepcache.programs.fingerprint.trail import Trail
 
 # What Python itself keeps in a class; none of it is the user's.
 _INTERNALS = frozenset(

@@ -11,12 +11,12 @@ import sys
 import types
 from typing import Any
 
-from stepcache.programs import instances, values
-from stepcache.programs.classes import is_foreign
-from stepcache.programs.names import UNSEEN, Import, Names, Read, code_digest, names_of
-from stepcache.programs.origin import INSTALLED, USER, origin_of, origin_of_module
-from stepcache.programs.tokens import ATOMS, plain_text, qualified_name
-from stepcache.programs.trail import Trail
+from stepcache.programs.fingerprint import instances, values
+from stepcache.programs.fingerprint.classes import is_foreign
+from stepcache.programs.fingerprint.names import UNSEEN, Import, Names, Read, code_digest, names_of
+from stepcache.programs.fingerprint.origin import INSTALLED, USER, origin_of, origin_of_module
+from stepcache.programs.fingerprint.tokens import ATOMS, plain_text, qualified_name
+from stepcache.programs.fingerprint.trail import Trail
 
 _MISSING = object()
 

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from stepcache.programs.impure import why_impure
-from stepcache.programs.names import Names
-from stepcache.programs.origin import distribution_of, file_label
-from stepcache.programs.tokens import digest
+from stepcache.programs.fingerprint.impure import why_impure
+from stepcache.programs.fingerprint.names import Names
+from stepcache.programs.fingerprint.origin import distribution_of, file_label
+from stepcache.programs.fingerprint.tokens import digest
 
 # A library may read these of any object, without the user's code naming them.
 _ALWAYS_READ = frozenset(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepcache.programs.private import CREATE_FLAGS, listed
+from stepcache.programs.disk.private import CREATE_FLAGS, listed
 
 # The process of another host cannot be asked. So long it is taken to be loading.
 _FOREIGN_LOAD_SECONDS = 600

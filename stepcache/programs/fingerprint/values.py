@@ -24,9 +24,9 @@ import jax
 import numpy as np
 
 from stepcache.jaxcompat import Tracer, inspection
-from stepcache.programs.names import DYNAMIC_ACCESS
-from stepcache.programs.origin import INSTALLED, USER, origin_of, origin_of_module
-from stepcache.programs.tokens import (
+from stepcache.programs.fingerprint.names import DYNAMIC_ACCESS
+from stepcache.programs.fingerprint.origin import INSTALLED, USER, origin_of, origin_of_module
+from stepcache.programs.fingerprint.tokens import (
     ATOMS,
     atom,
     content_digest,
@@ -35,7 +35,7 @@ from stepcache.programs.tokens import (
     qualified_name,
     short,
 )
-from stepcache.programs.trail import Trail
+from stepcache.programs.fingerprint.trail import Trail
 
 _LISTED = 64
 _BY_REPR_MODULES = ("datetime", "decimal", "fractions", "uuid", "ipaddress", "zoneinfo", "typing")

@@ -19,10 +19,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from stepcache.programs import classes, functions, values
-from stepcache.programs.origin import INSTALLED, USER, origin_of
-from stepcache.programs.tokens import ATOMS, atom, digest, key_text, plain_text
-from stepcache.programs.trail import Trail
+from stepcache.programs.fingerprint import classes, functions, values
+from stepcache.programs.fingerprint.origin import INSTALLED, USER, origin_of
+from stepcache.programs.fingerprint.tokens import ATOMS, atom, digest, key_text, plain_text
+from stepcache.programs.fingerprint.trail import Trail
 
 
 @dataclass(frozen=True, slots=True)
