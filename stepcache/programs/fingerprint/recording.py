@@ -7,6 +7,7 @@ time of that one trace. Files are seen through an audit hook.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -72,6 +73,7 @@ class Recording:
 
     def __enter__(self) -> Recording:
         _listen_for_files()
+        _collector.pause()
         stack = _active.__dict__.setdefault("stack", [])
         stack.append(self)
         self.unavailable = _start()
@@ -80,6 +82,7 @@ class Recording:
     def __exit__(self, *exception) -> None:
         _active.stack.pop()
         _stop()
+        _collector.resume()
 
     def add_from(self, other: Recording) -> None:
         """Adds what another trace used."""
@@ -89,6 +92,29 @@ class Recording:
         self.impure |= other.impure
 
 
+class _Collector:
+    """Python's garbage collector. What it calls in the middle of a trace is not the trace's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recordings = 0
+        self._was_enabled = False
+
+    def pause(self) -> None:
+        with self._lock:
+            self._recordings += 1
+            if self._recordings == 1:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+
+    def resume(self) -> None:
+        with self._lock:
+            self._recordings -= 1
+            if not self._recordings and self._was_enabled:
+                gc.enable()
+
+
+_collector = _Collector()
 _active = threading.local()
 
 
