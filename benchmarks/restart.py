@@ -249,7 +249,7 @@ def main() -> None:
     from benchmarks.harness import show, write
 
     cases = [(24, 1), (24, 4), (6, 4), (48, 4)]
-    rounds, colds = options.rounds, 2
+    rounds, colds = options.rounds, 1
     if options.quick:
         cases, rounds, colds = [(2, 1)], 1, 0
     rows, details = [], {}

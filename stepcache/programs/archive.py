@@ -271,9 +271,10 @@ class Archive:
                 wanted[(row.program, tuple(row.devices))] = Future()
         with self._lock:
             self._preloaded |= wanted
-        for lookup in {row.lookup for row in rows if row.lookup}:
-            for candidate in self._candidates(lookup)[:1]:
-                _look_at_modules(candidate.used.modules)
+        if not jaxcompat.backends_are_initialized():  # Else the first call may be about to come.
+            for lookup in {row.lookup for row in rows if row.lookup}:
+                for candidate in self._candidates(lookup)[:1]:
+                    _look_at_modules(candidate.used.modules)
         going_on = threading.main_thread().is_alive
         while wanted and going_on() and not jaxcompat.backends_are_initialized():
             time.sleep(_POLL_SECONDS)
