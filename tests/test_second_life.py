@@ -752,6 +752,18 @@ def test_warming_for_devices_that_are_only_described():
         sc.step(lambda x: x * 2).warm(shape)
 
 
+def test_devices_that_are_only_described_are_told_apart(monkeypatch):
+    """As above, where no other topology can be described: these devices are said to be none."""
+    from stepcache.jaxcompat import inspection
+
+    asked = []
+    monkeypatch.setattr(inspection, "live_backend", lambda devices: asked.append(devices))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    with pytest.raises(sc.PlacementError, match="devices that are not there") as raised:
+        sc.step(lambda x: x * 2).warm(jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding))
+    assert "step.lower" in str(raised.value) and asked == [{jax.devices()[1]}]
+
+
 def test_the_ledger_has_a_row_for_each_program(tmp_path):
     source = """
     @sc.step
