@@ -11,8 +11,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import resource
 from pathlib import Path
+
+os.environ["STEPCACHE_DIR"] = (
+    "off"  # What the disk costs, and saves, is benchmarks.restart's affair.
+)
 
 import jax
 

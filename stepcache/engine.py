@@ -283,7 +283,7 @@ class Engine:
         watch = scope.cache.check_every is not None
         try:
             brought = self.levels.bring(
-                request.wanted(scope), archive, stopwatch, before_trace, self._stored, watch=watch
+                request.wanted(scope), archive, stopwatch, before_trace, watch=watch
             )
         except BaseException as error:
             if isinstance(error, NotHoldable):
@@ -341,9 +341,6 @@ class Engine:
             changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
             unvouched=list(brought.unvouched),
         )
-
-    def _stored(self, brought: Brought, kept: bool) -> None:
-        """What became of a program that was to be stored."""
 
     def _check_runnable(self, request: Request) -> None:
         """A program for devices that are only described can be lowered, but not held here.

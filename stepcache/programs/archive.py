@@ -168,7 +168,6 @@ class Archive:
         run: Runnable,
         compiled: bool,
         make: Callable[[], Candidate | None],
-        done: Callable[[bool], None],
     ) -> None:
         """Stores a program, in the background.
 
@@ -178,17 +177,14 @@ class Archive:
             run: the program.
             compiled: whether XLA made it just now, rather than that it was loaded.
             make: makes the candidate; None where the step cannot be vouched for.
-            done: told whether it is kept.
         """
 
         def publish() -> None:
-            kept = False
             try:
-                kept = self._publish(question, digest, run, compiled, make)
+                self._publish(question, digest, run, compiled, make)
             except Exception:
                 _log.exception("stepcache could not store %s", question.label)
             finally:
-                done(kept)
                 with self._lock:
                     self._publishing.remove(thread)
 
@@ -205,18 +201,17 @@ class Archive:
         run: Runnable,
         compiled: bool,
         make: Callable[[], Candidate | None],
-    ) -> bool:
+    ) -> None:
         if compiled:
             data = storing.serialize_executable(run.xla_executable)
             with self.tier.loading("program", digest):
                 storing.load_executable(data, storing.program_devices(run))
                 about = {"label": question.label}
                 if not self.tier.publish("program", digest, about, data):
-                    return False
+                    return
         candidate = make()
         if candidate is not None:
             self._add_candidate(question, candidate)
-        return True
 
     def _add_candidate(self, question: Question, candidate: Candidate) -> None:
         others = [

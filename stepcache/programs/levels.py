@@ -104,7 +104,6 @@ class Levels:
         archive: Archive | None,
         stopwatch: Stopwatch,
         before_trace: Callable[[Answer], None],
-        done: Callable[[Brought, bool], None],
         *,
         watch: bool = False,
     ) -> Brought:
@@ -115,8 +114,7 @@ class Levels:
             archive: the programs on disk, or None.
             stopwatch: times the stages.
             before_trace: told what the archive knew, where it does not have the program.
-            done: told whether what was built is kept on disk, when that is decided.
-            watch: note what the step depends on even without an archive.
+            watch: keep with the program what the step depends on, even without an archive.
         """
         if archive is None and not watch:
             before_trace(Answer())
@@ -132,10 +130,12 @@ class Levels:
                 with stopwatch.stage("load"):
                     program = self._load(wanted, archive, question, answer.candidate, stopwatch)
                 if program is not None:
-                    self._notice(program.facts or {})
+                    self._notice(answer.candidate.told)
+                    if watch:
+                        program = _watched(program, answer.candidate.told, answer.candidate.used)
                     return Brought(program, answer, (), answer.candidate.program, question)
         before_trace(answer)
-        return self._trace(wanted, archive, question, answer, stopwatch, done)
+        return self._trace(wanted, archive, question, answer, stopwatch, watch)
 
     def _load(
         self,
@@ -149,9 +149,7 @@ class Levels:
         if run is None:
             return None
         captured = tuple(Captured(*each) for each in candidate.captured)
-        return Program(
-            wanted.key, run, captured, stopwatch.seconds, 1, candidate.told, candidate.used
-        )
+        return Program(wanted.key, run, captured, stopwatch.seconds, level=1)
 
     def _build(
         self,
@@ -178,7 +176,7 @@ class Levels:
         question: Question,
         answer: Answer,
         stopwatch: Stopwatch,
-        done: Callable[[Brought, bool], None],
+        watch: bool,
     ) -> Brought:
         with stopwatch.stage("hash"):
             known = question.extend(question.used_by(self._recording))
@@ -198,7 +196,8 @@ class Levels:
             used = question.used_by(self._recording)
             facts = dict(question.extend(used).facts)
             unvouched = question.blames_of(self._recording)
-        program = replace(program, facts=facts, used=used)
+        if watch:
+            program = _watched(program, facts, used)
         if found is None or archive is None:
             return Brought(program, answer, unvouched, "", question)
         if found.loaded:
@@ -212,7 +211,7 @@ class Levels:
         if why is not None:
             return Brought(program, answer, (f"it is not stored: {why}",), "", question)
         brought = Brought(program, answer, unvouched, found.digest, question)
-        self._keep(archive, brought, wanted, staged, used, facts, done)
+        self._keep(archive, brought, wanted, staged, used, facts)
         return brought
 
     def _keep(
@@ -223,7 +222,6 @@ class Levels:
         staged: jaxcompat.Staged,
         used: Used,
         facts: dict[str, str],
-        done: Callable[[Brought, bool], None],
     ) -> None:
         program, question = brought.program, brought.question
         assert question is not None
@@ -250,7 +248,6 @@ class Levels:
             program.run,
             program.level == 3,
             make,
-            lambda kept: done(brought, kept),
         )
 
     def _notice(self, facts: dict[str, str]) -> None:
@@ -314,6 +311,10 @@ class Levels:
         return _first_difference(before, staged.outline()) or (
             Change("environment", "what XLA is given", candidate.program[:12], found[0][:12]),
         )
+
+
+def _watched(program: Program, facts: dict[str, str], used: Used) -> Program:
+    return replace(program, facts=facts, used=used)
 
 
 class _DigestKnown(Exception):
