@@ -259,6 +259,8 @@ def main() -> None:
         show("first call to its result, fresh process", more)
         for name, each in about.items():
             print(f"{name}: {each['leaves']} leaves, {each['counts']}, {each['stages']}")
+        if not options.quick:  # A long run that is cut off keeps what it has.
+            write("restart", rows, details, rounds=rounds)
     layers = 2 if options.quick else 24
     figures = {f"first ten steps, {layers} layers, 1 device, by check": check(layers, rounds)}
     print(figures)
