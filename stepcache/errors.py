@@ -96,7 +96,10 @@ class RecompileWarning(StepCacheWarning):
 
 
 class StaleProgramWarning(StepCacheWarning):
-    """Something that a step depends on changed in this process after the step was traced."""
+    """Something that a step depends on changed in this process after the step was traced.
+
+    Not said of what lies in lists, dicts and the like, where functions count their own traces.
+    """
 
 
 class UnmatchedRuleWarning(StepCacheWarning):

@@ -182,6 +182,8 @@ class Archive:
         def publish() -> None:
             try:
                 self._publish(question, digest, run, compiled, make)
+            except storing.NotStorable as error:
+                _log.warning("%s will have to be traced again: %s", question.label, error)
             except Exception:
                 _log.exception("stepcache could not store %s", question.label)
             finally:

@@ -254,7 +254,12 @@ class Levels:
         """Warns, once, of what changed in this process since the step was first traced."""
         before = {name: self._facts[name] for name in self._facts if name in facts}
         changed = differences(before, {name: facts[name] for name in before})
-        changed = tuple(change for change in changed if change.part in _MUTABLE)
+        # What lies in a container is often the trace's own doing: a list that counts traces.
+        changed = tuple(
+            change
+            for change in changed
+            if change.part in _MUTABLE and "[" not in change.path and " of " not in change.before
+        )
         if changed and not self._warned:
             self._warned = True
             warn(
