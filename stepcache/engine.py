@@ -6,15 +6,11 @@ run. A call that the C++ dispatcher serves by itself never comes here.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import logging
-import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,67 +22,29 @@ from stepcache.errors import (
     RecompileError,
     RecompileWarning,
     SessionClosedError,
-    StaleProgramError,
     warn,
 )
-from stepcache.events import (
-    BuildFailed,
-    Built,
-    Captured,
-    Change,
-    Evicted,
-    Loaded,
-    Miss,
-    StageStarted,
-    Verified,
-    recorder,
-)
-from stepcache.jaxcompat import inspection, storing
+from stepcache.events import BuildFailed, Evicted, Miss, StageStarted, recorder
+from stepcache.jaxcompat import inspection
+from stepcache.programs import accounts
 from stepcache.programs import signature as signatures
 from stepcache.programs.archive import Answer, Archive
-from stepcache.programs.build import NotHoldable, Program, Recipe, Stopwatch, trace
+from stepcache.programs.background import seconds_until_ready
+from stepcache.programs.build import NotHoldable, Program, Stopwatch, trace
 from stepcache.programs.cache import ProgramCache, new_owner_number
+from stepcache.programs.checks import Checks
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
-from stepcache.programs.levels import Brought, Levels, Wanted, in_background, when_ready
+from stepcache.programs.levels import Brought, Levels
 from stepcache.programs.placement import place
 from stepcache.programs.question import Question, step_label
-from stepcache.programs.signature import Call, Leaf, Unreadable
+from stepcache.programs.recipe import Recipe, Request
+from stepcache.programs.signature import Call, Unreadable
 from stepcache.scope import Scope, current_scope, recompiles_forbidden
-from stepcache.sharding import Placed, mesh_identity
+from stepcache.sharding import mesh_identity
 
 _build_ids = itertools.count(1)
-_log = logging.getLogger("stepcache")
-# A call that was under way may still tell the dispatcher about a stale program: it is cleared so
-# many times, so far apart, or until the error has been raised.
-_STALE_ROUNDS, _STALE_SECONDS = 100, 0.05
-_REMEDIES = {
-    1: "it was loaded from disk, without a trace",
-    2: "it was traced, and loaded from disk without compiling it",
-    3: "it was built",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A call with what it needs: read, placed and keyed.
-
-    Attributes:
-        call: as it came.
-        leaves: its leaves where the session places them.
-        placed: for each leaf, where it goes and why; None for one that stays where it is.
-        key: the key of its program.
-    """
-
-    call: Call
-    leaves: tuple[Leaf, ...]
-    placed: tuple[Placed | None, ...]
-    key: Key
-
-    def wanted(self, scope: Scope) -> Wanted:
-        """What the call needs a program for."""
-        return Wanted(self.key, self.call, self.leaves, scope.mesh)
 
 
 class Engine:
@@ -104,14 +62,12 @@ class Engine:
         self.number = new_owner_number()
         self.levels = Levels(recipe, self.number)
         self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
-        self._unverified: dict[Key, tuple[Archive, Brought]] = {}
-        self._unexecuted: dict[Key, tuple[Archive, Brought]] = {}
-        self._stale: StaleProgramError | None = None
-        self._calls_until_check = 0
+        self._unsettled: dict[Key, tuple[Archive, Brought]] = {}
         self._not_holdable: set[Key] = set()
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         miss = functools.partial(_serve, weakref.ref(self), recipe.jitted)
         self.dispatcher = Dispatcher(recipe.fun, recipe.name, miss, recipe.parameters.roles)
+        self.checks = Checks(recipe, self.number, self.levels, self.ledger, self.dispatcher)
         weakref.finalize(self, _release, self._caches, self.number)
         _live.add(self)
         self.preload(scope().cache)
@@ -134,7 +90,7 @@ class Engine:
         if jaxcompat.is_tracing() or jaxcompat.must_delegate():
             return self._delegate(args, kwargs)
         scope = self._open_scope()
-        self._raise_if_stale()
+        self.checks.raise_if_stale()
         try:
             request = self.request(scope, args, kwargs)
             program = self._find(scope, request)
@@ -142,15 +98,12 @@ class Engine:
                 self.ledger.count(hits=1)
             else:
                 program = self._obtain(scope, request, started, explicit=False)
-            if scope.cache.check_every is not None:
-                self._check_every(scope, request, program)
-            executed = time.perf_counter()
-            outputs, fast_path = self._execute(program, request.call)
+            self.checks.every(scope.cache, request, program)
+            outputs, fast_path = self._execute(scope, request, program)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
-        self._after_first_execution(scope, request, program, outputs, executed)
         through_python = scope.count_hits or scope.closed or scope.cache.check_every
-        return outputs, None if through_python or self._stale is not None else fast_path
+        return outputs, None if through_python or self.checks.stale is not None else fast_path
 
     def warm(self, args: tuple, kwargs: dict) -> None:
         """Builds the program of a call without running it."""
@@ -161,12 +114,11 @@ class Engine:
         except Unreadable:
             self.trace(args, kwargs)  # JAX says what is wrong with the call.
             raise
-        self._raise_if_stale()
+        self.checks.raise_if_stale()
         self._check_runnable(request)
-        program = self._find(scope, request)
-        if program is None:
-            program = self._obtain(scope, request, started, explicit=True)
-        self._verify(scope, request, program)
+        if self._find(scope, request) is None:
+            self._obtain(scope, request, started, explicit=True)
+        self._settle(scope, request)
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
         """The `jax.stages.Traced` of the program that a call needs."""
@@ -177,7 +129,7 @@ class Engine:
             request = self.request(scope, args, kwargs)
         except Unreadable:
             return self.recipe.jitted.trace(*args, **kwargs)
-        return trace(self.recipe, request.call, request.leaves, scope.mesh).as_traced()
+        return trace(self.recipe, request).as_traced()
 
     def _delegate(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         self.ledger.count(delegated=1)
@@ -221,7 +173,7 @@ class Engine:
             self.recipe.key_options,
             jaxcompat.environment(),
         )
-        return Request(call, leaves, placed, key)
+        return Request(call, leaves, placed, key, scope.mesh)
 
     # ---- programs ----------------------------------------------------------------------------
 
@@ -230,8 +182,8 @@ class Engine:
         miss, archive = self.ledger.why(request.key, request.call), scope.cache.archive()
         if archive is None:
             return miss, False
-        answer = archive.answer(Question(self.recipe, request.key, request.call.paths))
-        return _told(miss, answer), answer.candidate is not None
+        answer = archive.answer(Question(self.recipe, request))
+        return accounts.told(miss, answer), answer.candidate is not None
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)
@@ -275,16 +227,14 @@ class Engine:
 
         def before_trace(answer: Answer) -> None:
             nonlocal miss
-            miss = _told(miss, answer)
+            miss = accounts.told(miss, answer)
             if not explicit:
                 self._judge(scope, miss)
 
         archive = scope.cache.archive()
         watch = scope.cache.check_every is not None
         try:
-            brought = self.levels.bring(
-                request.wanted(scope), archive, stopwatch, before_trace, watch=watch
-            )
+            brought = self.levels.bring(request, archive, stopwatch, before_trace, watch=watch)
         except BaseException as error:
             if isinstance(error, NotHoldable):
                 self._not_holdable.add(request.key)
@@ -292,55 +242,13 @@ class Engine:
             raise
         own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
         if archive is not None:
-            self._note(archive, brought, miss)
-            if brought.program.level == 1 and archive.verify == "background":
-                self._unverified[request.key] = (archive, brought)
-            self._unexecuted[request.key] = (archive, brought)
-        self._account(request, brought, miss, build_id, own_seconds)
-        self._check_rules(scope, request)
+            accounts.note(archive, name, brought, miss)
+            self.checks.expect(request.key, archive, brought)
+            self._unsettled[request.key] = (archive, brought)
+        accounts.account(self.ledger, name, build_id, request, brought, miss, own_seconds)
+        carries = bool(self.recipe.parameters.carry)
+        scope.check_rules(name, request.call.paths, carries=carries)
         return brought.program
-
-    def _account(
-        self, request: Request, brought: Brought, miss: Miss, build_id: int, own_seconds: float
-    ) -> None:
-        """Tells the ledger and whoever listens how a program came."""
-        program, seconds = brought.program, brought.program.seconds
-        advice = (*miss.advice, *map(_advise_on_capture, program.captured))
-        remedy = _REMEDIES[program.level]
-        if program.level < 3:
-            remedy += f", in {sum(seconds.values()):.2f} s"
-        miss = dataclasses.replace(miss, advice=advice, unvouched=brought.unvouched, remedy=remedy)
-        self.ledger.add(request.key, request.call.paths, miss)
-        traced, built = program.level > 1, program.level > 2
-        counts = {"traces": traced, "lowers": traced, "compiles": built, "loads": not built}
-        times = {f"{stage}_seconds": value for stage, value in seconds.items()}
-        self.ledger.count(misses=1, own_seconds=own_seconds, **counts, **times)
-        name = self.recipe.name
-        if built:
-            stages = (seconds["trace"], seconds["lower"], seconds["compile"])
-            event = Built(name, build_id, miss, *stages, own_seconds, program.captured)
-        else:
-            event = Loaded(name, build_id, miss, traced, dict(seconds), own_seconds)
-        recorder.emit(event)
-
-    def _note(self, archive: Archive, brought: Brought, miss: Miss) -> None:
-        """Writes a row of the ledger on disk; for what is being stored, when that is decided."""
-        question, program = brought.question, brought.program
-        assert question is not None
-        archive.note(
-            {1: "loaded", 2: "relinked", 3: "built"}[program.level],
-            self.recipe.name,
-            question.label,
-            lookup=question.lookup,
-            program=brought.digest,
-            devices=[device.id for device in storing.program_devices(program.run)]
-            if brought.digest
-            else [],
-            seconds={stage: round(value, 4) for stage, value in program.seconds.items()},
-            reason=str(miss),
-            changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
-            unvouched=list(brought.unvouched),
-        )
 
     def _check_runnable(self, request: Request) -> None:
         """A program for devices that are only described can be lowered, but not held here.
@@ -359,125 +267,13 @@ class Engine:
                     hint="step.lower(...).compile() compiles for another topology where JAX can",
                 )
 
-    def _after_first_execution(
-        self, scope: Scope, request: Request, program: Program, outputs: Any, started: float
-    ) -> None:
-        """What is left to do for a program that has just been run for the first time."""
-        if request.key in self._unexecuted:
-            archive, brought = self._unexecuted.pop(request.key)
-            assert brought.question is not None
-            note = functools.partial(
-                archive.note, "executed", self.recipe.name, brought.question.label
-            )
-            when_ready(outputs, started, lambda seconds: note(seconds={"execute": seconds}))
-        self._verify(scope, request, program)
-
-    # ---- checks of programs in use -----------------------------------------------------------
-
-    def _raise_if_stale(self) -> None:
-        if self._stale is not None:
-            error, self._stale = self._stale, None
-            raise error
-
-    def _check_every(self, scope: Scope, request: Request, program: Program) -> None:
-        """Every so many calls: is what the step depends on as it was when it was traced?"""
-        self._calls_until_check -= 1
-        if self._calls_until_check >= 0:
-            return
-        self._calls_until_check = (scope.cache.check_every or 1) - 1
-        changes = self.levels.changes_since_trace(program, request.wanted(scope))
-        if changes:
-            self._drop(scope, request)
-            raise self._staleness("depends on what changed after it was traced", changes)
-
-    def _verify(self, scope: Scope, request: Request, program: Program) -> None:
-        """Traces the step in the background, to see that a loaded program is the right one."""
-        archive, brought = self._unverified.pop(request.key, (None, None))
-        if archive is None or brought is None:
-            return
-        candidate, wanted = brought.answer.candidate, request.wanted(scope)
-        assert candidate is not None and brought.question is not None
-        question = brought.question
-
-        def check() -> None:
-            started = time.perf_counter()
-            if jaxcompat.environment() != request.key.environment:
-                return  # The caller's settings cannot be had in another thread.
-            changes = self.levels.retrace(program, candidate, wanted)
-            seconds = time.perf_counter() - started
-            self.ledger.count(verifications=1)
-            event = "verified" if changes is None else "stale"
-            archive.note(
-                event,
-                self.recipe.name,
-                question.label,
-                seconds={"verify": round(seconds, 4)},
-                reason="\n".join(map(str, changes or ())),
-            )
-            recorder.emit(Verified(self.recipe.name, changes is None, seconds))
-            if changes is not None:
-                archive.forget(question, candidate)
-                self._drop(scope, request)
-                self._make_stale(changes)
-
-        in_background(check)
-
-    def _make_stale(self, changes: Sequence[Change]) -> None:
-        """Has the next call raise, whatever the dispatcher was given meanwhile."""
-        error = self._staleness("was loaded, but a trace gives another program", changes)
-        self._stale = error
-        for _ in range(_STALE_ROUNDS):
-            self.dispatcher.clear()
-            if self._stale is not error or not threading.main_thread().is_alive():
-                break
-            time.sleep(_STALE_SECONDS)
-        if self._stale is error:
-            _log.error("%s", error)  # Nobody may call the step again.
-
-    def _staleness(self, what: str, changes: Sequence[Change]) -> StaleProgramError:
-        shown = "\n  ".join(str(change) for change in changes[:12])
-        return StaleProgramError(
-            f"a program of {self.recipe.name} {what}:\n  {shown}",
-            changes,
-            hint="the program has been removed, and the next call builds it anew; what earlier "
-            "calls returned came from it",
-        )
-
-    def _drop(self, scope: Scope, request: Request) -> None:
-        self.levels.forget()
-        scope.cache.drop(request.key)
-        jaxcompat.forget_traces(self.recipe.jitted, self.recipe.fun)
-        self.ledger.gone(request.key, "cleared")
-        self.dispatcher.clear()
-
-    def _check_rules(self, scope: Scope, request: Request) -> None:
-        """Warns of rules that match nothing, once each, where a step with state is built.
-
-        A rule anchored at an argument (`^prompt/`) that the step does not have is about another
-        step, and is left to the end of the session.
-        """
-        if scope.placer is None:
-            return
-        scope.built = True
-        rules, paths = scope.placer.rules, request.call.paths
-        unseen = set(range(len(rules))) - scope.matched
-        if not unseen:
-            return
-        matches = (rules.match(path.slashed) for path in paths)
-        found = {index for index in matches if index is not None}
-        scope.matched |= found
-        if not found and not self.recipe.parameters.carry:
-            return
-        arguments = {path.argument for path in paths}
-        about = {index for index in unseen - found if rules.anchor(index) in (None, *arguments)}
-        examples = ", ".join(path.slashed for path in paths[:3])
-        scope.warn_of_rules(about, f"{self.recipe.name}, nor of a step before it ({examples}, …)")
-
     # ---- execution ---------------------------------------------------------------------------
 
-    def _execute(self, program: Program, call: Call) -> tuple[Any, Any]:
+    def _execute(self, scope: Scope, request: Request, program: Program) -> tuple[Any, Any]:
+        started, call, outputs = time.perf_counter(), request.call, None
         try:
-            return program.run(call.leaves, call.args, call.kwargs)
+            outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
+            return outputs, fast_path
         except jaxcompat.FloatingPointCheckError as error:
             jaxcompat.explain_floating_point_error(error, self.recipe.fun, *call.given)
             raise
@@ -485,6 +281,17 @@ class Engine:
             if "deleted" in str(error):
                 _note_deleted(error, call)
             raise
+        finally:
+            self._settle(scope, request, outputs, started)
+
+    def _settle(
+        self, scope: Scope, request: Request, outputs: Any = None, started: float = 0.0
+    ) -> None:
+        """What is left to do for a program that has just come, out of the way of its first run."""
+        archive, brought = self._unsettled.pop(request.key, (None, None))
+        if archive is not None and brought is not None:
+            archive.in_background(_settling(self.recipe.name, archive, brought, outputs, started))
+        self.checks.verify(scope.cache, request)
 
     # ---- what is held ------------------------------------------------------------------------
 
@@ -531,20 +338,22 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     return (jitted(*args, **kwargs), None) if alive is None else alive.run(*args, **kwargs)
 
 
-def _told(miss: Miss, answer: Answer) -> Miss:
-    """A miss, with what the archive knows about it."""
-    if answer.unvouched:
-        miss = dataclasses.replace(miss, unvouched=answer.unvouched)
-    if miss.reason != "first call" or answer.since is None:
-        return miss
-    return dataclasses.replace(miss, reason="other run", changes=answer.changes, since=answer.since)
+def _settling(
+    name: str, archive: Archive, brought: Brought, outputs: Any, started: float
+) -> Callable[[], None]:
+    """Measures the first run of a program, and then stores the program, if it is new."""
+    address, publication = brought.address, brought.publication
+    assert address is not None
+    wait = seconds_until_ready(outputs, started)
 
+    def settle() -> None:
+        seconds = wait()
+        if seconds is not None:
+            archive.note("executed", name, address.label, seconds={"execute": seconds})
+        if publication is not None:
+            archive.publish(publication)
 
-def _advise_on_capture(captured: Captured) -> str:
-    return (
-        f"{captured.name}, {captured.type}, is captured by closure: "
-        f"{captured.size_bytes / 1e6:.1f} MB inside the program; pass it as an argument"
-    )
+    return settle
 
 
 def _release(caches: weakref.WeakSet[ProgramCache], owner_number: int) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextvars
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stepcache import jaxcompat
 from stepcache.errors import UnmatchedRuleWarning, warn
 from stepcache.programs.cache import ProgramCache
+from stepcache.programs.signature import Path
 from stepcache.sharding import Placer
 
 recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -45,6 +46,29 @@ class Scope:
     @property
     def mesh(self):
         return self.placer.mesh if self.placer else None
+
+    def check_rules(self, step: str, paths: Sequence[Path], *, carries: bool) -> None:
+        """Warns of rules that match nothing, once each, where a step with state is built.
+
+        A rule anchored at an argument (`^prompt/`) that the step does not have is about another
+        step, and is left to the end of the session.
+        """
+        if self.placer is None:
+            return
+        self.built = True
+        rules = self.placer.rules
+        unseen = set(range(len(rules))) - self.matched
+        if not unseen:
+            return
+        matches = (rules.match(path.slashed) for path in paths)
+        found = {index for index in matches if index is not None}
+        self.matched |= found
+        if not found and not carries:
+            return
+        arguments = {path.argument for path in paths}
+        about = {index for index in unseen - found if rules.anchor(index) in (None, *arguments)}
+        examples = ", ".join(path.slashed for path in paths[:3])
+        self.warn_of_rules(about, f"{step}, nor of a step before it ({examples}, …)")
 
     def warn_of_rules(self, indices: Iterable[int], matching_no_leaf_of: str) -> None:
         """Warns of each of these rules, and never again."""

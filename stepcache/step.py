@@ -16,7 +16,7 @@ from stepcache import jaxcompat
 from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.events import Miss, StepStats
-from stepcache.programs.build import Recipe
+from stepcache.programs.recipe import Recipe
 from stepcache.report.explanation import Explanation, explain
 from stepcache.scope import Scope, current_scope
 

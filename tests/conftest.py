@@ -1,4 +1,5 @@
-"""Eight CPU devices for all tests, and a fresh program cache for each."""
+"""Eight CPU devices for all tests. Programs stay in memory, or, with `STEPCACHE_TEST_DISK=1`, go to
+a fresh directory for each test, as they do for users."""
 
 import os
 
@@ -16,11 +17,25 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 import pytest
 from jax.sharding import AxisType
 
+from stepcache.programs.cache import ProgramCache
+from stepcache.scope import DEFAULT_SCOPE
+
 
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     if jax.default_backend() == "cpu":
         assert jax.device_count() == 8
+
+
+@pytest.fixture(autouse=os.environ.get("STEPCACHE_TEST_DISK") == "1")
+def fresh_directory(tmp_path, monkeypatch):
+    directory = tmp_path / "programs"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setenv("STEPCACHE_DIR", str(directory))
+    cache = ProgramCache()
+    monkeypatch.setattr(DEFAULT_SCOPE, "cache", cache)
+    yield
+    cache.flush()
 
 
 @pytest.fixture

@@ -286,6 +286,30 @@ def test_what_cannot_be_vouched_for_is_named_and_still_not_compiled(tmp_path):
     assert any("time.time" in text for text in second.last_miss.unvouched)
 
 
+def test_outputs_that_cannot_be_stored_are_named(tmp_path):
+    source = """
+    def make():
+        @jax.tree_util.register_pytree_node_class
+        class Pair:
+            def __init__(self, x):
+                self.x = x
+            def tree_flatten(self):
+                return (self.x,), None
+            @classmethod
+            def tree_unflatten(cls, aux, children):
+                return cls(*children)
+        return Pair
+    Pair = make()
+    @sc.step
+    def step(x):
+        return Pair(x * 2)
+    """
+    _, (first, second) = twice(source, lambda step: step(np.ones(8)).x, tmp_path)
+    assert levels(second.stats()) == WITHOUT_COMPILING
+    for step in (first, second):
+        assert any("Pair that cannot be stored" in text for text in step.last_miss.unvouched)
+
+
 def test_a_changed_function_is_built_and_the_change_named(tmp_path):
     outputs = []
     for rate in (0.1, 0.2):
@@ -479,7 +503,7 @@ def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypat
         assert step(np.ones(8))[0] == 0.5, "the hole"
         wait_for(Verified, before + 1)
         limit = time.monotonic() + 30
-        while step._engine._stale is None:
+        while step._engine.checks.stale is None:
             assert time.monotonic() < limit
         with pytest.raises(sc.StaleProgramError, match=r"2\.500000e-01") as raised:
             step(np.ones(8))

@@ -18,7 +18,8 @@ import jaxlib.version
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from stepcache.jaxcompat import PRIVATE_API, setting
+from stepcache.jaxcompat.contexts import setting
+from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
     from jax._src import config as jax_config

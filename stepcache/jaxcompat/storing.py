@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepcache.jaxcompat import PRIVATE_API, Runnable
+from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.jaxcompat.stages import Runnable
 
 if PRIVATE_API:
     from jax._src import cache_key, compiler, tree_util

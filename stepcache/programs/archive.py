@@ -13,7 +13,6 @@ import logging
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,15 +20,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import msgpack
 
 from stepcache import jaxcompat
 from stepcache.events import Change
 from stepcache.jaxcompat import Runnable, storing
+from stepcache.programs.candidate import (
+    Address,
+    Candidate,
+    Publication,
+    agree,
+    differences,
+    pack_candidates,
+    unpack_candidates,
+)
 from stepcache.programs.disk.tier import DiskTier
 from stepcache.programs.fingerprint.origin import distribution_of, file_digest
 from stepcache.programs.history import History, Row, script_name
-from stepcache.programs.question import Candidate, Question, Used, agree, differences, digest_facts
+from stepcache.programs.question import Question
 
 CANDIDATES_KEPT = 8
 _PRELOADED_AT_MOST = 16
@@ -71,7 +78,7 @@ class Archive:
         self._lock = threading.Lock()
         self._preloaded: dict[tuple[str, tuple[int, ...]], Future] = {}
         self._asked_for: set[str] = set()
-        self._publishing: list[threading.Thread] = []
+        self._working: list[threading.Thread] = []
 
     # ---- level 1: without a trace --------------------------------------------------------------
 
@@ -79,7 +86,7 @@ class Archive:
         """Looks for a candidate. Reads files, and runs nothing of the user's function."""
         if question.base.blames:
             return Answer(unvouched=question.base.blames)
-        candidates = self._candidates(question.lookup)
+        candidates = self._candidates(question.address.lookup)
         newest: tuple[dict[str, str], dict[str, str]] | None = None
         for candidate in candidates:
             found = question.with_used(candidate.used)
@@ -104,8 +111,8 @@ class Archive:
 
     def _compared_with_last_run(self, question: Question) -> Answer:
         """Another signature, mesh or environment than any build: compare with the latest one."""
-        rows = [row for row in self.history.last_run_of(question.label) if row.lookup]
-        if not rows or any(row.lookup == question.lookup for row in rows):
+        rows = [row for row in self.history.last_run_of(question.address.label) if row.lookup]
+        if not rows or any(row.lookup == question.address.lookup for row in rows):
             return Answer()
         candidates = self._candidates(rows[-1].lookup)
         if not candidates:
@@ -114,23 +121,23 @@ class Archive:
         changes = differences(candidates[0].told, found.facts)
         return Answer(None, candidates[0].created_time, changes)
 
-    def load(self, candidate: Candidate, question: Question, in_tree: Any) -> Runnable | None:
+    def load(self, candidate: Candidate, address: Address, in_tree: Any) -> Runnable | None:
         """Loads the program of a candidate; None where that cannot be done.
 
         Args:
             candidate: from `answer`.
-            question: the question.
+            address: of the question.
             in_tree: the tree of the call's arguments.
         """
         try:
-            devices = tuple(question.devices[position] for position in candidate.devices)
+            devices = tuple(address.devices[position] for position in candidate.devices)
             executable = self._executable(candidate.program, devices)
             if executable is None:
                 return None
             tree = storing.decode_tree(candidate.tree, in_tree)
             return storing.assemble(executable, candidate.call, tree, devices)
         except Exception as error:
-            self.tier.discard("step", question.lookup, f"{type(error).__name__}: {error}")
+            self.tier.discard("step", address.lookup, f"{type(error).__name__}: {error}")
             return None
 
     def _executable(self, digest: str, devices: Sequence[Any]) -> Any:
@@ -161,85 +168,67 @@ class Archive:
 
     # ---- level 3: keeping what was built -------------------------------------------------------
 
-    def keep(
-        self,
-        question: Question,
-        digest: str,
-        run: Runnable,
-        compiled: bool,
-        make: Callable[[], Candidate | None],
-    ) -> None:
-        """Stores a program, in the background.
+    def publish(self, publication: Publication) -> None:
+        """Stores a program. What goes wrong is logged, and is no matter of the step's."""
+        label = publication.address.label
+        try:
+            self._publish(publication)
+        except storing.NotStorable as error:
+            _log.warning("%s will have to be traced again: %s", label, error)
+        except Exception:
+            _log.exception("stepcache could not store %s", label)
 
-        Args:
-            question: the question that it answers.
-            digest: of its executable.
-            run: the program.
-            compiled: whether XLA made it just now, rather than that it was loaded.
-            make: makes the candidate; None where the step cannot be vouched for.
-        """
+    def _publish(self, publication: Publication) -> None:
+        address, digest = publication.address, publication.digest
+        if "compile" in publication.seconds:
+            data = storing.serialize_executable(publication.run.xla_executable)
+            with self.tier.loading("program", digest):
+                storing.load_executable(data, storing.program_devices(publication.run))
+                if not self.tier.publish("program", digest, {"label": address.label}, data):
+                    return
+        if publication.tree is not None:
+            self._add_candidate(address, publication.candidate(self.history.clock()))
 
-        def publish() -> None:
+    def in_background(self, work: Callable[[], None]) -> None:
+        """Does something beside the steps. `flush` and the end of a script wait for it."""
+
+        def run() -> None:
             try:
-                self._publish(question, digest, run, compiled, make)
-            except storing.NotStorable as error:
-                _log.warning("%s will have to be traced again: %s", question.label, error)
-            except Exception:
-                _log.exception("stepcache could not store %s", question.label)
+                work()
             finally:
                 with self._lock:
-                    self._publishing.remove(thread)
+                    self._working.remove(thread)
 
-        # Not a daemon: a short script ends when its programs are stored.
-        thread = threading.Thread(target=publish, name="stepcache publish", daemon=False)
+        thread = threading.Thread(target=run, name="stepcache publish", daemon=False)
         with self._lock:
-            self._publishing.append(thread)
+            self._working.append(thread)
         thread.start()
 
-    def _publish(
-        self,
-        question: Question,
-        digest: str,
-        run: Runnable,
-        compiled: bool,
-        make: Callable[[], Candidate | None],
-    ) -> None:
-        if compiled:
-            data = storing.serialize_executable(run.xla_executable)
-            with self.tier.loading("program", digest):
-                storing.load_executable(data, storing.program_devices(run))
-                about = {"label": question.label}
-                if not self.tier.publish("program", digest, about, data):
-                    return
-        candidate = make()
-        if candidate is not None:
-            self._add_candidate(question, candidate)
+    def _add_candidate(self, address: Address, candidate: Candidate) -> None:
+        others = self._others(address, candidate)
+        self._write_candidates(address, [candidate, *others][:CANDIDATES_KEPT])
 
-    def _add_candidate(self, question: Question, candidate: Candidate) -> None:
-        others = [
-            each for each in self._candidates(question.lookup) if each.facts != candidate.facts
-        ]
-        self._write_candidates(question, [candidate, *others][:CANDIDATES_KEPT])
+    def _others(self, address: Address, candidate: Candidate) -> list[Candidate]:
+        known = self._candidates(address.lookup)
+        return [each for each in known if each.facts != candidate.facts]
 
-    def _write_candidates(self, question: Question, candidates: list[Candidate]) -> None:
-        about, payload = pack_candidates(question.label, candidates)
-        self.tier.publish("step", question.lookup, about, payload)
+    def _write_candidates(self, address: Address, candidates: list[Candidate]) -> None:
+        about, payload = pack_candidates(address.label, candidates)
+        self.tier.publish("step", address.lookup, about, payload)
 
-    def forget(self, question: Question, candidate: Candidate) -> None:
+    def forget(self, address: Address, candidate: Candidate) -> None:
         """Drops a candidate that a trace has proved wrong."""
-        others = [
-            each for each in self._candidates(question.lookup) if each.facts != candidate.facts
-        ]
+        others = self._others(address, candidate)
         if others:
-            self._write_candidates(question, others)
+            self._write_candidates(address, others)
         else:
-            self.tier.discard("step", question.lookup, "a trace gave another program", False)
+            self.tier.discard("step", address.lookup, "a trace gave another program", False)
 
     def flush(self) -> None:
         """Waits until everything built so far is stored."""
         while True:
             with self._lock:
-                thread = next(iter(self._publishing), None)
+                thread = next(iter(self._working), None)
             if thread is None:
                 return
             thread.join()
@@ -322,65 +311,3 @@ def open_archive(
     tier = DiskTier(directory, max_bytes)
     history = History(directory / "v1" / "runs", tier.writable)
     return Archive(tier, history, verify, min_build_seconds)
-
-
-def make_candidate(
-    question: Question,
-    used: Used,
-    facts: dict[str, str],
-    digest: str,
-    run: Runnable,
-    in_tree: Any,
-    captured: Sequence[Any],
-    seconds: dict[str, float],
-    outline: str,
-    created_time: float,
-) -> Candidate:
-    """Puts down what a later process needs to start a program without a trace.
-
-    Raises:
-        NotStorable: a part of it cannot be stored.
-    """
-    positions = {device: index for index, device in enumerate(question.devices)}
-    return Candidate(
-        digest,
-        digest_facts(facts),
-        facts,
-        used,
-        [positions[device] for device in storing.program_devices(run)],
-        storing.pickle_call(run),
-        storing.encode_tree(run.out_tree, in_tree),
-        [[each.name, each.type, each.size_bytes] for each in captured],
-        seconds,
-        created_time,
-        zlib.compress(outline.encode(), 1),
-    )
-
-
-def pack_candidates(label: str, candidates: Sequence[Candidate]) -> tuple[dict[str, Any], bytes]:
-    """Header and payload of a step's entry; the latest candidate comes first."""
-    about = {
-        "label": label,
-        "programs": [each.program for each in candidates],
-        "seconds": [round(sum(each.seconds.values()), 4) for each in candidates],
-        "built": [each.created_time for each in candidates],
-    }
-    payload: Any = msgpack.packb(
-        [each.packed() for each in candidates], unicode_errors="surrogatepass"
-    )
-    return about, payload
-
-
-def unpack_candidates(payload: bytes) -> list[Candidate]:
-    """The candidates in the payload of a step's entry.
-
-    Raises:
-        ValueError: it is malformed.
-    """
-    try:
-        data: Any = msgpack.unpackb(payload, strict_map_key=False, unicode_errors="surrogatepass")
-        if not isinstance(data, list):
-            raise ValueError("it is not a list")
-        return [Candidate.unpacked(each) for each in data]
-    except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -1,7 +1,7 @@
 """Which function a step is, within one process.
 
 Two steps over one function object share their programs. What a function depends on, as another
-process can check it, is 's affair.
+process can check it, is the fingerprint's affair.
 """
 
 from __future__ import annotations

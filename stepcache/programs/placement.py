@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from stepcache.programs.build import Recipe
+from stepcache.programs.recipe import Recipe
 from stepcache.programs.signature import Call, Leaf, Unreadable
 from stepcache.sharding import Placed, Placer, is_in_type
 

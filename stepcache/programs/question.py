@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from stepcache.events import Change
 from stepcache.jaxcompat import inspection
-from stepcache.programs.build import Recipe
+from stepcache.programs.candidate import Address, Used
 from stepcache.programs.fingerprint import library
 from stepcache.programs.fingerprint.origin import (
     INSTALLED,
@@ -32,98 +29,37 @@ from stepcache.programs.fingerprint.recording import Recording
 from stepcache.programs.fingerprint.tokens import atom
 from stepcache.programs.fingerprint.walk import Fingerprint, Walk
 from stepcache.programs.key import Key
+from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Leaf, short_type
-from stepcache.programs.signature import Path as LeafPath
 
 _LOOKED_UP_BY = ("argument", "mesh", "config ", "environment ", "package jax", "static ", "option ")
-_MAX_CHANGES = 64
-
-
-@dataclass(slots=True)
-class Used:
-    """What a trace used beyond what the code shows.
-
-    Attributes:
-        attributes: attributes of the user's objects that libraries read.
-        modules: installed modules entered.
-        names: what their code reads of modules, by module.
-        files: files read, each as (base, path, path as it was): relative to the "source", to the
-            "directory" that the process runs in, or "absolute".
-        variables: environment variables read.
-    """
-
-    attributes: list[str] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
-    names: dict[str, list[str]] = field(default_factory=dict)
-    files: list[list[str]] = field(default_factory=list)
-    variables: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Candidate:
-    """One build that may be the answer.
-
-    Attributes:
-        program: the digest of its executable.
-        facts: the digest of all facts that it depends on.
-        told: the facts themselves.
-        used: what its trace used.
-        devices: of its executable, in order, as positions among the question's devices.
-        call: what JAX knows of arguments and results.
-        tree: the tree of the outputs, encoded.
-        captured: name, type and bytes of the large arrays in it.
-        seconds: what each stage took when it was built.
-        created_time: seconds since the epoch.
-        outline: the lowered module as text, compressed.
-    """
-
-    program: str
-    facts: str
-    told: dict[str, str]
-    used: Used
-    devices: list[int]
-    call: bytes
-    tree: Any
-    captured: list[list[Any]]
-    seconds: dict[str, float]
-    created_time: float
-    outline: bytes = b""
-
-    def packed(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def unpacked(cls, data: dict[str, Any]) -> Candidate:
-        """From `packed`.
-
-        Raises:
-            TypeError, KeyError: the data is malformed.
-        """
-        return cls(**{**data, "used": Used(**data["used"])})
 
 
 class Question:
     """What a call depends on before it is traced.
 
+    Args:
+        recipe: the step.
+        request: the call.
+
     Attributes:
-        label: the step, by its file and name.
-        lookup: a digest of what all candidates have in common.
         base: the facts known before a trace.
-        devices: all devices, those of the call first: executables name theirs by position here.
+        address: where candidates are kept.
     """
 
-    def __init__(self, recipe: Recipe, key: Key, leaf_paths: Sequence[LeafPath]):
-        self._recipe, self._key, self._paths = recipe, key, leaf_paths
-        self.label, self._root = _label_and_root(recipe.fun)
-        self.devices = _devices_in_order(key)
-        tokens = _leaf_tokens(key.signature.leaves, self.devices)
+    def __init__(self, recipe: Recipe, request: Request):
+        self._recipe, self._key, self._paths = recipe, request.key, request.call.paths
+        label, self._root = _label_and_root(recipe.fun)
+        self._devices = _devices_in_order(self._key)
+        tokens = _leaf_tokens(self._key.signature.leaves, self._devices)
         self._call_facts = self._facts_of_call(tokens)
         self._base_walk: Walk | None = self._walked()
         self.base = self._base_walk.fingerprint()
-        common = [self.label]
+        common = [label]
         common += [f"{n}={v}" for n, v in self.base.facts.items() if n.startswith(_LOOKED_UP_BY)]
         common.append(self.base.facts["arguments"])
-        self.lookup = hashlib.sha256("\n".join((*sorted(common), *tokens)).encode()).hexdigest()
+        lookup = hashlib.sha256("\n".join((*sorted(common), *tokens)).encode()).hexdigest()
+        self.address = Address(label, lookup, self._devices)
 
     def _walked(self) -> Walk:
         walk = Walk(self._root)
@@ -141,7 +77,7 @@ class Question:
         facts = inspection.process_environment()
         for name, value in self._key.environment:
             facts.setdefault(f"config {name}", _setting_text(value))
-        facts["mesh"] = repr(_renumbered(self._key.mesh, self.devices))
+        facts["mesh"] = repr(_renumbered(self._key.mesh, self._devices))
         paths = (path.text for path in self._paths)
         facts.update((f"argument {path}", token) for path, token in zip(paths, tokens, strict=True))
         return facts
@@ -215,73 +151,6 @@ class Question:
         if here != original and (there := file_digest(original)) not in (content, "absent"):
             return f"{content}, and {there} at {original}"
         return content
-
-
-def digest_facts(facts: dict[str, str]) -> str:
-    """A digest of facts, whatever their order."""
-    hasher = hashlib.sha256()
-    for name in sorted(facts):
-        hasher.update(
-            f"{len(name)} {name}={len(facts[name])} {facts[name]};".encode(errors="replace")
-        )
-    return hasher.hexdigest()
-
-
-def agree(told: dict[str, str], found: dict[str, str]) -> bool:
-    """Whether what is found now is what was told then.
-
-    Nothing can have been put into a module that is not loaded yet, so nothing is asked of it.
-    """
-    if told == found:
-        return True
-    missing = told.keys() - found.keys()
-    return all(_is_of_module_not_loaded(name) for name in missing) and all(
-        told.get(name) == text for name, text in found.items()
-    )
-
-
-def _is_of_module_not_loaded(fact: str) -> bool:
-    return fact.startswith(_NAMES_OF) and fact.removeprefix(_NAMES_OF) not in sys.modules
-
-
-def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, ...]:
-    """Where two sets of facts differ, the telling ones first."""
-    changes = []
-    for name in dict.fromkeys((*before, *after)):
-        old, new = before.get(name), after.get(name)
-        if old != new and not (new is None and _is_of_module_not_loaded(name)):
-            changes.append(_change(name, old, new))
-    changes.sort(key=lambda change: _ORDER.index(change.part))
-    return tuple(changes[:_MAX_CHANGES])
-
-
-_ORDER = ["code", "value", "static", "options", "argument", "tree", "mesh", "file", "variable"]
-_ORDER += ["config", "package", "environment", "module"]
-_NAMES_OF = "names of "
-_PARTS = {
-    "static ": "static",
-    "option ": "options",
-    "argument ": "argument",
-    "arguments": "tree",
-    "mesh": "mesh",
-    "file ": "file",
-    "environment variable ": "variable",
-    "config ": "config",
-    "package ": "package",
-    "environment ": "environment",
-    "module ": "module",
-    _NAMES_OF: "module",
-}
-
-
-def _change(name: str, old: str | None, new: str | None) -> Change:
-    part = next((part for prefix, part in _PARTS.items() if name.startswith(prefix)), "value")
-    shown = name.removeprefix("static ").removeprefix("config ").removeprefix("argument ")
-    texts = [text or "" for text in (old, new)]
-    if all(text.startswith("code ") or not text for text in texts) and part == "value":
-        note = "not there before" if old is None else "gone" if new is None else "its code changed"
-        return Change("code", shown, old or "absent", new or "absent", note)
-    return Change(part, shown, old or "absent", new or "absent")
 
 
 def _asked_for(codes: Iterable[Any]) -> set[str]:

@@ -25,10 +25,10 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from stepcache.programs.archive import CANDIDATES_KEPT, unpack_candidates
+from stepcache.programs.archive import CANDIDATES_KEPT
+from stepcache.programs.candidate import Candidate, digest_facts, unpack_candidates
 from stepcache.programs.disk.entry import DamagedEntryError, Header, read_payload, store
 from stepcache.programs.disk.tier import DiskTier
-from stepcache.programs.question import Candidate, digest_facts
 
 FORMAT_VERSION = 1
 

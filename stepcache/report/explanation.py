@@ -13,9 +13,10 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from stepcache import jaxcompat
-from stepcache.engine import Engine, Request
+from stepcache.engine import Engine
 from stepcache.events import Captured, Miss
 from stepcache.programs.build import Program
+from stepcache.programs.recipe import Request
 from stepcache.programs.signature import Leaf, Path, Unreadable, short_sharding
 from stepcache.sharding import Placed
 

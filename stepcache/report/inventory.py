@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepcache.programs.archive import Archive, open_archive, unpack_candidates
+from stepcache.programs.archive import Archive, open_archive
+from stepcache.programs.candidate import Candidate, differences, unpack_candidates
 from stepcache.programs.disk.tier import EntryInfo
-from stepcache.programs.question import Candidate, differences
 
 # Groups of facts by the beginning of their names; the first that fits. The rest is code or values.
 _GROUPS = (

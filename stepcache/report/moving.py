@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.errors import StepCacheError
-from stepcache.programs.archive import CANDIDATES_KEPT, Archive, pack_candidates, unpack_candidates
+from stepcache.programs.archive import CANDIDATES_KEPT, Archive
+from stepcache.programs.candidate import Candidate, pack_candidates, unpack_candidates
 from stepcache.programs.disk.entry import DamagedEntryError, read_payload
 from stepcache.programs.disk.tier import DiskTier, EntryInfo
-from stepcache.programs.question import Candidate
 from stepcache.report import bundle as bundles
 from stepcache.report import environment
 from stepcache.report.bundle import BundledStep, Content, Opened, Writer

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepcache import jaxcompat
-from stepcache.programs.build import Recipe
 from stepcache.programs.key import Key, diff_settings
+from stepcache.programs.recipe import Recipe
 from stepcache.programs.signature import read
 from stepcache.sharding import device_mesh, mesh_identity
 

@@ -1,9 +1,11 @@
 """What a recording sees, on both of Python's ways to watch code, and what it leaves alone."""
 
 import os
+import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 from stepcache.programs.fingerprint.recording import Recording
@@ -86,6 +88,58 @@ def test_files_are_seen_as_they_were_named(tmp_path, monkeypatch):
         with pytest.raises(FileNotFoundError):
             (tmp_path / "missing.txt").read_text()
     assert recording.files == {str(tmp_path / "a.txt"), "a.txt", str(tmp_path / "missing.txt")}
+
+
+OPENERS = """
+import codecs, gzip, io, os, pathlib, sys, tokenize, zipfile
+import numpy as np
+from io import FileIO, open_code
+from os import open as low_open
+from stepcache.programs.fingerprint.recording import Recording
+alias, path = open, sys.argv[1]
+class Mine(FileIO): pass
+openers = {
+    "open": lambda: open(path).close(),
+    "alias": lambda: alias(path).close(),
+    "called by C": lambda: list(map(open, [path]))[0].close(),
+    "alias called by C": lambda: list(map(alias, [path]))[0].close(),
+    "io.open": lambda: io.open(path).close(),
+    "io.FileIO": lambda: io.FileIO(path).close(),
+    "FileIO": lambda: FileIO(path).close(),
+    "subclass": lambda: Mine(path).close(),
+    "open_code": lambda: open_code(path).close(),
+    "os.open": lambda: os.close(os.open(path, os.O_RDONLY)),
+    "low open": lambda: os.close(low_open(path, os.O_RDONLY)),
+    "os.fdopen": lambda: os.fdopen(os.open(path, os.O_RDONLY)).close(),
+    "pathlib": lambda: pathlib.Path(path).read_bytes(),
+    "codecs": lambda: codecs.open(path).close(),
+    "gzip": lambda: gzip.open(path).close(),
+    "tokenize": lambda: tokenize.open(path).close(),
+    "zipfile": lambda: zipfile.is_zipfile(path),
+    "np.load": lambda: np.load(path),
+    "np.fromfile": lambda: np.fromfile(path),
+    "np.memmap": lambda: np.memmap(path, mode="r"),
+    "np.DataSource": lambda: np.lib.npyio.DataSource().open(path).close(),
+}
+for name, opener in openers.items():
+    child = os.fork()  # What one of them sets up is not there for the next.
+    if not child:
+        with Recording() as recording:
+            try:
+                opener()
+            except SyntaxError:  # It was opened, and is no source.
+                pass
+        os._exit(recording.files != {path})
+    if os.waitpid(child, 0)[1]:
+        print(name)
+"""
+
+
+def test_files_are_seen_however_they_are_opened(tmp_path):
+    np.save(tmp_path / "data.npy", np.arange(3.0))
+    command = [sys.executable, "-c", OPENERS, str(tmp_path / "data.npy")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout == "", "not seen"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stepcache import jaxcompat
-from stepcache.programs.build import Recipe
+from stepcache.jaxcompat import arguments
+from stepcache.programs.recipe import Recipe
 from stepcache.programs.signature import (
     Leaf,
     Unreadable,
@@ -94,7 +95,7 @@ def test_roles_by_the_public_api_are_those_that_jax_resolves(options, monkeypatc
         pytest.skip("there is only the public API here")
     jitted = jax.jit(f, **options)
     by_jax = jaxcompat.argument_roles(jitted, f, options)
-    monkeypatch.setattr(jaxcompat, "PRIVATE_API", False)
+    monkeypatch.setattr(arguments, "PRIVATE_API", False)
     by_us = jaxcompat.argument_roles(jitted, f, options)
     by_position = [{i % 3 for i in roles.static_argnums} for roles in (by_us, by_jax)]
     assert by_position[0] == by_position[1]

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 import stepcache as sc
 from stepcache.cli import main
-from stepcache.programs.archive import open_archive, pack_candidates, unpack_candidates
+from stepcache.programs.archive import open_archive
+from stepcache.programs.candidate import digest_facts, pack_candidates, unpack_candidates
 from stepcache.programs.disk.tier import DiskTier
-from stepcache.programs.question import digest_facts
 from stepcache.report import bundle as bundles
 from stepcache.report import environment, moving
 

@@ -58,6 +58,7 @@ _FUNCTIONS = {
     "_thread.start_new_thread": "another thread, which is not watched",
     "_thread.start_joinable_thread": "another thread, which is not watched",
     "threading.Thread": "another thread, which is not watched",
+    "_io.FileIO": "a file that is opened out of sight",
     "pkgutil.resolve_name": "a module whose name is not known beforehand",
     "sys.getrecursionlimit": "the process",
     "sys.gettrace": "the process",

@@ -2,12 +2,14 @@
 
 A recording runs in one thread, around one trace. On Python 3.12 and later it is made by
 `sys.monitoring`, which costs next to nothing; before, by `sys.setprofile`, which about doubles the
-time of that one trace. Files are seen through an audit hook.
+time of that one trace. Files are seen through an audit hook. Where frames are profiled, the hook
+would be called for each of them, so it waits for the first call of what may open a file.
 """
 
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 import threading
@@ -72,7 +74,6 @@ class Recording:
     unavailable: str | None = None
 
     def __enter__(self) -> Recording:
-        _listen_for_files()
         _collector.pause()
         stack = _active.__dict__.setdefault("stack", [])
         stack.append(self)
@@ -279,6 +280,7 @@ _SYSTEM_FILES = ("/proc/", "/sys/", "/dev/")
 def _start() -> str | None:
     """Begins to watch this thread; says why that is not possible, if it is not."""
     if sys.version_info >= (3, 12):
+        _listen_for_files()
         return _monitoring.start()
     profilers = _active.__dict__.setdefault("profilers", [])
     before = sys.getprofile()
@@ -290,30 +292,41 @@ def _start() -> str | None:
 
 
 def _profiler(before: Any) -> Any:
-    entered: set[CodeType] = set()
-    plain: set[Any] = set()  # Functions that are no methods, and known to be harmless.
+    # By their identities, for hashing code looks at all of it; and kept, so that those stay theirs.
+    seen: dict[int, Any] = {}
 
-    def profile(frame: FrameType, event: Any, argument: Any) -> None:
-        # Called millions of times: what was seen before has to leave by the first line.
+    def profile(frame: FrameType, event: Any, argument: Any, identity: Any = id) -> None:
+        # Called millions of times: what was seen before has to leave by the first lines.
         if event == "call":
             code = frame.f_code
-            if code not in entered and _enter(code, frame):
-                entered.add(code)
+            if identity(code) not in seen and _enter(code, frame):
+                seen[identity(code)] = code
+                if _names_an_opener(code, frame.f_globals):
+                    _listen_for_files()
         elif event == "c_call":
             owner = argument.__self__
             kind = type(owner)
-            if kind is ModuleType:
-                if argument not in plain:
-                    if argument.__module__ not in _SUSPECT_MODULES:
-                        plain.add(argument)
-                    else:
-                        _call(argument, frame)
-            elif (owner if kind is type else kind).__module__ in _SUSPECT_CLASSES:
+            if identity(kind) in seen:
+                return
+            known = argument if kind is ModuleType else owner if kind is type else kind
+            if identity(known) in seen:
+                return
+            if _may_open_files(known):
+                _listen_for_files()
+            suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
+            if known.__module__ in suspects:
                 _call(argument, frame)
-        if before is not None:
-            before(frame, event, argument)
+            else:
+                seen[identity(known)] = known
 
-    return profile
+    if before is None:
+        return profile
+
+    def both(frame: FrameType, event: Any, argument: Any) -> None:
+        profile(frame, event, argument)
+        before(frame, event, argument)
+
+    return both
 
 
 def _stop() -> None:
@@ -328,6 +341,36 @@ def _stop() -> None:
 _SUSPECT_MODULES = frozenset(
     ("time", "posix", "nt", "_thread", "_socket", "_random", "_posixsubprocess", "_uuid")
 )
+
+
+_READ_NO_FILES = frozenset(
+    "builtins sys gc atexit time _thread re math operator _operator functools _functools itertools "
+    "collections _collections _abc weakref _weakref numpy jax jaxlib flax optax".split()
+)
+
+
+def _may_open_files(function_or_class: Any) -> bool:
+    module = function_or_class.__module__
+    if not isinstance(module, str) or module.partition(".")[0] not in _READ_NO_FILES:
+        return True
+    return module == "numpy" and function_or_class.__name__ == "fromfile"
+
+
+_OPENERS = frozenset(("open", "open_code", "FileIO", "fromfile"))
+
+
+def _names_an_opener(code: CodeType, module: dict[str, Any]) -> bool:
+    """Whether code speaks of what opens files; calls of classes, and from C, do not show."""
+    if not _OPENERS.isdisjoint(code.co_names):
+        return True
+    for name in code.co_names:
+        value = module.get(name)
+        if isinstance(value, type):
+            if issubclass(value, io.IOBase):
+                return True
+        elif any(value is opener for opener in (open, os.open, io.open_code)):
+            return True
+    return False
 
 
 _SUSPECT_CLASSES = frozenset(("random", "datetime", "numpy.random.mtrand"))

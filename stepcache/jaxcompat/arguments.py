@@ -1,0 +1,95 @@
+"""What a call is given: which arguments are static, and what JAX sees in the leaves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+
+from stepcache.jaxcompat.private import PRIVATE_API
+
+if PRIVATE_API:
+    from stepcache.jaxcompat.private import core, pxla, tree_util
+
+Tracer = jax.core.Tracer
+
+
+class ArgumentRoles(NamedTuple):
+    """Static arguments as `jax.jit` resolved them from its options."""
+
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+
+
+def argument_roles(jitted: Any, fun: Callable, options: dict[str, Any]) -> ArgumentRoles:
+    """Which arguments are static, by number and by name."""
+    if PRIVATE_API:
+        info = jitted._jit_info
+        return ArgumentRoles(tuple(info.static_argnums), tuple(info.static_argnames))
+    numbers, names = (
+        _as_tuple(options.get("static_argnums")),
+        _as_tuple(options.get("static_argnames")),
+    )
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return ArgumentRoles(numbers or (), names or ())
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if numbers is None and names is not None:
+        numbers = tuple(i for i, name in enumerate(positional) if name in names)
+    elif names is None and numbers is not None:
+        names = tuple(name for i, name in enumerate(positional) if i in numbers)
+    count = max(1, len(positional))
+    return ArgumentRoles(tuple(i % count if i < 0 else i for i in numbers or ()), names or ())
+
+
+def _as_tuple(value: Any) -> tuple | None:
+    if value is None or isinstance(value, tuple):
+        return value
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def abstract(x: Any) -> Any:
+    """The abstract value of an argument leaf.
+
+    Raises:
+        TypeError: `x` is no array, scalar or `ShapeDtypeStruct`.
+    """
+    if PRIVATE_API:
+        return core.shaped_abstractify(x)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        return jax.core.ShapedArray(x.shape, dtype, weak_type=x.weak_type)
+    return jax.typeof(x)
+
+
+def is_array_type(aval: Any) -> bool:
+    """False for mutable references and for the types that JAX lowers further itself."""
+    return type(aval) is jax.core.ShapedArray
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_default_layout(layout: Any, sharding: Any, aval: Any) -> bool:
+    if PRIVATE_API:
+        return pxla.is_default_layout(layout, sharding, aval)
+    return layout.major_to_minor == tuple(range(len(aval.shape))) and not layout.tiling
+
+
+def custom_layout(x: Any, aval: Any) -> Any:
+    """The layout of an array or `ShapeDtypeStruct` on its devices; None for the default one."""
+    array_format = getattr(x, "format", None)
+    layout = getattr(array_format, "layout", None)
+    if layout is None or x.sharding is None:
+        return None
+    return None if _is_default_layout(layout, x.sharding, aval) else layout
+
+
+def tree_differences(before: Any, after: Any) -> list[tuple[tuple, str, str, str]]:
+    """Key path, both sides and an explanation for each place where two tree structures differ."""
+    if not PRIVATE_API:
+        return [((), str(before), str(after), "the structures differ")]
+    return list(tree_util.equality_errors_pytreedef(before, after))

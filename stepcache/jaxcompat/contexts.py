@@ -1,0 +1,252 @@
+"""Where a call is made: our contexts in JAX's own keys, its settings, its mesh, its tracing.
+
+What decides a program but is no argument of the call lives here, and what says that JAX has to
+serve the call itself. Looking into the process and its devices is for `inspection`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+
+from stepcache.jaxcompat.private import PRIVATE_API
+
+if PRIVATE_API:
+    from stepcache.jaxcompat.private import core, jax_config, mesh_lib
+
+
+class ContextToken:
+    """A value of one of our contexts in JAX's keys. Compared by identity."""
+
+    __slots__ = ("__weakref__",)
+
+
+class ValueToken(ContextToken):
+    """Stands for some values, and is compared by them."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: tuple[Hashable, ...]):
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ValueToken) and self.values == other.values
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
+
+session_context = jax.make_user_context(None)
+_settings_context = jax.make_user_context(None)
+# Traces made in it are made anew, down to the functions that were traced before outside it.
+recording_context = jax.make_user_context(None)
+
+# Settings that change what a program does or how it is compiled, but that JAX leaves out of its
+# dispatcher's key: without our help a hit would go on serving the program of the old setting.
+_WATCHED = (
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_enable_checks",
+    "jax_default_prng_impl",
+    "jax_enable_custom_prng",
+    "jax_legacy_prng_key",
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_level",
+    "jax_memory_fitting_effort",
+    "jax_compiler_enable_remat_pass",
+    "jax_disable_bwd_checks",
+    "jax_refs_to_pins",
+    "jax_bcoo_cusparse_lowering",
+    "jax_ragged_dot_use_ragged_dot_instruction",
+    "jax_use_magma",
+    "jax_mosaic_allow_hlo",
+    "jax_pallas_poison_buffers",
+)
+# Read one by one where the trace context's own list is out of reach.
+_TRACE_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_device",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+    "jax_random_seed_offset",
+    "jax_use_shardy_partitioner",
+    "jax_softmax_custom_jvp",
+    "jax_debug_key_reuse",
+)
+
+
+_MISSING = ()
+
+
+def setting(name: str) -> Any:
+    """The value of a setting of JAX in this thread; `()` where this version has none."""
+    value = getattr(jax.config, name, _MISSING)
+    if value is not _MISSING:
+        return value
+    try:
+        return jax.config.read(name)  # Flags that have no context manager have no attribute.
+    except AttributeError:
+        return _MISSING
+
+
+def _settings(names: Iterable[str]) -> tuple[tuple[str, Hashable], ...]:
+    values = ((name, setting(name)) for name in names)
+    return tuple((name, value) for name, value in values if value is not _MISSING)
+
+
+def _watch_settings() -> tuple[tuple[str, ...], ValueToken]:
+    """Puts the watched settings into JAX's dispatch key, by a hook on each that says it changed.
+
+    Returns:
+        The names of the watched settings, and their values now. Settings as they are now leave no
+        mark in JAX's keys.
+    """
+    by_name: dict[str, Any] = jax_config.config._value_holders
+    names = tuple(name for name in _WATCHED if name in by_name)
+    holders = [by_name[name] for name in names]
+    local_holders = [holder for holder in holders if hasattr(holder, "get_local")]
+    unset = jax_config.config_ext.unset
+
+    def mark(values: Iterable[Hashable]) -> ValueToken | None:
+        settings = ValueToken(tuple(values))
+        return None if settings == defaults else settings
+
+    def global_values() -> Iterable[Hashable]:
+        return (h.get_global() if h in local_holders else h.value for h in holders)
+
+    def refresh(*_) -> None:
+        _settings_context.set_global(mark(global_values()))
+        overridden = any(holder.get_local() is not unset for holder in local_holders)
+        local = mark(holder.value for holder in holders) if overridden else unset
+        _settings_context._obj.set_local(local)
+
+    def then_refresh(hook: Callable | None) -> Callable:
+        def hooks(value: Any) -> None:
+            if hook is not None:
+                hook(value)
+            refresh()
+
+        return hooks
+
+    defaults = ValueToken(tuple(global_values()))
+    for holder in holders:
+        if holder in local_holders:
+            holder._update_global_hook = then_refresh(holder._update_global_hook)
+            holder._update_thread_local_hook = then_refresh(holder._update_thread_local_hook)
+        else:
+            holder._update_hook = then_refresh(holder._update_hook)
+    return names, defaults
+
+
+_watched_names, _watched_defaults = _watch_settings() if PRIVATE_API else ((), ValueToken(()))
+
+
+def environment() -> tuple[tuple[str, Hashable], ...]:
+    """Name and value of every setting that changes what a trace or a compilation gives."""
+    if not PRIVATE_API:
+        return (
+            *_settings(_TRACE_SETTINGS),
+            ("mesh", jax.sharding.get_mesh()),
+            *_settings(_WATCHED),
+        )
+    watched = _settings_context.value or _watched_defaults
+    return _named(jax_config.trace_context(), mesh_lib.get_concrete_mesh(), watched)
+
+
+@functools.lru_cache(maxsize=128)
+def _named(context: tuple, mesh: Any, watched: ValueToken) -> tuple[tuple[str, Hashable], ...]:
+    settings = zip(jax_config.trace_context_names(), context, strict=True)
+    return (
+        *((n, v) for n, v in settings if n != "axis_env_state" and not isinstance(v, ContextToken)),
+        ("mesh", mesh),
+        *zip(_watched_names, watched.values, strict=True),
+    )
+
+
+_TOP_TRACE_STATE = get_opaque_trace_state(convention="flax")
+
+
+def is_tracing() -> bool:
+    """True inside a transformation: whatever runs now becomes part of somebody else's program."""
+    if PRIVATE_API:
+        return not core.trace_state_clean()
+    return get_opaque_trace_state(convention="flax") != _TOP_TRACE_STATE
+
+
+def must_delegate() -> bool:
+    """True under settings whose checks live in JAX's own call path."""
+    names = ["jax_debug_key_reuse", "jax_enable_pgle"]
+    if not PRIVATE_API:
+        names += ["jax_debug_nans", "jax_debug_infs"]
+    return any(setting(name) for name in names)
+
+
+def jit_is_disabled() -> bool:
+    """True under `jax.disable_jit`."""
+    return bool(setting("jax_disable_jit"))
+
+
+def has_concrete_mesh() -> bool:
+    """True where the caller has set a mesh of their own."""
+    mesh = mesh_lib.get_concrete_mesh() if PRIVATE_API else jax.sharding.get_mesh()
+    return not mesh.empty
+
+
+@contextlib.contextmanager
+def _in_settings(values: dict[Any, Any], mesh: Any, session: Any):
+    before = {holder: holder.get_local() for holder in values}
+    for holder, value in values.items():
+        holder.set_local(value)
+    try:
+        with contextlib.ExitStack() as stack:
+            if session is not None:
+                stack.enter_context(session_context(session))
+            if mesh is not None:
+                stack.enter_context(jax.set_mesh(mesh))
+            yield
+    finally:
+        for holder, value in before.items():
+            holder.set_local(value)
+
+
+def carried_settings() -> contextlib.AbstractContextManager:
+    """The settings that hold in this thread alone, to be entered in another one."""
+    unset = jax_config.config_ext.unset
+    everything: dict[str, Any] = jax_config.config._value_holders
+    holders = [holder for holder in everything.values() if hasattr(holder, "get_local")]
+    values = {h: value for h in holders if (value := h.get_local()) is not unset}
+    mesh = mesh_lib.get_concrete_mesh()
+    return _in_settings(values, None if mesh.empty else mesh, session_context.value)
+
+
+def backends_are_initialized() -> bool:
+    """True once JAX has started a backend in this process."""
+    if not PRIVATE_API:
+        return True
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+@contextlib.contextmanager
+def tracing_context(mesh: Any):
+    """What holds while a program is traced and lowered.
+
+    Args:
+        mesh: the context mesh, unless it is None or the caller has set one.
+    """
+    with contextlib.ExitStack() as stack:
+        if mesh is not None and not has_concrete_mesh():
+            stack.enter_context(jax.set_mesh(mesh))
+        if not PRIVATE_API:  # Else hooks keep the watched settings in JAX's keys all the time.
+            stack.enter_context(_settings_context(ValueToken(_settings(_WATCHED))))
+        yield

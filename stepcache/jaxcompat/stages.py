@@ -1,0 +1,265 @@
+"""From a function to a program that runs: traced, lowered, compiled; and what JAX keeps of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from stepcache.jaxcompat.private import PRIVATE_API
+
+if PRIVATE_API:
+    from stepcache.jaxcompat.private import (
+        api_util,
+        core,
+        dispatch,
+        dtypes,
+        mlir,
+        partial_eval,
+        pjit,
+        stages,
+        util,
+    )
+
+# Bound once, so that a program which replaces `jax.jit` cannot make a step call itself.
+jit = jax.jit
+
+
+class Runnable(NamedTuple):
+    """What is needed to run a compiled program on flat arguments.
+
+    Attributes:
+        executable: the `jax.stages.Compiled`; with the private API, the executable inside.
+        out_tree: the tree of the outputs.
+        const_args: arrays that the program takes before its arguments.
+        effects: the program's effects.
+    """
+
+    executable: Any
+    out_tree: Any
+    const_args: Sequence[Any] = ()
+    effects: Any = ()
+
+    def __call__(self, leaves: list, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        """Runs the program.
+
+        Args:
+            leaves: the flat dynamic arguments.
+            args: the dynamic positional arguments, for the public API.
+            kwargs: the dynamic keyword arguments, for the public API.
+
+        Returns:
+            The outputs, and what the C++ dispatcher needs to serve the same call by itself (None
+            where it cannot: effects, callbacks).
+        """
+        if not PRIVATE_API:
+            return self.executable(*args, **kwargs), None
+        for leaf in leaves:
+            dispatch.check_arg(leaf)
+        core.check_eval_args(leaves)
+        # JAX marks each run outside its dispatcher by this event, and so do we: what counts them
+        # for jax.jit counts them for a step.
+        util.test_event("jit_cpp_cache_miss")
+        out_leaves = self.executable.unsafe_call(*self.const_args, *leaves)
+        fast_path = pjit._get_fastpath_data(
+            self.executable,
+            self.out_tree,
+            leaves,
+            out_leaves,
+            self.effects,
+            [],
+            None,
+            self.const_args,
+        )
+        return jax.tree_util.tree_unflatten(self.out_tree, out_leaves), fast_path
+
+    @property
+    def xla_executable(self) -> Any:
+        """The loaded executable of XLA."""
+        if PRIVATE_API:
+            return self.executable.xla_extension_executable()
+        return self.executable.runtime_executable()
+
+
+class Staged:
+    """A traced step on its way to a program.
+
+    JAX's public stages rebuild the argument tree around their own placeholders, which a class that
+    validates its leaves may refuse; a plain call of `jax.jit` never does that. So with the private
+    API the same lowering is done on flat leaves, as such a call does it.
+
+    Args:
+        jitted: `jax.jit(fun, **options)`.
+        fun: the user's function.
+        options: of `jax.jit`.
+        args: positional arguments, static ones included.
+        kwargs: keyword arguments.
+
+    Attributes:
+        jaxpr: the trace.
+        out_tree: the tree of the outputs.
+        out_avals: their abstract values, flat.
+        lowered: after `lower`, the lowered module; for `outline`.
+    """
+
+    def __init__(self, jitted: Any, fun: Callable, options: dict, args: tuple, kwargs: dict):
+        self._given = (jitted, fun, options, args, kwargs)
+        self.lowered: Any = None
+        if PRIVATE_API:
+            inferred, self._leaves = pjit._infer_params(jitted._fun, jitted._jit_info, args, kwargs)
+            self._params, self._consts = inferred.params, inferred.consts
+            self.jaxpr, self.out_tree = inferred.params["jaxpr"], inferred.out_tree
+            self.out_avals = list(self.jaxpr.out_avals)
+        else:
+            self._traced = jitted.trace(*args, **kwargs)
+            self._consts = ()
+            self.jaxpr, self.out_tree = self._traced.jaxpr, self._traced.out_tree
+            self.out_avals = jax.tree_util.tree_leaves(self._traced.out_info)
+
+    def pin_outputs(self, pins: Sequence[Any]) -> None:
+        """Says where outputs go: one sharding for each flat output, None to leave it open."""
+        if PRIVATE_API:
+            self._params = dict(self._params, out_shardings=self._pinned(self._params, pins))
+        else:
+            _, fun, options, args, kwargs = self._given
+            tree = jax.tree_util.tree_unflatten(self.out_tree, pins)
+            self._traced = jit(fun, **options, out_shardings=tree).trace(*args, **kwargs)
+
+    @staticmethod
+    def _pinned(params: dict, pins: Sequence[Any]) -> tuple:
+        both = zip(pins, params["out_shardings"], strict=True)
+        return tuple(old if pin is None else pin for pin, old in both)
+
+    def as_traced(self) -> Any:
+        """The same as a `jax.stages.Traced`."""
+        if not PRIVATE_API:
+            return self._traced
+        jitted, _, _, args, kwargs = self._given
+        traced = jitted.trace(*args, **kwargs)
+        traced._params = dict(traced._params, out_shardings=self._params["out_shardings"])
+        return traced
+
+    def can_be_held(self) -> bool:
+        """False where the program cannot be kept apart from the objects it captured."""
+        inner = getattr(self.jaxpr, "jaxpr", self.jaxpr)
+        effects = getattr(self.jaxpr, "effects", ())
+        classes = {base.__name__ for effect in effects for base in type(effect).__mro__}
+        return not (self._consts or getattr(inner, "is_high", False) or "RefEffect" in classes)
+
+    def lower(self) -> None:
+        """Lowers the trace."""
+        if not PRIVATE_API:
+            self.lowered = self._traced.lower()
+            return
+        for leaf in self._leaves:
+            dispatch.check_arg(leaf)
+        types = [pjit.convert_to_metaty(leaf) for leaf in self._leaves]
+        try:
+            self.lowered = pjit._resolve_and_lower(
+                types,
+                **self._params,
+                lowering_platforms=None,
+                lowering_parameters=mlir.LoweringParameters(),
+                pgle_profiler=None,
+            )
+        except stages.DeviceAssignmentMismatchError as error:
+            fun = self._given[1]
+            name = getattr(fun, "__qualname__", getattr(fun, "__name__", str(fun)))
+            names = self.jaxpr.debug_info.safe_arg_names(len(types))
+            message = stages._device_assignment_mismatch_error(
+                name, error.args[0], types, "jit", names
+            )
+            raise ValueError(message) from None
+
+    def compile(self) -> Runnable:
+        """Compiles what was lowered."""
+        compiled = self.lowered.compile()
+        if not PRIVATE_API:
+            return Runnable(compiled, self.out_tree)
+        const_args = compiled.shard_const_args(self.lowered.const_args)
+        return Runnable(compiled, self.out_tree, const_args, self.jaxpr.effects)
+
+
+def captured_arrays(jaxpr: Any) -> list[Any]:
+    """The arrays that a trace captured by closure, those of nested functions included."""
+    seen: dict[int, Any] = {}
+    stack, visited = [jaxpr], set()
+    while stack:
+        current = stack.pop()
+        if id(current) in visited:
+            continue
+        visited.add(id(current))
+        seen.update((id(const), const) for const in getattr(current, "consts", ()) or ())
+        inner = getattr(current, "jaxpr", current)
+        for equation in inner.eqns:
+            if equation.params:
+                for value in equation.params.values():
+                    if hasattr(value, "consts"):
+                        stack.append(value)
+                stack.extend(jaxprs_in_params(equation.params))
+    return [const for const in seen.values() if hasattr(const, "nbytes")]
+
+
+def forget_traces(jitted: Any, fun: Callable) -> None:
+    """Drops what JAX keeps for `fun`: its traces, and with them the modules they were lowered to.
+
+    JAX keeps each trace as long as the function lives; a bounded cache of programs over an
+    unbounded cache of traces would still grow.
+    """
+    if not PRIVATE_API:
+        jitted.clear_cache()
+        return
+    try:
+        partial_eval.trace_to_jaxpr.evict_weakref(fun)
+        pjit._infer_params_cached.evict_weakref(fun)
+    except TypeError:  # A callable without weak references: JAX kept nothing for it.
+        jitted.clear_cache()
+
+
+def outline(lowered: Any) -> str:
+    """A lowered module as text, without locations."""
+    return str(lowered.stablehlo()) if PRIVATE_API else lowered.as_text()
+
+
+class _Unraised(Exception):
+    """Never raised; stands for JAX's error where the private API is out of reach."""
+
+
+FloatingPointCheckError = api_util.InternalFloatingPointError if PRIVATE_API else _Unraised
+InvalidInputError = dtypes.InvalidInputException if PRIVATE_API else _Unraised
+
+
+def explain_floating_point_error(error: Any, fun: Any, args: tuple, kwargs: dict):
+    """Calls `fun` eagerly to find the operation that made a NaN; always raises."""
+    if getattr(fun, "_apply_primitive", False):  # It is one operation already.
+        raise FloatingPointError(f"invalid value ({error.ty}) encountered in {fun.__qualname__}")
+    api_util.maybe_recursive_nan_check(error, fun, args, kwargs)
+
+
+class _ClearedWithCaches:
+    """What JAX calls in `jax.clear_caches()`."""
+
+    def __init__(self, clear: Callable[[], None]):
+        self._clear = weakref.WeakMethod(clear)
+
+    def cache_clear(self) -> None:
+        clear = self._clear()
+        if clear is not None:
+            clear()
+
+    def cache_info(self) -> None:
+        """JAX asks its caches for this when it is debugged; there is nothing to say."""
+
+    def cache_keys(self) -> list:
+        return []
+
+
+def call_on_clear_caches(clear: Callable[[], None]) -> object:
+    """Has `jax.clear_caches()` call a bound method, as long as the returned object lives."""
+    registered = _ClearedWithCaches(clear)
+    if PRIVATE_API:
+        util.register_cache(registered, "stepcache")
+    return registered

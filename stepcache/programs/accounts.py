@@ -1,0 +1,92 @@
+"""What is told of how a program came: to the ledger, to the history on disk, to listeners."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from stepcache.events import Built, Captured, Loaded, Miss, recorder
+from stepcache.jaxcompat import storing
+from stepcache.programs.archive import Answer, Archive
+from stepcache.programs.ledger import Ledger
+from stepcache.programs.levels import Brought
+from stepcache.programs.recipe import Request
+
+_EVENTS = {1: "loaded", 2: "relinked", 3: "built"}
+_REMEDIES = {
+    1: "it was loaded from disk, without a trace",
+    2: "it was traced, and loaded from disk without compiling it",
+    3: "it was built",
+}
+
+
+def told(miss: Miss, answer: Answer) -> Miss:
+    """A miss, with what the archive knows about it."""
+    if answer.unvouched:
+        miss = dataclasses.replace(miss, unvouched=answer.unvouched)
+    if miss.reason != "first call" or answer.since is None:
+        return miss
+    return dataclasses.replace(miss, reason="other run", changes=answer.changes, since=answer.since)
+
+
+def account(
+    ledger: Ledger,
+    name: str,
+    build_id: int,
+    request: Request,
+    brought: Brought,
+    miss: Miss,
+    own_seconds: float,
+) -> None:
+    """Tells the ledger of a step, and those who listen.
+
+    Args:
+        ledger: of the step.
+        name: of the step.
+        build_id: ties events about one program together.
+        request: the call.
+        brought: its program.
+        miss: why it was not there.
+        own_seconds: what the call took apart from the stages.
+    """
+    program, seconds = brought.program, brought.program.seconds
+    remedy = _REMEDIES[program.level]
+    if program.level < 3:
+        remedy += f", in {sum(seconds.values()):.2f} s"
+    advice = (*miss.advice, *map(_advise_on_capture, program.captured))
+    miss = dataclasses.replace(miss, advice=advice, unvouched=brought.unvouched, remedy=remedy)
+    ledger.add(request.key, request.call.paths, miss)
+    traced, built = program.level > 1, program.level > 2
+    counts = {"traces": traced, "lowers": traced, "compiles": built, "loads": not built}
+    times = {f"{stage}_seconds": value for stage, value in seconds.items()}
+    ledger.count(misses=1, own_seconds=own_seconds, **counts, **times)
+    if built:
+        stages = (seconds["trace"], seconds["lower"], seconds["compile"])
+        recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
+    else:
+        recorder.emit(Loaded(name, build_id, miss, traced, dict(seconds), own_seconds))
+
+
+def note(archive: Archive, name: str, brought: Brought, miss: Miss) -> None:
+    """Writes a row of the history on disk; for what is being stored, when that is decided."""
+    address, program = brought.address, brought.program
+    assert address is not None
+    devices = storing.program_devices(program.run) if brought.digest else ()
+    archive.note(
+        _EVENTS[program.level],
+        name,
+        address.label,
+        lookup=address.lookup,
+        program=brought.digest,
+        devices=[device.id for device in devices],
+        seconds={stage: round(value, 4) for stage, value in program.seconds.items()},
+        reason=str(miss),
+        changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
+        unvouched=list(brought.unvouched),
+    )
+
+
+def _advise_on_capture(captured: Captured) -> str:
+    return (
+        f"{captured.name}, {captured.type}, is captured by closure: "
+        f"{captured.size_bytes / 1e6:.1f} MB inside the program; pass it as an argument"
+    )

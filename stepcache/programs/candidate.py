@@ -1,0 +1,250 @@
+"""`Candidate`: one build on disk, with all that it depends on, and how that compares with now.
+`Publication`: one build on its way there.
+
+Facts are names and texts: what the fingerprint found, the call, and the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgpack
+
+from stepcache import jaxcompat
+from stepcache.events import Captured, Change
+from stepcache.jaxcompat import Runnable, storing
+
+_MAX_CHANGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the candidates for one question are kept.
+
+    Attributes:
+        label: the step, by its file and name.
+        lookup: a digest of what all candidates have in common.
+        devices: all devices, those of the call first: executables name theirs by position here.
+    """
+
+    label: str
+    lookup: str
+    devices: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Used:
+    """What a trace used beyond what the code shows.
+
+    Attributes:
+        attributes: attributes of the user's objects that libraries read.
+        modules: installed modules entered.
+        names: what their code reads of modules, by module.
+        files: files read, each as (base, path, path as it was): relative to the "source", to the
+            "directory" that the process runs in, or "absolute".
+        variables: environment variables read.
+    """
+
+    attributes: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    names: dict[str, list[str]] = field(default_factory=dict)
+    files: list[list[str]] = field(default_factory=list)
+    variables: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One build that may be the answer.
+
+    Attributes:
+        program: the digest of its executable.
+        facts: the digest of all facts that it depends on.
+        told: the facts themselves.
+        used: what its trace used.
+        devices: of its executable, in order, as positions among the question's devices.
+        call: what JAX knows of arguments and results.
+        tree: the tree of the outputs, encoded.
+        captured: name, type and bytes of the large arrays in it.
+        seconds: what each stage took when it was built.
+        created_time: seconds since the epoch.
+        outline: the lowered module as text, compressed.
+    """
+
+    program: str
+    facts: str
+    told: dict[str, str]
+    used: Used
+    devices: list[int]
+    call: bytes
+    tree: Any
+    captured: list[list[Any]]
+    seconds: dict[str, float]
+    created_time: float
+    outline: bytes = b""
+
+    def packed(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def unpacked(cls, data: dict[str, Any]) -> Candidate:
+        """From `packed`.
+
+        Raises:
+            TypeError, KeyError: the data is malformed.
+        """
+        return cls(**{**data, "used": Used(**data["used"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A program that is to be stored. It holds on to nothing of the step that it came from.
+
+    Attributes:
+        address: of the question that it answers.
+        digest: of its executable.
+        run: the program.
+        tree: the tree of the outputs, encoded; None where a later process has to trace the step.
+        used: what its trace used.
+        facts: all that it depends on.
+        captured: the large arrays in it.
+        seconds: what each stage took; with "compile", XLA made the executable just now.
+        lowered: the lowered module, as `jaxcompat.outline` takes it.
+    """
+
+    address: Address
+    digest: str
+    run: Runnable
+    tree: Any
+    used: Used
+    facts: dict[str, str]
+    captured: tuple[Captured, ...]
+    seconds: dict[str, float]
+    lowered: Any
+
+    def candidate(self, created_time: float) -> Candidate:
+        """What a later process needs to start the program without a trace.
+
+        Raises:
+            NotStorable: a part of it cannot be stored.
+        """
+        positions = {device: index for index, device in enumerate(self.address.devices)}
+        return Candidate(
+            self.digest,
+            digest_facts(self.facts),
+            self.facts,
+            self.used,
+            [positions[device] for device in storing.program_devices(self.run)],
+            storing.pickle_call(self.run),
+            self.tree,
+            [[each.name, each.type, each.size_bytes] for each in self.captured],
+            dict(self.seconds),
+            created_time,
+            zlib.compress(jaxcompat.outline(self.lowered).encode(), 1),
+        )
+
+
+# ---- stored and read back ---------------------------------------------------------------------
+
+
+def pack_candidates(label: str, candidates: Sequence[Candidate]) -> tuple[dict[str, Any], bytes]:
+    """Header and payload of a step's entry; the latest candidate comes first."""
+    about = {
+        "label": label,
+        "programs": [each.program for each in candidates],
+        "seconds": [round(sum(each.seconds.values()), 4) for each in candidates],
+        "built": [each.created_time for each in candidates],
+    }
+    payload: Any = msgpack.packb(
+        [each.packed() for each in candidates], unicode_errors="surrogatepass"
+    )
+    return about, payload
+
+
+def unpack_candidates(payload: bytes) -> list[Candidate]:
+    """The candidates in the payload of a step's entry.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    try:
+        data: Any = msgpack.unpackb(payload, strict_map_key=False, unicode_errors="surrogatepass")
+        if not isinstance(data, list):
+            raise ValueError("it is not a list")
+        return [Candidate.unpacked(each) for each in data]
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+# ---- facts ------------------------------------------------------------------------------------
+
+
+def digest_facts(facts: dict[str, str]) -> str:
+    """A digest of facts, whatever their order."""
+    hasher = hashlib.sha256()
+    for name in sorted(facts):
+        hasher.update(
+            f"{len(name)} {name}={len(facts[name])} {facts[name]};".encode(errors="replace")
+        )
+    return hasher.hexdigest()
+
+
+def agree(told: dict[str, str], found: dict[str, str]) -> bool:
+    """Whether what is found now is what was told then.
+
+    Nothing can have been put into a module that is not loaded yet, so nothing is asked of it.
+    """
+    if told == found:
+        return True
+    missing = told.keys() - found.keys()
+    return all(_is_of_module_not_loaded(name) for name in missing) and all(
+        told.get(name) == text for name, text in found.items()
+    )
+
+
+def _is_of_module_not_loaded(fact: str) -> bool:
+    return fact.startswith(_NAMES_OF) and fact.removeprefix(_NAMES_OF) not in sys.modules
+
+
+def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, ...]:
+    """Where two sets of facts differ, the telling ones first."""
+    changes = []
+    for name in dict.fromkeys((*before, *after)):
+        old, new = before.get(name), after.get(name)
+        if old != new and not (new is None and _is_of_module_not_loaded(name)):
+            changes.append(_change(name, old, new))
+    changes.sort(key=lambda change: _ORDER.index(change.part))
+    return tuple(changes[:_MAX_CHANGES])
+
+
+_ORDER = ["code", "value", "static", "options", "argument", "tree", "mesh", "file", "variable"]
+_ORDER += ["config", "package", "environment", "module"]
+_NAMES_OF = "names of "
+_PARTS = {
+    "static ": "static",
+    "option ": "options",
+    "argument ": "argument",
+    "arguments": "tree",
+    "mesh": "mesh",
+    "file ": "file",
+    "environment variable ": "variable",
+    "config ": "config",
+    "package ": "package",
+    "environment ": "environment",
+    "module ": "module",
+    _NAMES_OF: "module",
+}
+
+
+def _change(name: str, old: str | None, new: str | None) -> Change:
+    part = next((part for prefix, part in _PARTS.items() if name.startswith(prefix)), "value")
+    shown = name.removeprefix("static ").removeprefix("config ").removeprefix("argument ")
+    texts = [text or "" for text in (old, new)]
+    if all(text.startswith("code ") or not text for text in texts) and part == "value":
+        note = "not there before" if old is None else "gone" if new is None else "its code changed"
+        return Change("code", shown, old or "absent", new or "absent", note)
+    return Change(part, shown, old or "absent", new or "absent")

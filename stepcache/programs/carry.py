@@ -1,0 +1,112 @@
+"""The carry: a step returns it first, as it was given: same tree, shapes, dtypes and placement."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.tree_util import keystr
+
+from stepcache import jaxcompat
+from stepcache.errors import CarryError
+from stepcache.programs.recipe import Recipe, Request
+from stepcache.programs.signature import Call, Leaf, short_type
+from stepcache.sharding import is_in_type
+
+
+def check_carry(
+    recipe: Recipe, request: Request, staged: jaxcompat.Staged
+) -> list[NamedSharding | None]:
+    """Checks that the carry comes back as it went in.
+
+    Returns:
+        For each flat output, the sharding that leaves a carry where it was; None for the rest.
+
+    Raises:
+        CarryError: a carry is not passed, or comes back with another tree, shape or dtype.
+    """
+    names = recipe.parameters.carry
+    call = request.call
+    carries = [_carried_tree(recipe, call, name) for name in names]
+    outputs = _outputs_for(recipe, carries, staged.out_tree)
+    pins: list[NamedSharding | None] = []
+    offset = 0
+    for name, before, after in zip(names, carries, outputs, strict=True):
+        named = zip(call.paths, request.leaves, strict=True)
+        leaves = {path.text: leaf for path, leaf in named if path.argument == name}
+        avals = staged.out_avals[offset : offset + after.num_leaves]
+        if before != after:
+            _refuse_tree(recipe, name, leaves, before, after, avals)
+        for (path, leaf), aval in zip(leaves.items(), avals, strict=True):
+            if _type_of(leaf) != _type_of(aval):
+                _refuse(recipe, path, _type_of(leaf), _type_of(aval))
+        pins += map(_pin, leaves.values())
+        offset += after.num_leaves
+    return pins + [None] * (len(staged.out_avals) - offset)
+
+
+def _carried_tree(recipe: Recipe, call: Call, name: str) -> Any:
+    try:
+        return jax.tree_util.tree_structure(call.argument(name))
+    except KeyError:
+        raise CarryError(
+            f"{recipe.name} carries {name!r}, which this call does not pass", where=name
+        ) from None
+
+
+def _outputs_for(recipe: Recipe, carries: list[Any], out_tree: Any) -> list[Any]:
+    """The trees of the outputs that update the carries."""
+    if [out_tree] == carries:
+        return [out_tree]
+    node = out_tree.node_data()
+    is_sequence = node is not None and node[0] in (tuple, list)
+    children = jax.tree_util.treedef_children(out_tree) if is_sequence else []
+    if len(children) < len(carries):
+        names = recipe.parameters.carry
+        single = jax.tree_util.treedef_is_leaf(out_tree)
+        raise CarryError(
+            f"{recipe.name} does not return its carry first",
+            where=", ".join(names),
+            expected=f"{', '.join(f'new {name}' for name in names)}, then other outputs",
+            got="one array" if single else f"outputs of the form {out_tree}",
+            hint="return the updated carry as the first output, or drop carry=",
+        )
+    return children[: len(carries)]
+
+
+def _refuse_tree(
+    recipe: Recipe, name: str, old: dict[str, Leaf], before: Any, after: Any, avals: Sequence[Any]
+):
+    """Names the first leaf that only one of two trees has, where leaves can be named at all."""
+    new: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # A class may refuse to be built around abstract leaves.
+        entries = jax.tree_util.tree_flatten_with_path(after.unflatten(avals))[0]
+        new = {name + keystr(keys): aval for keys, aval in entries}
+    for path in dict.fromkeys((*old, *new)) if new else ():
+        expected, got = _type_of(old.get(path)), _type_of(new.get(path))
+        if expected != got:
+            _refuse(recipe, path, expected, got)
+    _refuse(recipe, name, str(before), str(after))
+
+
+def _refuse(recipe: Recipe, path: str, expected: str, got: str):
+    raise CarryError(
+        f"{recipe.name} returns a carry that differs from the one it was given",
+        where=path,
+        expected=expected,
+        got=got,
+        hint="the first output must have the tree, shapes and dtypes of the carry; cast or "
+        "reshape it back before returning it",
+    )
+
+
+def _type_of(leaf: Any) -> str:
+    return "no such leaf" if leaf is None else short_type(leaf.shape, leaf.dtype)
+
+
+def _pin(leaf: Leaf) -> NamedSharding | None:
+    sharding = leaf.sharding
+    return sharding if isinstance(sharding, NamedSharding) and not is_in_type(sharding) else None

@@ -1,0 +1,89 @@
+"""`Recipe`: what a step brings to each of its programs. `Request`: one call that needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from stepcache import jaxcompat
+from stepcache.programs.identity import Identity, function_name, identity
+from stepcache.programs.key import Key
+from stepcache.programs.signature import Call, Leaf, Parameters
+from stepcache.sharding import Placed
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recipe:
+    """The function of a step and its options, resolved.
+
+    Attributes:
+        fun: the user's function.
+        name: what to call it.
+        options: keywords for `jax.jit`, with the donation of the carry in them.
+        jitted: `jax.jit(fun, **options)`, which serves calls under other transformations.
+        parameters: the function's parameters and their roles.
+        identity: which function it is.
+        key_options: `options` as hashable parts of a key.
+    """
+
+    fun: Callable
+    name: str
+    options: dict[str, Any]
+    jitted: Any
+    parameters: Parameters
+    identity: Identity
+    key_options: tuple[tuple[str, Hashable], ...]
+
+    @classmethod
+    def of(cls, fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> Recipe:
+        """Resolves a step's options. `jax.jit` judges them and raises as it does."""
+        jitted = jaxcompat.jit(fun, **options)
+        roles = jaxcompat.argument_roles(jitted, fun, options)
+        return cls(
+            fun,
+            function_name(fun),
+            options,
+            jitted,
+            Parameters.of(fun, roles, carry),
+            identity(fun),
+            (("carry", carry), *((name, _hashable(options[name])) for name in sorted(options))),
+        )
+
+    @property
+    def places_outputs(self) -> bool:
+        """Whether the user said where outputs go."""
+        return "out_shardings" in self.options
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, dict):
+        return tuple(sorted((name, _hashable(entry)) for name, entry in value.items()))
+    try:
+        hash(value)
+    except TypeError:
+        leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=lambda x: x is None)
+        return (tuple(leaves), tree)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call with what it needs: read, placed and keyed.
+
+    Attributes:
+        call: as it came.
+        leaves: its leaves where the session places them.
+        placed: for each leaf, where it goes and why; None for one that stays where it is.
+        key: the key of its program.
+        mesh: the session's mesh, or None.
+    """
+
+    call: Call
+    leaves: tuple[Leaf, ...]
+    placed: tuple[Placed | None, ...]
+    key: Key
+    mesh: Mesh | None
