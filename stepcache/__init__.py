@@ -23,7 +23,9 @@ from stepcache.errors import (
     StaleProgramWarning,
     StepCacheError,
     StepCacheWarning,
+    TransferBudgetError,
     UnmatchedRuleWarning,
+    VariablesError,
 )
 from stepcache.events import Change, Miss, StepStats, recorder
 from stepcache.programs import history as _history
@@ -33,6 +35,8 @@ from stepcache.report.explanation import Explanation
 from stepcache.session import Session, current_session, no_recompile
 from stepcache.sharding import Rules
 from stepcache.step import Step, step
+from stepcache.variables.policy import OnHost, Read, Replicated, Sharded, Write
+from stepcache.variables.variables import Variables
 
 __version__ = "0.1.0"
 
@@ -44,21 +48,29 @@ __all__ = [
     "Explanation",
     "ForkedProcessError",
     "Miss",
+    "OnHost",
     "OptionError",
     "PlacementError",
     "ProgramCache",
+    "Read",
     "RecompileError",
     "RecompileWarning",
+    "Replicated",
     "Rules",
     "Session",
     "SessionClosedError",
+    "Sharded",
     "StaleProgramError",
     "StaleProgramWarning",
     "Step",
     "StepCacheError",
     "StepCacheWarning",
     "StepStats",
+    "TransferBudgetError",
     "UnmatchedRuleWarning",
+    "Variables",
+    "VariablesError",
+    "Write",
     "current_session",
     "no_recompile",
     "recorder",

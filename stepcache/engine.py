@@ -22,9 +22,10 @@ from stepcache.errors import (
     RecompileError,
     RecompileWarning,
     SessionClosedError,
+    TransferBudgetError,
     warn,
 )
-from stepcache.events import BuildFailed, Evicted, Miss, StageStarted, recorder
+from stepcache.events import BuildFailed, Evicted, Miss, Moved, StageStarted, recorder
 from stepcache.jaxcompat import inspection
 from stepcache.programs import accounts
 from stepcache.programs import signature as signatures
@@ -37,10 +38,11 @@ from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Brought, Levels
-from stepcache.programs.placement import place
+from stepcache.programs.placement import moved_bytes, place
 from stepcache.programs.question import Question, step_label
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Call, Unreadable
+from stepcache.residence import Use, over_buffers, passes_variables
 from stepcache.scope import Scope, current_scope, recompiles_forbidden
 from stepcache.sharding import mesh_identity
 
@@ -53,11 +55,17 @@ class Engine:
     Args:
         recipe: the step.
         scope: gives the scope of the session in which a call is made.
+        ledger: where it writes what it builds; by default one of its own.
     """
 
-    def __init__(self, recipe: Recipe, scope: Callable[[], Scope] = current_scope):
+    def __init__(
+        self,
+        recipe: Recipe,
+        scope: Callable[[], Scope] = current_scope,
+        ledger: Ledger | None = None,
+    ):
         self.recipe = recipe
-        self.ledger = Ledger(recipe.name)
+        self.ledger = ledger or Ledger(recipe.name)
         self.scope = scope
         self.number = new_owner_number()
         self.levels = Levels(recipe, self.number)
@@ -87,12 +95,15 @@ class Engine:
             The outputs, and what the dispatcher needs to serve the next such call by itself.
         """
         started = time.perf_counter()
+        if passes_variables(args, kwargs):
+            return self._run_resident(args, kwargs), None
         if jaxcompat.is_tracing() or jaxcompat.must_delegate():
             return self._delegate(args, kwargs)
         scope = self._open_scope()
         self.checks.raise_if_stale()
         try:
             request = self.request(scope, args, kwargs)
+            self._check_budget(scope, request, None)
             program = self._find(scope, request)
             if program is not None:
                 self.ledger.count(hits=1)
@@ -102,12 +113,81 @@ class Engine:
             outputs, fast_path = self._execute(scope, request, program)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
-        through_python = scope.count_hits or scope.closed or scope.cache.check_every
-        return outputs, None if through_python or self.checks.stale is not None else fast_path
+        watched = scope.count_hits or scope.cache.check_every or scope.max_step_bytes is not None
+        through_python = watched or scope.closed or self.checks.stale is not None
+        return outputs, None if through_python else fast_path
+
+    # ---- calls that pass `Variables` -----------------------------------------------------------
+
+    @functools.cached_property
+    def over_buffers(self) -> Engine:
+        """Runs the step where its arguments are buffers in the place of `Variables`."""
+        return Engine(over_buffers(self.recipe), self.scope, self.ledger)
+
+    def _run_resident(self, args: tuple, kwargs: dict) -> Any:
+        use = Use(self.recipe, args, kwargs)
+        if jaxcompat.is_tracing():
+            args, kwargs = use.inlined()
+            return self.recipe.jitted(*args, **kwargs)
+        scope = self._open_scope()
+        with use.held(scope):
+            if scope.max_step_bytes is not None:
+                request = self.over_buffers.request(scope, *use.shown())
+                self._check_budget(scope, request, use)
+            args, kwargs = use.taken()
+            outputs = use.written(self.over_buffers.dispatcher.call(*args, **kwargs))
+        if use.meter.link_bytes:
+            self.ledger.count(moved_bytes=sum(use.meter.link_bytes.values()))
+            recorder.emit(Moved(self.recipe.name, tuple(use.meter.link_bytes.items())))
+        return outputs
+
+    def use(self, args: tuple, kwargs: dict) -> Use | None:
+        """The `Variables` that a call passes; None where it passes none."""
+        if not passes_variables(args, kwargs):
+            return None
+        return Use(self.recipe, args, kwargs).held(self.scope())
+
+    def resident(self, args: tuple, kwargs: dict) -> tuple[Engine, tuple, dict]:
+        """The engine that serves a call, and the arguments that it is given."""
+        use = self.use(args, kwargs)
+        return (self, args, kwargs) if use is None else (self.over_buffers, *use.shown())
+
+    def _check_budget(self, scope: Scope, request: Request, use: Use | None) -> None:
+        if scope.max_step_bytes is None:
+            return
+        call = request.call
+        rows = zip(call.leaves, call.signature.leaves, request.placed, call.paths, strict=True)
+        needed = {
+            path.text: moved_bytes(value, given, placed)
+            for value, given, placed, path in rows
+            if use is None or not use.holds(path.argument, path.slashed)
+        }
+        if use is not None:
+            for each in use.plan().transfers:
+                name = f"{each.variable} ({each.route})"
+                needed[name] = needed.get(name, 0) + each.bytes
+        total = sum(needed.values())
+        if total > scope.max_step_bytes:
+            dearest = sorted(needed, key=lambda name: -needed[name])[:3]
+            raise TransferBudgetError(
+                f"{self.recipe.name} would move more than max_step_bytes allows",
+                total,
+                scope.max_step_bytes,
+                where=", ".join(f"{name}: {needed[name]} bytes" for name in dearest),
+                expected=f"at most {scope.max_step_bytes} bytes",
+                got=f"{total} bytes",
+                hint="step.explain(...) shows all of it; place arguments beforehand, or let Read "
+                "keep a copy",
+            )
+
+    # ---- without running -----------------------------------------------------------------------
 
     def warm(self, args: tuple, kwargs: dict) -> None:
         """Builds the program of a call without running it."""
         started = time.perf_counter()
+        engine, args, kwargs = self.resident(args, kwargs)
+        if engine is not self:
+            return engine.warm(args, kwargs)
         scope = self._open_scope()
         try:
             request = self.request(scope, args, kwargs)
@@ -122,6 +202,9 @@ class Engine:
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
         """The `jax.stages.Traced` of the program that a call needs."""
+        engine, args, kwargs = self.resident(args, kwargs)
+        if engine is not self:
+            return engine.trace(args, kwargs)
         scope = self.scope()
         if jaxcompat.is_tracing() or (scope.placer is None and not self.recipe.parameters.carry):
             return self.recipe.jitted.trace(*args, **kwargs)
@@ -310,6 +393,8 @@ class Engine:
 
     def clear(self) -> None:
         """Drops all programs of the step from memory, and JAX's traces of its function."""
+        if "over_buffers" in self.__dict__:
+            self.over_buffers.clear()
         self.levels.forget()
         for cache in list(self._caches):
             cache.release(self.number)
@@ -320,7 +405,9 @@ class Engine:
 
     def programs(self) -> int:
         """How many programs of the step are held."""
-        return sum(cache.programs_of(self) for cache in list(self._caches))
+        over_buffers = self.__dict__.get("over_buffers")
+        more = over_buffers.programs() if over_buffers is not None else 0
+        return more + sum(cache.programs_of(self) for cache in list(self._caches))
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -79,6 +79,23 @@ class RecompileError(StepCacheError, RuntimeError):
         self.miss = miss
 
 
+class VariablesError(StepCacheError, ValueError):
+    """`Variables` are given what they cannot hold, or used where they are not."""
+
+
+class TransferBudgetError(StepCacheError, RuntimeError):
+    """A call would move more bytes than `Session(max_step_bytes=...)` allows. Nothing was moved.
+
+    Attributes:
+        needed_bytes: what the call would have moved.
+        max_step_bytes: what it may move.
+    """
+
+    def __init__(self, what: str, needed_bytes: int, max_step_bytes: int, **details):
+        super().__init__(what, **details)
+        self.needed_bytes, self.max_step_bytes = needed_bytes, max_step_bytes
+
+
 class SessionClosedError(StepCacheError, RuntimeError):
     """A step was called in a session that has been closed."""
 

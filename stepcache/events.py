@@ -196,7 +196,19 @@ class Evicted:
     why: str
 
 
-Event = StageStarted | Built | Loaded | Verified | BuildFailed | Evicted
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A call moved values of variables, as their policies say.
+
+    Attributes:
+        link_bytes: bytes that crossed each link.
+    """
+
+    step: str
+    link_bytes: tuple[tuple[str, int], ...]
+
+
+Event = StageStarted | Built | Loaded | Verified | BuildFailed | Evicted | Moved
 Subscriber = Callable[[Event], None]
 
 
@@ -223,6 +235,7 @@ class StepStats:
         read_seconds: time to look for candidates on disk.
         load_seconds: time to load executables.
         own_seconds: stepcache's own share of all misses beside these.
+        moved_bytes: bytes of variables that calls moved between memories, over all links.
         programs: programs of this step that are held now.
     """
 
@@ -242,6 +255,7 @@ class StepStats:
     read_seconds: float = 0.0
     load_seconds: float = 0.0
     own_seconds: float = 0.0
+    moved_bytes: int = 0
     programs: int = 0
 
 
@@ -306,6 +320,10 @@ def _mirror(event: Event) -> None:
             jax.monitoring.record_event(f"/stepcache/{outcome}", step=event.step)
         case BuildFailed():
             jax.monitoring.record_event("/stepcache/build_failed", step=event.step)
+        case Moved():
+            for link, size in event.link_bytes:
+                details = {"step": event.step, "link": link, "size_bytes": size}
+                jax.monitoring.record_event("/stepcache/moved", **details)
         case Evicted():
             jax.monitoring.record_event("/stepcache/eviction", step=event.step)
 

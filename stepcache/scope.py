@@ -30,6 +30,7 @@ class Scope:
         cache: where programs are kept.
         on_miss: "compile", "warn" or "error".
         count_hits: keep the C++ dispatcher out, so that every call is counted.
+        max_step_bytes: what one call may move, or None.
         closed: no call may be made in it any more.
         built: a program has been built in it.
         matched: rules that have matched a leaf so far, or that have been warned about.
@@ -39,6 +40,7 @@ class Scope:
     cache: ProgramCache
     on_miss: str = "compile"
     count_hits: bool = False
+    max_step_bytes: int | None = None
     closed: bool = False
     built: bool = False
     matched: set[int] = field(default_factory=set)
@@ -90,7 +92,16 @@ class ScopeToken(jaxcompat.ContextToken):
 
     def __init__(self, scope: Scope):
         self.scope = weakref.ref(scope)
-        self._alike = (scope.placer, scope.cache.number, scope.count_hits)
+        self._alike = (scope.placer, scope.cache.number, scope.count_hits, scope.max_step_bytes)
+
+    @property
+    def reader(self) -> Scope | None:
+        return self.scope()
+
+    @property
+    def placer(self) -> Placer | None:
+        scope = self.scope()
+        return scope.placer if scope is not None else None
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, ScopeToken):

@@ -60,10 +60,13 @@ class Session:
             `RecompileError`, so that only `step.warm` builds.
         count_hits: count every hit in `step.stats()`. Keeps JAX's C++ dispatcher out of the way,
             which costs a trip through Python each call.
+        max_step_bytes: bytes that one call may move between memories, for its arguments and its
+            variables. A call that would move more raises `TransferBudgetError`, before it does; 0
+            forbids all transfers. Keeps the dispatcher out of the way, as `count_hits` does.
 
     Raises:
         PlacementError: a rule or `data_axis` names an axis that the mesh does not have.
-        OptionError: `on_miss` is unknown, or a rule is malformed.
+        OptionError: `on_miss` is unknown, a rule is malformed, or `max_step_bytes` negative.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Session:
         data_axis: DataAxis = "data",
         on_miss: OnMiss = "compile",
         count_hits: bool = False,
+        max_step_bytes: int | None = None,
     ):
         if on_miss not in _ON_MISS:
             raise OptionError(
@@ -82,6 +86,10 @@ class Session:
                 where="Session",
                 expected=f"one of {', '.join(map(repr, _ON_MISS))}",
                 got=repr(on_miss),
+            )
+        if max_step_bytes is not None and max_step_bytes < 0:
+            raise OptionError(
+                "max_step_bytes cannot be negative", where="Session", got=repr(max_step_bytes)
             )
         if mesh is not None and not isinstance(mesh, Mesh):
             raise OptionError(
@@ -95,7 +103,8 @@ class Session:
         if not isinstance(rules, Rules):
             rules = Rules(rules or ())
         placer = Placer(device_mesh() if mesh is None else mesh, rules, data_axis)
-        self._open(Scope(placer, cache or DEFAULT_SCOPE.cache, on_miss, count_hits))
+        cache_used = cache or DEFAULT_SCOPE.cache
+        self._open(Scope(placer, cache_used, on_miss, count_hits, max_step_bytes))
         if cache is not None:
             preload_all(cache)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from stepcache import jaxcompat
 from stepcache.errors import OptionError, PlacementError
 
 DataAxis = str | tuple[str, ...] | None
@@ -221,3 +222,9 @@ class Placer:
                     hint=f"pad dimension {dimension}, or give this path a rule of its own, such as "
                     f'("{re.escape(path)}", PartitionSpec()) to replicate it',
                 )
+
+
+def current_placer() -> Placer | None:
+    """The mesh and rules of the innermost session of this thread; None outside of one."""
+    token = jaxcompat.session_context.value
+    return token.placer if token is not None else None

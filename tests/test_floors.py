@@ -18,6 +18,7 @@ FLOORS = {
     "variables": 2,
     "scope": 3,
     "engine": 3,
+    "residence": 3,
     "cluster": 4,
     "session": 5,
     "step": 5,

@@ -21,9 +21,16 @@ if PRIVATE_API:
 
 
 class ContextToken:
-    """A value of one of our contexts in JAX's keys. Compared by identity."""
+    """A value of one of our contexts in JAX's keys. Compared by identity.
+
+    Attributes:
+        placer: of a session: its mesh and rules, or None.
+        reader: of a session: tells it from others that read and write variables.
+    """
 
     __slots__ = ("__weakref__",)
+    placer: Any = None
+    reader: Any = None
 
 
 class ValueToken(ContextToken):

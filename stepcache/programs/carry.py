@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import NamedSharding
@@ -39,10 +39,10 @@ def check_carry(
         leaves = {path.text: leaf for path, leaf in named if path.argument == name}
         avals = staged.out_avals[offset : offset + after.num_leaves]
         if before != after:
-            _refuse_tree(recipe, name, leaves, before, after, avals)
+            refuse_tree(recipe.name, name, leaves, before, after, avals)
         for (path, leaf), aval in zip(leaves.items(), avals, strict=True):
-            if _type_of(leaf) != _type_of(aval):
-                _refuse(recipe, path, _type_of(leaf), _type_of(aval))
+            if type_of(leaf) != type_of(aval):
+                refuse(recipe.name, path, type_of(leaf), type_of(aval))
         pins += map(_pin, leaves.values())
         offset += after.num_leaves
     return pins + [None] * (len(staged.out_avals) - offset)
@@ -77,24 +77,33 @@ def _outputs_for(recipe: Recipe, carries: list[Any], out_tree: Any) -> list[Any]
     return children[: len(carries)]
 
 
-def _refuse_tree(
-    recipe: Recipe, name: str, old: dict[str, Leaf], before: Any, after: Any, avals: Sequence[Any]
-):
-    """Names the first leaf that only one of two trees has, where leaves can be named at all."""
+def refuse_tree(
+    step: str, name: str, old: Mapping[str, Any], before: Any, after: Any, avals: Sequence[Any]
+) -> NoReturn:
+    """Names the first leaf that only one of two trees has, where leaves can be named at all.
+
+    Raises:
+        CarryError: always.
+    """
     new: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # A class may refuse to be built around abstract leaves.
         entries = jax.tree_util.tree_flatten_with_path(after.unflatten(avals))[0]
         new = {name + keystr(keys): aval for keys, aval in entries}
     for path in dict.fromkeys((*old, *new)) if new else ():
-        expected, got = _type_of(old.get(path)), _type_of(new.get(path))
+        expected, got = type_of(old.get(path)), type_of(new.get(path))
         if expected != got:
-            _refuse(recipe, path, expected, got)
-    _refuse(recipe, name, str(before), str(after))
+            refuse(step, path, expected, got)
+    refuse(step, name, str(before), str(after))
 
 
-def _refuse(recipe: Recipe, path: str, expected: str, got: str):
+def refuse(step: str, path: str, expected: str, got: str) -> NoReturn:
+    """Says where a carry comes back as something else.
+
+    Raises:
+        CarryError: always.
+    """
     raise CarryError(
-        f"{recipe.name} returns a carry that differs from the one it was given",
+        f"{step} returns a carry that differs from the one it was given",
         where=path,
         expected=expected,
         got=got,
@@ -103,7 +112,8 @@ def _refuse(recipe: Recipe, path: str, expected: str, got: str):
     )
 
 
-def _type_of(leaf: Any) -> str:
+def type_of(leaf: Any) -> str:
+    """The type of a leaf, as errors give it."""
     return "no such leaf" if leaf is None else short_type(leaf.shape, leaf.dtype)
 
 

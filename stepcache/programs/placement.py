@@ -91,3 +91,21 @@ def _is_at(leaf: Leaf, sharding: Any) -> bool:
         and leaf.sharding.memory_kind == sharding.memory_kind
         and leaf.sharding.is_equivalent_to(sharding, len(leaf.shape))
     )
+
+
+def moved_bytes(value: Any, given: Leaf, placed: Placed | None) -> int:
+    """Bytes that a call moves to devices for a leaf of its arguments, over all of them.
+
+    Args:
+        value: the leaf.
+        given: as it came.
+        placed: where the session sends it; None where the session leaves it.
+    """
+    uncommitted = isinstance(value, jax.Array) and given.sharding is None
+    if placed is not None:
+        present = value.devices() if uncommitted else set()
+        if given.sharding is not None:
+            present = set(given.sharding.device_set)
+        shard = given._replace(shape=tuple(placed.sharding.shard_shape(given.shape)))
+        return shard.size_bytes * len(placed.sharding.device_set - present)
+    return 0 if uncommitted or given.sharding is not None else given.size_bytes

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
@@ -16,9 +15,11 @@ from stepcache import jaxcompat
 from stepcache.engine import Engine
 from stepcache.events import Captured, Miss
 from stepcache.programs.build import Program
+from stepcache.programs.placement import moved_bytes
 from stepcache.programs.recipe import Request
 from stepcache.programs.signature import Leaf, Path, Unreadable, short_sharding
 from stepcache.sharding import Placed
+from stepcache.variables.plan import Plan
 
 _TEXT_WIDTH = 100
 
@@ -63,6 +64,8 @@ class Explanation:
         captured: arrays that became part of the program by closure; empty on a miss.
         delegated: why the call would go to `jax.jit` as it is; None where it would not.
         stored: whether a call that misses finds its program on disk, without a trace.
+        variables: a line for each of the `Variables` that the call passes.
+        plan: the transfers that it needs for them.
     """
 
     step: str
@@ -75,11 +78,13 @@ class Explanation:
     captured: tuple[Captured, ...] = ()
     delegated: str | None = None
     stored: bool = False
+    variables: tuple[str, ...] = ()
+    plan: Plan = field(default_factory=Plan)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that the call moves to devices before it runs."""
-        return sum(argument.moved_bytes for argument in self.arguments)
+        """Bytes that the call moves: to devices for its arguments, and for its variables."""
+        return sum(argument.moved_bytes for argument in self.arguments) + self.plan.bytes
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self._headline(), style="bold")]
@@ -87,7 +92,8 @@ class Explanation:
             return Group(*parts)
         if self.miss is not None:
             parts.append(Text(str(self.miss)))
-        parts += [Text(line) for line in (*self._rows(), *self._footer())]
+        lines = (*self._variable_rows(), *self._rows(), *self._footer())
+        parts += [Text(line) for line in lines]
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -108,9 +114,22 @@ class Explanation:
         times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages)
         return f"{self.step}: hit. The program is in memory; building it took {times}."
 
+    def _variable_rows(self) -> Iterable[str]:
+        yield from (f"  {line}" for line in self.variables)
+        for each in self.plan.transfers:
+            if each.route == "none":
+                what = f"nothing moves: {each.why}"
+            else:
+                links = ", ".join(f"{readable_bytes(n)} {link}" for link, n in each.link_bytes)
+                what = f"{each.source} → {each.target} by {each.route} ({each.why}); {links}"
+            readers = f", for {' and '.join(each.readers)}" if len(each.readers) > 1 else ""
+            yield f"      {each.variable} version {each.version}{readers}: {what}"
+
     def _rows(self) -> Iterable[str]:
         """Two lines for each group of leaves that share an argument, a place and a reason."""
         groups = list(_grouped(self.arguments))
+        if not groups:
+            return
         cells = [
             (
                 _tail(rows[0].path),
@@ -146,6 +165,9 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     name = engine.recipe.name
     if jaxcompat.is_tracing():
         return Explanation(name, False, None, None, delegated="inside another transformation")
+    use = engine.use(args, kwargs)
+    if use is not None:
+        engine, args, kwargs = engine.resident(args, kwargs)
     scope = engine.scope()
     try:
         request = engine.request(scope, args, kwargs)
@@ -161,11 +183,15 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         program is not None,
         miss,
         mesh,
-        tuple(_arguments(request)),
+        tuple(
+            each for each in _arguments(request) if not (use and use.holds(each.name, each.path))
+        ),
         tuple((static.name, repr(static.value)) for static in request.call.signature.statics),
         _seconds(program),
         program.captured if program else (),
         stored=stored,
+        variables=tuple(use.told()) if use else (),
+        plan=use.plan() if use else Plan(),
     )
 
 
@@ -192,30 +218,21 @@ def _arguments(request: Request) -> Iterable[Argument]:
 def _argument(path: Path, value: Any, given: Leaf, leaf: Leaf, placed: Placed | None) -> Argument:
     if isinstance(value, jax.Array) and given.sharding is None:
         device = next(iter(value.devices()))
-        source, devices = f"{device.platform}:{device.id}", {device}
+        source = f"{device.platform}:{device.id}"
     elif given.sharding is None:
-        abstract = isinstance(value, jax.ShapeDtypeStruct)
-        source, devices = "abstract" if abstract else "host", set()
+        source = "abstract" if isinstance(value, jax.ShapeDtypeStruct) else "host"
     else:
-        source, devices = (
-            short_sharding(given.sharding).removeprefix("@ "),
-            set(given.sharding.device_set),
-        )
-    size = given.size_bytes
+        source = short_sharding(given.sharding).removeprefix("@ ")
     if placed is not None:
         target, why = short_sharding(placed.sharding).removeprefix("@ "), placed.why
-        moved = _moved_bytes(given, placed.sharding, devices)
     elif given.sharding is not None:
-        target, why, moved = "stays", "already placed", 0
+        target, why = "stays", "already placed"
     else:
         target, why = "as jax.jit", "not placed by a session"
-        moved = 0 if devices else size
-    return Argument(path.argument, path.slashed, str(leaf), size, source, target, why, moved)
-
-
-def _moved_bytes(leaf: Leaf, sharding: Sharding, present: set) -> int:
-    shard = leaf._replace(shape=tuple(sharding.shard_shape(leaf.shape))).size_bytes
-    return shard * len(sharding.device_set - present)
+    moved = moved_bytes(value, given, placed)
+    return Argument(
+        path.argument, path.slashed, str(leaf), given.size_bytes, source, target, why, moved
+    )
 
 
 def _grouped(arguments: Iterable[Argument]) -> Iterable[list[Argument]]:

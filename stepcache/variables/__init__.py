@@ -1,0 +1,1 @@
+"""Values of variables: where they live, when a copy is valid, how they move."""

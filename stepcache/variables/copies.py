@@ -1,0 +1,110 @@
+"""`Copies`: which copy of a value may serve a reader, by version, by steps and by age.
+
+It decides, and moves nothing. A copy serves while its version is current. With `max_staleness` or
+`max_age` it may serve on after a write, so long as those allow, but not to the session that wrote.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stepcache.variables.policy import Read
+
+
+@dataclass(slots=True)
+class Copy:
+    """A copy of one version.
+
+    Attributes:
+        version: which one.
+        value: the copy.
+        fetched_seconds: when it was fetched, or found current.
+        served_steps: how many steps it has served since.
+    """
+
+    version: int
+    value: Any
+    fetched_seconds: float
+    served_steps: int = 0
+
+
+class Copies:
+    """The copy that a process keeps of one value in one memory, and the one fetched ahead.
+
+    Args:
+        policy: when a copy is valid.
+        clock: seconds.
+    """
+
+    def __init__(self, policy: Read, clock: Callable[[], float] = time.monotonic):
+        self._policy, self._clock = policy, clock
+        self._kept: Copy | None = None
+        self._ahead: Copy | None = None
+        self._written: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._written_outside = 0
+
+    def wrote(self, writer: Any, version: int) -> None:
+        """Notes that a session wrote a version, which it has to read from now; None for none."""
+        if writer is None:
+            self._written_outside = version
+        else:
+            self._written[writer] = version
+        if self._ahead is not None and self._ahead.version != version:
+            self._ahead = None
+
+    def serving(self, reader: Any, current: int) -> tuple[Copy | None, str]:
+        """The copy that may serve a reader now, and why, or why none.
+
+        Args:
+            reader: the session that reads.
+            current: the current version.
+        """
+        if self._ahead is not None and self._ahead.version == current:
+            return self._ahead, "it was fetched ahead"
+        copy = self._kept
+        if copy is None:
+            return None, "no copy is kept" if self._policy.cache is None else "there is no copy yet"
+        if copy.version == current:
+            return copy, f"a copy of version {current} is there"
+        behind = f"the copy has version {copy.version}, and {current} is current"
+        own = self._written_outside if reader is None else self._written.get(reader, 0)
+        if own > copy.version:
+            return None, f"{behind}: this session wrote it"
+        bounds = (self._policy.max_staleness, self._policy.max_age)
+        if bounds == (0, None):
+            return None, behind
+        if bounds[0] and copy.served_steps >= bounds[0]:
+            return None, f"{behind}: it has served {copy.served_steps} steps"
+        age = self._clock() - copy.fetched_seconds
+        if bounds[1] is not None and age > bounds[1]:
+            return None, f"{behind}: it is {age:.3g} s old"
+        return copy, f"{behind}, which max_staleness or max_age allows"
+
+    def served(self, copy: Copy, current: int) -> None:
+        """Notes that a copy serves a step. One that is found to be current begins anew."""
+        if copy is self._ahead:
+            self._ahead = None
+            if self._policy.cache is None:
+                return
+            self._kept = copy
+        if copy.version == current:
+            copy.fetched_seconds, copy.served_steps = self._clock(), 0
+        else:
+            copy.served_steps += 1
+
+    def keep(self, version: int, value: Any) -> None:
+        """Keeps a copy that has just been made, if the policy keeps copies."""
+        if self._policy.cache is not None:
+            self._kept = Copy(version, value, self._clock())
+
+    def ahead(self, version: int, value: Any) -> None:
+        """Keeps a copy for the next step."""
+        self._ahead = Copy(version, value, self._clock())
+
+    def drop(self) -> None:
+        """Lets go of all copies."""
+        self._kept = self._ahead = None

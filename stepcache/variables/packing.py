@@ -1,0 +1,214 @@
+"""`Layout`: how the leaves of a tree lie in a few buffers, and the way in and out.
+
+A call of a program costs by the array, so the small leaves of one dtype and sharding share one flat
+buffer, which the program slices inside XLA. A leaf that is large or split over devices, or that XLA
+knows by more than shape and dtype (weak types, random keys), is a buffer of its own, as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from stepcache.sharding import is_in_type
+
+PACKED_BELOW_BYTES = 16 << 10
+"""Leaves of at least so many bytes are buffers of their own."""
+
+
+class Slot(NamedTuple):
+    """A leaf: what it is, and where it lies.
+
+    Attributes:
+        path: its keys, joined by `/`.
+        shape: its shape.
+        dtype: its dtype.
+        sharding: where its value belongs when somebody looks; None for where JAX puts it.
+        buffer: the number of its buffer.
+        offset: where it begins in a packed buffer, in elements; None in a buffer of its own.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None
+    buffer: int
+    offset: int | None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+class Buffer(NamedTuple):
+    """An array that holds leaves.
+
+    Attributes:
+        shape: its shape; a packed buffer is flat.
+        dtype: its dtype.
+        sharding: where it lies; None for where JAX puts it.
+        weak_type: whether its type gives way to others; never of a packed one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None
+    weak_type: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Described(NamedTuple):
+    """A leaf before it has a place in a buffer."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+    sharding: Sharding | None
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class Layout:
+    """How the leaves of a tree lie in buffers. Equal layouts are one object: made by `layout_of`.
+
+    Attributes:
+        tree: the tree structure.
+        slots: the leaves, in the order of the tree.
+        buffers: the arrays that hold them.
+    """
+
+    tree: Any
+    slots: tuple[Slot, ...]
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all leaves, each counted once, however many devices hold it."""
+        return sum(slot.size_bytes for slot in self.slots)
+
+    def pack(self, leaves: Sequence[Any]) -> list[Any]:
+        """Buffers from leaves, inside a trace."""
+        filled: list[list[Any]] = [[] for _ in self.buffers]
+        for slot, leaf in zip(self.slots, leaves, strict=True):
+            filled[slot.buffer].append(leaf if slot.offset is None else jnp.ravel(leaf))
+        return [
+            jnp.concatenate(parts) if buffer.shape != () and len(parts) > 1 else parts[0]
+            for buffer, parts in zip(self.buffers, filled, strict=True)
+        ]
+
+    def unpack(self, buffers: Sequence[Any]) -> list[Any]:
+        """Leaves from buffers, inside a trace or of numpy arrays."""
+        leaves = []
+        for slot in self.slots:
+            buffer = buffers[slot.buffer]
+            if slot.offset is not None:
+                buffer = buffer[slot.offset : slot.offset + slot.size].reshape(slot.shape)
+            leaves.append(buffer)
+        return leaves
+
+
+_layouts: weakref.WeakValueDictionary[Hashable, Layout] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def layout_of(
+    tree: Any, leaves: Iterable[Described], packed_below_bytes: int = PACKED_BELOW_BYTES
+) -> Layout:
+    """The layout of leaves; small ones of one dtype and sharding share a buffer.
+
+    Args:
+        tree: the tree structure.
+        leaves: its leaves.
+        packed_below_bytes: leaves of at least so many bytes are buffers of their own.
+    """
+    leaves = tuple(leaves)
+    key = (tree, leaves, packed_below_bytes)
+    with _lock:
+        layout = _layouts.get(key)
+        if layout is None:
+            layout = _layouts[key] = _lay_out(tree, leaves, packed_below_bytes)
+        return layout
+
+
+def _lay_out(tree: Any, leaves: Sequence[Described], packed_below_bytes: int) -> Layout:
+    shared: dict[tuple, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if _can_share(leaf, packed_below_bytes):
+            shared.setdefault((leaf.dtype, _of_flat(leaf.sharding)), []).append(index)
+    shared = {group: members for group, members in shared.items() if len(members) > 1}
+    places: dict[int, tuple[int, int]] = {}
+    buffers: list[Buffer] = []
+    for (dtype, sharding), members in shared.items():
+        offset = 0
+        for index in members:
+            places[index] = (len(buffers), offset)
+            offset += math.prod(leaves[index].shape)
+        buffers.append(Buffer((offset,), dtype, sharding))
+    slots = []
+    for index, leaf in enumerate(leaves):
+        if index in places:
+            buffer, offset = places[index]
+        else:
+            buffer, offset = len(buffers), None
+            buffers.append(Buffer(leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type))
+        slots.append(Slot(leaf.path, leaf.shape, leaf.dtype, leaf.sharding, buffer, offset))
+    return Layout(tree, tuple(slots), tuple(buffers))
+
+
+def _of_flat(sharding: Sharding | None) -> Sharding | None:
+    """The sharding of a flat buffer whose leaves have this one, which splits nothing."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = PartitionSpec(None) if is_in_type(sharding) else PartitionSpec()
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _can_share(leaf: Described, packed_below_bytes: int) -> bool:
+    return (
+        not leaf.weak_type
+        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        and leaf.dtype.itemsize * math.prod(leaf.shape) < packed_below_bytes
+        and np.dtype(leaf.dtype).name not in _NARROW
+        and (leaf.sharding is None or leaf.sharding.is_fully_replicated)
+    )
+
+
+# Several of their elements share a byte, which concatenation would have to take apart.
+_NARROW = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
+
+
+class Packed:
+    """One whole version of a value, as a program takes and returns it.
+
+    Attributes:
+        buffers: its arrays.
+        layout: how leaves lie in them.
+    """
+
+    __slots__ = ("__weakref__", "buffers", "layout")
+
+    def __init__(self, buffers: Any, layout: Layout):
+        self.buffers, self.layout = buffers, layout
+
+    def value(self) -> Any:
+        """The tree, inside a trace."""
+        return self.layout.tree.unflatten(self.layout.unpack(self.buffers))
+
+
+jax.tree_util.register_dataclass(Packed, data_fields=["buffers"], meta_fields=["layout"])

@@ -1,0 +1,138 @@
+"""`Plan`: the transfers that one call needs, with the bytes that cross each link. Pure.
+
+For one version of one variable there is at most one transfer to each memory, whatever number of
+arguments, steps or devices read it (the canonicalization of sends and receives in *A Tour of
+TensorFlow*, Goldsborough 2016, Fig. 5c).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Sharding
+
+from stepcache.variables.packing import Buffer
+from stepcache.variables.shares import HostLayout
+
+HOST_LINK, DEVICE_LINK = "host ↔ device", "device ↔ device"
+_FANOUT_BELOW_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One value on its way, or not.
+
+    Attributes:
+        variable: its name.
+        version: of the value.
+        source: where it is.
+        target: where it goes.
+        route: "each", "fanout" or "gather" for a read, "scatter" for a write; "none" where nothing
+            moves.
+        why: what chose the route, or why nothing moves.
+        readers: the arguments that it is for: more than one share it.
+        link_bytes: bytes that cross each link.
+    """
+
+    variable: str
+    version: int
+    source: str
+    target: str
+    route: str
+    why: str
+    readers: tuple[str, ...] = ()
+    link_bytes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes over all links."""
+        return sum(size for _, size in self.link_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The transfers of one call.
+
+    Attributes:
+        transfers: in the order in which they start.
+    """
+
+    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes that cross each link."""
+        sums: dict[str, int] = {}
+        for transfer in self.transfers:
+            for link, size in transfer.link_bytes:
+                sums[link] = sums.get(link, 0) + size
+        return sums
+
+    @property
+    def bytes(self) -> int:
+        """Bytes over all links."""
+        return sum(self.link_bytes.values())
+
+
+def choose_route(asked: str, size_bytes: int, devices: int) -> tuple[str, str]:
+    """The route of a read, and why.
+
+    Args:
+        asked: the policy's route.
+        size_bytes: of the value.
+        devices: how many are to have it.
+    """
+    if asked != "auto":
+        return asked, "asked for"
+    if devices == 1:
+        return "gather", "there is one device"
+    if size_bytes < _FANOUT_BELOW_BYTES:
+        return "gather", "one program, whatever the size"
+    return "gather", f"the value crosses the host's link once, not {devices} times"
+
+
+def read_bytes(layout: HostLayout, route: str) -> tuple[tuple[str, int], ...]:
+    """Bytes that cross each link when a value is read."""
+    host_link = device_link = 0
+    for host, device in zip(layout.on_host, layout.on_device, strict=True):
+        if host is None:
+            continue
+        held, shared = _bytes_held(device), _bytes_held(host)
+        copies = len(_devices(device))
+        if route == "gather" or not _is_replicated(device):
+            host_link += shared
+            device_link += held - shared
+        elif route == "each":
+            host_link += held
+        else:
+            host_link += held // copies
+            device_link += held - held // copies
+    return _links(host_link, device_link)
+
+
+def write_bytes(layout: HostLayout) -> tuple[tuple[str, int], ...]:
+    """Bytes that cross each link when a value is written: every share, once."""
+    return _links(sum(_bytes_held(host) for host in layout.on_host if host is not None), 0)
+
+
+def _links(host_link: int, device_link: int) -> tuple[tuple[str, int], ...]:
+    links = ((HOST_LINK, host_link), (DEVICE_LINK, device_link))
+    return tuple((link, size) for link, size in links if size)
+
+
+def _is_replicated(buffer: Buffer) -> bool:
+    return buffer.sharding is not None and buffer.sharding.is_fully_replicated
+
+
+def _devices(buffer: Buffer) -> Sequence:
+    sharding: Sharding = buffer.sharding  # type: ignore[assignment]
+    return tuple(sharding.device_set)
+
+
+def _bytes_held(buffer: Buffer) -> int:
+    """Bytes of all shards, on all devices."""
+    sharding: Sharding = buffer.sharding  # type: ignore[assignment]
+    shard = math.prod(sharding.shard_shape(buffer.shape)) * buffer.dtype.itemsize
+    return shard * len(sharding.device_set)
