@@ -30,7 +30,7 @@ from stepcache.programs.fingerprint.origin import distribution_of
 from stepcache.report import doctor as doctors
 from stepcache.report import inventory as inventories
 from stepcache.report import moving, runs, tables
-from stepcache.report.explanation import readable_bytes
+from stepcache.units import readable_bytes
 
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}

@@ -6,8 +6,10 @@ run. A call that the C++ dispatcher serves by itself never comes here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -16,17 +18,18 @@ from typing import Any
 import jax
 
 from stepcache import jaxcompat
+from stepcache.budget import check_budget
 from stepcache.errors import (
     ForkedProcessError,
     PlacementError,
     RecompileError,
     RecompileWarning,
     SessionClosedError,
-    TransferBudgetError,
     warn,
 )
 from stepcache.events import BuildFailed, Evicted, Miss, Moved, StageStarted, recorder
 from stepcache.jaxcompat import inspection
+from stepcache.over_buffers import over_buffers
 from stepcache.programs import accounts
 from stepcache.programs import signature as signatures
 from stepcache.programs.archive import Answer, Archive
@@ -38,15 +41,16 @@ from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Brought, Levels
-from stepcache.programs.placement import moved_bytes, place
+from stepcache.programs.placement import place
 from stepcache.programs.question import Question, step_label
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Call, Unreadable
-from stepcache.residence import Use, over_buffers, passes_variables
+from stepcache.residence import PassesVariables, Repeat, Use, passes_variables
 from stepcache.scope import Scope, current_scope, recompiles_forbidden
 from stepcache.sharding import mesh_identity
 
 _build_ids = itertools.count(1)
+_making = threading.Lock()
 
 
 class Engine:
@@ -72,9 +76,12 @@ class Engine:
         self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
         self._unsettled: dict[Key, tuple[Archive, Brought]] = {}
         self._not_holdable: set[Key] = set()
+        self._is_over_buffers = False
+        self.repeat: Repeat | None = None
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         miss = functools.partial(_serve, weakref.ref(self), recipe.jitted)
-        self.dispatcher = Dispatcher(recipe.fun, recipe.name, miss, recipe.parameters.roles)
+        eager = _eagerly(weakref.ref(self), recipe.fun)
+        self.dispatcher = Dispatcher(eager, recipe.name, miss, recipe.parameters.roles)
         self.checks = Checks(recipe, self.number, self.levels, self.ledger, self.dispatcher)
         weakref.finalize(self, _release, self._caches, self.number)
         _live.add(self)
@@ -96,14 +103,16 @@ class Engine:
         """
         started = time.perf_counter()
         if passes_variables(args, kwargs):
-            return self._run_resident(args, kwargs), None
+            if self._is_over_buffers:
+                raise PassesVariables
+            return self.run_resident(args, kwargs), None
         if jaxcompat.is_tracing() or jaxcompat.must_delegate():
             return self._delegate(args, kwargs)
         scope = self._open_scope()
         self.checks.raise_if_stale()
         try:
             request = self.request(scope, args, kwargs)
-            self._check_budget(scope, request, None)
+            check_budget(scope, self.recipe.name, request, None)
             program = self._find(scope, request)
             if program is not None:
                 self.ledger.count(hits=1)
@@ -122,9 +131,14 @@ class Engine:
     @functools.cached_property
     def over_buffers(self) -> Engine:
         """Runs the step where its arguments are buffers in the place of `Variables`."""
-        return Engine(over_buffers(self.recipe), self.scope, self.ledger)
+        with _making:  # By the first of several threads.
+            if "over_buffers" not in self.__dict__:
+                engine = Engine(over_buffers(self.recipe), self.scope, self.ledger)
+                engine._is_over_buffers = True
+                self.__dict__["over_buffers"] = engine
+            return self.__dict__["over_buffers"]
 
-    def _run_resident(self, args: tuple, kwargs: dict) -> Any:
+    def run_resident(self, args: tuple, kwargs: dict) -> Any:
         use = Use(self.recipe, args, kwargs)
         if jaxcompat.is_tracing():
             args, kwargs = use.inlined()
@@ -132,10 +146,14 @@ class Engine:
         scope = self._open_scope()
         with use.held(scope):
             if scope.max_step_bytes is not None:
-                request = self.over_buffers.request(scope, *use.shown())
-                self._check_budget(scope, request, use)
+                with contextlib.suppress(Unreadable):  # JAX is going to say what is wrong.
+                    request = self.over_buffers.request(scope, *use.shown())
+                    check_budget(scope, self.recipe.name, request, use)
             args, kwargs = use.taken()
-            outputs = use.written(self.over_buffers.dispatcher.call(*args, **kwargs))
+            call = self.over_buffers.dispatcher.call
+            outputs = use.written(call(*args, **kwargs))
+        if use.position >= 0 and scope.max_step_bytes is None:
+            self.repeat = Repeat(use, call, jaxcompat.session_context.value)
         if use.meter.link_bytes:
             self.ledger.count(moved_bytes=sum(use.meter.link_bytes.values()))
             recorder.emit(Moved(self.recipe.name, tuple(use.meter.link_bytes.items())))
@@ -151,34 +169,6 @@ class Engine:
         """The engine that serves a call, and the arguments that it is given."""
         use = self.use(args, kwargs)
         return (self, args, kwargs) if use is None else (self.over_buffers, *use.shown())
-
-    def _check_budget(self, scope: Scope, request: Request, use: Use | None) -> None:
-        if scope.max_step_bytes is None:
-            return
-        call = request.call
-        rows = zip(call.leaves, call.signature.leaves, request.placed, call.paths, strict=True)
-        needed = {
-            path.text: moved_bytes(value, given, placed)
-            for value, given, placed, path in rows
-            if use is None or not use.holds(path.argument, path.slashed)
-        }
-        if use is not None:
-            for each in use.plan().transfers:
-                name = f"{each.variable} ({each.route})"
-                needed[name] = needed.get(name, 0) + each.bytes
-        total = sum(needed.values())
-        if total > scope.max_step_bytes:
-            dearest = sorted(needed, key=lambda name: -needed[name])[:3]
-            raise TransferBudgetError(
-                f"{self.recipe.name} would move more than max_step_bytes allows",
-                total,
-                scope.max_step_bytes,
-                where=", ".join(f"{name}: {needed[name]} bytes" for name in dearest),
-                expected=f"at most {scope.max_step_bytes} bytes",
-                got=f"{total} bytes",
-                hint="step.explain(...) shows all of it; place arguments beforehand, or let Read "
-                "keep a copy",
-            )
 
     # ---- without running -----------------------------------------------------------------------
 
@@ -419,10 +409,29 @@ def preload_all(cache: ProgramCache) -> None:
         engine.preload(cache)
 
 
-def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[Any, Any]:
+def _eagerly(engine: weakref.ref[Engine], fun: Callable) -> Callable:
+    """What a dispatcher calls under `jax.disable_jit`."""
+
+    @functools.wraps(fun)
+    def call(*args, **kwargs):
+        alive = engine()
+        if alive is not None and passes_variables(args, kwargs):
+            return alive.run_resident(args, kwargs)
+        return fun(*args, **kwargs)
+
+    return call
+
+
+def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[Any, Any, bool]:
     """What a dispatcher calls on a miss; it may outlive its engine in somebody's hands."""
     alive = engine()
-    return (jitted(*args, **kwargs), None) if alive is None else alive.run(*args, **kwargs)
+    if alive is None:
+        return jitted(*args, **kwargs), None, False
+    if alive.repeat is not None and not kwargs:
+        outputs = alive.repeat(args)
+        if outputs is not None:
+            return outputs, None, False
+    return (*alive.run(*args, **kwargs), False)
 
 
 def _settling(

@@ -1,25 +1,26 @@
-"""Calls of a step that pass `Variables`: its function sees their trees, its program their buffers.
+"""Calls of a step that pass `Variables`: what its program takes of them, and puts back.
 
-The program of such a call takes and returns buffers, a few arrays in the place of thousands, and
-takes them apart inside XLA. What a carried value becomes is put back into the same `Variables`.
+The step's function sees their trees, its program their buffers. What a carried value becomes is put
+back into the same `Variables`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.tree_util import keystr
 
+from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.programs.carry import refuse, refuse_tree, type_of
+from stepcache.over_buffers import Again, argument_of, leaves_of
 from stepcache.programs.recipe import Recipe
-from stepcache.programs.signature import Parameters
 from stepcache.scope import Scope
-from stepcache.variables.masters import Reader
-from stepcache.variables.packing import Layout, Packed
+from stepcache.variables import transfer
+from stepcache.variables.masters import OnDevices, Reader
+from stepcache.variables.packing import Packed
 from stepcache.variables.plan import Plan
 from stepcache.variables.transfer import Meter
 from stepcache.variables.variables import Variables, any_variables
@@ -32,129 +33,6 @@ def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
     return any_variables() and any(
         isinstance(leaf, Variables) for leaf in jax.tree_util.tree_leaves((args, kwargs))
     )
-
-
-# ---- the function, over buffers --------------------------------------------------------------
-
-
-class _Again:
-    """Stands for `Variables` that are in the call already, by their number among them."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int):
-        self.number = number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Again) and self.number == other.number
-
-    def __hash__(self) -> int:
-        return hash(self.number)
-
-
-jax.tree_util.register_static(_Again)
-
-
-def _is_stand_in(node: Any) -> bool:
-    return isinstance(node, Packed | _Again)
-
-
-def over_buffers(recipe: Recipe) -> Recipe:
-    """The recipe of a step whose arguments are buffers where they were `Variables`."""
-    fun, parameters = recipe.fun, recipe.parameters
-
-    @functools.wraps(fun)
-    def on_buffers(*args: Any, **kwargs: Any) -> Any:
-        carried = [_argument(parameters, args, kwargs, name) for name in parameters.carry]
-        seen: list[Any] = []
-        for tree in (*carried, args, kwargs):
-            for node in jax.tree_util.tree_leaves(tree, is_leaf=_is_stand_in):
-                if isinstance(node, Packed) and all(node is not other for other, _ in seen):
-                    seen.append((node, node.value()))
-        values = {id(node): value for node, value in seen}
-
-        def opened(node: Any) -> Any:
-            if isinstance(node, _Again):
-                return seen[node.number][1]
-            return values[id(node)] if isinstance(node, Packed) else node
-
-        outputs = fun(
-            *(_mapped(opened, argument) for argument in args),
-            **{name: _mapped(opened, argument) for name, argument in kwargs.items()},
-        )
-        return _closed(recipe, outputs, carried, [_mapped(opened, tree) for tree in carried])
-
-    return Recipe.of(on_buffers, parameters.carry, recipe.options)
-
-
-def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree with its stand-ins changed; one without any as it is."""
-    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_stand_in)
-    if not any(map(_is_stand_in, leaves)):
-        return tree
-    return structure.unflatten([change(leaf) for leaf in leaves])
-
-
-def _argument(parameters: Parameters, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
-    """An argument by its name; None if it is not passed."""
-    if name in kwargs:
-        return kwargs[name]
-    try:
-        return args[parameters.positional.index(name)]
-    except (ValueError, IndexError):
-        return None
-
-
-def _closed(recipe: Recipe, outputs: Any, carried: Sequence[Any], opened: Sequence[Any]) -> Any:
-    """The outputs, with buffers where a carry had some; what has another form as it is."""
-    if not any(map(_is_stand_in, _leaves(carried))):
-        return outputs
-    names = recipe.parameters.carry
-    structure = jax.tree_util.tree_structure
-    if len(names) == 1 and structure(outputs) == structure(opened[0]):
-        return _packed(recipe, names[0], carried[0], outputs)
-    if type(outputs) not in (tuple, list) or len(outputs) < len(names):
-        return outputs
-    news = map(functools.partial(_packed, recipe), names, carried, outputs)
-    return type(outputs)((*news, *outputs[len(names) :]))
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree_util.tree_leaves(tree, is_leaf=_is_stand_in)
-
-
-def _packed(recipe: Recipe, name: str, template: Any, new: Any) -> Any:
-    if isinstance(template, Packed):
-        return _packed_value(recipe, name, template.layout, new)
-    if not any(map(_is_stand_in, _leaves(template))):
-        return new
-
-    def pack(node: Any, value: Any) -> Any:
-        return _packed_value(recipe, name, node.layout, value) if _is_stand_in(node) else value
-
-    try:
-        return jax.tree_util.tree_map(pack, template, new, is_leaf=_is_stand_in)
-    except ValueError:
-        return new  # It is no tree of this form, which will be said of it.
-
-
-def _packed_value(recipe: Recipe, name: str, layout: Layout, new: Any) -> Packed:
-    leaves, structure = jax.tree_util.tree_flatten(new)
-    leaves = [leaf if hasattr(leaf, "aval") else jax.numpy.asarray(leaf) for leaf in leaves]
-    numbers = jax.tree_util.tree_flatten_with_path(layout.tree.unflatten(range(len(layout.slots))))[
-        0
-    ]
-    if structure != layout.tree:
-        old = {name + keystr(keys): layout.slots[number] for keys, number in numbers}
-        refuse_tree(recipe.name, name, old, layout.tree, structure, leaves)
-    for (keys, number), leaf in zip(numbers, leaves, strict=True):
-        slot = layout.slots[number]
-        if (slot.shape, slot.dtype) != (leaf.shape, leaf.dtype):
-            refuse(recipe.name, name + keystr(keys), type_of(slot), type_of(leaf))
-    return Packed(tuple(layout.pack(leaves)), layout)
-
-
-# ---- one call --------------------------------------------------------------------------------
 
 
 class Use:
@@ -171,18 +49,46 @@ class Use:
         meter: counts what moves.
 
     Raises:
-        VariablesError: one is carried twice.
+        VariablesError: one is carried twice, or donated without being carried.
     """
 
-    __slots__ = ("_args", "_kwargs", "_recipe", "_session", "carried", "meter", "variables")
+    __slots__ = (
+        "_alone",
+        "_args",
+        "_buffer_paths",
+        "_kwargs",
+        "_recipe",
+        "_session",
+        "carried",
+        "meter",
+        "variables",
+    )
 
     def __init__(self, recipe: Recipe, args: tuple, kwargs: dict[str, Any]):
         self._recipe, self._args, self._kwargs = recipe, args, kwargs
         self._session: Any = None
+        self._buffer_paths: set[str] | None = None
         self.meter = Meter()
+        # Where each stands as an argument of its own; None where one is within another argument,
+        # by keyword, or there twice.
+        self._alone: list[int] | None = _alone(args, kwargs)
+        found: list[Variables] = []
+        if self._alone is not None:
+            carry = recipe.parameters.carry_positions
+            self._alone.sort(key=lambda position: carry.get(position, len(carry)))
+            found = [args[position] for position in self._alone]
+            self.carried = sum(position in carry for position in self._alone)
+        else:
+            found = self._find()
+        self.variables = found
+        if len(found) > self.carried:
+            self._check_not_donated()
+
+    def _find(self) -> list[Variables]:
+        recipe, args, kwargs = self._recipe, self._args, self._kwargs
         found: list[Variables] = []
         for name in recipe.parameters.carry:
-            for each in _variables_of(_argument(recipe.parameters, args, kwargs, name)):
+            for each in _variables_of(argument_of(recipe.parameters, args, kwargs, name)):
                 if each in found:
                     raise VariablesError(
                         "variables are carried twice, and would get two values",
@@ -193,8 +99,31 @@ class Use:
                 found.append(each)
         self.carried = len(found)
         for tree in (*args, *(kwargs[name] for name in sorted(kwargs))):
-            found += (each for each in _variables_of(tree) if each not in found)
-        self.variables = found
+            for each in _variables_of(tree):
+                if each not in found:
+                    found.append(each)
+        return found
+
+    def _check_not_donated(self) -> None:
+        for name in _donated(self._recipe):
+            for each in _variables_of(
+                argument_of(self._recipe.parameters, self._args, self._kwargs, name)
+            ):
+                raise VariablesError(
+                    "variables are donated and not carried, and would be left without a value",
+                    where=f"{self._recipe.name}, argument {name}",
+                    got=repr(each),
+                    hint=f"say carry={name!r} if the step returns them updated; else do not donate",
+                )
+
+    @property
+    def position(self) -> int:
+        """Where the only carry stands; -1 where a call like this one cannot be repeated blindly."""
+        alone = self._alone is not None and len(self.variables) == self.carried == 1
+        if alone and isinstance(self.variables[0].master, OnDevices):
+            only = len(self._recipe.parameters.carry) == 1
+            return self._alone[0] if only and self._alone is not None else -1
+        return -1
 
     def held(self, scope: Scope) -> Use:
         """As a context: nobody else writes the variables meanwhile.
@@ -205,6 +134,9 @@ class Use:
         self._session = scope if scope.placer is not None else None
         for each in self.variables:
             each.check_usable(scope.mesh)
+            if scope.placer is not None and each not in scope.seen:
+                scope.seen.add(each)
+                scope.match_rules(each.paths())
         return self
 
     def __enter__(self) -> Use:
@@ -226,7 +158,8 @@ class Use:
         return self._given(self._take)
 
     def _take(self, each: Variables, carried: bool) -> Packed:
-        return each.take(Reader(self._session, carried=carried), self.meter)
+        packed = each.take(Reader(self._session, carried=carried), self.meter)
+        return _copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
     def _arguments(self) -> dict[int, list[str]]:
         """For each of the variables, by number, the arguments that it is in."""
@@ -238,10 +171,22 @@ class Use:
                 names.setdefault(each.number, []).append(name)
         return names
 
-    def holds(self, argument: str, path: str) -> bool:
-        """Whether a leaf of the program's arguments is a buffer of variables."""
-        passed = {name for names in self._arguments().values() for name in names}
-        return argument in passed and "/buffers/" in path
+    def holds(self, path: str) -> bool:
+        """Whether a leaf of the program's arguments, by its path, is a buffer of variables."""
+        if self._buffer_paths is None:
+            self._buffer_paths = set(self._paths_of_buffers())
+        return path in self._buffer_paths
+
+    def _paths_of_buffers(self) -> Iterator[str]:
+        name_of = self._recipe.parameters.name_of
+        given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
+        for name, tree in (*given, *self._kwargs.items()):
+            if type(tree) in _PLAIN:
+                continue
+            for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                if isinstance(leaf, Variables):
+                    path = "/".join((name, keystr(keys, simple=True, separator="/"))).rstrip("/")
+                    yield from (f"{path}/buffers/{i}" for i in range(len(leaf.layout.buffers)))
 
     def told(self) -> Iterator[str]:
         """A line for each of the variables."""
@@ -290,6 +235,11 @@ class Use:
                 once is asked for once; carried arguments, the first time, have the value itself.
         """
         values = [value_of(each, index < self.carried) for index, each in enumerate(self.variables)]
+        if self._alone is not None:
+            args = list(self._args)
+            for position, value in zip(self._alone, values, strict=True):
+                args[position] = value
+            return tuple(args), self._kwargs
         used = [False] * len(values)
 
         def stand_in(leaf: Any) -> Any:
@@ -297,7 +247,7 @@ class Use:
                 return leaf
             index = self.variables.index(leaf)
             if used[index]:
-                return _Again(index)
+                return Again(index)
             used[index] = True
             return values[index]
 
@@ -315,30 +265,119 @@ class Use:
 
     def written(self, outputs: Any) -> Any:
         """Puts the new values of carried variables into them, and them into the outputs."""
-        outputs = self._put(outputs)
-        for each in self.variables:
-            each.ahead(self.meter)
+        if self.carried:
+            outputs = self._put(outputs)
+        for index, each in enumerate(self.variables):
+            each.ahead(Reader(self._session, carried=index < self.carried), self.meter)
         return outputs
 
     def _put(self, outputs: Any) -> Any:
-        if not self.carried:
-            return outputs
         carried = iter(self.variables[: self.carried])
 
         def commit(node: Any) -> Any:
             if not isinstance(node, Packed):
                 return node
             each = next(carried)
-            each.put(node, self._session, self.meter)
+            value = _copied(node) if jaxcompat.arguments_outlive_calls() else node
+            each.put(value, self._session, self.meter)
             return each
 
         if type(outputs) is Packed:
             return commit(outputs)
-        if type(outputs) in (tuple, list):
-            names = len(self._recipe.parameters.carry)
+        if self.carried == 1 and type(outputs) is tuple and type(outputs[0]) is Packed:
+            return (commit(outputs[0]), *outputs[1:])
+        names = len(self._recipe.parameters.carry)
+        # A carry that is a list or a tuple, and comes back alone, looks like several outputs.
+        if type(outputs) in (tuple, list) and self.carried == sum(
+            isinstance(leaf, Packed) for tree in outputs[:names] for leaf in leaves_of(tree)
+        ):
             news = (_substituted(tree, commit) for tree in outputs[:names])
             return type(outputs)((*news, *outputs[names:]))
         return _substituted(outputs, commit)
+
+
+class PassesVariables(Exception):
+    """There are `Variables` among the arguments of a call where there should be buffers."""
+
+
+class Repeat:
+    """Runs calls like the one before: a step's only carry is these `Variables`, on their devices.
+
+    Most calls of a training loop are, and at this size of step each microsecond shows.
+
+    Args:
+        use: of a call.
+        call: runs the step over buffers.
+        token: of the session in which the call was made.
+    """
+
+    __slots__ = ("_call", "_position", "_token", "_variables")
+
+    def __init__(self, use: Use, call: Callable[..., Any], token: Any):
+        self._call, self._token = call, token
+        self._variables, self._position = weakref.ref(use.variables[0]), use.position
+
+    def __call__(self, args: tuple) -> Any:
+        """The outputs; None for a call that is not like that one."""
+        variables, position = self._variables(), self._position
+        if (
+            variables is None
+            or len(args) <= position
+            or args[position] is not variables
+            or not jaxcompat.is_plain_call(self._token)
+        ):
+            return None
+        with variables.lock:
+            master: Any = variables.master
+            try:
+                outputs = self._call(*args[:position], master.packed, *args[position + 1 :])
+            except PassesVariables:
+                return None
+            except (RuntimeError, ValueError) as error:
+                if "deleted" in str(error):
+                    return None  # It will be said of what.
+                raise
+            if type(outputs) is Packed:
+                master.write(outputs)
+                return variables
+            master.write(outputs[0])
+            return type(outputs)((variables, *outputs[1:]))
+
+
+def _alone(args: tuple, kwargs: dict[str, Any]) -> list[int] | None:
+    """The positions of `Variables` that are arguments by themselves; None if some are not."""
+    positions = []
+    for position, argument in enumerate(args):
+        if isinstance(argument, Variables):
+            positions.append(position)
+        elif _holds_variables(argument):
+            return None
+    if any(map(_holds_variables, kwargs.values())):
+        return None
+    distinct = len({args[position].number for position in positions}) == len(positions)
+    return positions if distinct else None
+
+
+def _holds_variables(tree: Any) -> bool:
+    if type(tree) in _PLAIN or isinstance(tree, jax.Array):
+        return False
+    return any(isinstance(leaf, Variables) for leaf in jax.tree_util.tree_leaves(tree))
+
+
+def _donated(recipe: Recipe) -> Iterable[str]:
+    """The arguments that the step uses up and does not carry."""
+    parameters = recipe.parameters.positional
+    given = (recipe.options.get(name) for name in ("donate_argnums", "donate_argnames"))
+    for value in given:
+        for each in (value,) if isinstance(value, int | str) else value or ():
+            if isinstance(each, int) and -len(parameters) <= each < len(parameters):
+                each = parameters[each]
+            if each not in recipe.parameters.carry:
+                yield str(each)
+
+
+def _copied(packed: Packed) -> Packed:
+    return Packed(tuple(map(transfer.copy, packed.buffers)), packed.layout)
 
 
 def _variables_of(tree: Any) -> Iterator[Variables]:

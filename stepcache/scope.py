@@ -34,6 +34,7 @@ class Scope:
         closed: no call may be made in it any more.
         built: a program has been built in it.
         matched: rules that have matched a leaf so far, or that have been warned about.
+        seen: the `Variables` whose leaves have been matched.
     """
 
     placer: Placer | None
@@ -44,10 +45,17 @@ class Scope:
     closed: bool = False
     built: bool = False
     matched: set[int] = field(default_factory=set)
+    seen: weakref.WeakSet = field(default_factory=weakref.WeakSet)
 
     @property
     def mesh(self):
         return self.placer.mesh if self.placer else None
+
+    def match_rules(self, paths: Iterable[str]) -> None:
+        """Notes the rules that match leaves which no call shows: those of `Variables`."""
+        assert self.placer is not None
+        matches = map(self.placer.rules.match, paths)
+        self.matched |= {index for index in matches if index is not None}
 
     def check_rules(self, step: str, paths: Sequence[Path], *, carries: bool) -> None:
         """Warns of rules that match nothing, once each, where a step with state is built.

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from stepcache import jaxcompat
@@ -66,7 +67,8 @@ class Session:
 
     Raises:
         PlacementError: a rule or `data_axis` names an axis that the mesh does not have.
-        OptionError: `on_miss` is unknown, a rule is malformed, or `max_step_bytes` negative.
+        OptionError: `on_miss` is unknown, a rule is malformed, or `max_step_bytes` is no number of
+            bytes.
     """
 
     def __init__(
@@ -87,9 +89,16 @@ class Session:
                 expected=f"one of {', '.join(map(repr, _ON_MISS))}",
                 got=repr(on_miss),
             )
-        if max_step_bytes is not None and max_step_bytes < 0:
+        if max_step_bytes is not None and not (
+            isinstance(max_step_bytes, int | np.integer)
+            and not isinstance(max_step_bytes, bool)
+            and max_step_bytes >= 0
+        ):
             raise OptionError(
-                "max_step_bytes cannot be negative", where="Session", got=repr(max_step_bytes)
+                "max_step_bytes counts bytes",
+                where="Session",
+                expected="an int ≥ 0, or None for no bound",
+                got=repr(max_step_bytes),
             )
         if mesh is not None and not isinstance(mesh, Mesh):
             raise OptionError(

@@ -228,3 +228,9 @@ def current_placer() -> Placer | None:
     """The mesh and rules of the innermost session of this thread; None outside of one."""
     token = jaxcompat.session_context.value
     return token.placer if token is not None else None
+
+
+def current_reader() -> object | None:
+    """What tells the innermost session of this thread from others that read and write variables."""
+    token = jaxcompat.session_context.value
+    return token.reader if token is not None else None

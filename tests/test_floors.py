@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "stepcache"
 # Longest prefix wins. A file that stands on no floor fails the test.
 FLOORS = {
     "errors": 0,
+    "units": 0,
     "events": 0,
     "jaxcompat": 0,
     "sharding": 1,
@@ -19,6 +20,8 @@ FLOORS = {
     "scope": 3,
     "engine": 3,
     "residence": 3,
+    "over_buffers": 3,
+    "budget": 3,
     "cluster": 4,
     "session": 5,
     "step": 5,

@@ -16,13 +16,16 @@ from stepcache.jaxcompat.arguments import (
     custom_layout,
     is_array_type,
     tree_differences,
+    uncommitted,
 )
 from stepcache.jaxcompat.contexts import (
     ContextToken,
     ValueToken,
+    arguments_outlive_calls,
     backends_are_initialized,
     carried_settings,
     environment,
+    is_plain_call,
     is_tracing,
     jit_is_disabled,
     must_delegate,
@@ -58,6 +61,7 @@ __all__ = [
     "ValueToken",
     "abstract",
     "argument_roles",
+    "arguments_outlive_calls",
     "backends_are_initialized",
     "call_on_clear_caches",
     "captured_arrays",
@@ -68,6 +72,7 @@ __all__ = [
     "forget_traces",
     "hide_frames",
     "is_array_type",
+    "is_plain_call",
     "is_tracing",
     "jit",
     "jit_is_disabled",
@@ -79,4 +84,5 @@ __all__ = [
     "setting",
     "tracing_context",
     "tree_differences",
+    "uncommitted",
 ]

@@ -13,6 +13,7 @@ import jax.core
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
+    from stepcache.jaxcompat.private import array as array_lib
     from stepcache.jaxcompat.private import core, pxla, tree_util
 
 Tracer = jax.core.Tracer
@@ -65,6 +66,21 @@ def abstract(x: Any) -> Any:
         dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
         return jax.core.ShapedArray(x.shape, dtype, weak_type=x.weak_type)
     return jax.typeof(x)
+
+
+def uncommitted(array: jax.Array) -> jax.Array:
+    """The same array, in the same memory, but free to follow the others that it meets.
+
+    JAX commits whatever has been in a memory that was named. There is no public way back, and
+    without the private one the array is returned as it is.
+    """
+    if not PRIVATE_API:
+        return array
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = uncommitted(jax.random.key_data(array))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    parts = [shard.data for shard in array.addressable_shards]
+    return array_lib.ArrayImpl(array.aval, array.sharding, parts, committed=False)
 
 
 def is_array_type(aval: Any) -> bool:

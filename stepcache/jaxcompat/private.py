@@ -17,6 +17,7 @@ from stepcache.errors import StepCacheWarning, warn
 try:
     from jax._src import (
         api_util,
+        array,
         core,
         dispatch,
         dtypes,
@@ -51,6 +52,7 @@ try:
         (mesh_lib, "get_concrete_mesh"),
         (dispatch, "check_arg"),
         (util, "test_event", "register_cache"),
+        (array, "ArrayImpl"),
         (api_util, "maybe_recursive_nan_check", "InternalFloatingPointError"),
     )
     _gone = [

@@ -65,16 +65,24 @@ def _outputs_for(recipe: Recipe, carries: list[Any], out_tree: Any) -> list[Any]
     is_sequence = node is not None and node[0] in (tuple, list)
     children = jax.tree_util.treedef_children(out_tree) if is_sequence else []
     if len(children) < len(carries):
-        names = recipe.parameters.carry
-        single = jax.tree_util.treedef_is_leaf(out_tree)
-        raise CarryError(
-            f"{recipe.name} does not return its carry first",
-            where=", ".join(names),
-            expected=f"{', '.join(f'new {name}' for name in names)}, then other outputs",
-            got="one array" if single else f"outputs of the form {out_tree}",
-            hint="return the updated carry as the first output, or drop carry=",
-        )
+        refuse_outputs(recipe.name, recipe.parameters.carry, out_tree)
     return children[: len(carries)]
+
+
+def refuse_outputs(step: str, names: Sequence[str], out_tree: Any) -> NoReturn:
+    """Says that the outputs do not begin with the carry.
+
+    Raises:
+        CarryError: always.
+    """
+    single = jax.tree_util.treedef_is_leaf(out_tree)
+    raise CarryError(
+        f"{step} does not return its carry first",
+        where=", ".join(names),
+        expected=f"{', '.join(f'new {name}' for name in names)}, then other outputs",
+        got="one array" if single else f"outputs of the form {out_tree}",
+        hint="return the updated carry as the first output, or drop carry=",
+    )
 
 
 def refuse_tree(

@@ -23,7 +23,7 @@ class Dispatcher:
     Args:
         fun: the user's function, called as it is under `jax.disable_jit`.
         name: the step's name.
-        miss: `(*args, **kwargs) -> (outputs, fast path data or None)`.
+        miss: `(*args, **kwargs) -> (outputs, fast path data or None, drop the entry)`.
         roles: the static arguments.
 
     Attributes:
@@ -36,18 +36,11 @@ class Dispatcher:
         self,
         fun: Callable,
         name: str,
-        miss: Callable[..., tuple[Any, Any]],
+        miss: Callable[..., tuple[Any, Any, bool]],
         roles: jaxcompat.ArgumentRoles,
     ):
         if jaxcompat.PRIVATE_API:
-
-            def cache_miss(*args, **kwargs):
-                outputs, fast_path = miss(*args, **kwargs)
-                return outputs, fast_path, False
-
-            self.call = jaxcompat.make_dispatcher(
-                fun, name, cache_miss, roles, _SIGNATURES_PER_STEP
-            )
+            self.call = jaxcompat.make_dispatcher(fun, name, miss, roles, _SIGNATURES_PER_STEP)
         else:
 
             def call(*args, **kwargs):

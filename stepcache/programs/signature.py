@@ -80,7 +80,7 @@ class Signature:
         return self._hash
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parameters:
     """The parameters of a step's function, with the roles that its options give them.
 
@@ -106,6 +106,12 @@ class Parameters:
         positional = tuple(p.name for p in parameters if p.kind in kinds)
         variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
         return cls(positional, variadic, roles, carry)
+
+    @functools.cached_property
+    def carry_positions(self) -> dict[int, int]:
+        """Where carried parameters stand among the positional ones; and in the carry."""
+        names = enumerate(self.carry)
+        return {self.positional.index(n): i for i, n in names if n in self.positional}
 
     def name_of(self, position: int) -> str:
         if position < len(self.positional):

@@ -24,8 +24,8 @@ from stepcache.jaxcompat import PRIVATE_API, storing
 from stepcache.programs.disk import private
 from stepcache.programs.disk.entry import KEY_BYTES
 from stepcache.programs.fingerprint.origin import distribution_of
-from stepcache.report.explanation import readable_bytes
 from stepcache.report.inventory import open_existing
+from stepcache.units import readable_bytes
 
 Status = Literal["ok", "warning", "fault"]
 _ORDER: tuple[Status, ...] = ("ok", "warning", "fault")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import pathlib
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +22,7 @@ from stepcache.programs.placement import moved_bytes
 from stepcache.programs.recipe import Request
 from stepcache.programs.signature import Leaf, Path, Unreadable, short_sharding
 from stepcache.sharding import Placed
+from stepcache.units import readable_bytes
 from stepcache.variables.plan import Plan
 
 _TEXT_WIDTH = 100
@@ -102,6 +106,25 @@ class Explanation:
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
         return "\n".join(line.rstrip() for line in lines)
 
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page with a picture of the plan and with this text; it needs no other file.
+
+        Args:
+            path: of the file, which is replaced when the page is whole.
+
+        Raises:
+            OSError: it cannot be written there.
+        """
+        from stepcache.report.picture import plan_html
+
+        target = pathlib.Path(path)
+        unfinished = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+        try:
+            unfinished.write_text(plan_html(self), encoding="utf-8")
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
     def _headline(self) -> str:
         if self.delegated:
             return f"{self.step}: goes to jax.jit as it is; {self.delegated}"
@@ -183,9 +206,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         program is not None,
         miss,
         mesh,
-        tuple(
-            each for each in _arguments(request) if not (use and use.holds(each.name, each.path))
-        ),
+        tuple(each for each in _arguments(request) if not (use and use.holds(each.path))),
         tuple((static.name, repr(static.value)) for static in request.call.signature.statics),
         _seconds(program),
         program.captured if program else (),
@@ -249,13 +270,3 @@ def _tail(path: str, limit: int = 36) -> str:
         keys = keys[1:] if keys[0] != "…" else ["…", *keys[2:]]
         keys = keys if keys[0] == "…" else ["…", *keys]
     return "/".join(keys)
-
-
-def readable_bytes(size: int) -> str:
-    """`1.5 MB`, in powers of 1000."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError

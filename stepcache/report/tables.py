@@ -18,10 +18,10 @@ from rich.text import Text
 
 from stepcache.report.doctor import Check, Diagnosis
 from stepcache.report.environment import Part
-from stepcache.report.explanation import readable_bytes
 from stepcache.report.inventory import Build, Checked, Details, Inventory, Item
 from stepcache.report.moving import Exported, Imported
 from stepcache.report.runs import Happening, Run, in_order, in_words
+from stepcache.units import readable_bytes
 
 _WIDTH_WITHOUT_TERMINAL = 100
 _NAME_WIDTH, _GAP = 20, 2

@@ -24,12 +24,14 @@ class Copy:
         value: the copy.
         fetched_seconds: when it was fetched, or found current.
         served_steps: how many steps it has served since.
+        exact: whether it came uncoded.
     """
 
     version: int
     value: Any
     fetched_seconds: float
     served_steps: int = 0
+    exact: bool = False
 
 
 class Copies:
@@ -50,9 +52,9 @@ class Copies:
     def wrote(self, writer: Any, version: int) -> None:
         """Notes that a session wrote a version, which it has to read from now; None for none."""
         if writer is None:
-            self._written_outside = version
+            self._written_outside = max(version, self._written_outside)
         else:
-            self._written[writer] = version
+            self._written[writer] = max(version, self._written.get(writer, 0))
         if self._ahead is not None and self._ahead.version != version:
             self._ahead = None
 
@@ -96,14 +98,17 @@ class Copies:
         else:
             copy.served_steps += 1
 
-    def keep(self, version: int, value: Any) -> None:
-        """Keeps a copy that has just been made, if the policy keeps copies."""
-        if self._policy.cache is not None:
-            self._kept = Copy(version, value, self._clock())
+    def keep(self, version: int, value: Any, *, exact: bool = False) -> None:
+        """Keeps a copy that has just been made, if the policy keeps copies.
 
-    def ahead(self, version: int, value: Any) -> None:
+        Of two that were fetched at a time the newer stays, whichever came first.
+        """
+        if self._policy.cache is not None and (self._kept is None or self._kept.version <= version):
+            self._kept = Copy(version, value, self._clock(), exact=exact)
+
+    def ahead(self, version: int, value: Any, *, exact: bool = False) -> None:
         """Keeps a copy for the next step."""
-        self._ahead = Copy(version, value, self._clock())
+        self._ahead = Copy(version, value, self._clock(), exact=exact)
 
     def drop(self) -> None:
         """Lets go of all copies."""

@@ -5,24 +5,33 @@ Everything here is called under the lock of the `Variables` whose master it is, 
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from stepcache.sharding import Placer
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies
-from stepcache.variables.packing import Packed
-from stepcache.variables.plan import Transfer, choose_route, read_bytes, write_bytes
-from stepcache.variables.policy import Read
-from stepcache.variables.shares import HostLayout
+from stepcache.variables.describing import describe
+from stepcache.variables.packing import Layout, Packed, layout_of
+from stepcache.variables.plan import (
+    Extent,
+    Transfer,
+    choose_route,
+    extent_of,
+    read_bytes,
+    write_bytes,
+)
+from stepcache.variables.policy import OnHost, Placement, Read
+from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
+from stepcache.variables.wire import error_bound
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
+class Reader(NamedTuple):
     """Who takes a value, and what for.
 
     Attributes:
@@ -57,16 +66,12 @@ class Master(Protocol):
         """Makes what a program returned the value, and raises the version."""
         ...
 
-    def ahead(self, meter: Meter) -> None:
+    def ahead(self, reader: Reader, meter: Meter) -> None:
         """Starts to read what the next step is going to take, where the policy says so."""
         ...
 
     def current(self) -> Packed:
         """The value on the devices, to be looked at."""
-        ...
-
-    def lend(self, arrays: Sequence[jax.Array]) -> None:
-        """Notes that somebody holds buffers of the value."""
         ...
 
     def arrays(self) -> Sequence[jax.Array]:
@@ -77,48 +82,41 @@ class Master(Protocol):
 class OnDevices:
     """A master copy in the memory of the devices that use it: a step takes it as it is.
 
-    Args:
+    Attributes:
         packed: the value.
     """
 
     def __init__(self, packed: Packed):
-        self._packed = packed
-        self._lent: list[weakref.ref] = []
+        self.packed = packed
         self.version = 0
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        why = "it lives there"
-        return (
-            Transfer(variable, self.version, "devices", "devices", "none", why, reader.arguments),
-        )
+        there = ("devices", "devices", "none", "it lives there", reader.arguments)
+        return (Transfer(variable, self.version, *there, extent=self._extent),)
+
+    @functools.cached_property
+    def _extent(self) -> Extent:
+        return extent_of(self.packed.buffers)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
-        if reader.carried and self._lent:  # What somebody looks at is not to be written over.
-            lent = {id(array) for reference in self._lent if (array := reference()) is not None}
-            self._lent.clear()
-            buffers = [
-                transfer.copy(buffer) if id(buffer) in lent else buffer
-                for buffer in self._packed.buffers
-            ]
-            self._packed = Packed(tuple(buffers), self._packed.layout)
-        return self._packed
+        return self.packed
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
-        self._packed = packed
-        self._lent.clear()
+        self.write(packed)
+
+    def write(self, packed: Packed) -> None:
+        """Makes this the value."""
+        _old, self.packed = self.packed, packed  # To free it may let another thread look.
         self.version += 1
 
-    def ahead(self, meter: Meter) -> None:
+    def ahead(self, reader: Reader, meter: Meter) -> None:
         """Nothing is to be read."""
 
     def current(self) -> Packed:
-        return self._packed
-
-    def lend(self, arrays: Sequence[jax.Array]) -> None:
-        self._lent += [weakref.ref(array) for array in arrays]
+        return self.packed
 
     def arrays(self) -> Sequence[jax.Array]:
-        return self._packed.buffers
+        return self.packed.buffers
 
 
 class InHostMemory:
@@ -131,6 +129,8 @@ class InHostMemory:
     """
 
     def __init__(self, packed: Packed, layout: HostLayout, policy: Read):
+        if policy.cache == "host":  # The master is there already.
+            policy = replace(policy, cache=None, max_staleness=0, max_age=None)
         self._layout, self._policy = layout, policy
         self._packed = transfer.write(packed, layout, Meter())
         self._copies = Copies(policy)
@@ -140,11 +140,10 @@ class InHostMemory:
         copy, why = self._serving(reader)
         planned = []
         if copy is not None:
-            planned.append(
-                Transfer(variable, copy.version, "host", "devices", "none", why, reader.arguments)
-            )
+            there = ("host", "devices", "none", why, reader.arguments)
+            planned.append(Transfer(variable, copy.version, *there, extent=self._extent))
         else:
-            planned.append(self._reading(variable, reader.arguments, ""))
+            planned.append(self._reading(variable, self.version, reader))
         version = self.version
         if reader.carried:
             version += 1
@@ -159,24 +158,34 @@ class InHostMemory:
                     "every share crosses once",
                     reader.arguments,
                     scattered,
+                    extent=self._extent,
                 )
             )
         if self._reads_ahead():
-            ahead = self._reading(variable, reader.arguments, ", ahead of the next step")
-            planned.append(ahead)
+            ahead = ", ahead of the next step"
+            planned.append(self._reading(variable, version, reader, ahead))
         return tuple(planned)
 
     def _serving(self, reader: Reader) -> tuple[Any, str]:
         copy, why = self._copies.serving(reader.session, self.version)
-        if copy is not None and reader.carried and copy.version != self.version:
-            return None, "what is written has to be read first, as it is now"
+        if copy is not None and reader.carried:
+            if copy.version != self.version:
+                return None, "what is written has to be read first, as it is now"
+            if self._policy.wire is not None and not copy.exact:
+                return None, "what is written has to be read exactly"
         return copy, why
 
-    def _reading(self, variable: str, arguments: tuple[str, ...], more: str) -> Transfer:
+    def _reading(self, variable: str, version: int, reader: Reader, more: str = "") -> Transfer:
         route, why = self._route()
-        moved = read_bytes(self._layout, route)
-        why += more
-        return Transfer(variable, self.version, "host", "devices", route, why, arguments, moved)
+        wire = self._wire(reader)
+        moved, bound = read_bytes(self._layout, route, wire), error_bound(wire)
+        rest = (route, why + more, reader.arguments, moved, bound, self._extent)
+        return Transfer(variable, version, "host", "devices", *rest)
+
+    @functools.cached_property
+    def _extent(self) -> Extent:
+        pairs = zip(self._layout.on_host, self._layout.on_device, strict=True)
+        return extent_of(device for host, device in pairs if host is not None)
 
     def _route(self) -> tuple[str, str]:
         size = sum(buffer.size_bytes for buffer in self._layout.on_device)
@@ -189,33 +198,46 @@ class InHostMemory:
             self._copies.served(copy, self.version)
             packed = copy.value
         else:
-            packed = self._read(meter)
+            packed = self._read(reader, meter)
             self._copies.keep(self.version, packed)
         if reader.carried:
             self._copies.drop()  # The program is going to use it up.
         return packed
 
-    def _read(self, meter: Meter) -> Packed:
-        return transfer.read(self._packed, self._layout, self._route()[0], meter)
+    def _wire(self, reader: Reader) -> str | None:
+        """What is written back has to be read as it is: the master would drift."""
+        return None if reader.carried else self._policy.wire
+
+    def _read(self, reader: Reader, meter: Meter) -> Packed:
+        route, wire = self._route()[0], self._wire(reader)
+        return transfer.read(self._packed, self._layout, route, wire, meter)
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
-        self._packed = transfer.write(packed, self._layout, meter)
+        _old, self._packed = self._packed, transfer.write(packed, self._layout, meter)
         self.version += 1
         self._copies.wrote(session, self.version)
-        self._copies.keep(self.version, packed)
+        self._copies.keep(self.version, packed, exact=True)
 
     def _reads_ahead(self) -> bool:
         return self._policy.prefetch > 0 and self._policy.cache is None
 
-    def ahead(self, meter: Meter) -> None:
+    def ahead(self, reader: Reader, meter: Meter) -> None:
         if self._reads_ahead():
-            self._copies.ahead(self.version, self._read(meter))
+            exact = self._wire(reader) is None
+            self._copies.ahead(self.version, self._read(reader, meter), exact=exact)
 
     def current(self) -> Packed:
-        return transfer.read(self._packed, self._layout, "gather", Meter())
+        return transfer.read(self._packed, self._layout, "gather", None, Meter())
 
-    def lend(self, arrays: Sequence[jax.Array]) -> None:
-        """They are copies already."""
+    def on_host(self) -> list[Any]:
+        """The value in host memory, in the shapes that it has on the devices."""
+        return transfer.on_host(self._packed, self._layout)
+
+    def store(self, buffers: Sequence[Any], session: Any) -> None:
+        """Makes what was computed on the host the value. It crosses no link."""
+        _old, self._packed = self._packed, transfer.store(buffers, self._packed, self._layout)
+        self.version += 1
+        self._copies.wrote(session, self.version)
 
     def arrays(self) -> Sequence[jax.Array]:
         return self._packed.buffers
@@ -223,3 +245,63 @@ class InHostMemory:
 
 def _devices(buffer: Any) -> Any:
     return buffer.sharding.device_set if buffer.sharding is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A value that is held: how it lies, and where.
+
+    Attributes:
+        layout: of its buffers on the devices.
+        master: the master copy.
+    """
+
+    layout: Layout
+    master: Master
+
+    def look(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The leaves, and those of them that are buffers of the master."""
+        return transfer.unpack(self.master.current())
+
+    def copies(self) -> list[jax.Array]:
+        """The leaves in arrays of their own, which nobody else is going to donate."""
+        leaves, shared = self.look()
+        if not isinstance(self.master, OnDevices):
+            return leaves
+        own = {id(array) for array in shared}
+        return [transfer.copy(leaf) if id(leaf) in own else leaf for leaf in leaves]
+
+    def put(self, leaves: Sequence[Any], session: Any) -> None:
+        """Makes other leaves the value; of random keys, their data will do."""
+        buffers = self.master.arrays()
+        leaves = [
+            jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(buffers[slot.buffer]))
+            if jax.numpy.issubdtype(slot.dtype, jax.dtypes.extended) and leaf.dtype != slot.dtype
+            else leaf
+            for slot, leaf in zip(self.layout.slots, leaves, strict=True)
+        ]
+        self.master.put(transfer.pack(leaves, self.layout), session, Meter())
+
+
+def hold(
+    name: str,
+    tree: Any,
+    placement: Placement,
+    placer: Placer | None,
+    policy: Read,
+    prefix: str = "",
+) -> Held:
+    """Takes copies of a tree's arrays, and puts them where they are to live.
+
+    Raises:
+        VariablesError: a leaf is no array, or a device lacks the memory.
+        PlacementError: a leaf cannot be placed as asked.
+    """
+    structure, leaves, described = describe(name, tree, placement, placer, prefix)
+    layout = layout_of(structure, described)
+    packed = transfer.pack(leaves, layout)
+    if not isinstance(placement, OnHost):
+        return Held(layout, OnDevices(packed))
+    mesh = placer.mesh if placer else None
+    on_host = host_layout(layout, mesh, placement.memory_kind, name)
+    return Held(layout, InHostMemory(packed, on_host, policy))

@@ -128,16 +128,19 @@ _lock = threading.Lock()
 
 
 def layout_of(
-    tree: Any, leaves: Iterable[Described], packed_below_bytes: int = PACKED_BELOW_BYTES
+    tree: Any, leaves: Iterable[Described], packed_below_bytes: int | None = None
 ) -> Layout:
     """The layout of leaves; small ones of one dtype and sharding share a buffer.
 
     Args:
         tree: the tree structure.
         leaves: its leaves.
-        packed_below_bytes: leaves of at least so many bytes are buffers of their own.
+        packed_below_bytes: leaves of at least so many bytes are buffers of their own; by default
+            `PACKED_BELOW_BYTES`.
     """
     leaves = tuple(leaves)
+    if packed_below_bytes is None:
+        packed_below_bytes = PACKED_BELOW_BYTES
     key = (tree, leaves, packed_below_bytes)
     with _lock:
         layout = _layouts.get(key)
@@ -212,3 +215,18 @@ class Packed:
 
 
 jax.tree_util.register_dataclass(Packed, data_fields=["buffers"], meta_fields=["layout"])
+
+
+def bytes_per_device(arrays: Iterable[jax.Array]) -> dict[str, int]:
+    """Bytes that arrays take of each kind of memory, on the device where they take most."""
+    sums: dict[tuple[str, int], int] = {}
+    for array in arrays:
+        sharding = array.sharding
+        shard = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for device in sharding.device_set:
+            place = (f"{sharding.memory_kind or 'device'} memory", device.id)
+            sums[place] = sums.get(place, 0) + shard
+    fullest: dict[str, int] = {}
+    for (memory, _), size in sums.items():
+        fullest[memory] = max(size, fullest.get(memory, 0))
+    return fullest

@@ -8,16 +8,33 @@ TensorFlow*, Goldsborough 2016, Fig. 5c).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import Sharding
 
 from stepcache.variables.packing import Buffer
 from stepcache.variables.shares import HostLayout
+from stepcache.variables.wire import coded_bytes, codes
 
 HOST_LINK, DEVICE_LINK = "host ↔ device", "device ↔ device"
 _FANOUT_BELOW_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much there is of a value that a step takes.
+
+    Attributes:
+        size_bytes: of the value, counted once.
+        held_bytes: over all devices that are to have it, or their part of it.
+        devices: how many those are.
+    """
+
+    size_bytes: int = 0
+    held_bytes: int = 0
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +51,8 @@ class Transfer:
         why: what chose the route, or why nothing moves.
         readers: the arguments that it is for: more than one share it.
         link_bytes: bytes that cross each link.
+        error_bound: how far a value that is coded on the way may be off; empty for exact.
+        extent: of the value on the devices, whether it moves or not.
     """
 
     variable: str
@@ -44,6 +63,8 @@ class Transfer:
     why: str
     readers: tuple[str, ...] = ()
     link_bytes: tuple[tuple[str, int], ...] = ()
+    error_bound: str = ""
+    extent: Extent = Extent()
 
     @property
     def bytes(self) -> int:
@@ -76,6 +97,20 @@ class Plan:
         return sum(self.link_bytes.values())
 
 
+def extent_of(buffers: Iterable[Any]) -> Extent:
+    """The extent of a value.
+
+    Args:
+        buffers: `Buffer` records with shardings, or arrays.
+    """
+    buffers = tuple(buffers)
+    return Extent(
+        sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers),
+        sum(map(_bytes_held, buffers)),
+        max((len(_devices(buffer)) for buffer in buffers), default=1),
+    )
+
+
 def choose_route(asked: str, size_bytes: int, devices: int) -> tuple[str, str]:
     """The route of a read, and why.
 
@@ -93,7 +128,9 @@ def choose_route(asked: str, size_bytes: int, devices: int) -> tuple[str, str]:
     return "gather", f"the value crosses the host's link once, not {devices} times"
 
 
-def read_bytes(layout: HostLayout, route: str) -> tuple[tuple[str, int], ...]:
+def read_bytes(
+    layout: HostLayout, route: str, wire: str | None = None
+) -> tuple[tuple[str, int], ...]:
     """Bytes that cross each link when a value is read."""
     host_link = device_link = 0
     for host, device in zip(layout.on_host, layout.on_device, strict=True):
@@ -101,7 +138,11 @@ def read_bytes(layout: HostLayout, route: str) -> tuple[tuple[str, int], ...]:
             continue
         held, shared = _bytes_held(device), _bytes_held(host)
         copies = len(_devices(device))
-        if route == "gather" or not _is_replicated(device):
+        if is_coded(device, route, wire):
+            assert wire is not None
+            shared = coded_bytes(wire, math.prod(device.shape), parts_of(device, route))
+            held = shared * copies
+        if is_gathered(device, route):
             host_link += shared
             device_link += held - shared
         elif route == "each":
@@ -120,6 +161,34 @@ def write_bytes(layout: HostLayout) -> tuple[tuple[str, int], ...]:
 def _links(host_link: int, device_link: int) -> tuple[tuple[str, int], ...]:
     links = ((HOST_LINK, host_link), (DEVICE_LINK, device_link))
     return tuple((link, size) for link, size in links if size)
+
+
+def parts_of(buffer: Buffer, route: str) -> int:
+    """Into how many parts a buffer is taken to cross the host's link."""
+    return len(_devices(buffer)) if route == "gather" else 1
+
+
+def is_gathered(buffer: Buffer, route: str) -> bool:
+    """Whether a buffer is read by the compiled program that gathers shares.
+
+    One that is split over the devices has no other way, and one that is weakly typed stays so only
+    inside of a program.
+    """
+    return route == "gather" or buffer.weak_type or not _is_replicated(buffer)
+
+
+def is_coded(buffer: Buffer, route: str, wire: str | None) -> bool:
+    """Whether a buffer is coded on its way to the devices.
+
+    One that is split over them by rules is not, nor one that is weakly typed, nor one that padding
+    would make larger.
+    """
+    if wire is None or buffer.weak_type or not _is_replicated(buffer):
+        return False
+    if not codes(wire, buffer.dtype):
+        return False
+    coded = coded_bytes(wire, math.prod(buffer.shape), parts_of(buffer, route))
+    return coded < buffer.size_bytes
 
 
 def _is_replicated(buffer: Buffer) -> bool:

@@ -32,6 +32,10 @@ def _check(where: str, name: str, value: object, legal: Iterable[object]) -> Non
         )
 
 
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def _contradiction(where: str, one: str, other: str, hint: str) -> OptionError:
     return OptionError(f"{one} contradicts {other}", where=where, hint=hint)
 
@@ -56,6 +60,13 @@ class Sharded:
     rules: Rules
 
     def __init__(self, rules: Rules | Iterable[tuple[str, PartitionSpec]]):
+        if not isinstance(rules, Iterable | Rules):
+            raise OptionError(
+                "Sharded places leaves by rules",
+                where="Sharded",
+                expected="Rules, or pairs of a regex and a PartitionSpec",
+                got=repr(rules),
+            )
         object.__setattr__(self, "rules", rules if isinstance(rules, Rules) else Rules(rules))
 
     def __str__(self) -> str:
@@ -145,7 +156,7 @@ class Read:
                 raise OptionError(
                     f"{name} counts steps", where="Read", expected="an int ≥ 0", got=repr(value)
                 )
-        if self.max_age is not None and not self.max_age > 0:
+        if self.max_age is not None and not _is_positive(self.max_age):
             raise OptionError(
                 "max_age is a time in seconds",
                 where="Read",
@@ -213,6 +224,24 @@ class Write:
 
     def __str__(self) -> str:
         return _changed(self, Write.__dataclass_fields__)
+
+
+def check_policies(placement: object, read: object, write: object) -> None:
+    """Whether these are policies, and not their names or classes.
+
+    Raises:
+        OptionError: one of them is not.
+    """
+    rows = (("placement", placement, Placement), ("read", read, Read), ("write", write, Write))
+    for name, given, kinds in rows:
+        if not isinstance(given, kinds):
+            kinds = getattr(kinds, "__args__", (kinds,))
+            raise OptionError(
+                f"{name} is no policy",
+                where=f"Variables({name}=...)",
+                expected=" or ".join(f"{getattr(kind, '__name__', kind)}(...)" for kind in kinds),
+                got=repr(given),
+            )
 
 
 def _changed(policy: Any, fields: Iterable[str]) -> str:

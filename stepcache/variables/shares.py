@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +20,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from stepcache.errors import VariablesError
+from stepcache.sharding import axes_of
 from stepcache.variables.packing import Buffer, Layout
 
 
 @dataclass(frozen=True, eq=False)
 class HostLayout:
-    """Buffers on the devices, and the same on the hosts.
+    """Buffers on the devices, and the same on the hosts. Equal ones are one object, made by
+    `host_layout`, so that variables that lie alike share compiled programs.
 
     Attributes:
         on_device: as a program takes them.
@@ -46,6 +50,10 @@ class HostLayout:
 
         return jax.jit(read, out_shardings=[buffer.sharding for buffer in self.on_device])
 
+    def part(self, numbers: Sequence[int]) -> HostLayout:
+        """Some of the buffers."""
+        return _part(self, tuple(numbers))
+
     @functools.cached_property
     def write(self) -> Any:
         """A compiled program: from buffers on the devices to shares on the hosts."""
@@ -61,6 +69,12 @@ class HostLayout:
             ]
 
         return jax.jit(write, out_shardings=places)
+
+
+@functools.lru_cache(maxsize=256)
+def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
+    on_device = tuple(layout.on_device[number] for number in numbers)
+    return HostLayout(on_device, tuple(layout.on_host[number] for number in numbers))
 
 
 def _move(value: Any, host: Buffer, memory_kind: str | None) -> Any:
@@ -101,32 +115,71 @@ def host_layout(layout: Layout, mesh: Mesh | None, memory_kind: str, where: str)
     """
     devices = list(mesh.devices.flat) if mesh is not None else [jax.devices()[0]]
     for device in {device.device_kind: device for device in devices}.values():
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if memory_kind not in kinds:
-            raise VariablesError(
-                "a device has no such memory",
-                where=where,
-                expected=f"one of {', '.join(map(repr, kinds))}, which {device.device_kind} has",
-                got=repr(memory_kind),
-                hint="OnHost(memory_kind=...) names the host's memory; without one, keep the "
-                "variables Replicated() or Sharded(rules)",
-            )
-    on_device, on_host = [], []
-    for buffer in layout.buffers:
-        sharding = buffer.sharding or SingleDeviceSharding(devices[0])
-        on_device.append(buffer._replace(sharding=sharding))
-        if jnp.issubdtype(buffer.dtype, jax.dtypes.extended):
-            on_host.append(None)
-        else:
-            on_host.append(_on_host(on_device[-1], mesh, memory_kind))
-    return HostLayout(tuple(on_device), tuple(on_host))
+        _check_memory(device, memory_kind, where)
+    key = (layout, devices[0], memory_kind)
+    with _lock:
+        found = _host_layouts.get(key)
+        if found is None:
+            found = _host_layouts[key] = _lay_out(layout, devices[0], memory_kind)
+        return found
 
 
-def _on_host(buffer: Buffer, mesh: Mesh | None, memory_kind: str) -> Buffer:
+_host_layouts: weakref.WeakValueDictionary[Hashable, HostLayout] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def _check_memory(device: Any, memory_kind: str, where: str) -> None:
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    own = device.default_memory().kind if kinds else None
+    if memory_kind in kinds and memory_kind != own:
+        return
+    raise VariablesError(
+        "a device's own memory is not its host's"
+        if memory_kind in kinds
+        else "a device has no such memory",
+        where=where,
+        expected=f"one that {device.device_kind} has beside its own: "
+        + (", ".join(repr(kind) for kind in kinds if kind != own) or "there is none"),
+        got=repr(memory_kind),
+        hint="OnHost(memory_kind=...) names the host's memory; without one, keep the variables "
+        "Replicated() or Sharded(rules)",
+    )
+
+
+def _lay_out(layout: Layout, device: Any, memory_kind: str) -> HostLayout:
+    on_device = tuple(
+        buffer._replace(sharding=buffer.sharding or SingleDeviceSharding(device))
+        for buffer in layout.buffers
+    )
+    on_host = tuple(
+        None if jnp.issubdtype(buffer.dtype, jax.dtypes.extended) else _on_host(buffer, memory_kind)
+        for buffer in on_device
+    )
+    return HostLayout(on_device, on_host)
+
+
+def _on_host(buffer: Buffer, memory_kind: str) -> Buffer:
     sharding: Sharding = buffer.sharding  # type: ignore[assignment]
-    if mesh is None or not sharding.is_fully_replicated or mesh.size == 1:
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return buffer._replace(sharding=sharding.with_memory_kind(memory_kind))
+    if not sharding.is_fully_replicated:
+        return buffer._replace(sharding=_spread(buffer.shape, sharding, memory_kind))
+    mesh = sharding.mesh
     size, parts = math.prod(buffer.shape), mesh.size
-    spec = PartitionSpec(tuple(mesh.axis_names))
-    split = NamedSharding(mesh, spec, memory_kind=memory_kind)
+    split = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)), memory_kind=memory_kind)
     return Buffer((-(-size // parts) * parts,), buffer.dtype, split)
+
+
+def _spread(shape: tuple[int, ...], sharding: NamedSharding, memory_kind: str) -> Sharding:
+    """A split that repeats less: over axes of the mesh that it left out, where one divides."""
+    sizes = sharding.mesh.shape
+    spec = [axes_of(entry) for entry in sharding.spec]
+    spec += [()] * (len(shape) - len(spec))
+    left_out = [axis for axis in sizes if not any(axis in axes for axes in spec)]
+    for axis in left_out:
+        for dimension, axes in enumerate(spec):
+            parts = math.prod(sizes[each] for each in (*axes, axis))
+            if shape[dimension] % parts == 0:
+                spec[dimension] = (*axes, axis)
+                break
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=memory_kind)

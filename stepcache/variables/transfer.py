@@ -5,17 +5,20 @@ What crosses a link is counted here, from the arrays that did.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from stepcache import jaxcompat
 from stepcache.variables.packing import Buffer, Layout, Packed
-from stepcache.variables.plan import DEVICE_LINK, HOST_LINK
+from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, is_coded, is_gathered, parts_of
 from stepcache.variables.shares import HostLayout
+from stepcache.variables.wire import codes, decode, encode
 
 
 def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
@@ -30,17 +33,28 @@ def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
         # A buffer of host memory must not be the caller's: device_put may take it as it is.
         parts[slot.buffer].append(leaf if slot.offset is None else np.asarray(leaf).reshape(-1))
     buffers = [
-        _put(np.concatenate(part) if len(part) > 1 else part[0], buffer.sharding)
+        _put(np.concatenate(part) if len(part) > 1 else part[0], buffer)
         for part, buffer in zip(parts, layout.buffers, strict=True)
     ]
     return Packed(tuple(buffers), layout)
 
 
-def _put(value: Any, sharding: Any) -> jax.Array:
+def _put(value: Any, buffer: Buffer) -> jax.Array:
+    """A value in memory of its own, with the type and the place that programs know it by."""
+    sharding = buffer.sharding
+    if isinstance(value, jax.Array):
+        if jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
+            pass
+        elif value.weak_type != buffer.weak_type or (sharding is None and value.committed):
+            value = np.asarray(value)
+    if buffer.weak_type and isinstance(value, np.ndarray | np.generic) and value.ndim == 0:
+        value = value.item()
     if isinstance(value, np.ndarray):
         value = np.array(value)
     elif not isinstance(value, jax.Array):
-        value = jax.numpy.asarray(value)  # A Python scalar, which stays weakly typed.
+        value = jax.numpy.asarray(value, None if buffer.weak_type else buffer.dtype)
+    elif sharding not in (None, value.sharding):
+        value = copy(value)  # Else it may be taken for one of the copies.
     return jax.device_put(value, sharding, may_alias=False)
 
 
@@ -61,7 +75,7 @@ def unpack(packed: Packed) -> tuple[list[jax.Array], list[jax.Array]]:
         if slot.offset is not None:
             flat = host[slot.buffer][slot.offset : slot.offset + slot.size]
             views.append(flat.reshape(slot.shape))
-            places.append(slot.sharding)
+            places.append(slot.sharding or _place_of(packed.buffers[slot.buffer]))
     small = iter(jax.device_put(views, places))
     shared: list[jax.Array] = []
     leaves: list[jax.Array] = []
@@ -72,6 +86,13 @@ def unpack(packed: Packed) -> tuple[list[jax.Array], list[jax.Array]]:
             leaves.append(packed.buffers[slot.buffer])
             shared.append(leaves[-1])
     return leaves, shared
+
+
+def _place_of(buffer: jax.Array) -> Any:
+    """Where leaves of a packed buffer are, that nobody placed: a step may have drawn them there."""
+    if not buffer.committed or not isinstance(buffer.sharding, NamedSharding):
+        return buffer.sharding if buffer.committed else None
+    return NamedSharding(buffer.sharding.mesh, PartitionSpec())
 
 
 def copy(array: jax.Array) -> jax.Array:
@@ -94,35 +115,82 @@ class Meter:
             self.link_bytes[link] = self.link_bytes.get(link, 0) + size_bytes
 
 
-def read(packed: Packed, layout: HostLayout, route: str, meter: Meter) -> Packed:
+def read(packed: Packed, layout: HostLayout, route: str, wire: str | None, meter: Meter) -> Packed:
     """Copies a value from the hosts' memory to the devices.
 
     Args:
         packed: as it lies on the hosts.
         layout: how it lies there, and on the devices.
         route: "each", "fanout" or "gather".
+        wire: how it is coded on the way, or None.
         meter: counts what moves.
     """
-    if route == "gather":
-        buffers = layout.read(packed.buffers)
-        for source, target, host in zip(packed.buffers, buffers, layout.on_host, strict=True):
+    buffers: list[Any] = list(packed.buffers)
+    exact = []
+    for number, device in enumerate(layout.on_device):
+        if layout.on_host[number] is not None and is_coded(device, route, wire):
+            assert wire is not None
+            buffers[number] = _read_coded(buffers[number], device, route, wire, meter)
+        elif layout.on_host[number] is None or is_gathered(device, route):
+            exact.append(number)
+        else:
+            buffers[number] = _read_one(buffers[number], device, route, meter)
+    if exact:
+        part = layout if len(exact) == len(buffers) else layout.part(exact)
+        sources = [buffers[number] for number in exact]
+        for number, host, source, target in zip(
+            exact, part.on_host, sources, part.read(sources), strict=True
+        ):
+            buffers[number] = target
             if host is not None:
-                crossed = _bytes_of(source)
-                meter.add(HOST_LINK, crossed)
-                meter.add(DEVICE_LINK, _bytes_of(target) - crossed)
-    else:
-        rows = zip(packed.buffers, layout.on_host, layout.on_device, strict=True)
-        buffers = [_read_one(*row, route, meter) for row in rows]
+                meter.add(HOST_LINK, _bytes_of(source))
+                meter.add(DEVICE_LINK, _bytes_of(target) - _bytes_of(source))
+    for number, buffer in enumerate(packed.layout.buffers):
+        if buffer.sharding is None:  # As the leaves were that it was made of.
+            buffers[number] = jaxcompat.uncommitted(buffers[number])
     return Packed(tuple(buffers), packed.layout)
 
 
-def _read_one(value: Any, host: Buffer | None, device: Buffer, route: str, meter: Meter) -> Any:
-    if host is None:
-        return value
-    if device.sharding is None or not device.sharding.is_fully_replicated:
-        target = jax.device_put(value, device.sharding)
-        meter.add(HOST_LINK, _bytes_of(target))
-        return target
+def _read_coded(value: Any, device: Buffer, route: str, wire: str, meter: Meter) -> Any:
+    sharding: Any = device.sharding
+    devices = sorted(sharding.device_set, key=lambda each: each.id)
+    flat = np.array(value).reshape(-1)[: math.prod(device.shape)]
+    coded = encode(wire, flat, parts_of(device, route), xp=np)
+    whole = _replicated(sharding)
+    place: Any = whole
+    if route == "gather" and isinstance(sharding, NamedSharding):
+        place = NamedSharding(sharding.mesh, PartitionSpec(tuple(sharding.mesh.axis_names)))
+    elif route == "fanout":
+        place = SingleDeviceSharding(devices[0])
+    arrived = jax.device_put(coded, place)
+    crossed = sum(map(_bytes_of, arrived))
+    meter.add(HOST_LINK, crossed)
+    if route == "fanout":
+        arrived = jax.device_put(arrived, whole)
+    if route != "each":
+        meter.add(DEVICE_LINK, crossed * (len(devices) - 1))
+    return _decoder(wire, device)(arrived)
+
+
+def _replicated(sharding: Any) -> Any:
+    """A sharding that splits nothing, for arrays of any rank."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+@functools.lru_cache(maxsize=1024)
+def _decoder(wire: str, device: Buffer) -> Any:
+    def decoder(coded: Sequence[Any]) -> Any:
+        # The code is gathered, not what it stands for.
+        coded = [jax.device_put(each, _replicated(device.sharding)) for each in coded]
+        return decode(wire, coded, device.shape, device.dtype)
+
+    return jax.jit(decoder, out_shardings=device.sharding)
+
+
+def _read_one(value: Any, device: Buffer, route: str, meter: Meter) -> Any:
+    assert device.sharding is not None
     whole = np.array(value).reshape(-1)[: math.prod(device.shape)].reshape(device.shape)
     if route == "each":
         target = jax.device_put(whole, device.sharding)
@@ -138,9 +206,19 @@ def _read_one(value: Any, host: Buffer | None, device: Buffer, route: str, meter
 
 def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
     """Copies a value from the devices to the hosts' memory: every share, once."""
-    buffers = layout.write(packed.buffers)
+    buffers = layout.write(_gone_home(packed, layout))
     meter.add(HOST_LINK, sum(_bytes_of_shared(buffers, layout.on_host)))
     return Packed(tuple(buffers), packed.layout)
+
+
+def _gone_home(packed: Packed, layout: HostLayout) -> Sequence[Any]:
+    """The buffers on their hosts' devices: a step without a mesh may return them elsewhere."""
+    return [
+        value
+        if value.sharding.device_set == device.sharding.device_set  # type: ignore[union-attr]
+        else jax.device_put(value, device.sharding)
+        for value, device in zip(packed.buffers, layout.on_device, strict=True)
+    ]
 
 
 def _bytes_of(array: jax.Array) -> int:
@@ -151,3 +229,48 @@ def _bytes_of_shared(arrays: Iterable[Any], hosts: Iterable[Any]) -> Iterable[in
     for array, host in zip(arrays, hosts, strict=True):
         if host is not None:
             yield _bytes_of(array)
+
+
+# ---- on a host ----------------------------------------------------------------------------------
+
+
+def on_host(packed: Packed, layout: HostLayout) -> list[np.ndarray | jax.Array]:
+    """The buffers of a value in host memory, in the shapes they have on the devices."""
+    return [
+        value
+        if host is None
+        else np.array(value).reshape(-1)[: math.prod(device.shape)].reshape(device.shape)
+        for value, host, device in zip(
+            packed.buffers, layout.on_host, layout.on_device, strict=True
+        )
+    ]
+
+
+def store(buffers: Sequence[Any], packed: Packed, layout: HostLayout) -> Packed:
+    """A value that was computed on a host, as it lies in host memory. No link is crossed."""
+    stored = []
+    for value, host in zip(buffers, layout.on_host, strict=True):
+        if host is not None:
+            flat = np.array(value)
+            if flat.shape != host.shape:
+                flat = np.pad(flat.reshape(-1), (0, host.shape[0] - flat.size))
+            value = jax.device_put(flat, host.sharding)
+        stored.append(value)
+    return Packed(tuple(stored), packed.layout)
+
+
+def to_host(array: Any, wire: str | None, meter: Meter) -> np.ndarray:
+    """An array in memory of a host's own, coded on its way there."""
+    if not isinstance(array, jax.Array):
+        return np.array(array)
+    if wire is None or not codes(wire, array.dtype):
+        meter.add(HOST_LINK, array.nbytes)
+        return np.array(array)
+    coded = [np.asarray(each) for each in _encoder(wire)(array)]
+    meter.add(HOST_LINK, sum(each.nbytes for each in coded))
+    return decode(wire, coded, array.shape, array.dtype, xp=np)
+
+
+@functools.lru_cache(maxsize=8)
+def _encoder(wire: str) -> Any:
+    return jax.jit(lambda array: encode(wire, array.reshape(-1)))

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import html
 import itertools
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, Sharding
-from jax.tree_util import keystr
+from jax.sharding import Mesh
 
-from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.sharding import Placer, current_placer, mesh_identity
-from stepcache.variables import transfer
-from stepcache.variables.masters import InHostMemory, Master, OnDevices, Reader
-from stepcache.variables.packing import Described, Layout, Packed, layout_of
+from stepcache.sharding import current_placer, current_reader, mesh_identity
+from stepcache.units import readable_bytes
+from stepcache.variables import checkpoints
+from stepcache.variables.describing import check_not_tracing, joined, matching
+from stepcache.variables.masters import Held, Master, Reader, hold
+from stepcache.variables.packing import Layout, Packed, Slot, bytes_per_device
 from stepcache.variables.plan import Transfer
-from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Sharded, Write
-from stepcache.variables.shares import host_layout
+from stepcache.variables.policy import Placement, Read, Replicated, Write, check_policies
 from stepcache.variables.transfer import Meter
+from stepcache.variables.updates import Updates
 
 _numbers = itertools.count(1)
+_STATE = "optimizer state/"
 
 
 def any_variables() -> bool:
@@ -68,76 +71,39 @@ class Variables:
         write: Write = Write(),
         name: str | None = None,
     ):
+        check_not_tracing("variables cannot be made", name or "Variables")
+        check_policies(placement, read, write)
         Variables.made = True
         self.number = next(_numbers)
         self.name = name or f"variables{self.number}"
         self.placement, self.read, self.write = placement, read, write
         self.lock = threading.RLock()
-        placer = current_placer()
-        self.mesh: Mesh | None = placer.mesh if placer else None
-        named, structure = jax.tree_util.tree_flatten_with_path(tree)
-        leaves = [leaf for _, leaf in named]
-        described = [self._describe(keys, leaf, placer) for keys, leaf in named]
-        self.layout: Layout = layout_of(structure, described)
-        self._master: Master = self._master_of(transfer.pack(leaves, self.layout))
+        self._placer = current_placer()
+        self.mesh: Mesh | None = self._placer.mesh if self._placer else None
+        self._prefix = name or ""
+        self._held = hold(self.name, tree, placement, self._placer, read, self._prefix)
+        self._updates = Updates(self.name, write, placement, self._placer)
 
-    def _master_of(self, packed: Packed) -> Master:
-        if not isinstance(self.placement, OnHost):
-            return OnDevices(packed)
-        kind = self.placement.memory_kind
-        layout = host_layout(self.layout, self.mesh, kind, self.name)
-        return InHostMemory(packed, layout, self.read)
+    @property
+    def layout(self) -> Layout:
+        """How the leaves lie in buffers."""
+        return self._held.layout
 
-    # ---- where leaves belong ------------------------------------------------------------------
+    @property
+    def master(self) -> Master:
+        """The master copy. To be used under the lock."""
+        return self._held.master
 
-    def _describe(self, keys: tuple, leaf: Any, placer: Placer | None) -> Described:
-        path = keystr(keys, simple=True, separator="/")
-        try:
-            aval: Any = jaxcompat.abstract(leaf)
-        except (TypeError, ValueError):
-            aval = None
-        if (
-            aval is None
-            or isinstance(leaf, jax.ShapeDtypeStruct | jaxcompat.Tracer)
-            or not jaxcompat.is_array_type(aval)
-        ):
-            raise VariablesError(
-                "a leaf is no array",
-                where=self._where(path),
-                expected="a jax.Array, a numpy array or a number",
-                got=type(leaf).__name__,
-                hint="keep what is not an array outside, or in the tree's static parts",
-            )
-        sharding = self._sharding(path, leaf, aval.shape, placer)
-        return Described(path, aval.shape, aval.dtype, aval.weak_type, sharding)
-
-    def _where(self, path: str) -> str:
-        return f"{self.name}/{path}" if path else self.name
-
-    def _sharding(
-        self, path: str, leaf: Any, shape: tuple[int, ...], placer: Placer | None
-    ) -> Sharding | None:
-        given = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
-        if placer is None:
-            if isinstance(self.placement, Sharded):
-                raise VariablesError(
-                    "Sharded(rules) splits over a mesh, and there is none",
-                    where=self.name,
-                    hint="make the variables inside `with Session(mesh)`",
-                )
-            return given
-        if isinstance(self.placement, Sharded):
-            placer = Placer(placer.mesh, self.placement.rules, None)
-        elif given is not None and _is_on(given, placer.mesh):
-            return given
-        return placer.place(self._where(path), shape, carried=True).sharding
+    def paths(self) -> Sequence[str]:
+        """The paths of the leaves, as rules read them."""
+        return [joined(self._prefix, slot.path) for slot in self.layout.slots]
 
     # ---- looking -------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
         """How often the value has been written; 0 for the one it was made with."""
-        return self._master.version
+        return self.master.version
 
     @property
     def nbytes(self) -> int:
@@ -146,30 +112,27 @@ class Variables:
 
     @property
     def value(self) -> Any:
-        """The tree, as it is now: a whole version, in arrays that no later step touches."""
-        if not self.lock.acquire(blocking=False):
-            # A step on another thread has it, and may be building its program for minutes.
-            try:
-                return self._copied()
-            except RuntimeError:  # The step has taken these buffers for its own.
-                self.lock.acquire()
-        try:
-            leaves, shared = transfer.unpack(self._master.current())
-            self._master.lend(shared)
-        finally:
-            self.lock.release()
+        """The tree, as it is now: a whole version, in arrays that are yours to keep or donate."""
+        try:  # Not under the lock: a step on another thread may build its program for minutes.
+            leaves = self._held.copies()
+        except (RuntimeError, ValueError):  # Such a step has just taken the buffers for its own.
+            with self.lock:
+                self._check_not_lost()
+                leaves = self._held.copies()
         return self.layout.tree.unflatten(leaves)
 
-    def _copied(self) -> Any:
-        leaves, shared = transfer.unpack(self._master.current())
-        own = {id(array) for array in shared}
-        leaves = [transfer.copy(leaf) if id(leaf) in own else leaf for leaf in leaves]
-        return self.layout.tree.unflatten(leaves)
+    def _check_not_lost(self) -> None:
+        if any(array.is_deleted() for array in self.master.arrays()):
+            raise VariablesError(
+                "the value is lost: a program had taken its buffers, and failed",
+                where=self.name,
+                hint="assign(...) or restore(...) a value that was kept",
+            )
 
     def block_until_ready(self) -> Variables:
         """Waits until the value has been computed."""
         with self.lock:
-            jax.block_until_ready(self._master.arrays())
+            jax.block_until_ready(self.master.arrays())
         return self
 
     # ---- writing -------------------------------------------------------------------------------
@@ -183,51 +146,83 @@ class Variables:
         Raises:
             VariablesError: a leaf is missing or new, or has another shape or dtype.
         """
-        named, structure = jax.tree_util.tree_flatten_with_path(tree)
-        leaves = self._checked(named, structure)
-        packed = transfer.pack(leaves, self.layout)
+        check_not_tracing("variables cannot be assigned", self.name)
+        leaves = matching(self.name, self.layout, tree, "assigned")
         with self.lock:
-            self._master.put(packed, _session(), Meter())
+            self._held.put(leaves, current_reader())
 
-    def _checked(self, named: Sequence[tuple[tuple, Any]], structure: Any) -> list[Any]:
-        given = {keystr(keys, simple=True, separator="/"): leaf for keys, leaf in named}
-        if structure != self.layout.tree:
-            mine = {slot.path for slot in self.layout.slots}
-            missing, new = sorted(mine - given.keys()), sorted(given.keys() - mine)
-            raise VariablesError(
-                "a value of another structure cannot be assigned",
-                where=self._where((missing or new or [""])[0]),
-                expected=f"a leaf {missing[0]!r}" if missing else "the structure it was made with",
-                got=f"a leaf {new[0]!r}" if new else "none" if missing else str(structure),
-            )
-        leaves = []
-        for slot, (_, leaf) in zip(self.layout.slots, named, strict=True):
-            aval = _abstract(leaf)
-            if aval is None or (aval.shape, aval.dtype) != (slot.shape, slot.dtype):
-                raise VariablesError(
-                    "a value of another type cannot be assigned",
-                    where=self._where(slot.path),
-                    expected=f"{slot.dtype}{list(slot.shape)}",
-                    got=f"{aval.dtype}{list(aval.shape)}" if aval else type(leaf).__name__,
-                    hint="cast or reshape it first",
-                )
-            leaves.append(leaf)
-        return leaves
+    def push(self, update: Any) -> None:
+        """Does with an update what the `Write` policy says.
+
+        Args:
+            update: of the structure and shapes of the value; its dtypes too, unless it is for an
+                optimizer.
+
+        Raises:
+            VariablesError: a leaf is missing or new, or has another shape or dtype.
+        """
+        check_not_tracing("updates cannot be pushed", self.name)
+        if self.write.mode == "assign":
+            self.assign(update)
+            return
+        exact = self.write.mode == "add"
+        leaves = matching(self.name, self.layout, update, "pushed", dtypes=exact)
+        with self.lock:
+            self._updates.push(leaves, self._held)
+
+    # ---- keeping ---------------------------------------------------------------------------------
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes value and version, and an optimizer's state, to a directory of orbax's.
+
+        Args:
+            directory: where to; what is there is replaced when all is written.
+        """
+        with self.lock:
+            version, value = self.version, self.value
+            state = self._updates.state
+        slots, leaves = list(self.layout.slots), jax.tree_util.tree_leaves(value)
+        if state is not None:
+            slots += _state_slots(state)
+            leaves += state.look()[0]
+        checkpoints.save(directory, slots, leaves, version)
+
+    def restore(self, directory: str | os.PathLike) -> None:
+        """Takes the value that `save` wrote, from any mesh and placement; it is a write.
+
+        Args:
+            directory: where `save` wrote. Its version is that of the value then, or the next one
+                here, whichever is later: versions never go back.
+
+        Raises:
+            VariablesError: there is nothing to read, or a leaf is missing, new, or of another type.
+        """
+        check_not_tracing("variables cannot be restored", self.name)
+        with self.lock:
+            apply = self.write.mode == "apply"
+            state = self._updates.ready_state(self._held) if apply else None
+            slots = [*self.layout.slots, *(_state_slots(state) if state else ())]
+            leaves, version = checkpoints.restore(directory, slots, self.name)
+            count = len(self.layout.slots)
+            self.master.version = max(self.version, version - 1)
+            self._held.put(leaves[:count], current_reader())
+            if state is not None:
+                state.put(leaves[count:], current_reader())
 
     # ---- for the engine ------------------------------------------------------------------------
 
     def plan(self, reader: Reader) -> tuple[Transfer, ...]:
         """What a call is going to move."""
         with self.lock:
-            return self._master.plan(self.name, reader)
+            return self.master.plan(self.name, reader)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         """The value as a program takes it. To be called, and used, under the lock."""
-        return self._master.take(reader, meter)
+        return self.master.take(reader, meter)
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         """Takes what a program returned for the value. To be called under the lock."""
-        self._master.put(packed, session, meter)
+        self.master.put(packed, session, meter)
 
     def described(self) -> Packed:
         """The value as a program would take it: shapes, dtypes and shardings alone."""
@@ -239,9 +234,9 @@ class Variables:
         )
         return Packed(tuple(buffers), self.layout)
 
-    def ahead(self, meter: Meter) -> None:
+    def ahead(self, reader: Reader, meter: Meter) -> None:
         """Starts to read what the next step is going to take. To be called under the lock."""
-        self._master.ahead(meter)
+        self.master.ahead(reader, meter)
 
     def check_usable(self, mesh: Mesh | None) -> None:
         """Whether a session with this mesh can use the variables.
@@ -259,46 +254,52 @@ class Variables:
                 "variables made there",
             )
 
+    def __reduce__(self):
+        raise VariablesError(
+            "variables are neither pickled nor copied: they are one place, known to many",
+            where=self.name,
+            hint="pickle or copy their .value, and make Variables(value) of it",
+        )
+
     # ---- showing -------------------------------------------------------------------------------
 
-    def __repr__(self) -> str:
+    def _told(self) -> dict[str, str]:
         leaves, buffers = len(self.layout.slots), len(self.layout.buffers)
-        rows = [
-            f"Variables({self.name!r}, version {self.version}, {leaves} leaves in {buffers} "
-            f"buffers, {_bytes_text(self.nbytes)}, {self.placement}"
-        ]
+        told = {
+            "name": repr(self.name),
+            "version": str(self.version),
+            "value": f"{leaves} leaves in {buffers} buffers, {readable_bytes(self.nbytes)}",
+            "placement": str(self.placement),
+        }
+        for memory, size in bytes_per_device(self.master.arrays()).items():
+            told[memory] = f"{readable_bytes(size)} per device"
         if self.read != Read():
-            rows.append(str(self.read))
+            told["read"] = str(self.read)
         if self.write != Write():
-            rows.append(str(self.write))
-        return ", ".join(rows) + ")"
+            told["write"] = str(self.write)
+        return told
+
+    def __repr__(self) -> str:
+        told = self._told()
+        name, version = told.pop("name"), told.pop("version")
+        rest = (
+            text if what in ("value", "placement", "read", "write") else f"{text} in {what}"
+            for what, text in told.items()
+        )
+        return f"Variables({name}, version {version}, {', '.join(rest)})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(what)}</th>"
+            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
+            for what, text in self._told().items()
+        )
+        return f"<table><caption>Variables</caption>{rows}</table>"
 
 
-def _session() -> Any:
-    """The session of this thread, as those who read and write are told apart; None outside."""
-    token = jaxcompat.session_context.value
-    return token.reader if token is not None else None
-
-
-def _abstract(leaf: Any) -> Any:
-    try:
-        return jaxcompat.abstract(leaf)
-    except (TypeError, ValueError):
-        return None
-
-
-def _is_on(sharding: Sharding, mesh: Mesh) -> bool:
-    return isinstance(sharding, NamedSharding) and sharding.device_set == set(mesh.devices.flat)
+def _state_slots(state: Held) -> list[Slot]:
+    return [slot._replace(path=f"{_STATE}{slot.path}") for slot in state.layout.slots]
 
 
 def _mesh_text(mesh: Mesh | None) -> str:
     return f"mesh {dict(mesh.shape)}" if mesh is not None else "no mesh"
-
-
-def _bytes_text(size: int) -> str:
-    value = float(size)
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.4g} {unit}"
-        value /= 1000
-    return f"{value:.4g} GB"

@@ -1,0 +1,48 @@
+"""`Session(max_step_bytes=...)`: what one call may move, judged before anything moves."""
+
+from __future__ import annotations
+
+import collections
+
+from stepcache.errors import TransferBudgetError
+from stepcache.programs.placement import moved_bytes
+from stepcache.programs.recipe import Request
+from stepcache.residence import Use
+from stepcache.scope import Scope
+
+
+def check_budget(scope: Scope, step: str, request: Request, use: Use | None) -> None:
+    """Whether a call moves no more than its session allows.
+
+    Args:
+        scope: of the session.
+        step: the step's name.
+        request: the call, as its program takes it.
+        use: the `Variables` that it passes, if it passes any.
+
+    Raises:
+        TransferBudgetError: it would move more.
+    """
+    if scope.max_step_bytes is None:
+        return
+    call = request.call
+    rows = zip(call.leaves, call.signature.leaves, request.placed, call.paths, strict=True)
+    needed: collections.Counter[str] = collections.Counter()
+    for value, given, placed, path in rows:
+        if use is None or not use.holds(path.slashed):
+            needed[path.text] += moved_bytes(value, given, placed)
+    for each in use.plan().transfers if use is not None else ():
+        needed[f"{each.variable} ({each.route})"] += each.bytes
+    total = needed.total()
+    if total > scope.max_step_bytes:
+        dearest = [(name, size) for name, size in needed.most_common(3) if size]
+        raise TransferBudgetError(
+            f"{step} would move more than max_step_bytes allows",
+            total,
+            scope.max_step_bytes,
+            where=", ".join(f"{name}: {size} bytes" for name, size in dearest),
+            expected=f"at most {scope.max_step_bytes} bytes",
+            got=f"{total} bytes",
+            hint="step.explain(...) shows all of it; place arguments beforehand, or let Read keep "
+            "a copy",
+        )

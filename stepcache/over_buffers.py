@@ -1,0 +1,167 @@
+"""The function of a step over buffers: a few arrays where it had the leaves of `Variables`.
+
+The program that is made of it takes them apart inside XLA, and puts what is carried together again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+
+from stepcache.programs.carry import refuse, refuse_outputs, refuse_tree, type_of
+from stepcache.programs.recipe import Recipe
+from stepcache.programs.signature import Parameters
+from stepcache.variables.packing import Layout, Packed, Slot
+
+
+class Again:
+    """Stands for `Variables` that are in the call already, by their number among them."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Again) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+jax.tree_util.register_static(Again)
+
+
+def _is_stand_in(node: Any) -> bool:
+    return isinstance(node, Packed | Again)
+
+
+def over_buffers(recipe: Recipe) -> Recipe:
+    """The recipe of a step whose arguments are buffers where they were `Variables`."""
+    on_buffers = _OverBuffers(recipe.fun, recipe.name, recipe.parameters)
+    return Recipe.of(on_buffers, recipe.parameters.carry, recipe.options)
+
+
+class _OverBuffers:
+    """Calls a step's function on the trees that lie in the buffers it is given.
+
+    No function, so that whatever asks for code, a file or a signature finds those of the step's.
+
+    Args:
+        fun: the function of the step.
+        step: the step's name.
+        parameters: of the function.
+    """
+
+    def __init__(self, fun: Callable, step: str, parameters: Parameters):
+        self._step, self._parameters = step, parameters
+        self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
+        self.__name__ = self.__qualname__ = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        carry = self._parameters.carry
+        carried = [argument_of(self._parameters, args, kwargs, name) for name in carry]
+        seen: list[tuple[Packed, list[Any]]] = []
+        for tree in (*carried, args, kwargs):
+            for node in leaves_of(tree):
+                if isinstance(node, Packed) and all(node is not other for other, _ in seen):
+                    seen.append((node, node.layout.unpack(node.buffers)))
+
+        def opened(node: Any) -> Any:
+            """A tree of its own for each place, as a plain tree has: the function may change it."""
+            if not _is_stand_in(node):
+                return node
+            same = (pair for pair in seen if pair[0] is node)
+            packed, leaves = seen[node.number] if isinstance(node, Again) else next(same)
+            return packed.layout.tree.unflatten(leaves)
+
+        outputs = self.__wrapped__(
+            *(_mapped(opened, argument) for argument in args),
+            **{name: _mapped(opened, argument) for name, argument in kwargs.items()},
+        )
+        if not any(map(_is_stand_in, leaves_of(carried))):
+            return outputs
+        return self._closed(outputs, carried, [_mapped(opened, tree) for tree in carried])
+
+    def _closed(self, outputs: Any, carried: Sequence[Any], opened: Sequence[Any]) -> Any:
+        """The outputs, with buffers where a carry had some.
+
+        Raises:
+            CarryError: they do not begin with the carry. It is said here, before anything is used
+                up: of a call that JAX has to serve by itself, nobody else would say it.
+        """
+        names = self._parameters.carry
+        structure = jax.tree_util.tree_structure
+        if len(names) == 1 and structure(outputs) == structure(opened[0]):
+            return self._packed(names[0], carried[0], opened[0], outputs)
+        if type(outputs) not in (tuple, list) or len(outputs) < len(names):
+            refuse_outputs(self._step, names, structure(outputs))
+        news = map(self._packed, names, carried, opened, outputs)
+        return type(outputs)((*news, *outputs[len(names) :]))
+
+    def _packed(self, name: str, template: Any, old: Any, new: Any) -> Any:
+        def pack(keys: tuple, node: Any, value: Any) -> Any:
+            if not _is_stand_in(node):
+                return value
+            return _packed_value(self._step, name + keystr(keys), node.layout, value)
+
+        if not any(map(_is_stand_in, leaves_of(template))):
+            return new
+        try:
+            return jax.tree_util.tree_map_with_path(pack, template, new, is_leaf=_is_stand_in)
+        except ValueError:  # It is no tree of this form.
+            named = jax.tree_util.tree_flatten_with_path(old)[0]
+            leaves = {name + keystr(keys): leaf for keys, leaf in named}
+            flat, after = jax.tree_util.tree_flatten(new)
+            before = jax.tree_util.tree_structure(old)
+            refuse_tree(self._step, name, leaves, before, after, list(map(jnp.asarray, flat)))
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree with its stand-ins changed; one without any as it is."""
+    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_stand_in)
+    if not any(map(_is_stand_in, leaves)):
+        return tree
+    return structure.unflatten([change(leaf) for leaf in leaves])
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    return jax.tree_util.tree_leaves(tree, is_leaf=_is_stand_in)
+
+
+def argument_of(parameters: Parameters, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
+    """An argument by its name; None if it is not passed."""
+    if name in kwargs:
+        return kwargs[name]
+    try:
+        return args[parameters.positional.index(name)]
+    except (ValueError, IndexError):
+        return None
+
+
+def _packed_value(step: str, name: str, layout: Layout, new: Any) -> Any:
+    named, structure = jax.tree_util.tree_flatten_with_path(new)
+    try:
+        leaves = [x if hasattr(x, "aval") else jnp.asarray(x) for _, x in named]
+    except TypeError:
+        return new  # A leaf is no array, which JAX will say.
+    if structure != layout.tree:
+        old = _slots_by_name(name, layout)
+        refuse_tree(step, name, old, layout.tree, structure, leaves if old else ())
+    for (keys, _), slot, leaf in zip(named, layout.slots, leaves, strict=True):
+        if (slot.shape, slot.dtype) != (leaf.shape, leaf.dtype):
+            refuse(step, name + keystr(keys), type_of(slot), type_of(leaf))
+    return Packed(tuple(layout.pack(leaves)), layout)
+
+
+def _slots_by_name(name: str, layout: Layout) -> dict[str, Slot]:
+    with contextlib.suppress(Exception):  # A class may refuse to be built around numbers.
+        numbers = layout.tree.unflatten(range(len(layout.slots)))
+        entries = jax.tree_util.tree_flatten_with_path(numbers)[0]
+        return {name + keystr(keys): layout.slots[number] for keys, number in entries}
+    return {}

@@ -1,0 +1,135 @@
+"""Values of variables in directories that orbax reads and writes.
+
+Leaves are stored by number, with a list of their paths beside them: a path may hold anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from stepcache.errors import VariablesError
+from stepcache.variables.describing import joined
+from stepcache.variables.packing import Slot
+
+
+def save(
+    directory: str | os.PathLike, slots: Sequence[Slot], leaves: Sequence[Any], version: int
+) -> None:
+    """Writes leaves with their version. What was there is replaced when all is written.
+
+    Args:
+        directory: where to.
+        slots: what the leaves are.
+        leaves: arrays, in the same order.
+        version: of the value.
+    """
+    import orbax.checkpoint as ocp
+
+    stored: dict[str, Any] = {
+        "none": np.zeros(1)
+    }  # Orbax stores no empty trees, and no empty arrays.
+    for number, (slot, leaf) in enumerate(zip(slots, leaves, strict=True)):
+        if slot.size:
+            stored[str(number)] = jax.random.key_data(leaf) if _is_key(slot) else leaf
+    about = {"version": version, "leaves": [_about(slot) for slot in slots]}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(_path(directory), stored, force=True, custom_metadata=about)
+
+
+def restore(directory: str | os.PathLike, slots: Sequence[Slot], name: str) -> tuple[list, int]:
+    """Reads leaves, each to where it belongs now, whatever mesh it lay on.
+
+    Args:
+        directory: where `save` wrote.
+        slots: the leaves that are wanted.
+        name: of the variables.
+
+    Returns:
+        Arrays in the order of `slots`, and the version; of random keys, their data.
+
+    Raises:
+        VariablesError: there is nothing to read, or a leaf is missing, new, or of another type.
+    """
+    import orbax.checkpoint as ocp
+
+    path = _path(directory)
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            metadata = checkpointer.metadata(path)
+            known, about = metadata.item_metadata.tree, metadata.custom_metadata
+            rows, version = about["leaves"], int(about["version"])
+        except Exception as error:
+            raise _unreadable(path, name, error) from error
+        _check_same(rows, slots, name)
+        wanted: dict[str, Any] = {"none": np.zeros(1)}
+        for number in known.keys() - wanted.keys():
+            wanted[number] = _target(known[number], slots[int(number)])
+        try:
+            read = checkpointer.restore(path, wanted)
+            leaves = [_leaf(read, number, slot) for number, slot in enumerate(slots)]
+        except Exception as error:
+            raise _unreadable(path, name, error) from error
+    return leaves, version
+
+
+def _unreadable(path: Path, name: str, error: Exception) -> VariablesError:
+    text = (str(error).splitlines() or [""])[0]
+    return VariablesError(
+        "there is nothing that can be restored",
+        where=name,
+        got=f"{type(error).__name__}: {text}",
+        hint=f"{path} has to be a directory that Variables.save wrote, whole",
+    )
+
+
+def _check_same(rows: Sequence[Any], slots: Sequence[Slot], name: str) -> None:
+    stored = {path: (kind, tuple(shape)) for path, kind, shape in rows}
+    mine = {path: (kind, tuple(shape)) for path, kind, shape in map(_about, slots)}
+    for path in dict.fromkeys((*mine, *stored)):
+        expected, got = mine.get(path), stored.get(path)
+        if expected != got:
+            raise VariablesError(
+                "another value was stored",
+                where=joined(name, path),
+                expected="no such leaf"
+                if expected is None
+                else f"{expected[0]}{list(expected[1])}",
+                got="no such leaf" if got is None else f"{got[0]}{list(got[1])}",
+            )
+
+
+def _text(kind: tuple[str, tuple[int, ...]] | None) -> str:
+    return "no such leaf" if kind is None else f"{kind[0]}{list(kind[1])}"
+
+
+def _target(stored: Any, slot: Slot) -> jax.ShapeDtypeStruct:
+    """What orbax is to read, and where to."""
+    sharding: Any = slot.sharding or SingleDeviceSharding(jax.devices()[0])
+    if _is_key(slot):  # Its data has a dimension more, which is not split.
+        sharding = SingleDeviceSharding(min(sharding.device_set, key=lambda each: each.id))
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
+
+
+def _leaf(read: Any, number: int, slot: Slot) -> Any:
+    if not slot.size:
+        return np.zeros(slot.shape, slot.dtype)
+    return read[str(number)]
+
+
+def _is_key(slot: Slot) -> bool:
+    return jax.numpy.issubdtype(slot.dtype, jax.dtypes.extended)
+
+
+def _about(slot: Slot) -> list[Any]:
+    return [slot.path, str(slot.dtype), list(slot.shape)]
+
+
+def _path(directory: str | os.PathLike) -> Path:
+    return Path(directory).expanduser().absolute()

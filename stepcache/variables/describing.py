@@ -1,0 +1,143 @@
+"""What the leaves of a tree are, where they belong, and whether another tree is like it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.tree_util import keystr
+
+from stepcache import jaxcompat
+from stepcache.errors import VariablesError
+from stepcache.sharding import Placer
+from stepcache.variables.packing import Described, Layout
+from stepcache.variables.policy import OnHost, Placement, Sharded
+
+
+def joined(name: str, path: str) -> str:
+    """The path of a leaf, as rules read it and errors name it."""
+    return f"{name}/{path}" if path else name
+
+
+def describe(
+    name: str, tree: Any, placement: Placement, placer: Placer | None, prefix: str = ""
+) -> tuple[Any, list[Any], list[Described]]:
+    """What the leaves of a tree are, and where they belong on the devices.
+
+    Args:
+        name: of the variables.
+        tree: the tree.
+        placement: where the master copy is going to live.
+        placer: the session's mesh and rules, or None.
+        prefix: what paths begin with for rules.
+
+    Returns:
+        The structure, the leaves, and what they are.
+
+    Raises:
+        VariablesError: a leaf is no array, or is to be split without a mesh.
+        PlacementError: a leaf cannot be placed as asked.
+    """
+    on_device = placement.on_device if isinstance(placement, OnHost) else placement
+    if isinstance(on_device, Sharded):
+        if placer is None:
+            raise VariablesError(
+                "Sharded(rules) splits over a mesh, and there is none",
+                where=name,
+                hint="make the variables inside `with Session(mesh)`",
+            )
+        placer = Placer(placer.mesh, on_device.rules, None)
+    named, structure = jax.tree_util.tree_flatten_with_path(tree)
+    described = []
+    for keys, leaf in named:
+        path = keystr(keys, simple=True, separator="/")
+        aval = abstract(leaf)
+        if aval is None:
+            raise VariablesError(
+                "a leaf is no array",
+                where=joined(name, path),
+                expected="a jax.Array, a numpy array or a number",
+                got=type(leaf).__name__,
+                hint="keep what is not an array outside, or in the tree's static parts",
+            )
+        sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
+        asked = isinstance(on_device, Sharded)
+        if placer is not None and (asked or not _is_on(sharding, placer.mesh)):
+            sharding = placer.place(joined(prefix, path), aval.shape, carried=True).sharding
+        described.append(Described(path, aval.shape, aval.dtype, aval.weak_type, sharding))
+    return structure, [leaf for _, leaf in named], described
+
+
+def _is_on(sharding: Sharding | None, mesh: Mesh) -> bool:
+    return isinstance(sharding, NamedSharding) and sharding.device_set == set(mesh.devices.flat)
+
+
+def abstract(leaf: Any) -> Any:
+    """What JAX sees in a leaf; None if it is no array with a value."""
+    if isinstance(leaf, jax.ShapeDtypeStruct | jaxcompat.Tracer):
+        return None
+    try:
+        aval = jaxcompat.abstract(leaf)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return aval if jaxcompat.is_array_type(aval) else None
+
+
+def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = True) -> list[Any]:
+    """The leaves of another tree of the same structure, shapes and dtypes.
+
+    Args:
+        name: of the variables.
+        layout: of their value.
+        tree: the other tree.
+        what: to be done with it: "assigned", "pushed".
+        dtypes: whether dtypes have to agree.
+
+    Raises:
+        VariablesError: a leaf is missing or new, or has another shape or dtype.
+    """
+    named, structure = jax.tree_util.tree_flatten_with_path(tree)
+    if structure != layout.tree:
+        _refuse_structure(name, layout, named, structure, what)
+    for slot, (_, leaf) in zip(layout.slots, named, strict=True):
+        aval = abstract(leaf)
+        if aval is None or aval.shape != slot.shape or (dtypes and aval.dtype != slot.dtype):
+            raise VariablesError(
+                f"a value of another type cannot be {what}",
+                where=joined(name, slot.path),
+                expected=f"{slot.dtype}{list(slot.shape)}",
+                got=f"{aval.dtype}{list(aval.shape)}" if aval else type(leaf).__name__,
+                hint="cast or reshape it first",
+            )
+    return [leaf for _, leaf in named]
+
+
+def _refuse_structure(
+    name: str, layout: Layout, named: Sequence[tuple[tuple, Any]], structure: Any, what: str
+):
+    given = {keystr(keys, simple=True, separator="/") for keys, _ in named}
+    mine = {slot.path for slot in layout.slots}
+    missing, new = sorted(mine - given), sorted(given - mine)
+    raise VariablesError(
+        f"a value of another structure cannot be {what}",
+        where=joined(name, (missing or new or [""])[0]),
+        expected=f"a leaf {missing[0]!r}" if missing else "the structure it was made with",
+        got=f"a leaf {new[0]!r}" if new else "none" if missing else str(structure),
+    )
+
+
+def check_not_tracing(what: str, where: str) -> None:
+    """Whether there are values to speak of.
+
+    Raises:
+        VariablesError: this is inside a transformation.
+    """
+    if jaxcompat.is_tracing():
+        raise VariablesError(
+            f"{what} inside a transformation, where there are no values yet",
+            where=where,
+            hint="do it outside of jax.jit, jax.grad, jax.vmap and the like; a step writes what it "
+            "carries",
+        )

@@ -1,0 +1,195 @@
+"""`Updates`: what `Variables.push` does with an update, as `Write` says.
+
+Updates are added up where they arrive, and every so many are written as one: added, or handed to an
+optimizer. That runs where the master copy lives; of one in host memory, where its placement says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepcache import jaxcompat
+from stepcache.errors import VariablesError
+from stepcache.sharding import Placer, current_reader
+from stepcache.variables import transfer
+from stepcache.variables.masters import Held, InHostMemory, Reader, hold
+from stepcache.variables.packing import Packed
+from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
+from stepcache.variables.transfer import Meter
+
+
+class Updates:
+    """The updates of some variables, and their optimizer's state.
+
+    Args:
+        name: of the variables.
+        write: the policy.
+        placement: of the variables.
+        placer: the mesh and rules by which they were placed.
+
+    Attributes:
+        state: the optimizer's state; None before it is needed.
+    """
+
+    def __init__(self, name: str, write: Write, placement: Placement, placer: Placer | None):
+        self._name, self._write = name, write
+        self._placement, self._placer = placement, placer
+        self._on_host = isinstance(placement, OnHost) and placement.update == "host"
+        self._sum = _Sum(write, self._on_host)
+        self._run = _over_packed(_rule_of(write), placed=not self._on_host)
+        self.state: Held | None = None
+
+    @property
+    def pending(self) -> int:
+        """Updates that have been pushed, and are not written yet."""
+        return self._sum.count
+
+    def push(self, leaves: Sequence[Any], held: Held) -> Meter:
+        """Takes an update, and writes what there is, if it is time. Under the variables' lock.
+
+        Args:
+            leaves: of the update.
+            held: the value.
+
+        Returns:
+            What moved.
+        """
+        meter = Meter()
+        summed = self._sum.add(leaves, meter)
+        if summed is None:
+            return meter
+        update = held.layout.tree.unflatten(summed)
+        state = self.ready_state(held) if self._write.mode == "apply" else _NOTHING
+        reader = Reader(current_reader(), carried=True)
+        if self._on_host:
+            assert isinstance(held.master, InHostMemory)
+            with jax.default_device(_host_device(self._name)):
+                value = Packed(tuple(held.master.on_host()), held.layout)
+                value, new_state = self._run(value, state.master.take(reader, meter), update)
+                held.master.store(value.buffers, reader.session)
+        else:
+            with jaxcompat.tracing_context(self._placer.mesh if self._placer else None):
+                value = held.master.take(reader, meter)
+                value, new_state = self._run(value, state.master.take(reader, meter), update)
+                held.master.put(value, reader.session, meter)
+        if state is not _NOTHING:
+            state.master.put(new_state, reader.session, meter)
+        return meter
+
+    def ready_state(self, held: Held) -> Held:
+        """The optimizer's state, made of the value if there is none yet."""
+        if self.state is None:
+            name = f"{self._name}/optimizer"
+            if self._on_host:
+                with jax.default_device(_host_device(self._name)):
+                    value = held.layout.tree.unflatten(map(np.asarray, held.look()[0]))
+                    state = self._write.optimizer.init(value)
+                    self.state = hold(name, state, Replicated(), None, Read())
+            else:
+                value = held.layout.tree.unflatten(held.look()[0])
+                state = self._write.optimizer.init(value)
+                self.state = hold(name, state, self._placement, self._placer, Read())
+        return self.state
+
+
+class _Sum:
+    """Updates that are still to be written, added up.
+
+    Args:
+        write: the policy.
+        on_host: whether they are added up in host memory.
+    """
+
+    def __init__(self, write: Write, on_host: bool):
+        self._write, self._on_host = write, on_host
+        self._leaves: list[Any] | None = None
+        self.count = 0
+
+    def add(self, leaves: Sequence[Any], meter: Meter) -> list[Any] | None:
+        """Adds an update.
+
+        Args:
+            leaves: of the update.
+            meter: counts what moves.
+
+        Returns:
+            What is to be written now, or None.
+        """
+        if self._on_host:
+            new = [transfer.to_host(leaf, self._write.wire, meter) for leaf in leaves]
+        else:  # Of numpy's arrays a copy: they may change in their owner's hands.
+            new = [jnp.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+        if self._leaves is not None:
+            add = np.add if self._on_host else jnp.add
+            new = [add(a, b) for a, b in zip(self._leaves, new, strict=True)]
+        self.count += 1
+        if self.count < self._write.every:
+            self._leaves = new
+            return None
+        self._leaves, self.count = None, 0
+        return new
+
+
+_Rule = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def _rule_of(write: Write) -> _Rule:
+    """Value, optimizer state and update to the new value and state, inside a trace."""
+    if write.mode == "add":
+
+        def add(value: Any, state: Any, update: Any) -> tuple[Any, Any]:
+            return jax.tree.map(jnp.add, value, update), state
+
+        return add
+
+    def apply(value: Any, state: Any, update: Any) -> tuple[Any, Any]:
+        import optax
+
+        updates, state = write.optimizer.update(update, state, value)
+        return optax.apply_updates(value, updates), state
+
+    return apply
+
+
+def _over_packed(rule: _Rule, *, placed: bool) -> Any:
+    """A rule as a compiled program over packed values, which it uses up."""
+
+    def repacked(old: Packed, tree: Any) -> Packed:
+        buffers = old.layout.pack(jax.tree_util.tree_leaves(tree))
+        if placed:
+            places = [buffer.sharding for buffer in old.layout.buffers]
+            pairs = zip(buffers, places, strict=True)
+            buffers = [x if place is None else jax.device_put(x, place) for x, place in pairs]
+        return Packed(tuple(buffers), old.layout)
+
+    def run(value: Packed, state: Packed, update: Any) -> tuple[Packed, Packed]:
+        new, new_state = rule(value.value(), state.value(), update)
+        return repacked(value, new), repacked(state, new_state)
+
+    return jax.jit(run, donate_argnums=(0, 1))
+
+
+def _host_device(where: str) -> Any:
+    """The device that computes in host memory.
+
+    Raises:
+        VariablesError: JAX was told not to use the CPU.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise VariablesError(
+            "the host cannot compute",
+            where=where,
+            expected="JAX's CPU backend beside that of the devices",
+            got=str(error).splitlines()[0],
+            hint='add cpu to JAX_PLATFORMS ("cuda,cpu"), or say OnHost(update="device")',
+        ) from None
+
+
+_NOTHING = hold("nothing", (), Replicated(), None, Read())

@@ -1,0 +1,316 @@
+"""`Session(max_step_bytes=...)`: a call that would move more raises before it moves anything."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stepcache as sc
+from stepcache.events import Moved, recorder
+
+V = 4 * 10_000
+
+
+@pytest.fixture
+def eight():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+@pytest.fixture
+def moved():
+    """The `Moved` events of the test."""
+    events = []
+    end = recorder.subscribe(lambda event: events.append(event) if type(event) is Moved else None)
+    yield events
+    end()
+
+
+def live():
+    """Every live array, by identity and by what it holds of which memory."""
+    gc.collect()
+    return sorted(
+        (id(array), array.nbytes, str(array.sharding))
+        for array in jax.live_arrays()
+        if not array.is_deleted()
+    )
+
+
+def adder(**options):
+    return sc.step(lambda state, x: (state + x.sum(), x), carry="state", **options)
+
+
+def hosted(**read):
+    value = np.ones(10_000, np.float32)
+    return sc.Variables(value, placement=sc.OnHost(), read=sc.Read(**read), name="moments")
+
+
+def placed(mesh, *spec, size=8):
+    return jax.device_put(np.ones(size, np.float32), NamedSharding(mesh, P(*spec)))
+
+
+# ---- the option ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, "1MB", True, float("inf")])
+def test_a_bound_is_a_number_of_bytes(eight, bad):
+    with pytest.raises(sc.OptionError, match="max_step_bytes"):
+        sc.Session(eight, max_step_bytes=bad)
+
+
+def test_without_a_bound_nothing_is_checked(eight):
+    with sc.Session(eight, max_step_bytes=None):
+        adder()(placed(eight), np.ones((8, 100_000), np.float32))
+
+
+# ---- steps without variables -----------------------------------------------------------------
+
+
+def test_a_call_that_needs_more_raises_and_names_the_dearest(eight):
+    step = sc.step(lambda a, b, c: a.sum() + b.sum() + c)
+    args = (np.ones((8, 500), np.float32), np.ones((8, 7), np.float32), np.float32(1))
+    with sc.Session(eight, max_step_bytes=1_000):
+        needed = step.explain(*args).moved_bytes
+        before = live()
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            step(*args)
+        assert live() == before
+    error = raised.value
+    assert error.needed_bytes == needed == 8 * 500 * 4 + 8 * 7 * 4 + 8 * 4
+    assert error.max_step_bytes == 1_000
+    assert error.where == "a: 16000 bytes, b: 224 bytes, c: 32 bytes"
+    assert "1000 bytes" in str(error) and "16256 bytes" in str(error)
+    assert step.stats().traces == 0
+
+
+def test_exactly_the_bound_is_allowed(eight):
+    step = sc.step(lambda x: x.sum())
+    x = np.ones((8, 100), np.float32)
+    with sc.Session(eight, max_step_bytes=x.nbytes):
+        assert float(step(x)) == 800
+    with sc.Session(eight, max_step_bytes=x.nbytes - 1):
+        with pytest.raises(sc.TransferBudgetError):
+            step(x)
+
+
+def test_bytes_count_on_every_device_that_they_reach(eight):
+    step = sc.step(lambda state, x: (state, x), carry="state")
+    state, x = np.ones(100, np.float32), np.ones(8, np.float32)
+    needed = 8 * 400 + 32  # The carry is replicated, the batch split.
+    with sc.Session(eight, max_step_bytes=needed - 1):
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            step(state, x)
+        assert raised.value.needed_bytes == needed
+    with sc.Session(eight, max_step_bytes=needed):
+        step(state, x)
+
+
+def test_arrays_on_one_device_have_the_others_to_reach(eight):
+    step = sc.step(lambda x: x)
+    x = jnp.ones(80)
+    with sc.Session(eight, max_step_bytes=0):
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            step(x)
+        assert raised.value.needed_bytes == 7 * 40
+
+
+def test_nothing_is_donated_by_a_call_that_is_refused(eight):
+    step = adder()
+    state = placed(eight)
+    with sc.Session(eight, max_step_bytes=10):
+        with pytest.raises(sc.TransferBudgetError):
+            step(state, np.ones((8, 8), np.float32))
+        np.testing.assert_array_equal(state, 1)
+        state, _ = step(state, placed(eight, "data"))
+    np.testing.assert_array_equal(state, 9)
+
+
+def test_hits_are_checked_too(eight):
+    """Also after the program is there, and for calls just like one that was allowed."""
+    step = adder()
+    state, near, far = placed(eight), placed(eight, "data"), np.ones(8, np.float32)
+    with sc.Session(eight, max_step_bytes=31):
+        state, _ = step(state, near)
+        for _ in range(3):
+            with pytest.raises(sc.TransferBudgetError):
+                step(state, far)
+            state, _ = step(state, near)
+    assert step.stats().misses == 1
+    np.testing.assert_array_equal(state, 1 + 4 * 8)
+
+
+def test_a_call_that_only_looks_like_one_that_was_allowed(eight):
+    """To the dispatcher a numpy array is like an array on one device, but it has further to go."""
+    step = sc.step(lambda x: x.sum())
+    with sc.Session(eight, max_step_bytes=7 * 4):
+        for _ in range(3):
+            assert float(step(jnp.ones(8))) == 8
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            step(np.ones(8, np.float32))
+    assert raised.value.needed_bytes == 8 * 4
+
+
+def test_a_bound_holds_in_its_session_only(eight):
+    """The dispatcher's fast path of one session does not serve the other."""
+    step = sc.step(lambda x: x.sum())
+    x = np.ones(8, np.float32)
+    free, bound = sc.Session(eight), sc.Session(eight, max_step_bytes=0)
+    for _ in range(3):
+        with free:
+            assert float(step(x)) == 8
+        with bound:
+            with pytest.raises(sc.TransferBudgetError):
+                step(x)
+    assert float(step(x)) == 8
+
+
+def test_a_step_bound_to_a_session_has_its_bound(eight):
+    step = sc.Session(eight, max_step_bytes=0).step(lambda x: x.sum())
+    for _ in range(2):
+        with pytest.raises(sc.TransferBudgetError):
+            step(np.ones(8, np.float32))
+        step(placed(eight))
+
+
+def test_zero_forbids_arguments_from_the_host(eight):
+    step = sc.step(lambda x: x.sum())
+    with sc.Session(eight, max_step_bytes=0):
+        for host in (np.ones(8, np.float32), np.float32(1), 1.0, [1, 2], {"x": np.ones(8)}):
+            with pytest.raises(sc.TransferBudgetError):
+                sc.step(lambda x: x)(host)
+        for _ in range(3):
+            assert float(step(placed(eight, "data"))) == 8
+        step(np.ones((0, 8), np.float32)), step(placed(eight, size=0))
+
+
+def test_static_arguments_do_not_move(eight):
+    step = sc.step(lambda x, n: x * n, static_argnames="n")
+    with sc.Session(eight, max_step_bytes=0):
+        np.testing.assert_array_equal(step(placed(eight), n=3), 3)
+        np.testing.assert_array_equal(step(placed(eight), 3), 3)
+
+
+def test_to_warm_and_to_trace_move_nothing_and_are_allowed(eight):
+    step = sc.step(lambda x: x.sum())
+    with sc.Session(eight, max_step_bytes=0):
+        step.warm(np.ones(8, np.float32))
+        step.lower(np.ones(8, np.float32))
+        assert step.explain(np.ones(8, np.float32)).hit
+        assert step.stats().misses == 1
+
+
+def test_a_step_inside_another_transformation_places_nothing(eight):
+    step = sc.step(lambda x: (x**2).sum())
+    with sc.Session(eight, max_step_bytes=0):
+        np.testing.assert_array_equal(jax.grad(step)(placed(eight)), 2)
+
+
+def test_an_invalid_argument_is_for_jax_to_refuse(eight):
+    with sc.Session(eight, max_step_bytes=10**9):
+        for step, state in ((adder(), placed(eight)), (adder(), sc.Variables(np.ones(8)))):
+            with pytest.raises(TypeError, match="str"):
+                step(state, "batch")
+
+
+# ---- steps with variables --------------------------------------------------------------------
+
+
+def test_a_read_that_needs_more_raises_before_it_moves(eight, moved):
+    step = adder()
+    with sc.Session(eight):
+        state = hosted()
+        step(state, np.ones(8, np.float32))
+    needed = 8 * V + V + 32  # Gathered, written back, and the batch.
+    with sc.Session(eight, max_step_bytes=needed - 1):
+        x = np.ones(8, np.float32)
+        assert step.explain(state, x).moved_bytes == needed
+        before, events = live(), len(moved)
+        for _ in range(2):
+            with pytest.raises(sc.TransferBudgetError) as raised:
+                step(state, x)
+        assert raised.value.needed_bytes == needed
+        names = f"moments (gather): {8 * V} bytes, moments (scatter): {V} bytes, x: 32 bytes"
+        assert raised.value.where == names
+        assert live() == before and len(moved) == events and state.version == 1
+        np.testing.assert_array_equal(state.value, 9)
+    with sc.Session(eight, max_step_bytes=needed):
+        for _ in range(2):
+            step(state, x)
+        assert state.version == 3
+    assert step.stats().moved_bytes == 3 * (needed - 32)
+
+
+def test_zero_forbids_reads_from_the_host_and_lets_resident_variables_run(eight, moved):
+    step = adder()
+    with sc.Session(eight, max_step_bytes=0):
+        resident, away = sc.Variables(np.zeros(8, np.float32)), hosted()
+        near = placed(eight, "data")
+        for number in range(3):
+            step(resident, near)
+            np.testing.assert_array_equal(resident.value, 8 * (number + 1))
+            with pytest.raises(sc.TransferBudgetError):
+                step(away, near)
+            with pytest.raises(sc.TransferBudgetError):
+                step(resident, np.ones(8, np.float32))
+        assert (resident.version, away.version) == (3, 0)
+        assert step.stats().moved_bytes == 0 and not moved
+
+
+def test_a_copy_that_is_kept_costs_nothing_more(eight, moved):
+    look = sc.step(lambda state: state.sum())
+    with sc.Session(eight):
+        kept = hosted(cache="device")
+        look(kept)
+    with sc.Session(eight, max_step_bytes=0):
+        assert float(look(kept)) == 10_000
+        kept.assign(np.zeros(10_000, np.float32))
+        assert float(look(kept)) == 0
+    assert len(moved) == 1
+
+
+def test_what_is_read_ahead_counts(eight):
+    look = sc.step(lambda state: state.sum())
+    with sc.Session(eight, max_step_bytes=8 * V):
+        state = hosted(prefetch=1)
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            look(state)
+        assert raised.value.needed_bytes == 2 * 8 * V
+    with sc.Session(eight):
+        look(state)
+    with sc.Session(eight, max_step_bytes=8 * V):
+        for _ in range(2):
+            assert float(look(state)) == 10_000
+
+
+def test_two_arguments_that_share_a_transfer_count_once(eight):
+    look = sc.step(lambda a, b: a.sum() + b.sum())
+    with sc.Session(eight, max_step_bytes=8 * V):
+        state = hosted()
+        assert float(look(state, state)) == 20_000
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            look(state, hosted())
+        assert raised.value.needed_bytes == 16 * V
+
+
+def test_variables_do_not_hide_what_lies_beside_them(eight, moved):
+    """Nor does a plain leaf whose path looks like theirs."""
+    step = sc.step(lambda state: state, carry="state")
+    with sc.Session(eight, max_step_bytes=8 * V + V):
+        state = {"v": hosted(), "buffers": {"0": np.ones(100_000, np.float32)}}
+        assert step.explain(state).moved_bytes == 9 * V + 8 * 400_000
+        before = live()
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            step(state)
+        assert raised.value.needed_bytes == 9 * V + 8 * 400_000
+        assert live() == before and not moved and state["v"].version == 0
+
+
+def test_without_jit_the_bound_holds_for_variables(eight):
+    with sc.Session(eight, max_step_bytes=V), jax.disable_jit():
+        state = hosted()
+        with pytest.raises(sc.TransferBudgetError):
+            adder()(state, placed(eight, "data"))
+        assert state.version == 0

@@ -1,0 +1,503 @@
+"""Which copy may serve whom: by version, by steps, by age, and never to those who wrote since."""
+
+import random
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from moving import live_buffers, live_bytes, session, watching
+
+import stepcache as sc
+from stepcache.variables.copies import Copies
+from stepcache.variables.plan import HOST_LINK
+
+V = 4 * 10_000
+
+
+class Session:
+    """Stands for one: something that is known by its identity, and weakly."""
+
+
+class Clock:
+    def __init__(self):
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Store:
+    """A value somewhere else, and the copies of it that a process keeps, as a master uses them."""
+
+    def __init__(self, policy):
+        self.clock, self.version, self.fetches = Clock(), 0, 0
+        self.copies = Copies(policy, self.clock)
+
+    def read(self, reader=None) -> int:
+        """The version that a reader is given."""
+        copy, _ = self.copies.serving(reader, self.version)
+        if copy is not None:
+            self.copies.served(copy, self.version)
+            return copy.value
+        self.fetches += 1
+        self.copies.keep(self.version, self.version)
+        return self.version
+
+    def write(self, writer=None) -> None:
+        self.version += 1
+        self.copies.wrote(writer, self.version)
+
+    def why(self, reader=None) -> str:
+        return self.copies.serving(reader, self.version)[1]
+
+
+# ---- the policy, without arrays --------------------------------------------------------------
+
+
+def test_nothing_is_kept_without_a_cache():
+    store = Store(sc.Read())
+    assert [store.read() for _ in range(3)] == [0, 0, 0]
+    assert store.fetches == 3
+    assert store.why() == "no copy is kept"
+
+
+@pytest.mark.parametrize("cache", ["device", "host"])
+def test_a_copy_serves_while_its_version_is_current(cache):
+    store = Store(sc.Read(cache=cache))
+    assert store.why() == "there is no copy yet"
+    assert [store.read() for _ in range(3)] == [0, 0, 0]
+    assert store.fetches == 1 and store.why() == "a copy of version 0 is there"
+    store.write(Session())
+    assert store.why() == "the copy has version 0, and 1 is current"
+    assert [store.read() for _ in range(3)] == [1, 1, 1]
+    assert store.fetches == 2
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_max_staleness_counts_the_steps_after_the_one_that_found_it_current(k):
+    store, other = Store(sc.Read(cache="device", max_staleness=k)), Session()
+    for _ in range(4):
+        store.read()
+    store.write(other)
+    assert "which max_staleness or max_age allows" in store.why()
+    assert [store.read() for _ in range(k)] == [0] * k
+    assert f"it has served {k} steps" in store.why()
+    assert store.read() == 1
+    assert store.fetches == 2
+    for _ in range(3):
+        store.write(other)
+    assert [store.read() for _ in range(k + 1)] == [1] * k + [4]
+
+
+def test_further_writes_do_not_make_a_stale_copy_serve_longer():
+    store, other = Store(sc.Read(cache="device", max_staleness=2)), Session()
+    store.read()
+    seen = []
+    for _ in range(6):
+        store.write(other)
+        seen.append(store.read())
+    assert seen == [0, 0, 3, 3, 3, 6]
+
+
+def test_the_session_that_wrote_reads_its_own():
+    store, mine, yours = Store(sc.Read(cache="device", max_staleness=9)), Session(), Session()
+    assert store.read(mine) == store.read(yours) == 0
+    store.write(mine)
+    assert store.read(yours) == 0
+    assert "this session wrote it" in store.why(mine)
+    assert store.read(mine) == 1
+    assert store.read(yours) == 1, "the copy that the other fetched is newer"
+    store.write(None)
+    assert store.read(mine) == store.read(yours) == 1
+    assert store.read(None) == 2, "outside of sessions there is a writer too"
+
+
+def test_the_session_that_wrote_first_may_miss_what_others_wrote_later():
+    store, mine, yours = Store(sc.Read(cache="device", max_staleness=9)), Session(), Session()
+    store.write(mine)
+    assert store.read(mine) == 1
+    store.write(yours)
+    assert store.read(mine) == 1
+    assert store.read(yours) == 2
+
+
+def test_max_age_bounds_a_stale_copy_in_seconds():
+    store, other = Store(sc.Read(cache="device", max_age=10)), Session()
+    store.read()
+    store.clock.seconds += 60
+    assert store.read() == 0 and store.fetches == 1, "a current copy does not age"
+    store.write(other)
+    for _ in range(20):
+        store.clock.seconds += 0.5
+        assert store.read() == 0
+    store.clock.seconds += 0.1
+    assert "10.1 s old" in store.why()
+    assert store.read() == 1
+    assert store.fetches == 2
+
+
+def test_both_bounds_hold_where_both_are_given():
+    policy = sc.Read(cache="device", max_staleness=2, max_age=10)
+    by_steps, by_age = Store(policy), Store(policy)
+    for store in (by_steps, by_age):
+        store.read()
+        store.write(Session())
+    assert [by_steps.read() for _ in range(3)] == [0, 0, 1]
+    assert by_age.read() == 0
+    by_age.clock.seconds += 11
+    assert by_age.read() == 1
+
+
+def test_what_is_fetched_ahead_serves_once():
+    copies = Copies(sc.Read(prefetch=1))
+    copies.ahead(0, "value")
+    copy, why = copies.serving(None, 0)
+    assert copy is not None and copy.value == "value" and why == "it was fetched ahead"
+    copies.served(copy, 0)
+    assert copies.serving(None, 0) == (None, "no copy is kept")
+
+
+def test_what_is_fetched_ahead_is_dropped_by_a_write():
+    copies = Copies(sc.Read(prefetch=1))
+    copies.ahead(0, "value")
+    copies.wrote(Session(), 1)
+    assert copies.serving(None, 1)[0] is None
+    assert copies.serving(None, 0)[0] is None, "and does not keep its memory"
+
+
+def test_what_is_fetched_ahead_becomes_the_copy_where_one_is_kept():
+    copies = Copies(sc.Read(cache="device", prefetch=1))
+    copies.ahead(3, "value")
+    copies.served(copies.serving(None, 3)[0], 3)
+    assert copies.serving(None, 3)[1] == "a copy of version 3 is there"
+
+
+def test_an_older_value_that_arrives_late_does_not_replace_a_newer():
+    """Two threads that fetch from elsewhere may end in the other order."""
+    copies = Copies(sc.Read(cache="device", max_staleness=9))
+    copies.keep(2, "new")
+    copies.keep(1, "old")
+    assert copies.serving(None, 2)[0].value == "new"
+    copies.wrote(mine := Session(), 5)
+    copies.wrote(mine, 4)
+    copies.keep(4, "four")
+    assert copies.serving(mine, 5)[0] is None
+
+
+def test_drop_lets_go_of_everything():
+    copies = Copies(sc.Read(cache="device"))
+    copies.keep(0, "value")
+    copies.ahead(0, "value")
+    copies.drop()
+    assert copies.serving(None, 0) == (None, "there is no copy yet")
+
+
+def test_sessions_are_not_kept_alive():
+    copies, gone = Copies(sc.Read(cache="device")), Session()
+    copies.wrote(gone, 1)
+    assert len(copies._written) == 1
+    del gone
+    assert len(copies._written) == 0
+
+
+POLICIES = st.one_of(
+    st.just(sc.Read()),
+    st.builds(
+        sc.Read,
+        cache=st.sampled_from(["device", "host"]),
+        max_staleness=st.sampled_from([0, 0, 1, 2, 5]),
+        max_age=st.sampled_from([None, None, 1.0, 10.0]),
+    ),
+)
+
+
+class StoreOracle(RuleBasedStateMachine):
+    """Copies against what their policy promises, in words that do not mention copies."""
+
+    @initialize(policy=POLICIES)
+    def start(self, policy):
+        self.policy, self.store = policy, Store(policy)
+        self.sessions = [Session(), Session(), None]
+        self.seen, self.wrote = [0] * 3, [0] * 3
+        self.stale_steps, self.found_current = 0, None
+
+    @rule(who=st.integers(0, 2))
+    def write(self, who):
+        self.store.write(self.sessions[who])
+        self.wrote[who] = self.store.version
+
+    @rule(seconds=st.sampled_from([0.25, 1.0, 5.0]))
+    def wait(self, seconds):
+        self.store.clock.seconds += seconds
+
+    @rule(who=st.integers(0, 2))
+    def read(self, who):
+        fetches = self.store.fetches
+        seen = self.store.read(self.sessions[who])
+        assert seen >= self.wrote[who], "an own write is not seen"
+        assert seen >= self.seen[who], "what is seen goes back"
+        assert seen <= self.store.version
+        self.seen[who] = seen
+        if seen == self.store.version:
+            self.stale_steps, self.found_current = 0, self.store.clock.seconds
+        else:
+            self.stale_steps += 1
+            age = self.store.clock.seconds - self.found_current
+            steps, seconds = self.policy.max_staleness, self.policy.max_age
+            assert self.policy.cache is not None and (steps or seconds)
+            assert not steps or self.stale_steps <= steps
+            assert seconds is None or age <= seconds
+        if self.policy.cache is None:
+            assert self.store.fetches == fetches + 1
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "store"))
+    def one_fetch_serves_a_version(self):
+        if self.policy.cache is not None:
+            assert self.store.fetches <= self.store.version + 1
+
+
+def test_no_copy_is_older_than_its_policy_allows():
+    quick = settings(max_examples=150, stateful_step_count=30, deadline=None)
+    run_state_machine_as_test(StoreOracle, settings=quick)
+
+
+# ---- the policy, with arrays -----------------------------------------------------------------
+
+
+def hosted(read, fill=1.0):
+    return sc.Variables(np.full(10_000, fill, np.float32), placement=sc.OnHost(), read=read)
+
+
+def test_without_a_cache_each_call_reads():
+    total = sc.step(lambda state: state.sum())
+    with session("8"), watching() as moved:
+        value = hosted(sc.Read(cache=None))
+        for _ in range(3):
+            total(value)
+    assert [call[HOST_LINK] for call in moved.calls] == [V] * 3
+
+
+def test_prefetch_reads_ahead_once_and_uses_it():
+    total = sc.step(lambda state: state.sum())
+    bump = sc.step(lambda state: state + 1, carry="state")
+    with session("8"), watching() as moved:
+        value = hosted(sc.Read(prefetch=1))
+        (now, ahead) = total.explain(value).plan.transfers
+        assert (now.route, ahead.route) == ("gather", "gather")
+        assert ahead.why.endswith("ahead of the next step")
+        assert float(total(value)) == 10_000
+        (now, ahead) = total.explain(value).plan.transfers
+        assert (now.route, now.why, ahead.route) == ("none", "it was fetched ahead", "gather")
+        assert float(total(value)) == 10_000
+        assert [call[HOST_LINK] for call in moved.calls] == [2 * V, V]
+        (now, back, ahead) = bump.explain(value).plan.transfers
+        assert [each.version for each in (now, back, ahead)] == [0, 1, 1]
+        bump(value)
+        assert moved.calls[2][HOST_LINK] == 2 * V, "written, and read ahead"
+        assert float(total(value)) == 20_000
+        assert moved.calls[3][HOST_LINK] == V
+
+
+def test_a_write_between_drops_what_was_fetched_ahead():
+    total = sc.step(lambda state: state.sum())
+    with session("8"), watching() as moved:
+        value = hosted(sc.Read(prefetch=1))
+        total(value)
+        value.assign(np.full(10_000, 3, np.float32))
+        (now, _) = total.explain(value).plan.transfers
+        assert now.route == "gather" and now.version == 1
+        assert float(total(value)) == 30_000
+        assert [call[HOST_LINK] for call in moved.calls] == [2 * V, 2 * V]
+
+
+def test_what_is_fetched_ahead_holds_one_copy():
+    total = sc.step(lambda state: state.sum())
+    with session("8"):
+        value = hosted(sc.Read(prefetch=3))
+        before = live_buffers()
+        for _ in range(4):
+            total(value)
+        assert live_bytes(before) == {"device": 8 * V}
+        value.assign(np.zeros(10_000, np.float32))
+        assert not live_bytes(before)["device"]
+
+
+def test_a_failing_step_does_not_lose_the_next_read():
+    @sc.step(carry="state", static_argnames="fail")
+    def step(state, fail=False):
+        if fail:
+            raise RuntimeError("in the trace")
+        return state + 1
+
+    for read in (sc.Read(prefetch=1), sc.Read(cache="device")):
+        with session("8"):
+            value = hosted(read)
+            step(value)
+            with pytest.raises(RuntimeError):
+                step(value, fail=True)
+            step(value)
+            np.testing.assert_array_equal(value.value, 3)
+
+
+# ---- the oracle ------------------------------------------------------------------------------
+
+READS = (
+    sc.Read(),
+    sc.Read(prefetch=1),
+    sc.Read(route="each"),
+    sc.Read(cache="device"),
+    sc.Read(cache="device", max_staleness=2),
+    sc.Read(cache="device", max_age=60.0),
+    sc.Read(cache="device", max_staleness=3, max_age=60.0, route="fanout"),
+    sc.Read(cache="host"),
+)
+
+
+def numbered(number):
+    """A value whose every element is the number of its version."""
+    return {"a": np.full(5_003, number, np.float32), "b": np.full((), number, np.int32)}
+
+
+def number_in(tree) -> int:
+    """The version that a value is of, all of it."""
+    numbers = {int(x) for leaf in jax.tree.leaves(tree) for x in np.unique(np.asarray(leaf))}
+    assert len(numbers) == 1, f"parts of several versions: {numbers}"
+    return numbers.pop()
+
+
+@sc.step(carry="state")
+def count(state):
+    return jax.tree.map(lambda x: x + jnp.ones((), x.dtype), state)
+
+
+@sc.step
+def look(state):
+    return jax.tree.map(lambda x: x * jnp.ones((), x.dtype), state)
+
+
+class Player:
+    """One who reads and writes, in a session of its own, and what it has to see from now on."""
+
+    def __init__(self, mesh, variables):
+        self.session, self.variables = session(mesh), variables
+        self.least = [0] * len(variables)
+
+    def play(self, action: str, which: int, alone: bool) -> None:
+        """Plays one action; `alone` says that nobody else does meanwhile."""
+        one, with_staleness = self.variables[which], self.variables[which].read.max_staleness
+        before = one.version
+        with self.session:
+            if action == "count":
+                count(one)
+                self.least[which] = max(self.least[which], before + 1)
+            elif action == "assign":
+                with one.lock:
+                    one.assign(numbered(one.version + 1))
+                    self.least[which] = one.version
+            elif action == "value":
+                seen = number_in(one.value)
+                assert before <= seen <= one.version
+                self.saw(which, seen)
+            else:
+                seen = number_in(look(one))
+                # Masters of this process are not stale even where their policy allows it: what
+                # was written has been on the devices.
+                assert seen <= one.version
+                assert with_staleness or one.read.max_age or before <= seen
+                self.saw(which, seen)
+        if alone:
+            assert one.version == before + (action in ("count", "assign"))
+
+    def saw(self, which: int, seen: int) -> None:
+        assert seen >= self.least[which], f"{seen} after {self.least[which]}"
+        self.least[which] = seen
+
+
+ACTIONS = ("count", "count", "assign", "value", "look", "look", "look", "fail")
+
+
+def failing(one, mesh):
+    def fail(state):
+        raise RuntimeError("in the trace")
+
+    with session(mesh), pytest.raises(RuntimeError):
+        sc.step(fail, carry="state")(one)
+
+
+@pytest.mark.parametrize("mesh", ["no mesh", "8"])
+@pytest.mark.parametrize("seed", range(4))
+def test_several_sessions_take_turns(mesh, seed):
+    """The seed is in the name of the test that fails."""
+    dice = random.Random(seed)
+    with session(mesh):
+        variables = [
+            sc.Variables(numbered(0), placement=sc.OnHost(), read=read) for read in READS
+        ] + [sc.Variables(numbered(0))]
+    players = [Player(mesh, variables) for _ in range(3)]
+    writes = [0] * len(variables)
+    for _ in range(150):
+        player, which = dice.choice(players), dice.randrange(len(variables))
+        action = dice.choice(ACTIONS)
+        if action == "fail":
+            if dice.random() < 0.2:
+                failing(variables[which], mesh)
+        else:
+            player.play(action, which, alone=True)
+            writes[which] += action in ("count", "assign")
+        assert [each.version for each in variables] == writes
+        if action == "look":
+            with session(mesh):
+                assert number_in(look(variables[which])) == writes[which]
+    assert [number_in(each.value) for each in variables] == writes
+
+
+@pytest.mark.parametrize("mesh", ["no mesh", "1"])
+@pytest.mark.parametrize("seed", range(4))
+def test_several_threads_at_once(mesh, seed):
+    """The seed is in the name of the test that fails. On one device: on CPU, programs that gather
+    can deadlock where several threads launch them, under plain `jax.jit` too.
+    """
+    dice = random.Random(seed)
+    reads = dice.sample(READS, 3)
+    with session(mesh):
+        variables = [sc.Variables(numbered(0), placement=sc.OnHost(), read=read) for read in reads]
+        for each in variables:
+            count.warm(each)
+            look.warm(each)
+    plans = [[(dice.choice(ACTIONS[:-1]), dice.randrange(3)) for _ in range(60)] for _ in range(4)]
+    failures = []
+
+    def work(plan):
+        player = Player(mesh, variables)
+        try:
+            for action, which in plan:
+                player.play(action, which, alone=False)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(plan,), daemon=True) for plan in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    assert not failures, failures
+    writes = [
+        sum(w == which and a in ("count", "assign") for plan in plans for a, w in plan)
+        for which in range(3)
+    ]
+    assert [each.version for each in variables] == writes
+    assert [number_in(each.value) for each in variables] == writes

@@ -1,0 +1,193 @@
+"""Placements and policies are data, checked when they are made."""
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import stepcache as sc
+from stepcache.variables import policy
+
+ADAM = optax.adam(1e-3)
+
+
+@pytest.mark.parametrize("cache", policy.CACHES)
+@pytest.mark.parametrize("route", policy.ROUTES)
+@pytest.mark.parametrize("wire", policy.WIRES)
+def test_every_legal_word_is_accepted(cache, route, wire):
+    read = sc.Read(cache=cache, route=route, wire=wire)
+    assert (read.cache, read.route, read.wire) == (cache, route, wire)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named", "expected"),
+    [
+        ({"cache": "gpu"}, "unknown cache", "'device', 'host'"),
+        ({"cache": True}, "unknown cache", "None"),
+        ({"route": "fast"}, "unknown route", "'auto', 'each', 'fanout', 'gather'"),
+        ({"route": None}, "unknown route", "'auto'"),
+        ({"wire": "fp4"}, "unknown wire", "'bf16', 'fp8', 'int8'"),
+        ({"wire": ["bf16"]}, "unknown wire", "'bf16'"),
+        ({"max_staleness": -1}, "max_staleness", "an int ≥ 0"),
+        ({"max_staleness": 1.5}, "max_staleness", "an int ≥ 0"),
+        ({"max_staleness": True}, "max_staleness", "an int ≥ 0"),
+        ({"max_staleness": None}, "max_staleness", "an int ≥ 0"),
+        ({"prefetch": -1}, "prefetch", "an int ≥ 0"),
+        ({"prefetch": "1"}, "prefetch", "an int ≥ 0"),
+        ({"max_age": 0}, "max_age", "a number > 0"),
+        ({"max_age": -1.0}, "max_age", "a number > 0"),
+        ({"max_age": float("nan")}, "max_age", "a number > 0"),
+        ({"max_age": "5"}, "max_age", "a number > 0"),
+        ({"max_age": True}, "max_age", "a number > 0"),
+    ],
+)
+def test_a_wrong_field_of_read_is_named(fields, named, expected):
+    with pytest.raises(sc.OptionError) as raised:
+        sc.Read(**{"cache": "device", **fields})
+    (value,) = fields.values()
+    assert named in raised.value.what and raised.value.where == "Read"
+    assert expected in raised.value.expected and raised.value.got == repr(value)
+
+
+@pytest.mark.parametrize("fields", [{"max_staleness": 2}, {"max_age": 1.0}])
+def test_bounds_without_a_copy_contradict_it(fields):
+    (name,) = fields
+    with pytest.raises(sc.OptionError, match=f"cache=None contradicts {name}=") as raised:
+        sc.Read(**fields)
+    assert 'cache="device"' in raised.value.hint
+    for cache in ("device", "host"):
+        assert getattr(sc.Read(cache=cache, **fields), name) == fields[name]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "replace"}, "unknown mode"),
+        ({"wire": "zip"}, "unknown wire"),
+        ({"every": 0}, "every counts updates"),
+        ({"every": 2.0}, "every counts updates"),
+        ({"every": True}, "every counts updates"),
+        ({"mode": "apply"}, 'mode="apply" needs an optimizer'),
+        ({"mode": "apply", "optimizer": optax.adam}, 'mode="apply" needs an optimizer'),
+        ({"mode": "add", "optimizer": ADAM}, "mode='add' contradicts optimizer="),
+        ({"optimizer": ADAM}, "mode='assign' contradicts optimizer="),
+        ({"every": 3}, 'mode="assign" contradicts every=3'),
+    ],
+)
+def test_a_wrong_field_of_write_is_named(fields, message):
+    with pytest.raises(sc.OptionError, match=message) as raised:
+        sc.Write(**fields)
+    assert raised.value.where == "Write"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda: sc.Write(),
+        lambda: sc.Write(mode="add", every=4, wire="int8"),
+        lambda: sc.Write(mode="apply", optimizer=ADAM, every=2),
+        lambda: sc.Write(mode="apply", optimizer=optax.chain(optax.clip(1.0), ADAM)),
+    ],
+)
+def test_what_write_accepts(write):
+    assert write() == write() or write().optimizer is not ADAM
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sc.OnHost(on_device=sc.Replicated), "devices' own memories"),
+        (lambda: sc.OnHost(on_device=sc.OnHost()), "devices' own memories"),
+        (lambda: sc.OnHost(update="gpu"), "unknown update"),
+        (lambda: sc.Sharded([("kernel",)]), "a rule is a pair"),
+        (lambda: sc.Sharded([("(", P())]), "does not compile"),
+        (lambda: sc.Sharded(None), "Sharded"),
+        (lambda: sc.Sharded(P("data")), "a rule is a pair"),
+    ],
+)
+def test_a_wrong_placement_is_named(make, message):
+    with pytest.raises(sc.OptionError, match=message):
+        make()
+
+
+POLICIES = [
+    sc.Replicated(),
+    sc.Sharded([("kernel", P(None, "model"))]),
+    sc.OnHost(),
+    sc.OnHost(on_device=sc.Sharded([("kernel", P("data"))]), update="host"),
+    sc.Read(),
+    sc.Read(cache="host", max_staleness=3, max_age=0.5, prefetch=1, route="each", wire="bf16"),
+    sc.Write(mode="add", every=2),
+]
+
+
+@pytest.mark.parametrize("one", POLICIES, ids=str)
+def test_a_policy_is_data(one):
+    assert one == copy.deepcopy(one) == pickle.loads(pickle.dumps(one))
+    assert hash(one) == hash(copy.deepcopy(one))
+    assert all(one != other for other in POLICIES if other is not one)
+    for field in dataclasses.fields(one):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(one, field.name, None)
+
+
+def test_a_changed_policy_is_checked_anew():
+    with pytest.raises(sc.OptionError, match="contradicts"):
+        dataclasses.replace(sc.Read(cache="device", max_staleness=2), cache=None)
+
+
+def test_rules_may_be_given_as_pairs():
+    pairs = [("kernel", P(None, "model")), ("bias", P())]
+    assert sc.Sharded(pairs) == sc.Sharded(sc.Rules(pairs)) == sc.Sharded(iter(pairs))
+    assert sc.Sharded(pairs).rules == sc.Rules(pairs)
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (sc.Replicated(), "replicated"),
+        (sc.Sharded([("a", P())]), "sharded by 1 rule"),
+        (sc.Sharded([("a", P()), ("b", P())]), "sharded by 2 rules"),
+        (sc.OnHost(), "on the host (pinned_host), read replicated"),
+        (sc.Read(), "Read()"),
+        (sc.Read(cache="device", max_age=2.0), "Read(cache='device', max_age=2.0)"),
+        (sc.Write(mode="add", every=2), "Write(mode='add', every=2)"),
+    ],
+    ids=str,
+)
+def test_a_policy_reads_as_what_differs_from_the_defaults(one, text):
+    assert str(one) == text
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"placement": "host"},
+        {"placement": sc.OnHost},
+        {"placement": sc.Replicated},
+        {"placement": None},
+        {"read": "device"},
+        {"read": sc.Read},
+        {"write": "add"},
+        {"write": sc.Write},
+    ],
+    ids=str,
+)
+def test_variables_take_policies_and_nothing_else(option):
+    (name,) = option
+    with pytest.raises(sc.OptionError) as raised:
+        sc.Variables({"w": np.ones(2)}, **option)
+    assert raised.value.where == f"Variables({name}=...)"
+
+
+def test_the_policies_in_force_are_shown():
+    variables = sc.Variables(
+        {"w": np.ones(2)}, read=sc.Read(cache="device"), write=sc.Write(mode="add"), name="table"
+    )
+    for part in ("'table'", "Read(cache='device')", "Write(mode='add')"):
+        assert part in repr(variables)
+    assert "Read" not in repr(sc.Variables({"w": np.ones(2)}))

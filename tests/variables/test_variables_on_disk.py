@@ -1,0 +1,245 @@
+"""Programs over `Variables` are kept on disk like any other.
+
+As in `test_second_life`, the same source made anew stands for a later process.
+"""
+
+import sys
+import textwrap
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparing import assert_same
+
+import stepcache as sc
+from stepcache import jaxcompat
+from stepcache.variables import masters
+
+pytestmark = pytest.mark.skipif(
+    not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
+)
+
+BUILT, WITHOUT_COMPILING, WITHOUT_A_TRACE = (1, 1, 0), (1, 0, 1), (0, 0, 1)
+
+SOURCE = """
+RATE = 0.5
+
+def updated(leaf):
+    return leaf * RATE + 1
+
+@sc.step(carry="state")
+def step(state, batch, table=None):
+    new = {**state, "w": updated(state["w"]), "n": state["n"] + 1}
+    return new, (batch.sum(), table)
+"""
+
+
+def tree():
+    return {
+        "w": np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4),
+        "b": np.ones(3, np.float32),
+        "large": np.ones((128, 64), np.float32),
+        "key": jax.random.key(0),
+        "n": 0,
+    }
+
+
+BATCH = np.ones((8, 2), np.float32)
+
+
+def live(tmp_path, source=SOURCE, make=tree, calls=2, session=None, look=None):
+    """One life: the step and the variables after some calls."""
+    module = types.ModuleType("life")
+    path = tmp_path / "life.py"
+    path.write_text(textwrap.dedent(source))
+    module.__dict__.update(jax=jax, jnp=jnp, np=np, sc=sc, __file__=str(path))
+    sys.modules["life"] = module
+    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+    cache = sc.ProgramCache(tmp_path / "programs", verify="off")
+    with sc.Session(session, cache=cache, **({} if session else {"data_axis": None})):
+        variables = sc.Variables(make())
+        if look is not None:
+            look(module.step, variables)
+        for _ in range(calls):
+            state, _ = module.step(variables, BATCH)
+            assert state is variables
+    cache.flush()
+    return module.step, variables
+
+
+def levels(step):
+    """Traces, compiles, loads."""
+    stats = step.stats()
+    assert stats.misses == 1
+    return stats.traces, stats.compiles, stats.loads
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_a_second_life_starts_without_a_trace(on_mesh, tmp_path, mesh):
+    session = mesh if on_mesh else None
+    first, variables = live(tmp_path, session=session)
+    assert levels(first) == BUILT
+    second, again = live(tmp_path, session=session)
+    assert levels(second) == WITHOUT_A_TRACE, second.last_miss
+    assert_same(variables.value, again.value)
+    assert again.version == 2
+
+
+def test_the_plain_tree_and_variables_are_two_programs(tmp_path):
+    live(tmp_path)
+
+    def plain(step, variables):
+        step(jax.tree.map(jnp.asarray, tree()), BATCH)
+
+    step, _ = live(tmp_path, look=plain)
+    assert (step.stats().traces, step.stats().compiles, step.stats().loads) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("RATE = 0.5", "RATE = 0.25", "RATE: 0.5 → 0.25"),
+        ("leaf * RATE + 1", "leaf * RATE + 2", "updated"),
+        ('state["n"] + 1', 'state["n"] + 2', "step"),
+    ],
+)
+def test_a_change_of_the_function_is_seen(old, new, told, tmp_path):
+    live(tmp_path)
+    changed, variables = live(tmp_path, SOURCE.replace(old, new))
+    assert levels(changed) == BUILT
+    assert told in str(changed.last_miss)
+    again, after = live(tmp_path, SOURCE.replace(old, new))
+    assert levels(again) == WITHOUT_A_TRACE
+    assert_same(variables.value, after.value)
+
+
+def test_a_comment_or_another_line_is_no_change(tmp_path):
+    live(tmp_path)
+    again, _ = live(tmp_path, "# A comment.\n\n" + SOURCE.replace("RATE = 0.5", "RATE = 0.5  # !"))
+    assert levels(again) == WITHOUT_A_TRACE, again.last_miss
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"b": np.ones((3, 1), np.float32)},
+        {"b": np.ones(3, jnp.bfloat16)},
+        {"n": np.int32(0)},
+        {"b": [np.ones(3, np.float32)]},
+        {"key": jax.random.key(0, impl="rbg")},
+    ],
+    ids=str,
+)
+def test_another_tree_is_another_program(change, tmp_path):
+    live(tmp_path)
+    other, variables = live(tmp_path, make=lambda: {**tree(), **change})
+    assert levels(other)[0] == 1, "it was traced"
+    again, after = live(tmp_path, make=lambda: {**tree(), **change})
+    assert levels(again) == WITHOUT_A_TRACE
+    assert_same(variables.value, after.value)
+
+
+def test_leaves_in_another_order_or_under_other_names_are_another_program(tmp_path):
+    """The buffers are the same, and what lies where is not."""
+    source = """
+    @sc.step(carry="state")
+    def step(state, batch):
+        return {**state, "a": state["a"] + 1}, batch.sum()
+    """
+
+    def make(**leaves):
+        return lambda: {name: np.full(3, leaves[name], np.float32) for name in leaves}
+
+    for leaves in ({"a": 1, "b": 2}, {"Z": 0, "a": 1}, {"a": 1, "c": 2}):
+        step, variables = live(tmp_path, source, make(**leaves), calls=1)
+        assert float(variables.value["a"][0]) == 2
+        assert levels(step)[0] == 1, "it was traced"
+
+
+def test_another_threshold_is_another_program(tmp_path, monkeypatch):
+    live(tmp_path)
+    layout_of = masters.layout_of
+    monkeypatch.setattr(
+        masters, "layout_of", lambda structure, leaves: layout_of(structure, leaves, 16)
+    )
+    other, variables = live(tmp_path)
+    assert len(variables.layout.buffers) == 5
+    assert levels(other) == BUILT
+    again, after = live(tmp_path)
+    assert levels(again) == WITHOUT_A_TRACE
+    assert_same(variables.value, after.value)
+    monkeypatch.undo()
+    first, _ = live(tmp_path)
+    assert levels(first) == WITHOUT_A_TRACE
+
+
+def test_explain_tells_before_and_after(tmp_path):
+    said = []
+
+    def look(step, variables):
+        said.append(step.explain(variables, BATCH))
+
+    step, variables = live(tmp_path, look=look)
+    assert not said[0].hit and variables.version == 2
+    assert step.stats().misses == 1, "explaining builds nothing"
+    second, _ = live(tmp_path, look=look)
+    assert not said[1].hit and "on disk" in str(said[1])
+    with sc.Session(cache=sc.ProgramCache(None), data_axis=None):
+        variables = sc.Variables(tree(), name="table")
+        second(variables, BATCH)
+        explanation = second.explain(variables, BATCH)
+    assert explanation.hit and "'table', version 1" in str(explanation)
+
+
+def test_warm_in_a_second_life(tmp_path):
+    live(tmp_path)
+
+    def warm(step, variables):
+        step.warm(variables, jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype))
+        assert levels(step) == WITHOUT_A_TRACE
+
+    step, _ = live(tmp_path, look=warm)
+    assert levels(step) == WITHOUT_A_TRACE
+
+
+def test_a_verified_program_agrees(tmp_path):
+    live(tmp_path)
+    cache = sc.ProgramCache(tmp_path / "programs", verify="before")
+    with sc.Session(cache=cache, data_axis=None):
+        step = sys.modules["life"].step
+        step.clear_cache()
+        variables = sc.Variables(tree())
+        step(variables, BATCH)
+    cache.flush()
+    assert step.stats().compiles == 1 and variables.version == 1
+
+
+def test_variables_of_the_same_layout_share_a_place_in_a_call(tmp_path):
+    """Read and carried, twice and once: which is which is part of the program."""
+    source = """
+    @sc.step(carry="state")
+    def step(state, one, two):
+        return {"w": state["w"] + 1}, (one["w"] - two["w"]).sum()
+    """
+
+    def call(order):
+        cache = sc.ProgramCache(tmp_path / "programs", verify="off")
+        module = types.ModuleType("life")
+        path = tmp_path / "life.py"
+        path.write_text(textwrap.dedent(source))
+        module.__dict__.update(sc=sc, __file__=str(path))
+        sys.modules["life"] = module
+        exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+        with sc.Session(cache=cache, data_axis=None):
+            values = [sc.Variables({"w": np.full(2, 10.0**n, np.float32)}) for n in range(3)]
+            _, difference = module.step(*(values[index] for index in order))
+        cache.flush()
+        return float(difference), levels(module.step)
+
+    orders = {(0, 1, 2): -180, (0, 2, 1): 180, (0, 0, 1): -18, (0, 1, 0): 18, (0, 1, 1): 0}
+    for order, expected in orders.items():
+        assert call(order)[0] == expected
+    for order, expected in orders.items():
+        assert call(order) == (expected, WITHOUT_A_TRACE)
