@@ -121,15 +121,18 @@ def main() -> None:
     model = 2 if devices % 2 == 0 else 1
     automatic = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((devices // model, model), ("data", "model"), axis_types=automatic)
-    state = {"params": params, "optimizer": optimizer.init(params)}
     losses = []
     with sc.Session(mesh, rules=RULES):
+        state = {
+            "params": sc.Variables(params, name="params"),
+            "optimizer": sc.Variables(optimizer.init(params), name="optimizer"),
+        }
         stream = batches(read_text(), np.random.default_rng(0))
         first = next(stream)
         print(train_step.explain(state, first))
         state, loss = train_step(state, first)
         losses.append(loss)
-        print(train_step.last_miss)
+        print(str(train_step.last_miss))
         for batch in track(stream, "training", total=STEPS - 1):
             state, loss = train_step(state, batch)
             losses.append(loss)

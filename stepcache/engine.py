@@ -29,7 +29,7 @@ from stepcache.errors import (
 )
 from stepcache.events import BuildFailed, Evicted, Miss, Moved, StageStarted, recorder
 from stepcache.jaxcompat import inspection
-from stepcache.over_buffers import over_buffers
+from stepcache.over_buffers import over_buffers, shapes_in
 from stepcache.programs import accounts
 from stepcache.programs import signature as signatures
 from stepcache.programs.archive import Answer, Archive
@@ -203,6 +203,11 @@ class Engine:
         except Unreadable:
             return self.recipe.jitted.trace(*args, **kwargs)
         return trace(self.recipe, request).as_traced()
+
+    def eval_shape(self, args: tuple, kwargs: dict) -> Any:
+        """The shapes and dtypes of the outputs of a call."""
+        engine, args, kwargs = self.resident(args, kwargs)
+        return shapes_in(engine.recipe.jitted.eval_shape(*args, **kwargs))
 
     def _delegate(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         self.ledger.count(delegated=1)

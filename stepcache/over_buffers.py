@@ -59,13 +59,13 @@ class _OverBuffers:
     """
 
     def __init__(self, fun: Callable, step: str, parameters: Parameters):
-        self._step, self._parameters = step, parameters
+        # Plain values alone: a program on disk depends on whatever is found here.
+        self._step, self._carry, self._positional = step, parameters.carry, parameters.positional
         self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
         self.__name__ = self.__qualname__ = step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        carry = self._parameters.carry
-        carried = [argument_of(self._parameters, args, kwargs, name) for name in carry]
+        carried = [argument_of(self._positional, args, kwargs, name) for name in self._carry]
         seen: list[tuple[Packed, list[Any]]] = []
         for tree in (*carried, args, kwargs):
             for node in leaves_of(tree):
@@ -95,7 +95,7 @@ class _OverBuffers:
             CarryError: they do not begin with the carry. It is said here, before anything is used
                 up: of a call that JAX has to serve by itself, nobody else would say it.
         """
-        names = self._parameters.carry
+        names = self._carry
         structure = jax.tree_util.tree_structure
         if len(names) == 1 and structure(outputs) == structure(opened[0]):
             return self._packed(names[0], carried[0], opened[0], outputs)
@@ -134,12 +134,28 @@ def leaves_of(tree: Any) -> list[Any]:
     return jax.tree_util.tree_leaves(tree, is_leaf=_is_stand_in)
 
 
-def argument_of(parameters: Parameters, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
+def shapes_in(outputs: Any) -> Any:
+    """The shapes of outputs, with trees where there are buffers."""
+
+    def opened(node: Any) -> Any:
+        if not isinstance(node, Packed):
+            return node
+        return node.layout.tree.unflatten(
+            node.buffers[slot.buffer]
+            if slot.offset is None
+            else jax.ShapeDtypeStruct(slot.shape, slot.dtype)
+            for slot in node.layout.slots
+        )
+
+    return _mapped(opened, outputs)
+
+
+def argument_of(positional: Sequence[str], args: tuple, kwargs: dict[str, Any], name: str) -> Any:
     """An argument by its name; None if it is not passed."""
     if name in kwargs:
         return kwargs[name]
     try:
-        return args[parameters.positional.index(name)]
+        return args[positional.index(name)]
     except (ValueError, IndexError):
         return None
 

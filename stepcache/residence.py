@@ -7,7 +7,7 @@ back into the same `Variables`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.tree_util import keystr
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.over_buffers import Again, argument_of, leaves_of
+from stepcache.passing import PLAIN, check_options, variables_of
 from stepcache.programs.recipe import Recipe
 from stepcache.scope import Scope
 from stepcache.variables import transfer
@@ -24,8 +25,6 @@ from stepcache.variables.packing import Packed
 from stepcache.variables.plan import Plan
 from stepcache.variables.transfer import Meter
 from stepcache.variables.variables import Variables, any_variables
-
-_PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None)))
 
 
 def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -49,7 +48,7 @@ class Use:
         meter: counts what moves.
 
     Raises:
-        VariablesError: one is carried twice, or donated without being carried.
+        VariablesError: one is carried twice, or stands where the step's options leave it no place.
     """
 
     __slots__ = (
@@ -81,14 +80,13 @@ class Use:
         else:
             found = self._find()
         self.variables = found
-        if len(found) > self.carried:
-            self._check_not_donated()
+        check_options(recipe, args, kwargs, read=len(found) > self.carried)
 
     def _find(self) -> list[Variables]:
         recipe, args, kwargs = self._recipe, self._args, self._kwargs
         found: list[Variables] = []
         for name in recipe.parameters.carry:
-            for each in _variables_of(argument_of(recipe.parameters, args, kwargs, name)):
+            for each in variables_of(argument_of(recipe.parameters.positional, args, kwargs, name)):
                 if each in found:
                     raise VariablesError(
                         "variables are carried twice, and would get two values",
@@ -99,22 +97,10 @@ class Use:
                 found.append(each)
         self.carried = len(found)
         for tree in (*args, *(kwargs[name] for name in sorted(kwargs))):
-            for each in _variables_of(tree):
+            for each in variables_of(tree):
                 if each not in found:
                     found.append(each)
         return found
-
-    def _check_not_donated(self) -> None:
-        for name in _donated(self._recipe):
-            for each in _variables_of(
-                argument_of(self._recipe.parameters, self._args, self._kwargs, name)
-            ):
-                raise VariablesError(
-                    "variables are donated and not carried, and would be left without a value",
-                    where=f"{self._recipe.name}, argument {name}",
-                    got=repr(each),
-                    hint=f"say carry={name!r} if the step returns them updated; else do not donate",
-                )
 
     @property
     def position(self) -> int:
@@ -167,7 +153,7 @@ class Use:
         name_of = self._recipe.parameters.name_of
         given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
         for name, tree in (*given, *self._kwargs.items()):
-            for each in _variables_of(tree):
+            for each in variables_of(tree):
                 names.setdefault(each.number, []).append(name)
         return names
 
@@ -181,11 +167,12 @@ class Use:
         name_of = self._recipe.parameters.name_of
         given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
         for name, tree in (*given, *self._kwargs.items()):
-            if type(tree) in _PLAIN:
+            if type(tree) in PLAIN:
                 continue
             for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 if isinstance(leaf, Variables):
-                    path = "/".join((name, keystr(keys, simple=True, separator="/"))).rstrip("/")
+                    base = name.replace("[", "/").rstrip("]")  # As rules read it.
+                    path = "/".join((base, keystr(keys, simple=True, separator="/"))).rstrip("/")
                     yield from (f"{path}/buffers/{i}" for i in range(len(leaf.layout.buffers)))
 
     def told(self) -> Iterator[str]:
@@ -256,10 +243,10 @@ class Use:
         for first in (True, False):  # Carried arguments take the values themselves.
             for index, argument in enumerate(args):
                 name = positional[index] if index < len(positional) else ""
-                if (name in carry) is first and type(argument) not in _PLAIN:
+                if (name in carry) is first and type(argument) not in PLAIN:
                     args[index] = _substituted(argument, stand_in)
             for name in sorted(kwargs):
-                if (name in carry) is first and type(kwargs[name]) not in _PLAIN:
+                if (name in carry) is first and type(kwargs[name]) not in PLAIN:
                     kwargs[name] = _substituted(kwargs[name], stand_in)
         return tuple(args), kwargs
 
@@ -359,34 +346,13 @@ def _alone(args: tuple, kwargs: dict[str, Any]) -> list[int] | None:
 
 
 def _holds_variables(tree: Any) -> bool:
-    if type(tree) in _PLAIN or isinstance(tree, jax.Array):
+    if type(tree) in PLAIN or isinstance(tree, jax.Array):
         return False
     return any(isinstance(leaf, Variables) for leaf in jax.tree_util.tree_leaves(tree))
 
 
-def _donated(recipe: Recipe) -> Iterable[str]:
-    """The arguments that the step uses up and does not carry."""
-    parameters = recipe.parameters.positional
-    given = (recipe.options.get(name) for name in ("donate_argnums", "donate_argnames"))
-    for value in given:
-        for each in (value,) if isinstance(value, int | str) else value or ():
-            if isinstance(each, int) and -len(parameters) <= each < len(parameters):
-                each = parameters[each]
-            if each not in recipe.parameters.carry:
-                yield str(each)
-
-
 def _copied(packed: Packed) -> Packed:
     return Packed(tuple(map(transfer.copy, packed.buffers)), packed.layout)
-
-
-def _variables_of(tree: Any) -> Iterator[Variables]:
-    if isinstance(tree, Variables):
-        yield tree
-    elif type(tree) not in _PLAIN and not isinstance(tree, jax.Array):
-        for leaf in jax.tree_util.tree_leaves(tree):
-            if isinstance(leaf, Variables):
-                yield leaf
 
 
 def _substituted(tree: Any, change: Callable[[Any], Any]) -> Any:

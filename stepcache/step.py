@@ -78,8 +78,11 @@ class Step(functools.partial, Generic[P, R]):
         return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The shapes and dtypes of the outputs, as `jax.ShapeDtypeStruct`."""
-        return self._engine.recipe.jitted.eval_shape(*args, **kwargs)
+        """The shapes and dtypes of the outputs, as `jax.ShapeDtypeStruct`.
+
+        In the place of `Variables` that are carried there is their tree.
+        """
+        return self._engine.eval_shape(args, kwargs)
 
     def clear_cache(self) -> None:
         """Drops the step's programs and traces; the next call builds anew."""

@@ -21,6 +21,7 @@ FLOORS = {
     "engine": 3,
     "residence": 3,
     "over_buffers": 3,
+    "passing": 3,
     "budget": 3,
     "cluster": 4,
     "session": 5,

@@ -1,7 +1,8 @@
 """`Copies`: which copy of a value may serve a reader, by version, by steps and by age.
 
 It decides, and moves nothing. A copy serves while its version is current. With `max_staleness` or
-`max_age` it may serve on after a write, so long as those allow, but not to the session that wrote.
+`max_age` it may serve on after a write, so long as those allow, but not to a session that wrote, or
+has seen, a newer one.
 """
 
 from __future__ import annotations
@@ -46,17 +47,21 @@ class Copies:
         self._policy, self._clock = policy, clock
         self._kept: Copy | None = None
         self._ahead: Copy | None = None
-        self._written: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._written_outside = 0
+        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._known_outside = 0
 
     def wrote(self, writer: Any, version: int) -> None:
         """Notes that a session wrote a version, which it has to read from now; None for none."""
-        if writer is None:
-            self._written_outside = max(version, self._written_outside)
-        else:
-            self._written[writer] = max(version, self._written.get(writer, 0))
+        self.saw(writer, version)
         if self._ahead is not None and self._ahead.version != version:
             self._ahead = None
+
+    def saw(self, reader: Any, version: int) -> None:
+        """Notes that a session knows a version: no older one may serve it from now."""
+        if reader is None:
+            self._known_outside = max(version, self._known_outside)
+        else:
+            self._known[reader] = max(version, self._known.get(reader, 0))
 
     def serving(self, reader: Any, current: int) -> tuple[Copy | None, str]:
         """The copy that may serve a reader now, and why, or why none.
@@ -73,9 +78,9 @@ class Copies:
         if copy.version == current:
             return copy, f"a copy of version {current} is there"
         behind = f"the copy has version {copy.version}, and {current} is current"
-        own = self._written_outside if reader is None else self._written.get(reader, 0)
-        if own > copy.version:
-            return None, f"{behind}: this session wrote it"
+        known = self._known_outside if reader is None else self._known.get(reader, 0)
+        if known > copy.version:
+            return None, f"{behind}: this session wrote it, or has seen it"
         bounds = (self._policy.max_staleness, self._policy.max_age)
         if bounds == (0, None):
             return None, behind

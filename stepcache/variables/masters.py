@@ -74,6 +74,10 @@ class Master(Protocol):
         """The value on the devices, to be looked at."""
         ...
 
+    def looked_at(self, session: Any) -> None:
+        """Notes that a session has seen the value as it is now."""
+        ...
+
     def arrays(self) -> Sequence[jax.Array]:
         """The arrays that hold the master."""
         ...
@@ -114,6 +118,9 @@ class OnDevices:
 
     def current(self) -> Packed:
         return self.packed
+
+    def looked_at(self, session: Any) -> None:
+        """There is no older value that it could be given."""
 
     def arrays(self) -> Sequence[jax.Array]:
         return self.packed.buffers
@@ -228,6 +235,9 @@ class InHostMemory:
 
     def current(self) -> Packed:
         return transfer.read(self._packed, self._layout, "gather", None, Meter())
+
+    def looked_at(self, session: Any) -> None:
+        self._copies.saw(session, self.version)
 
     def on_host(self) -> list[Any]:
         """The value in host memory, in the shapes that it has on the devices."""

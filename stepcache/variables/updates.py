@@ -123,7 +123,7 @@ class _Sum:
         if self._on_host:
             new = [transfer.to_host(leaf, self._write.wire, meter) for leaf in leaves]
         else:  # Of numpy's arrays a copy: they may change in their owner's hands.
-            new = [jnp.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+            new = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         if self._leaves is not None:
             add = np.add if self._on_host else jnp.add
             new = [add(a, b) for a, b in zip(self._leaves, new, strict=True)]

@@ -119,6 +119,7 @@ class Variables:
             with self.lock:
                 self._check_not_lost()
                 leaves = self._held.copies()
+        self.master.looked_at(current_reader())
         return self.layout.tree.unflatten(leaves)
 
     def _check_not_lost(self) -> None:

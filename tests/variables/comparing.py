@@ -1,4 +1,4 @@
-"""What "the same" means between a plain tree and `Variables`: bits, types, weak types, placement."""
+"""What "the same" means of a plain tree and `Variables`: bits, types, weak types, placement."""
 
 import jax
 import jax.numpy as jnp

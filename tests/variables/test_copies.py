@@ -148,6 +148,16 @@ def test_max_age_bounds_a_stale_copy_in_seconds():
     assert store.fetches == 2
 
 
+def test_a_session_that_looked_is_not_taken_back():
+    store, mine, yours = Store(sc.Read(cache="device", max_staleness=9)), Session(), Session()
+    store.read(mine)
+    store.write(yours)
+    store.copies.saw(mine, 1)
+    assert "or has seen it" in store.why(mine)
+    assert "allows" in store.why(None)
+    assert store.read(mine) == 1
+
+
 def test_both_bounds_hold_where_both_are_given():
     policy = sc.Read(cache="device", max_staleness=2, max_age=10)
     by_steps, by_age = Store(policy), Store(policy)
@@ -207,9 +217,9 @@ def test_drop_lets_go_of_everything():
 def test_sessions_are_not_kept_alive():
     copies, gone = Copies(sc.Read(cache="device")), Session()
     copies.wrote(gone, 1)
-    assert len(copies._written) == 1
+    assert len(copies._known) == 1
     del gone
-    assert len(copies._written) == 0
+    assert len(copies._known) == 0
 
 
 POLICIES = st.one_of(
@@ -335,6 +345,15 @@ def test_what_is_fetched_ahead_holds_one_copy():
         assert not live_bytes(before)["device"]
 
 
+def test_where_a_copy_is_kept_nothing_is_left_to_fetch_ahead():
+    total = sc.step(lambda state: state.sum())
+    with session("8"), watching() as moved:
+        value = hosted(sc.Read(cache="device", prefetch=2))
+        for _ in range(3):
+            total(value)
+    assert [call[HOST_LINK] for call in moved.calls] == [V]
+
+
 def test_a_failing_step_does_not_lose_the_next_read():
     @sc.step(carry="state", static_argnames="fail")
     def step(state, fail=False):
@@ -350,6 +369,40 @@ def test_a_failing_step_does_not_lose_the_next_read():
                 step(value, fail=True)
             step(value)
             np.testing.assert_array_equal(value.value, 3)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_stale_copy_serves_so_many_steps_more(k):
+    """After a write by another session, and on the host, where it leaves nothing on the devices."""
+    look = sc.step(lambda state: state.max())
+    mine, yours = session("8"), session("8")
+    with mine:
+        value = sc.Variables(
+            np.zeros(10_000, np.float32),
+            placement=sc.OnHost(update="host"),
+            read=sc.Read(cache="device", max_staleness=k),
+            write=sc.Write(mode="add"),
+        )
+        look(value)
+    with yours:
+        value.push(np.ones(10_000, np.float32))
+    with mine, watching() as moved:
+        (planned,) = look.explain(value).plan.transfers
+        assert (planned.route, planned.version, value.version) == ("none", 0, 1)
+        assert "which max_staleness or max_age allows" in planned.why
+        assert [float(look(value)) for _ in range(k + 2)] == [0.0] * k + [1.0, 1.0]
+    assert len(moved.calls) == 1
+    with yours, watching() as moved:
+        value.push(np.ones(10_000, np.float32))
+        assert look.explain(value).plan.transfers[0].route == "gather"
+        assert float(look(value)) == 2, "it wrote that"
+    assert len(moved.calls) == 1
+    with mine:
+        value.push(np.ones(10_000, np.float32))
+    with yours:
+        assert float(look(value)) == 2, "it need not know"
+        np.testing.assert_array_equal(value.value, 3)
+        assert float(look(value)) == 3, "but once it has looked it does"
 
 
 # ---- the oracle ------------------------------------------------------------------------------
@@ -388,45 +441,72 @@ def look(state):
     return jax.tree.map(lambda x: x * jnp.ones((), x.dtype), state)
 
 
-class Player:
-    """One who reads and writes, in a session of its own, and what it has to see from now on."""
+def players_toys(reads=READS):
+    """Variables to play with: values in this process are stale only where the host updates them, as
+    all others have been on the devices when they are written."""
+    places = [
+        sc.OnHost(update="host" if read.max_staleness or read.max_age else "device")
+        for read in reads
+    ]
+    return [
+        sc.Variables(numbered(0), placement=placement, read=read, write=sc.Write(mode="add"))
+        for placement, read in zip(places, reads, strict=True)
+    ]
 
-    def __init__(self, mesh, variables):
-        self.session, self.variables = session(mesh), variables
+
+class Player:
+    """One who reads and writes, in a session of its own, and what it has to see from now on.
+
+    Args:
+        mesh: of the session.
+        variables: to play with.
+        stale: how often each has been seen stale in a row, to be shared by players who take turns;
+            None where they do not.
+    """
+
+    def __init__(self, mesh, variables, stale=None):
+        self.session, self.variables, self.stale = session(mesh), variables, stale
         self.least = [0] * len(variables)
 
-    def play(self, action: str, which: int, alone: bool) -> None:
-        """Plays one action; `alone` says that nobody else does meanwhile."""
-        one, with_staleness = self.variables[which], self.variables[which].read.max_staleness
+    def play(self, action: str, which: int) -> None:
+        one = self.variables[which]
         before = one.version
         with self.session:
             if action == "count":
                 count(one)
-                self.least[which] = max(self.least[which], before + 1)
-            elif action == "assign":
+                self.saw(which, before + 1)
+            elif action in ("assign", "push"):
                 with one.lock:
-                    one.assign(numbered(one.version + 1))
-                    self.least[which] = one.version
+                    write = one.assign if action == "assign" else one.push
+                    write(numbered(one.version + 1 if action == "assign" else 1))
+                    self.saw(which, one.version)
             elif action == "value":
                 seen = number_in(one.value)
                 assert before <= seen <= one.version
                 self.saw(which, seen)
             else:
                 seen = number_in(look(one))
-                # Masters of this process are not stale even where their policy allows it: what
-                # was written has been on the devices.
-                assert seen <= one.version
-                assert with_staleness or one.read.max_age or before <= seen
+                self.check_age(which, before, seen)
                 self.saw(which, seen)
-        if alone:
-            assert one.version == before + (action in ("count", "assign"))
+        if self.stale is not None:
+            assert one.version == before + (action in WRITES)
 
     def saw(self, which: int, seen: int) -> None:
+        """Own writes are seen, and what has been seen does not go back."""
         assert seen >= self.least[which], f"{seen} after {self.least[which]}"
         self.least[which] = seen
 
+    def check_age(self, which: int, before: int, seen: int) -> None:
+        policy, now = self.variables[which].read, self.variables[which].version
+        may_be_stale = policy.max_staleness or policy.max_age
+        assert seen <= now and (may_be_stale or before <= seen)
+        if self.stale is not None:
+            self.stale[which] = self.stale[which] + 1 if seen < now else 0
+            assert not policy.max_staleness or self.stale[which] <= policy.max_staleness
 
-ACTIONS = ("count", "count", "assign", "value", "look", "look", "look", "fail")
+
+ACTIONS = ("count", "push", "push", "assign", "value", "look", "look", "look", "look", "fail")
+WRITES = ("count", "push", "assign")
 
 
 def failing(one, mesh):
@@ -437,30 +517,29 @@ def failing(one, mesh):
         sc.step(fail, carry="state")(one)
 
 
-@pytest.mark.parametrize("mesh", ["no mesh", "8"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mesh", ["no mesh", "1", "8"])
+@pytest.mark.parametrize("seed", range(3))
 def test_several_sessions_take_turns(mesh, seed):
     """The seed is in the name of the test that fails."""
     dice = random.Random(seed)
     with session(mesh):
-        variables = [
-            sc.Variables(numbered(0), placement=sc.OnHost(), read=read) for read in READS
-        ] + [sc.Variables(numbered(0))]
-    players = [Player(mesh, variables) for _ in range(3)]
-    writes = [0] * len(variables)
-    for _ in range(150):
+        variables = players_toys()
+        variables.append(sc.Variables(numbered(0), write=sc.Write(mode="add")))
+    stale, writes, staleness = [0] * len(variables), [0] * len(variables), 0
+    players = [Player(mesh, variables, stale) for _ in range(3)]
+    for _ in range(300):
         player, which = dice.choice(players), dice.randrange(len(variables))
         action = dice.choice(ACTIONS)
         if action == "fail":
             if dice.random() < 0.2:
                 failing(variables[which], mesh)
         else:
-            player.play(action, which, alone=True)
-            writes[which] += action in ("count", "assign")
+            player.play(action, which)
+            writes[which] += action in WRITES
+            staleness += sum(stale)
         assert [each.version for each in variables] == writes
-        if action == "look":
-            with session(mesh):
-                assert number_in(look(variables[which])) == writes[which]
+    # Without sessions all are one, which wrote whatever was written.
+    assert bool(staleness) is (mesh != "no mesh"), "nothing was ever stale: nothing was tested"
     assert [number_in(each.value) for each in variables] == writes
 
 
@@ -473,7 +552,7 @@ def test_several_threads_at_once(mesh, seed):
     dice = random.Random(seed)
     reads = dice.sample(READS, 3)
     with session(mesh):
-        variables = [sc.Variables(numbered(0), placement=sc.OnHost(), read=read) for read in reads]
+        variables = players_toys(reads)
         for each in variables:
             count.warm(each)
             look.warm(each)
@@ -484,7 +563,7 @@ def test_several_threads_at_once(mesh, seed):
         player = Player(mesh, variables)
         try:
             for action, which in plan:
-                player.play(action, which, alone=False)
+                player.play(action, which)
         except BaseException as error:
             failures.append(error)
 
@@ -496,8 +575,7 @@ def test_several_threads_at_once(mesh, seed):
     assert not any(thread.is_alive() for thread in threads), "deadlock"
     assert not failures, failures
     writes = [
-        sum(w == which and a in ("count", "assign") for plan in plans for a, w in plan)
-        for which in range(3)
+        sum(w == which and a in WRITES for plan in plans for a, w in plan) for which in range(3)
     ]
     assert [each.version for each in variables] == writes
     assert [number_in(each.value) for each in variables] == writes

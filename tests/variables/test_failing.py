@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import assert_same, copied
+from states import LARGE
 
 import stepcache as sc
-
-LARGE = (128, 64)
 
 
 def tree(value=0):
@@ -64,7 +63,7 @@ def test_a_step_that_raises_while_it_is_traced(session):
         assert int(variables.value["n"]) == 2
 
 
-# ---- what is no carry ----------------------------------------------------------------------------
+# ---- what is no carry ------------------------------------------------------------------------
 
 
 def carry_error(step, *args):
@@ -179,7 +178,7 @@ def test_an_output_that_is_no_array():
         sc.step(lambda state: (state, "text"), carry="state")(variables)
 
 
-# ---- what a session forbids --------------------------------------------------------------------
+# ---- what a session forbids ------------------------------------------------------------------
 
 
 def test_a_recompile_that_is_forbidden(session):
@@ -204,7 +203,7 @@ def test_an_argument_that_cannot_be_placed(mesh):
             step(variables, object())
 
 
-# ---- while it runs -----------------------------------------------------------------------------
+# ---- while it runs ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_debug_infs"])
@@ -251,7 +250,7 @@ def test_a_program_that_fails_once_it_runs_takes_the_value_with_it():
     with pytest.raises(Exception, match="the user's own callback"):
         step(variables, np.float32(2))
         variables.block_until_ready()
-    with pytest.raises(Exception, match="the user's own callback|the value is lost"):
+    with pytest.raises(Exception, match=r"the user's own callback|the value is lost"):
         _ = np.asarray(variables.value["large"])
     variables.assign(kept)
     with unchanged(variables):

@@ -12,10 +12,11 @@ import pytest
 from comparing import assert_same, raw
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from states import LARGE
 
 import stepcache as sc
 
-LARGE, SMALL = (128, 64), (3, 5)
+SMALL = (3, 5)
 
 
 def add_one(tree):
@@ -105,7 +106,7 @@ def test_what_was_looked_at_may_be_donated(session):
         assert [only(variables.value[name]) for name in ("large", "a", "b")] == [1, 1, 1]
 
 
-# ---- what variables are made of ----------------------------------------------------------------
+# ---- what variables are made of --------------------------------------------------------------
 
 
 def sources():
@@ -186,7 +187,8 @@ def test_assigning_is_a_write():
     assert other.version == 0
 
 
-TREE = {"layer": {"w": np.zeros((2, 3), np.float32), "b": [np.zeros(3, np.float32)]}, "n": 0}
+W, B = np.zeros((2, 3), np.float32), np.zeros(3, np.float32)
+TREE = {"layer": {"w": W, "b": [B]}, "n": 0}
 
 
 @pytest.mark.parametrize(
@@ -197,14 +199,14 @@ TREE = {"layer": {"w": np.zeros((2, 3), np.float32), "b": [np.zeros(3, np.float3
         ({"n": "zero"}, ["table/n", "int32[]", "str"]),
         ({"n": 2**40}, ["table/n", "int32[]", "int"]),
         ({"n": jax.ShapeDtypeStruct((), np.int32)}, ["table/n", "int32[]", "ShapeDtypeStruct"]),
-        ({"layer": {"w": np.zeros((3, 2), np.float32), "b": [np.zeros(3, np.float32)]}}, ["table/layer/w", "float32[2, 3]", "float32[3, 2]"]),
-        ({"layer": {"w": np.zeros((2, 3), jnp.bfloat16), "b": [np.zeros(3, np.float32)]}}, ["table/layer/w", "float32[2, 3]", "bfloat16[2, 3]"]),
-        ({"layer": {"w": np.zeros((2, 3), np.float32), "b": []}}, ["table/layer/b/0", "a leaf 'layer/b/0'", "none"]),
-        ({"layer": {"w": np.zeros((2, 3), np.float32), "b": [np.zeros(3, np.float32)] * 2}}, ["table/layer/b/1", "a leaf 'layer/b/1'"]),
-        ({"more": np.zeros(2)}, ["table/more", "a leaf 'more'"]),
-        ({"layer": {"w": np.zeros((2, 3), np.float32), "b": (np.zeros(3, np.float32),)}}, ["table", "structure", "PyTreeDef"]),
+        ({"layer": {"w": W.T, "b": [B]}}, ["table/layer/w", "float32[2, 3]", "float32[3, 2]"]),
+        ({"layer": {"w": W.astype(jnp.bfloat16), "b": [B]}}, ["table/layer/w", "bfloat16[2, 3]"]),
+        ({"layer": {"w": W, "b": []}}, ["table/layer/b/0", "a leaf 'layer/b/0'", "none"]),
+        ({"layer": {"w": W, "b": [B, B]}}, ["table/layer/b/1", "a leaf 'layer/b/1'"]),
+        ({"layer": {"w": W, "b": (B,)}}, ["table", "structure", "PyTreeDef"]),
+        ({"more": B}, ["table/more", "a leaf 'more'"]),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_assigned_is_named_and_changes_nothing(change, parts):
     variables = sc.Variables(TREE, name="table")
     before = variables.value
@@ -234,7 +236,7 @@ def test_assigning_inside_a_transformation_is_an_error():
     assert variables.version == 0 and only(variables.value["large"]) == 0
 
 
-# ---- what cannot be held -----------------------------------------------------------------------
+# ---- what cannot be held ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_what_does_not_divide_or_has_no_axis_is_named(mesh):
             sc.Variables({"w": np.ones(3)}, placement=sc.Sharded([("w", P("expert"))]))
 
 
-# ---- other sessions ------------------------------------------------------------------------------
+# ---- other sessions --------------------------------------------------------------------------
 
 
 def test_variables_of_another_mesh_are_refused(mesh):
@@ -322,7 +324,7 @@ def test_the_session_of_a_step_counts_for_its_calls(mesh):
     assert only(variables.value["w"]) == 1
 
 
-# ---- inside other transformations ------------------------------------------------------------------
+# ---- inside other transformations ------------------------------------------------------------
 
 
 def test_variables_that_are_read_are_constants_inside_a_transformation():
@@ -358,7 +360,7 @@ def test_variables_that_are_carried_are_an_error_inside_a_transformation():
     assert variables.version == 1
 
 
-# ---- how they are passed -------------------------------------------------------------------------
+# ---- how they are passed ---------------------------------------------------------------------
 
 
 def test_carried_twice_is_an_error():
@@ -389,6 +391,37 @@ def test_donated_and_not_carried_is_an_error(options):
         assert "argument state" in raised.value.where and "carry='state'" in raised.value.hint
     assert only(variables.value["w"]) == 1
     step({"w": jnp.ones(3)}, variables)
+
+
+def test_static_is_an_error():
+    variables = sc.Variables({"w": np.ones(3, np.float32)}, name="table")
+    step = sc.step(lambda x, scale=None: x * 2, static_argnames="scale")
+    for call in (lambda: step(1.0, variables), lambda: step(1.0, scale=(variables,))):
+        with pytest.raises(sc.VariablesError, match="static") as raised:
+            call()
+        assert "argument scale" in raised.value.where and "table" in raised.value.got
+
+
+@pytest.mark.parametrize("option", ["in_shardings", "out_shardings"])
+def test_an_option_that_places_leaf_by_leaf_is_an_error(option, mesh):
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    by_leaf = ({"w": whole, "b": split}, None)
+
+    def train_step(state, x):
+        return {name: leaf + 1 for name, leaf in state.items()}, x * 2
+
+    with sc.Session(mesh):
+        variables = sc.Variables({"w": np.zeros(3, np.float32), "b": np.zeros(8, np.float32)})
+        step = sc.step(train_step, carry="state", **{option: by_leaf})
+        with pytest.raises(sc.VariablesError, match=f"{option} speaks of leaves") as raised:
+            step(variables, np.ones(8, np.float32))
+        assert "argument state" in raised.value.where and "placement=" in raised.value.hint
+        step(jax.tree.map(jnp.asarray, {"w": np.zeros(3), "b": np.zeros(8)}), np.ones(8))
+        for entry in (None, whole):
+            step = sc.step(train_step, carry="state", **{option: (entry, split)})
+            _, doubled = step(variables, np.ones(8, np.float32))
+            assert doubled.sharding.is_equivalent_to(split, 1)
+    assert only(variables.value["w"]) == variables.version == 2
 
 
 def test_under_disable_jit():

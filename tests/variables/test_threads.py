@@ -1,7 +1,7 @@
 """Many threads at the same variables: every value whole, no write lost, nobody stuck.
 
-On one device: XLA on CPU can deadlock when threads launch programs over several at once, under plain
-`jax.jit` too.
+On one device: XLA on CPU can deadlock when threads launch programs over several at once, under
+plain `jax.jit` too.
 """
 
 import threading
@@ -10,11 +10,12 @@ import time
 import jax
 import numpy as np
 import pytest
+from states import LARGE
 
 import stepcache as sc
 from stepcache import engine
 
-LARGE, SMALL = (128, 64), (16, 8)
+SMALL = (16, 8)
 LIMIT_SECONDS = 60
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import assert_same
+from states import LARGE
 
 import stepcache as sc
 from stepcache import jaxcompat
@@ -40,7 +41,7 @@ def tree():
     return {
         "w": np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4),
         "b": np.ones(3, np.float32),
-        "large": np.ones((128, 64), np.float32),
+        "large": np.ones(LARGE, np.float32),
         "key": jax.random.key(0),
         "n": 0,
     }
@@ -95,6 +96,25 @@ def test_the_plain_tree_and_variables_are_two_programs(tmp_path):
 
     step, _ = live(tmp_path, look=plain)
     assert (step.stats().traces, step.stats().compiles, step.stats().loads) == (1, 1, 1)
+
+
+def test_two_programs_of_one_step_are_both_found(tmp_path):
+    """Nothing that building the one has left behind is taken for a change of the other."""
+
+    def both(step, variables):
+        step(variables, np.ones((4, 2), np.float32))
+        step(variables, BATCH, np.ones(3, np.float32))
+        step(state=variables, batch=BATCH, table=variables)
+
+    def other_way(step, variables):
+        step(state=variables, batch=BATCH, table=variables)
+        step(variables, BATCH, np.ones(3, np.float32))
+        step(variables, np.ones((4, 2), np.float32))
+
+    first, _ = live(tmp_path, look=both)
+    assert first.stats().compiles == 4
+    second, _ = live(tmp_path, look=other_way)
+    assert (second.stats().traces, second.stats().loads) == (0, 4), second.last_miss
 
 
 @pytest.mark.parametrize(

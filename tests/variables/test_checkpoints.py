@@ -1,0 +1,146 @@
+"""`save` and `restore`: from one mesh and placement to another, and what a directory may be."""
+
+import contextlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import stepcache as sc
+
+
+def tree(scale: float = 1.0):
+    return {
+        "w": (scale * np.arange(64 * 96)).reshape(64, 96).astype(np.float32),
+        "b": [scale * np.ones(3, np.float32), jnp.asarray(scale, jnp.bfloat16)],
+        "a/b": np.arange(4, dtype=np.int32),
+        "": np.ones(2, bool),
+        "empty": np.zeros((0, 3), np.float32),
+        "key": jax.random.key(int(scale)),
+    }
+
+
+def same(a, b):
+    def compare(x, y):
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        assert x.dtype == y.dtype
+
+    jax.tree.map(compare, a, b)
+
+
+PLACES = {
+    "nowhere": (None, sc.Replicated()),
+    "one device": ("one_device_mesh", sc.OnHost()),
+    "replicated": ("mesh", sc.Replicated()),
+    "sharded": ("mesh", sc.Sharded([("^w$", P("data", "model"))])),
+    "on the host": ("mesh", sc.OnHost()),
+}
+
+
+@pytest.mark.parametrize("before", PLACES)
+@pytest.mark.parametrize("after", ["nowhere", "sharded", "on the host"])
+def test_a_value_moves_to_another_mesh_and_placement(before, after, tmp_path, request):
+    def place(name):
+        mesh, placement = PLACES[name]
+        mesh = request.getfixturevalue(mesh) if mesh else None
+        return (sc.Session(mesh) if mesh else contextlib.nullcontext()), placement
+
+    session, placement = place(before)
+    with session:
+        variables = sc.Variables(tree(), placement=placement)
+        variables.assign(tree(2.0))
+        variables.save(tmp_path / "saved")
+    session, placement = place(after)
+    with session:
+        other = sc.Variables(tree(0.0), placement=placement)
+        shardings = [array.sharding for array in other.master.arrays()]
+        other.restore(tmp_path / "saved")
+        same(other.value, tree(2.0))
+        assert other.version == 1
+        assert [array.sharding for array in other.master.arrays()] == shardings
+
+
+def test_versions_never_go_back(tmp_path):
+    variables = sc.Variables(np.zeros(3))
+    for index in range(5):
+        variables.assign(np.full(3, float(index)))
+    variables.save(tmp_path / "saved")
+    for _ in range(3):
+        variables.assign(np.zeros(3))
+    variables.restore(tmp_path / "saved")
+    assert variables.version == 9
+    np.testing.assert_array_equal(variables.value, 4.0)
+    young = sc.Variables(np.zeros(3))
+    young.restore(tmp_path / "saved")
+    assert young.version == 5
+
+
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost(), sc.OnHost(update="host")])
+def test_an_optimizer_goes_on_where_it_was(placement, tmp_path):
+    def make(scale):
+        write = sc.Write(mode="apply", optimizer=optax.adam(0.1))
+        return sc.Variables({"w": np.full(5, scale, np.float32)}, placement=placement, write=write)
+
+    variables, other = make(1.0), make(0.0)
+    gradient = {"w": np.arange(5, dtype=np.float32)}
+    for _ in range(3):
+        variables.push(gradient)
+    variables.save(tmp_path / "saved")
+    other.restore(tmp_path / "saved")
+    variables.push(gradient), other.push(gradient)
+    np.testing.assert_array_equal(variables.value["w"], other.value["w"])
+
+
+def test_saving_again_replaces_what_was_there(tmp_path):
+    variables = sc.Variables(np.zeros(3))
+    variables.save(tmp_path / "saved")
+    variables.assign(np.ones(3))
+    variables.save(tmp_path / "saved")
+    variables.assign(np.zeros(3))
+    variables.restore(tmp_path / "saved")
+    np.testing.assert_array_equal(variables.value, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"w": np.zeros(4)}, "float32[3]"),
+        ({"w": np.zeros(3, np.int32)}, "int32[3]"),
+        ({"w": np.zeros(3), "more": np.zeros(1)}, "more"),
+        ({"v": np.zeros(3)}, "v"),
+    ],
+)
+def test_another_value_is_refused(other, named, tmp_path):
+    sc.Variables({"w": np.zeros(3)}).save(tmp_path / "saved")
+    variables = sc.Variables(other)
+    with pytest.raises(sc.VariablesError) as raised:
+        variables.restore(tmp_path / "saved")
+    assert named in str(raised.value) and variables.version == 0
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "file", "torn", "no metadata"])
+def test_what_is_no_checkpoint_is_refused(damage, tmp_path):
+    directory = tmp_path / "saved"
+    variables = sc.Variables({"w": np.arange(20000.0)})
+    variables.save(directory)
+    if damage in ("missing", "empty", "file"):
+        shutil.rmtree(directory)
+    if damage == "empty":
+        directory.mkdir()
+    if damage == "file":
+        directory.write_text("no directory")
+    for path in sorted(directory.rglob("*")) if damage in ("torn", "no metadata") else ():
+        is_metadata = path.name.startswith("_")
+        if path.is_file() and is_metadata is (damage == "no metadata"):
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    variables.assign({"w": np.ones(20000)})
+    with pytest.raises(sc.VariablesError, match="restore"):
+        variables.restore(directory)
+    assert variables.version == 1
+    np.testing.assert_array_equal(variables.value["w"], 1.0)

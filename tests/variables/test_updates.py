@@ -1,0 +1,168 @@
+"""What `push` does: assigned, added, or handed to an optimizer, wherever the master copy lives."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import stepcache as sc
+
+RULES = [("^w$", P("data"))]
+PLACEMENTS = {
+    "on the devices": sc.Replicated(),
+    "on the host": sc.OnHost(),
+    "on the host, computed there": sc.OnHost(update="host"),
+    "sharded": sc.Sharded(RULES),
+    "on the host, sharded": sc.OnHost(on_device=sc.Sharded(RULES)),
+}
+
+
+def tree(scale: float = 1.0):
+    random = np.random.default_rng(0)
+    w, b = random.normal(size=(16, 300)), random.normal(size=3)
+    return {"w": (scale * w).astype(np.float32), "b": (scale * b).astype(np.float32)}
+
+
+@pytest.fixture(params=["nowhere", "eight devices"])
+def session(request, mesh):
+    return contextlib.nullcontext() if request.param == "nowhere" else sc.Session(mesh)
+
+
+@pytest.fixture(params=PLACEMENTS)
+def placement(request, session):
+    found = PLACEMENTS[request.param]
+    if "sharded" in request.param and not isinstance(session, sc.Session):
+        pytest.skip("there is no mesh to split over")
+    return found
+
+
+def near(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6), a, b)
+
+
+def test_an_update_is_added(session, placement):
+    with session:
+        variables = sc.Variables(tree(), placement=placement, write=sc.Write(mode="add"))
+        variables.push(tree(0.5))
+        variables.push(jax.tree.map(jnp.asarray, tree(0.25)))
+        assert variables.version == 2
+        near(variables.value, tree(1.75))
+
+
+def test_updates_add_up_before_they_are_written(session, placement):
+    with session:
+        variables = sc.Variables(tree(), placement=placement, write=sc.Write(mode="add", every=3))
+        update = tree(1.0)
+        versions = []
+        for _ in range(7):
+            variables.push(update)
+            versions.append(variables.version)
+            update["w"] += 0  # In place: what was pushed is not the caller's any more.
+        update["w"][:] = np.nan
+        assert versions == [0, 0, 1, 1, 1, 2, 2]
+        near(variables.value, tree(7.0))
+        variables.push(tree(1.0)), variables.push(tree(1.0))
+        assert variables.version == 3
+        near(variables.value, tree(10.0))
+
+
+@pytest.mark.parametrize("make", [lambda: optax.adamw(1e-2), lambda: optax.sgd(0.1, momentum=0.9)])
+def test_an_optimizer_runs_where_the_master_lives(session, placement, make):
+    optimizer = make()
+    value, state = tree(), optimizer.init(tree())
+    with session:
+        variables = sc.Variables(
+            tree(), placement=placement, write=sc.Write(mode="apply", optimizer=optimizer)
+        )
+        kinds = {array.sharding.memory_kind for array in variables.master.arrays()}
+        for index in range(4):
+            updates, state = optimizer.update(tree(0.1 * index), state, value)
+            value = optax.apply_updates(value, updates)
+            variables.push(tree(0.1 * index))
+        assert variables.version == 4
+        near(variables.value, value)
+        assert {array.sharding.memory_kind for array in variables.master.arrays()} == kinds
+
+
+def test_an_optimizer_takes_gradients_of_another_dtype():
+    write = sc.Write(mode="apply", optimizer=optax.sgd(1.0))
+    variables = sc.Variables(tree(), write=write)
+    variables.push(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree(0.0)))
+    assert variables.value["w"].dtype == np.float32
+    near(variables.value, tree())
+
+
+def test_assign_is_what_push_does_by_default():
+    variables = sc.Variables(tree())
+    variables.push(tree(3.0))
+    assert variables.version == 1
+    jax.tree.map(np.testing.assert_array_equal, variables.value, tree(3.0))
+
+
+@pytest.mark.parametrize("mode", ["assign", "add", "apply"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda update: update.pop("b"), "b"),
+        (lambda update: update.update(b=np.zeros(4, np.float32)), "float32[4]"),
+        (lambda update: update.update(b="text"), "str"),
+    ],
+)
+def test_an_update_of_another_form_changes_nothing(mode, change, named):
+    optimizer = optax.sgd(0.1) if mode == "apply" else None
+    variables = sc.Variables(tree(), write=sc.Write(mode=mode, optimizer=optimizer), name="table")
+    update = tree()
+    change(update)
+    with pytest.raises(sc.VariablesError) as raised:
+        variables.push(update)
+    assert named in str(raised.value) and "table" in str(raised.value)
+    assert variables.version == 0
+    jax.tree.map(np.testing.assert_array_equal, variables.value, tree())
+
+
+def test_an_update_of_another_dtype_is_not_added():
+    variables = sc.Variables(tree(), write=sc.Write(mode="add"))
+    update = tree()
+    update["b"] = update["b"].astype(np.float16)
+    with pytest.raises(sc.VariablesError, match="float16"):
+        variables.push(update)
+
+
+def test_an_optimizer_that_raises_changes_nothing(session, placement):
+    def broken(updates, state, params=None):
+        raise ValueError("the optimizer's own")
+
+    optimizer = optax.GradientTransformation(optax.sgd(0.1).init, broken)
+    with session:
+        variables = sc.Variables(
+            tree(), placement=placement, write=sc.Write(mode="apply", optimizer=optimizer)
+        )
+        with pytest.raises(ValueError, match="the optimizer's own"):
+            variables.push(tree())
+        assert variables.version == 0
+        near(variables.value, tree())
+
+
+def test_what_crosses_to_a_host_that_computes_is_coded():
+    write = sc.Write(mode="add", wire="bf16")
+    variables = sc.Variables(tree(0.0), placement=sc.OnHost(update="host"), write=write)
+    variables.push(jax.tree.map(jnp.asarray, tree()))
+    for got, sent in zip(jax.tree.leaves(variables.value), jax.tree.leaves(tree()), strict=True):
+        error = np.abs(got - sent)
+        assert error.max() > 0 and (error <= np.abs(sent) * 2.0**-8).all()
+
+
+def test_a_session_reads_what_it_pushed(one_device_mesh):
+    policy = sc.Read(cache="device", max_staleness=100)
+    read = sc.step(lambda state: state["b"] * 1)
+    with sc.Session(one_device_mesh):
+        variables = sc.Variables(
+            tree(), placement=sc.OnHost(), read=policy, write=sc.Write(mode="add")
+        )
+        read(variables)
+        variables.push(tree())
+        np.testing.assert_allclose(read(variables), 2 * tree()["b"], rtol=1e-6)

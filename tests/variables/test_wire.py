@@ -1,0 +1,89 @@
+"""Codes on the wire: how far a value may be off, and how many bytes it takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import stepcache as sc
+from stepcache.variables.wire import BLOCK, coded_bytes, codes, decode, encode, padded_size
+
+BOUNDS = {
+    "bf16": lambda values, largest: np.abs(values) * 2.0**-8,
+    "fp8": lambda values, largest: np.maximum(np.abs(values) * 2.0**-4, largest * 2.0**-18),
+    "int8": lambda values, largest: largest / 254,
+}
+NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
+
+
+def largest_of_blocks(values):
+    padded = np.zeros(-(-values.size // BLOCK) * BLOCK)
+    padded[: values.size] = np.abs(values)
+    return np.repeat(padded.reshape(-1, BLOCK).max(axis=1), BLOCK)[: values.size]
+
+
+@pytest.mark.parametrize("wire", BOUNDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    values=arrays.arrays(np.float32, st.integers(1, 700), elements=NUMBERS),
+    parts=st.sampled_from([1, 3, 8]),
+)
+def test_no_value_is_off_by_more_than_its_bound(wire, values, parts):
+    coded = encode(wire, values, parts, xp=np)
+    again = decode(wire, coded, values.shape, values.dtype, xp=np)
+    bound = BOUNDS[wire](values.astype(np.float64), largest_of_blocks(values))
+    tiny = np.finfo(np.float32).tiny * 1e3  # Below, floats themselves are coarse.
+    error = np.abs(again.astype(np.float64) - values)
+    assert (error <= bound * (1 + 1e-5) + tiny).all()
+    assert sum(each.nbytes for each in coded) == coded_bytes(wire, values.size, parts)
+    assert all(each.shape[0] % parts == 0 for each in coded)
+    assert coded[0].shape[0] == padded_size(wire, values.size, parts)
+
+
+@pytest.mark.parametrize("wire", BOUNDS)
+def test_a_host_and_a_device_code_alike(wire):
+    values = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    on_host = encode(wire, values, 4, xp=np)
+    on_device = jax.jit(lambda x: encode(wire, x, 4))(values)
+    again = decode(wire, on_host, values.shape, values.dtype, xp=np)
+    np.testing.assert_allclose(
+        again, decode(wire, on_device, values.shape, values.dtype), rtol=1e-6, atol=1e-6
+    )
+    zeros = encode(wire, np.zeros(7, np.float32), 1, xp=np)
+    np.testing.assert_array_equal(decode(wire, zeros, (7,), np.dtype("float32"), xp=np), 0)
+
+
+def test_only_wider_floats_are_coded():
+    assert codes("bf16", np.dtype("float32")) and not codes("bf16", jnp.bfloat16)
+    assert codes("int8", jnp.bfloat16) and codes("fp8", np.dtype("float16"))
+    assert not any(codes(wire, np.dtype("int32")) for wire in BOUNDS)
+    assert not codes(None, np.dtype("float32"))
+
+
+@pytest.mark.parametrize("wire", BOUNDS)
+@pytest.mark.parametrize("route", ["each", "fanout", "gather"])
+def test_a_read_is_coded_and_a_carry_is_not(wire, route, mesh):
+    value = np.random.default_rng(0).normal(size=(100, 70)).astype(np.float32)
+    with sc.Session(mesh):
+        variables = sc.Variables(
+            {"w": value, "n": np.arange(4000)},
+            placement=sc.OnHost(),
+            read=sc.Read(wire=wire, route=route),
+        )
+        look = sc.step(lambda state: (state["w"] * 1, state["n"] * 1))
+        plan = look.explain(variables).plan
+        w, n = look(variables)
+        assert look.stats().moved_bytes == plan.bytes and plan.transfers[0].error_bound
+        error = np.abs(np.asarray(w, np.float64) - value)
+        bound = BOUNDS[wire](value.astype(np.float64), np.abs(value).max())
+        assert error.max() > 0 and (error <= bound * (1 + 1e-5)).all()
+        np.testing.assert_array_equal(n, np.arange(4000))
+        # What is written back was read as it is: the master does not drift.
+        keep = sc.step(lambda state: jax.tree.map(lambda leaf: leaf * 1, state), carry="state")
+        for _ in range(3):
+            keep(variables)
+        assert not keep.explain(variables).plan.transfers[0].error_bound
+        np.testing.assert_array_equal(variables.value["w"], value)
