@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable
+from typing import Any
 
 from stepcache.errors import TransferBudgetError
 from stepcache.programs.placement import moved_bytes
 from stepcache.programs.recipe import Request
+from stepcache.programs.signature import Leaf, Path
 from stepcache.residence import Use
 from stepcache.scope import Scope
+from stepcache.sharding import Placed
 
 
-def check_budget(scope: Scope, step: str, request: Request, use: Use | None) -> None:
+def check_budget(scope: Scope, step: str, request: Request | None, use: Use | None) -> None:
     """Whether a call moves no more than its session allows.
 
     Args:
         scope: of the session.
         step: the step's name.
-        request: the call, as its program takes it.
+        request: the call, as its program takes it; None where that cannot be said.
         use: the `Variables` that it passes, if it passes any.
 
     Raises:
@@ -25,10 +29,8 @@ def check_budget(scope: Scope, step: str, request: Request, use: Use | None) -> 
     """
     if scope.max_step_bytes is None:
         return
-    call = request.call
-    rows = zip(call.leaves, call.signature.leaves, request.placed, call.paths, strict=True)
     needed: collections.Counter[str] = collections.Counter()
-    for value, given, placed, path in rows:
+    for value, given, placed, path in _rows(request) if request is not None else ():
         if use is None or not use.holds(path.slashed):
             needed[path.text] += moved_bytes(value, given, placed)
     for each in use.plan().transfers if use is not None else ():
@@ -46,3 +48,8 @@ def check_budget(scope: Scope, step: str, request: Request, use: Use | None) -> 
             hint="step.explain(...) shows all of it; place arguments beforehand, or let Read keep "
             "a copy",
         )
+
+
+def _rows(request: Request) -> Iterable[tuple[Any, Leaf, Placed | None, Path]]:
+    call = request.call
+    return zip(call.leaves, call.signature.leaves, request.placed, call.paths, strict=True)

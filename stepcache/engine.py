@@ -146,9 +146,10 @@ class Engine:
         scope = self._open_scope()
         with use.held(scope):
             if scope.max_step_bytes is not None:
-                with contextlib.suppress(Unreadable):  # JAX is going to say what is wrong.
+                request = None  # Where only JAX can judge the other arguments.
+                with contextlib.suppress(Unreadable):
                     request = self.over_buffers.request(scope, *use.shown())
-                    check_budget(scope, self.recipe.name, request, use)
+                check_budget(scope, self.recipe.name, request, use)
             args, kwargs = use.taken()
             call = self.over_buffers.dispatcher.call
             outputs = use.written(call(*args, **kwargs))

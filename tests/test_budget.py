@@ -259,6 +259,24 @@ def test_zero_forbids_reads_from_the_host_and_lets_resident_variables_run(eight,
         assert step.stats().moved_bytes == 0 and not moved
 
 
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()], ids=str)
+def test_a_bound_on_variables_holds_in_its_session_only(eight, placement):
+    """Also where a call is just like the one before it, in another session."""
+    step = adder()
+    free, bound = sc.Session(eight), sc.Session(eight, max_step_bytes=0)
+    with free:
+        state = sc.Variables(np.zeros(8, np.float32), placement=placement)
+    for number in range(3):
+        for _ in range(2):
+            with free:
+                step(state, np.ones(8, np.float32))
+            with bound:
+                with pytest.raises(sc.TransferBudgetError):
+                    step(state, np.ones(8, np.float32))
+        assert state.version == 2 * (number + 1)
+    np.testing.assert_array_equal(state.value, 6 * 8)
+
+
 def test_a_copy_that_is_kept_costs_nothing_more(eight, moved):
     look = sc.step(lambda state: state.sum())
     with sc.Session(eight):
@@ -306,6 +324,17 @@ def test_variables_do_not_hide_what_lies_beside_them(eight, moved):
             step(state)
         assert raised.value.needed_bytes == 9 * V + 8 * 400_000
         assert live() == before and not moved and state["v"].version == 0
+
+
+def test_variables_are_counted_where_other_arguments_cannot_be(eight, moved):
+    """A mutable reference goes to JAX as it is."""
+    step = sc.step(lambda state, ref: (state + 1, None), carry="state")
+    with sc.Session(eight, max_step_bytes=V):
+        state, ref = hosted(), jax.new_ref(jnp.ones(3))
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            step(state, ref)
+        assert raised.value.needed_bytes == 9 * V
+        assert not moved and state.version == 0
 
 
 def test_without_jit_the_bound_holds_for_variables(eight):
