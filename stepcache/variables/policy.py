@@ -123,7 +123,8 @@ class Read:
             is asked whether its version is still current.
         max_age: the same in seconds; both bounds hold where both are given.
         prefetch: how many steps ahead a read is started, while earlier steps compute. It takes
-            device memory for as many copies.
+            device memory for a copy of each version that is ahead. Where a copy is kept there is
+            nothing to read ahead, and it has no effect.
         route: how one value reaches several devices. "each": every device copies all of it from the
             host; "fanout": one device does, and gives it to the others; "gather": every device
             copies its share, and they gather the rest from each other; "auto": chosen by size,

@@ -12,7 +12,12 @@ from jax.sharding import PartitionSpec as P
 from moving import live_buffers, live_bytes, mesh_of, session, watching
 
 import stepcache as sc
+from stepcache.variables.packing import PACKED_BELOW_BYTES
 
+COUNT = PACKED_BELOW_BYTES // 4
+"""So many float32 values are a buffer of their own."""
+WIDTH = 128
+ROWS = COUNT // WIDTH + 1
 MESHES = ("no mesh", "1", "8", "8 explicit", "4x2")
 ADAM = optax.adam(1e-2)
 
@@ -35,7 +40,8 @@ def weak(x) -> bool:
 def every_kind_of_leaf():
     return {
         "large": np.arange(128 * 97, dtype=np.float32).reshape(128, 97),
-        "flat": np.arange(8192, dtype=np.float32),
+        "alone": np.arange(COUNT + 1, dtype=np.float32).reshape(-1, 1),
+        "flat": np.arange(COUNT, dtype=np.float32),
         "odd": np.arange(7, dtype=np.int32),
         "few": np.arange(3, dtype=np.uint8),
         "bf16": np.arange(10).astype(jnp.bfloat16),
@@ -57,17 +63,18 @@ def every_kind_of_leaf():
 
 
 def parameters():
+    """Leaves that are not packed: packing lets XLA fuse, and round, in another way."""
     random = np.random.default_rng(0)
     return {
-        "w": random.normal(size=(96, 67)).astype(np.float32),
-        "v": random.normal(size=(67, 64)).astype(np.float32),
-        "b": np.zeros(4099, np.float32),
+        "w": random.normal(size=(ROWS, WIDTH)).astype(np.float32),
+        "v": random.normal(size=(WIDTH, ROWS)).astype(np.float32),
+        "b": np.zeros(COUNT + 3, np.float32),
     }
 
 
 def train(state, batch):
     def loss_of(params):
-        hidden = jnp.tanh(batch @ params["w"] + params["b"][:67])
+        hidden = jnp.tanh(batch @ params["w"] + params["b"][:WIDTH])
         return jnp.mean((hidden @ params["v"]) ** 2) + jnp.mean(params["b"] ** 2)
 
     loss, grads = jax.value_and_grad(loss_of)(state["params"])
@@ -83,7 +90,7 @@ def adam_loop(mesh, wrap, steps=3):
         state = wrap(params, jax.jit(ADAM.init)(params))
         losses = []
         for number in range(steps):
-            batch = np.random.default_rng(number).normal(size=(16, 96)).astype(np.float32)
+            batch = np.random.default_rng(number).normal(size=(16, ROWS)).astype(np.float32)
             state, loss = train_step(state, batch)
             losses.append(raw(loss).tobytes())
         wrapped = [each for each in state.values() if isinstance(each, sc.Variables)]
@@ -288,7 +295,7 @@ def test_a_leaf_that_divides_no_further_is_kept_as_often_as_on_the_devices():
 def test_device_memory_between_steps_falls_by_the_size_of_the_moments(mesh):
     devices = 1 if mesh_of(mesh) is None else mesh_of(mesh).size
     train_step = sc.step(train, carry="state")
-    batch = np.ones((16, 96), np.float32)
+    batch = np.ones((16, ROWS), np.float32)
 
     def held(read):
         """Bytes of a state that has taken two steps, by memory; `read` None keeps all resident."""

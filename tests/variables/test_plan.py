@@ -43,7 +43,7 @@ class Arrivals:
 
 
 DTYPES = ("float32", "bfloat16", "int8", "bool", "complex64", "int32", "key", "weak")
-SIZES = st.one_of(st.sampled_from([0, 1, 7, 8, 9, 64]), st.integers(0, 9000))
+SIZES = st.one_of(st.sampled_from([0, 1, 7, 8, 9, 64, 16_384, 20_001]), st.integers(0, 9000))
 
 
 @st.composite
