@@ -150,15 +150,21 @@ class Engine:
                 with contextlib.suppress(Unreadable):
                     request = self.over_buffers.request(scope, *use.shown())
                 check_budget(scope, self.recipe.name, request, use)
-            args, kwargs = use.taken()
             call = self.over_buffers.dispatcher.call
-            outputs = use.written(call(*args, **kwargs))
+            try:
+                args, kwargs = use.taken()
+                outputs = use.written(call(*args, **kwargs))
+            finally:
+                self._count_moved(use)
         if use.position >= 0 and scope.max_step_bytes is None:
             self.repeat = Repeat(use, call, jaxcompat.session_context.value)
-        if use.meter.link_bytes:
-            self.ledger.count(moved_bytes=sum(use.meter.link_bytes.values()))
-            recorder.emit(Moved(self.recipe.name, tuple(use.meter.link_bytes.items())))
         return outputs
+
+    def _count_moved(self, use: Use) -> None:
+        moved = use.meter.link_bytes
+        if moved:
+            self.ledger.count(moved_bytes=sum(moved.values()))
+            recorder.emit(Moved(self.recipe.name, tuple(moved.items())))
 
     def use(self, args: tuple, kwargs: dict) -> Use | None:
         """The `Variables` that a call passes; None where it passes none."""

@@ -64,6 +64,9 @@ class _OverBuffers:
         self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
         self.__name__ = self.__qualname__ = step
 
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         carried = [argument_of(self._positional, args, kwargs, name) for name in self._carry]
         seen: list[tuple[Packed, list[Any]]] = []

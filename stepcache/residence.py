@@ -154,7 +154,8 @@ class Use:
         given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
         for name, tree in (*given, *self._kwargs.items()):
             for each in variables_of(tree):
-                names.setdefault(each.number, []).append(name)
+                if name not in names.setdefault(each.number, []):
+                    names[each.number].append(name)
         return names
 
     def holds(self, path: str) -> bool:

@@ -424,3 +424,23 @@ def test_stats_and_monitoring_count_what_moved():
         {"step": "mover", "link": HOST_LINK, "size_bytes": 2 * V},
         {"step": "mover", "link": DEVICE_LINK, "size_bytes": 7 * V},
     ]
+
+
+def test_what_a_step_that_raises_has_read_is_counted():
+    step = sc.step(lambda state: state[:2], carry="state")
+    variables = sc.Variables(np.zeros(1000, np.float32), placement=sc.OnHost())
+    with pytest.raises(sc.CarryError):
+        step(variables)
+    assert step.stats().moved_bytes == 4000 and variables.version == 0
+
+
+def test_a_reader_is_named_once():
+    step = sc.step(lambda pair: pair[0] + pair[1])
+    variables = sc.Variables(np.zeros(3, np.float32), placement=sc.OnHost())
+    assert step.explain([variables, variables]).plan.transfers[0].readers == ("pair",)
+
+
+def test_errors_of_jax_name_the_user_s_function():
+    step = sc.step(lambda state, text: state)
+    with pytest.raises(TypeError, match="<lambda>"):
+        step(sc.Variables(np.zeros(3)), "x")
