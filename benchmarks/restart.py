@@ -8,9 +8,6 @@ in processes of their own, in turn:
 - stepcache, warm, its step defined first, so that loading hides behind building the parameters;
 - and both without anything stored, for comparison.
 
-Then the first ten steps of the warm start, with and without the trace in the background that checks
-the loaded program; XLA computes in one thread there, so that the other core is free for it.
-
     python -m benchmarks.restart [--quick]
 """
 
@@ -212,27 +209,6 @@ def compare(layers: int, devices: int, rounds: int, colds: int) -> tuple[list, d
     return rows, details
 
 
-def check(layers: int, rounds: int) -> dict[str, dict[str, float]]:
-    """The first ten steps of a warm start, with and without a check in the background."""
-    from benchmarks.harness import spread
-
-    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-    seconds: dict[str, list[float]] = {"background": [], "off": []}
-    with tempfile.TemporaryDirectory() as root:
-        for number in range(rounds + 1):
-            for verify, contender in (
-                ("background", "stepcache"),
-                ("off", "stepcache, unverified"),
-            ):
-                each = run(contender, layers, 1, Path(root))
-                if number:
-                    seconds[verify].append(each["ten_steps_seconds"])
-    del os.environ["XLA_FLAGS"]
-    pairs = zip(seconds["background"], seconds["off"], strict=True)
-    figures = {verify: spread(values) for verify, values in seconds.items()}
-    return figures | {"ratio": spread([checked / unchecked for checked, unchecked in pairs])}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one small case, one round")
@@ -260,13 +236,7 @@ def main() -> None:
         for name, each in about.items():
             print(f"{name}: {each['leaves']} leaves, {each['counts']}, {each['stages']}")
         if not options.quick:  # A long run that is cut off keeps what it has.
-            write("restart", rows, details, rounds=rounds)
-    layers = 2 if options.quick else 24
-    figures = {f"first ten steps, {layers} layers, 1 device, by check": check(layers, rounds)}
-    print(figures)
-    details |= figures
-    if not options.quick:
-        print(f"written to {write('restart', rows, details, rounds=rounds)}")
+            print(f"written to {write('restart', rows, details, rounds=rounds)}")
 
 
 if __name__ == "__main__":

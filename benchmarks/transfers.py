@@ -208,8 +208,10 @@ def hiding(devices: int, busy: Callable, route: str, megabytes: int, **settings)
 
         idle = seconds("no read", 0)
         wanted = BUSY * max(seconds("a read", 0) - idle, 1e-3)
-        probe = 200 if busy is computing else 0.05
-        amount = np.float32(wanted / (seconds("no read", probe) - idle) * probe)
+        amount = 200.0 if busy is computing else 0.05
+        for _ in range(3):
+            amount *= wanted / max(seconds("no read", amount) - idle, 1e-5)
+        amount = np.float32(amount)
 
         def contender(name: str) -> Callable:
             return lambda: jax.block_until_ready(step(values[name], x, amount))
@@ -254,12 +256,14 @@ def main() -> None:
     details: dict[str, Any] = {"moved": moved, "hidden": {}}
     devices, on_cpu = jax.device_count(), jax.default_backend() == "cpu"
     megabytes = 2 if quick else 16 if on_cpu else 512
-    cases = [(devices, computing, route) for route in ("gather", "fanout")]
+    routes = ("gather", "fanout") if devices > 1 else ("gather",)
+    cases = [(devices, computing, route, megabytes) for route in routes]
     if on_cpu:
-        cases = [(8, waiting, "fanout"), (8, waiting, "gather"), (1, computing, "gather"), *cases]
+        cases.insert(0, (1, computing, "gather", 4 * megabytes))
+        cases += [(devices, waiting, route, megabytes) for route in routes]
     rows = []
-    for count, busy, route in cases:
-        more = hiding(count, busy, route, megabytes, **settings)
+    for case in cases:
+        more = hiding(*case, **settings)
         details["hidden"][more[0].case] = hidden_share(more)
         rows += more
     if on_cpu:
@@ -269,8 +273,8 @@ def main() -> None:
         rows += more
         print(details["gigabytes_per_second"])
     show("a loop that waits for each step", rows)
-    for case, share in details["hidden"].items():
-        print(f"{case}: fetching ahead hides {share:.0%} of the read")
+    for name, share in details["hidden"].items():
+        print(f"{name}: fetching ahead hides {share:.0%} of the read")
     if not quick:
         print(f"written to {write('transfers', rows, details, **settings)}")
 

@@ -5,6 +5,7 @@ Nothing here moves an array.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,39 @@ def mesh_identity(mesh: Mesh | None) -> tuple:
         return ()
     devices = tuple((device.platform, device.id) for device in mesh.devices.flat)
     return (tuple(mesh.shape.items()), tuple(str(kind) for kind in mesh.axis_types), devices)
+
+
+def processes_of(mesh: Mesh | None) -> tuple[int, ...]:
+    """The processes that own devices of a mesh, in order."""
+    if mesh is None:
+        return ()
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
+
+
+@functools.lru_cache(maxsize=256)
+def parts_along(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """How many processes' parts make a whole dimension that is split over some axes of a mesh.
+
+    Raises:
+        PlacementError: some process would hold more of it than another.
+    """
+    if len(processes_of(mesh)) < 2:
+        return 1
+    total = math.prod(mesh.shape[axis] for axis in axes)
+    held: dict[int, set[int]] = {}
+    sharding = NamedSharding(mesh, PartitionSpec(axes))
+    for device, (index,) in sharding.devices_indices_map((total,)).items():
+        held.setdefault(device.process_index, set()).add(index.start or 0)
+    counts = {len(starts) for starts in held.values()}
+    if len(counts) > 1:
+        raise PlacementError(
+            "the processes of the mesh hold unequal parts of what is split over its axes",
+            where=f"mesh axis {' × '.join(map(repr, axes))}",
+            expected="as many shards on each process",
+            got=", ".join(f"rank {rank}: {len(starts)}" for rank, starts in sorted(held.items())),
+            hint="jax.make_mesh orders devices so that it is so",
+        )
+    return total // counts.pop()
 
 
 def is_in_type(sharding: Sharding | None) -> bool:
@@ -126,9 +160,17 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a leaf goes, and which rule or default says so."""
+    """Where a leaf goes, and which rule or default says so.
+
+    Attributes:
+        sharding: where.
+        shape: of the whole, of which a process of a pod may hand in a part.
+        why: the rule or default.
+        rule: the index of the rule, if it was one.
+    """
 
     sharding: NamedSharding
+    shape: tuple[int, ...]
     why: str
     rule: int | None = None
 
@@ -168,7 +210,8 @@ class Placer:
 
         Args:
             path: `argument/key/…`.
-            shape: the leaf's global shape.
+            shape: the leaf's shape. In a pod, each process hands in its part along the data axis,
+                and the whole along all others; of a carry, the whole.
             carried: whether the leaf is part of a carry.
 
         Raises:
@@ -177,17 +220,25 @@ class Placer:
         index = self.rules.match(path)
         if index is not None:
             pattern, spec = self.rules.rules[index]
-            self._check_divides(path, shape, spec, f"rule {pattern!r}")
-            return Placed(self._sharding(spec, shape), f"rule {pattern!r}", index)
-        if carried:
-            return Placed(self._sharding(PartitionSpec(), shape), "carry, no rule: replicated")
-        if not shape or self.data_axis is None:
+            why = f"rule {pattern!r}"
+        elif carried:
+            spec, why = PartitionSpec(), "carry, no rule: replicated"
+        elif not shape or self.data_axis is None:
+            spec = PartitionSpec()
             why = "scalar: replicated" if not shape else "data_axis=None: replicated"
-            return Placed(self._sharding(PartitionSpec(), shape), why)
-        spec = PartitionSpec(self.data_axis)
-        why = f"data axis {self.data_axis!r}"
-        self._check_divides(path, shape, spec, why)
-        return Placed(self._sharding(spec, shape), why)
+        else:
+            spec, why = PartitionSpec(self.data_axis), f"data axis {self.data_axis!r}"
+        whole = shape if carried else self._whole(shape, spec)
+        self._check_divides(path, whole, spec, why)
+        return Placed(self._sharding(spec, shape), whole, why, index)
+
+    def _whole(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+        data_axes = set(axes_of(self.data_axis))
+        entries = [axes_of(entry) for entry in spec] + [()] * (len(shape) - len(spec))
+        return tuple(
+            size * parts_along(self.mesh, axes) if data_axes & set(axes) else size
+            for size, axes in zip(shape, entries, strict=False)
+        )
 
     def _sharding(self, spec: PartitionSpec, shape: tuple[int, ...]) -> NamedSharding:
         sharding = NamedSharding(self.mesh, spec)

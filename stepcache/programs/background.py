@@ -63,6 +63,7 @@ def seconds_until_ready(outputs: Any, started: float) -> Callable[[], float | No
 
 
 _RUN_SECONDS = 0.0005
+_REST_SECONDS = 0.001
 _BUSY_SECONDS = 0.00015
 _PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.005
@@ -73,11 +74,13 @@ _usual_seconds = 0.0
 
 @contextlib.contextmanager
 def _standing_back() -> Iterator[None]:
-    """Has this thread give way whenever another one wants Python's lock.
+    """Has this thread give way whenever another one wants Python's lock, and rest in between.
 
     A step that returns thousands of arrays takes and releases the lock for each, and would wait
     for it as often. So this thread looks, every so often, whether it gets the lock back at once;
-    if not, somebody else is at work, and it pauses until nobody is, or for the longest pause.
+    if not, somebody else is at work, and it pauses until nobody is, or for the longest pause. It
+    rests because cores share caches and memory: where another process kept the second core busy,
+    steps took 1.3 × as long (`benchmarks.restart`).
     """
     global _standing_back_now, _usual_seconds
     with _switching:
@@ -92,6 +95,8 @@ def _standing_back() -> Iterator[None]:
         now = began = time.perf_counter()
         if now < until:
             return
+        if threading.main_thread().is_alive():
+            time.sleep(_REST_SECONDS)
         while now - began < _LONGEST_PAUSE_SECONDS:
             asked = time.perf_counter()
             time.sleep(1e-6)

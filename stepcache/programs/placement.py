@@ -42,7 +42,7 @@ def place(
                 carried = path.argument in recipe.parameters.carry
                 at = placer.place(path.slashed, leaf.shape, carried=carried)
                 placed[index] = at
-                leaves[index] = leaf._replace(sharding=at.sharding)
+                leaves[index] = leaf._replace(shape=at.shape, sharding=at.sharding)
     return tuple(leaves), tuple(placed)
 
 
@@ -94,7 +94,7 @@ def _is_at(leaf: Leaf, sharding: Any) -> bool:
 
 
 def moved_bytes(value: Any, given: Leaf, placed: Placed | None) -> int:
-    """Bytes that a call moves to devices for a leaf of its arguments, over all of them.
+    """Bytes that a call moves to devices of this process for a leaf of its arguments.
 
     Args:
         value: the leaf.
@@ -106,6 +106,6 @@ def moved_bytes(value: Any, given: Leaf, placed: Placed | None) -> int:
         present = value.devices() if uncommitted else set()
         if given.sharding is not None:
             present = set(given.sharding.device_set)
-        shard = given._replace(shape=tuple(placed.sharding.shard_shape(given.shape)))
-        return shard.size_bytes * len(placed.sharding.device_set - present)
+        shard = given._replace(shape=tuple(placed.sharding.shard_shape(placed.shape)))
+        return shard.size_bytes * len(placed.sharding.addressable_devices - present)
     return 0 if uncommitted or given.sharding is not None else given.size_bytes

@@ -183,7 +183,7 @@ class InHostMemory:
         return copy, why
 
     def _reading(self, variable: str, version: int, reader: Reader, more: str = "") -> Transfer:
-        route, why = self._route()
+        route, why = self._route
         wire = self._wire(reader)
         moved, bound = read_bytes(self._layout, route, wire), error_bound(wire)
         rest = (route, why + more, reader.arguments, moved, bound, self._extent)
@@ -194,10 +194,11 @@ class InHostMemory:
         pairs = zip(self._layout.on_host, self._layout.on_device, strict=True)
         return extent_of(device for host, device in pairs if host is not None)
 
+    @functools.cached_property
     def _route(self) -> tuple[str, str]:
-        size = sum(buffer.size_bytes for buffer in self._layout.on_device)
-        devices = max((len(_devices(buffer)) for buffer in self._layout.on_device), default=1)
-        return choose_route(self._policy.route, size, devices)
+        devices = set().union(*map(_devices, self._layout.on_device))
+        ours = all(device.process_index == jax.process_index() for device in devices)
+        return choose_route(self._policy.route, len(devices), self._reads_ahead() and ours)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         copy, _ = self._serving(reader)
@@ -215,9 +216,9 @@ class InHostMemory:
         """What is written back has to be read as it is: the master would drift."""
         return None if reader.carried else self._policy.wire
 
-    def _read(self, reader: Reader, meter: Meter) -> Packed:
-        route, wire = self._route()[0], self._wire(reader)
-        return transfer.read(self._packed, self._layout, route, wire, meter)
+    def _read(self, reader: Reader, meter: Meter, *, ahead: bool = False) -> Packed:
+        route, wire = self._route[0], self._wire(reader)
+        return transfer.read(self._packed, self._layout, route, wire, meter, ahead)
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         _old, self._packed = self._packed, transfer.write(packed, self._layout, meter)
@@ -231,7 +232,7 @@ class InHostMemory:
     def ahead(self, reader: Reader, meter: Meter) -> None:
         if self._reads_ahead():
             exact = self._wire(reader) is None
-            self._copies.ahead(self.version, self._read(reader, meter), exact=exact)
+            self._copies.ahead(self.version, self._read(reader, meter, ahead=True), exact=exact)
 
     def current(self) -> Packed:
         return transfer.read(self._packed, self._layout, "gather", None, Meter())

@@ -19,7 +19,6 @@ from stepcache.variables.shares import HostLayout
 from stepcache.variables.wire import coded_bytes, codes
 
 HOST_LINK, DEVICE_LINK = "host ↔ device", "device ↔ device"
-_FANOUT_BELOW_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +110,20 @@ def extent_of(buffers: Iterable[Any]) -> Extent:
     )
 
 
-def choose_route(asked: str, size_bytes: int, devices: int) -> tuple[str, str]:
+def choose_route(asked: str, devices: int, ahead: bool = False) -> tuple[str, str]:
     """The route of a read, and why.
 
     Args:
         asked: the policy's route.
-        size_bytes: of the value.
-        devices: how many are to have it.
+        devices: how many are to have the value; all of this process where it is read ahead.
+        ahead: whether it is read beside a step.
     """
     if asked != "auto":
         return asked, "asked for"
     if devices == 1:
         return "gather", "there is one device"
-    if size_bytes < _FANOUT_BELOW_BYTES:
-        return "gather", "one program, whatever the size"
+    if ahead:
+        return "fanout", "its copies run beside a step, where a program would wait for it"
     return "gather", f"the value crosses the host's link once, not {devices} times"
 
 

@@ -127,8 +127,9 @@ class Read:
             nothing to read ahead, and it has no effect.
         route: how one value reaches several devices. "each": every device copies all of it from the
             host; "fanout": one device does, and gives it to the others; "gather": every device
-            copies its share, and they gather the rest from each other; "auto": chosen by size,
-            number of devices and fabric, and `explain()` says why.
+            copies its share, and they gather the rest from each other, by a program that waits for
+            the step before it; "auto": "gather", but "fanout" for what is prefetched by one
+            process, and `explain()` says why.
         wire: how values are coded on the way: None as they are, "bf16", "fp8", or "int8" with a
             scale for each block. The error it makes is bounded, and `explain()` gives the bound.
 

@@ -50,6 +50,44 @@ class HostLayout:
 
         return jax.jit(read, out_shardings=[buffer.sharding for buffer in self.on_device])
 
+    def read_ahead(self, buffers: Sequence[Any]) -> list[Any]:
+        """The same, and it begins at once, beside a step that is running: devices run programs one
+        after the other, but the copy is no program. Each buffer costs more than in one program.
+        """
+        read = list(jax.device_put(list(buffers), self._arrivals))
+        if self._split:
+            gathered = self._gather([read[number] for number in self._split])
+            for number, buffer in zip(self._split, gathered, strict=True):
+                read[number] = buffer
+        return read
+
+    @functools.cached_property
+    def _split(self) -> tuple[int, ...]:
+        """The buffers of which a device has only its share when they have been copied."""
+        return tuple(
+            number
+            for number, (host, device) in enumerate(zip(self.on_host, self.on_device, strict=True))
+            if host is not None and _shares(host) != device._replace(weak_type=False)
+        )
+
+    @functools.cached_property
+    def _arrivals(self) -> list[Any]:
+        """Where each buffer is copied to."""
+        return [
+            _shares(self.on_host[number]).sharding if number in self._split else device.sharding
+            for number, device in enumerate(self.on_device)
+        ]
+
+    @functools.cached_property
+    def _gather(self) -> Any:
+        """A compiled program: from shares on the devices to buffers."""
+        wanted = [self.on_device[number] for number in self._split]
+
+        def gather(buffers: Sequence[Any]) -> list[Any]:
+            return [_unfolded(each, device) for each, device in zip(buffers, wanted, strict=True)]
+
+        return jax.jit(gather, out_shardings=[device.sharding for device in wanted])
+
     def part(self, numbers: Sequence[int]) -> HostLayout:
         """Some of the buffers."""
         return _part(self, tuple(numbers))
@@ -75,6 +113,12 @@ class HostLayout:
 def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
     on_device = tuple(layout.on_device[number] for number in numbers)
     return HostLayout(on_device, tuple(layout.on_host[number] for number in numbers))
+
+
+def _shares(host: Any) -> Buffer:
+    """A buffer of a host, in the memory of its devices."""
+    sharding = host.sharding.with_memory_kind("device")
+    return host._replace(sharding=sharding, weak_type=False)
 
 
 def _move(value: Any, host: Buffer, memory_kind: str | None) -> Any:

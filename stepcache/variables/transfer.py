@@ -115,7 +115,14 @@ class Meter:
             self.link_bytes[link] = self.link_bytes.get(link, 0) + size_bytes
 
 
-def read(packed: Packed, layout: HostLayout, route: str, wire: str | None, meter: Meter) -> Packed:
+def read(
+    packed: Packed,
+    layout: HostLayout,
+    route: str,
+    wire: str | None,
+    meter: Meter,
+    ahead: bool = False,
+) -> Packed:
     """Copies a value from the hosts' memory to the devices.
 
     Args:
@@ -124,6 +131,7 @@ def read(packed: Packed, layout: HostLayout, route: str, wire: str | None, meter
         route: "each", "fanout" or "gather".
         wire: how it is coded on the way, or None.
         meter: counts what moves.
+        ahead: whether a step is running meanwhile.
     """
     buffers: list[Any] = list(packed.buffers)
     exact = []
@@ -138,9 +146,8 @@ def read(packed: Packed, layout: HostLayout, route: str, wire: str | None, meter
     if exact:
         part = layout if len(exact) == len(buffers) else layout.part(exact)
         sources = [buffers[number] for number in exact]
-        for number, host, source, target in zip(
-            exact, part.on_host, sources, part.read(sources), strict=True
-        ):
+        targets = part.read_ahead(sources) if ahead else part.read(sources)
+        for number, host, source, target in zip(exact, part.on_host, sources, targets, strict=True):
             buffers[number] = target
             if host is not None:
                 meter.add(HOST_LINK, _bytes_of(source))
@@ -222,7 +229,10 @@ def _gone_home(packed: Packed, layout: HostLayout) -> Sequence[Any]:
 
 
 def _bytes_of(array: jax.Array) -> int:
-    return sum(shard.data.nbytes for shard in array.addressable_shards)
+    """Bytes of all shards. To ask each shard would cost more than to dispatch the read."""
+    sharding = array.sharding
+    shard = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return shard * len(sharding.addressable_devices)
 
 
 def _bytes_of_shared(arrays: Iterable[Any], hosts: Iterable[Any]) -> Iterable[int]:

@@ -306,11 +306,11 @@ def test_prefetch_reads_ahead_once_and_uses_it():
     with session("8"), watching() as moved:
         value = hosted(sc.Read(prefetch=1))
         (now, ahead) = total.explain(value).plan.transfers
-        assert (now.route, ahead.route) == ("gather", "gather")
+        assert (now.route, ahead.route) == ("fanout", "fanout")
         assert ahead.why.endswith("ahead of the next step")
         assert float(total(value)) == 10_000
         (now, ahead) = total.explain(value).plan.transfers
-        assert (now.route, now.why, ahead.route) == ("none", "it was fetched ahead", "gather")
+        assert (now.route, now.why, ahead.route) == ("none", "it was fetched ahead", "fanout")
         assert float(total(value)) == 10_000
         assert [call[HOST_LINK] for call in moved.calls] == [2 * V, V]
         (now, back, ahead) = bump.explain(value).plan.transfers
@@ -328,7 +328,7 @@ def test_a_write_between_drops_what_was_fetched_ahead():
         total(value)
         value.assign(np.full(10_000, 3, np.float32))
         (now, _) = total.explain(value).plan.transfers
-        assert now.route == "gather" and now.version == 1
+        assert now.route == "fanout" and now.version == 1
         assert float(total(value)) == 30_000
         assert [call[HOST_LINK] for call in moved.calls] == [2 * V, 2 * V]
 

@@ -140,18 +140,21 @@ def test_adam_with_its_moments_on_the_host_computes_what_it_computes_without(mes
 
 
 @pytest.mark.parametrize(
-    ("mesh", "route"),
-    [(mesh, "gather") for mesh in MESHES]
-    + [(mesh, route) for mesh in ("no mesh", "8", "4x2 explicit") for route in ("each", "fanout")],
+    ("mesh", "read"),
+    [(mesh, sc.Read(prefetch=ahead)) for mesh in MESHES for ahead in (0, 1)]
+    + [
+        (mesh, sc.Read(route=route))
+        for mesh in ("no mesh", "8", "4x2 explicit")
+        for route in ("each", "fanout")
+    ],
+    ids=str,
 )
-def test_every_kind_of_leaf_goes_to_the_host_and_back(mesh, route):
+def test_every_kind_of_leaf_goes_to_the_host_and_back(mesh, read):
     """Sizes that do not divide by the devices, empty leaves, weak types, bits below a byte."""
     step = sc.step(bump, carry="state")
     with session(mesh):
         resident = sc.Variables(every_kind_of_leaf())
-        hosted = sc.Variables(
-            every_kind_of_leaf(), placement=sc.OnHost(), read=sc.Read(route=route)
-        )
+        hosted = sc.Variables(every_kind_of_leaf(), placement=sc.OnHost(), read=read)
         assert_same(resident.value, hosted.value)
         for _ in range(2):
             assert step(hosted) is hosted

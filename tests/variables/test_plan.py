@@ -152,6 +152,21 @@ def test_the_gathering_program_copies_shares_from_the_host_and_nothing_else():
         assert ("all-gather" in text) is (side == 0)
 
 
+@pytest.mark.parametrize("mesh", ["no mesh", "1", "8"])
+def test_a_read_ahead_is_copied_by_no_program(mesh):
+    """A program would wait for the step that is running. What it gathers waits, on the devices."""
+    programs = []
+    with session(mesh):
+        hosted = sc.Variables(np.ones(100_003, np.float32), placement=sc.OnHost())
+        layout, buffers = hosted.master._layout, hosted.master.arrays()
+        layout.__dict__["_gather"] = lambda shares: programs.extend(shares) or layout.read(buffers)
+        arrived = layout.read_ahead(buffers)
+    assert [each.sharding for each in arrived] == [each.sharding for each in layout.on_device]
+    assert np.array_equal(arrived[0], np.ones(100_003, np.float32))
+    assert len(programs) == (mesh == "8")
+    assert all(each.sharding.memory_kind == "device" for each in programs)
+
+
 # ---- the lower bound -------------------------------------------------------------------------
 
 
@@ -231,17 +246,18 @@ def test_resident_variables_move_nothing():
 
 
 @pytest.mark.parametrize(
-    ("asked", "size", "devices", "route", "why"),
+    ("asked", "devices", "ahead", "route", "why"),
     [
-        ("each", 1, 8, "each", "asked for"),
-        ("fanout", 1 << 30, 1, "fanout", "asked for"),
-        ("auto", 1 << 30, 1, "gather", "one device"),
-        ("auto", 1 << 30, 8, "gather", "once, not 8 times"),
-        ("auto", 100, 8, "gather", "one program"),
+        ("each", 8, False, "each", "asked for"),
+        ("fanout", 1, False, "fanout", "asked for"),
+        ("gather", 8, True, "gather", "asked for"),
+        ("auto", 1, False, "gather", "one device"),
+        ("auto", 8, False, "gather", "once, not 8 times"),
+        ("auto", 8, True, "fanout", "beside a step"),
     ],
 )
-def test_a_route_has_a_reason(asked, size, devices, route, why):
-    chosen, because = choose_route(asked, size, devices)
+def test_a_route_has_a_reason(asked, devices, ahead, route, why):
+    chosen, because = choose_route(asked, devices, ahead)
     assert chosen == route and why in because
 
 
