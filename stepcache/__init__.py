@@ -11,11 +11,13 @@ _started = _time.perf_counter()
 
 from stepcache import jaxcompat as _jaxcompat
 from stepcache.errors import (
+    AgreementError,
     CacheDirectoryError,
     CarryError,
     ForkedProcessError,
     OptionError,
     PlacementError,
+    RankLostError,
     RecompileError,
     RecompileWarning,
     SessionClosedError,
@@ -41,6 +43,7 @@ from stepcache.variables.variables import Variables
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgreementError",
     "CacheDirectoryError",
     "CacheInfo",
     "CarryError",
@@ -52,6 +55,7 @@ __all__ = [
     "OptionError",
     "PlacementError",
     "ProgramCache",
+    "RankLostError",
     "Read",
     "RecompileError",
     "RecompileWarning",

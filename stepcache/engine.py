@@ -38,6 +38,7 @@ from stepcache.programs.build import NotHoldable, Program, Stopwatch, trace
 from stepcache.programs.cache import ProgramCache, new_owner_number
 from stepcache.programs.checks import Checks
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
+from stepcache.programs.handing_in import handed_in
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Brought, Levels
@@ -45,6 +46,7 @@ from stepcache.programs.placement import place
 from stepcache.programs.question import Question, step_label
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Call, Unreadable
+from stepcache.programs.together import bring_together
 from stepcache.residence import PassesVariables, Repeat, Use, passes_variables
 from stepcache.scope import Scope, current_scope, recompiles_forbidden
 from stepcache.sharding import mesh_identity
@@ -319,7 +321,12 @@ class Engine:
         archive = scope.cache.archive()
         watch = scope.cache.check_every is not None
         try:
-            brought = self.levels.bring(request, archive, stopwatch, before_trace, watch=watch)
+            common = (request, archive, stopwatch, before_trace)
+            peers = scope.together(request.ranks)
+            if peers is None:
+                brought = self.levels.bring(*common, watch=watch)
+            else:
+                brought = bring_together(self.levels, self.recipe, *common, peers, watch=watch)
         except BaseException as error:
             if isinstance(error, NotHoldable):
                 self._not_holdable.add(request.key)
@@ -355,16 +362,20 @@ class Engine:
     # ---- execution ---------------------------------------------------------------------------
 
     def _execute(self, scope: Scope, request: Request, program: Program) -> tuple[Any, Any]:
-        started, call, outputs = time.perf_counter(), request.call, None
+        started, outputs = time.perf_counter(), None
+        call = handed_in(request)
         try:
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
-            return outputs, fast_path
+            return outputs, fast_path if call is request.call else None
         except jaxcompat.FloatingPointCheckError as error:
             jaxcompat.explain_floating_point_error(error, self.recipe.fun, *call.given)
             raise
         except (RuntimeError, ValueError) as error:
             if "deleted" in str(error):
                 _note_deleted(error, call)
+            peers = scope.together(request.ranks)
+            if peers is not None:
+                peers.suspect(error)
             raise
         finally:
             self._settle(scope, request, outputs, started)

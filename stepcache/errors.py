@@ -96,6 +96,31 @@ class TransferBudgetError(StepCacheError, RuntimeError):
         self.needed_bytes, self.max_step_bytes = needed_bytes, max_step_bytes
 
 
+class AgreementError(StepCacheError, RuntimeError):
+    """The processes of a pod are not about to run the same program, or one of them has not come.
+
+    Attributes:
+        changes: what differs, as `Change` records: before, the first of `sides`; after, the second.
+        sides: the ranks on each side.
+    """
+
+    def __init__(self, what: str, changes=(), sides=(), **details):
+        super().__init__(what, **details)
+        self.changes, self.sides = tuple(changes), tuple(sides)
+
+
+class RankLostError(StepCacheError, RuntimeError):
+    """A process of the pod has gone. What needs all of them cannot go on.
+
+    Attributes:
+        ranks: those that have gone.
+    """
+
+    def __init__(self, what: str, ranks=(), **details):
+        super().__init__(what, **details)
+        self.ranks = tuple(ranks)
+
+
 class SessionClosedError(StepCacheError, RuntimeError):
     """A step was called in a session that has been closed."""
 

@@ -234,6 +234,9 @@ class StepStats:
         hash_seconds: time to find out what the step depends on.
         read_seconds: time to look for candidates on disk.
         load_seconds: time to load executables.
+        agree_seconds: time to agree with the other processes of a pod, and to wait for late ones.
+        wait_seconds: time to wait for the process that builds for all.
+        give_seconds: time to hand a program to the other processes.
         own_seconds: stepcache's own share of all misses beside these.
         moved_bytes: bytes of variables that calls moved between memories, over all links.
         programs: programs of this step that are held now.
@@ -254,6 +257,9 @@ class StepStats:
     hash_seconds: float = 0.0
     read_seconds: float = 0.0
     load_seconds: float = 0.0
+    agree_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    give_seconds: float = 0.0
     own_seconds: float = 0.0
     moved_bytes: int = 0
     programs: int = 0

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextvars
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stepcache import jaxcompat
 from stepcache.errors import UnmatchedRuleWarning, warn
 from stepcache.programs.cache import ProgramCache
+from stepcache.programs.peers import Peers
 from stepcache.programs.signature import Path
 from stepcache.sharding import Placer
 
@@ -31,6 +32,7 @@ class Scope:
         on_miss: "compile", "warn" or "error".
         count_hits: keep the C++ dispatcher out, so that every call is counted.
         max_step_bytes: what one call may move, or None.
+        together: gives the peers of a pod, by the ranks of its processes; None for one process.
         closed: no call may be made in it any more.
         built: a program has been built in it.
         matched: rules that have matched a leaf so far, or that have been warned about.
@@ -42,6 +44,7 @@ class Scope:
     on_miss: str = "compile"
     count_hits: bool = False
     max_step_bytes: int | None = None
+    together: Callable[[tuple[int, ...]], Peers | None] = lambda ranks: None
     closed: bool = False
     built: bool = False
     matched: set[int] = field(default_factory=set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Iterable
@@ -12,12 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from stepcache import jaxcompat
+from stepcache.cluster.pod import AGREE_SECONDS, peers_of
 from stepcache.engine import preload_all
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
 from stepcache.scope import DEFAULT_SCOPE, Scope, ScopeToken, recompiles_forbidden
-from stepcache.sharding import DataAxis, Placer, Rules, device_mesh
+from stepcache.sharding import DataAxis, Placer, Rules, device_mesh, processes_of
 from stepcache.step import NOT_GIVEN, make_step
 
 OnMiss = Literal["compile", "warn", "error"]
@@ -64,6 +66,14 @@ class Session:
         max_step_bytes: bytes that one call may move between memories, for its arguments and its
             variables. A call that would move more raises `TransferBudgetError`, before it does; 0
             forbids all transfers. Keeps the dispatcher out of the way, as `count_hits` does.
+        agree_timeout: seconds that the processes of a pod wait for one that has not come to agree
+            on a new program.
+
+    Over the processes of a pod (`jax.distributed.initialize`), a session means the same: each hands
+    in its part of a batch along `data_axis`, and the whole of everything else. Before a new program
+    first runs, all processes compare what it depends on; where they differ, that is an
+    `AgreementError` on all of them. One builds it, the others load what it built. An error of a
+    collective that leaves a `with` block because a process has gone becomes a `RankLostError`.
 
     Raises:
         PlacementError: a rule or `data_axis` names an axis that the mesh does not have.
@@ -81,6 +91,7 @@ class Session:
         on_miss: OnMiss = "compile",
         count_hits: bool = False,
         max_step_bytes: int | None = None,
+        agree_timeout: float = AGREE_SECONDS,
     ):
         if on_miss not in _ON_MISS:
             raise OptionError(
@@ -112,8 +123,14 @@ class Session:
         if not isinstance(rules, Rules):
             rules = Rules(rules or ())
         placer = Placer(device_mesh() if mesh is None else mesh, rules, data_axis)
+        if not agree_timeout > 0:
+            raise OptionError(
+                "agree_timeout must be positive", where="Session", got=repr(agree_timeout)
+            )
         cache_used = cache or DEFAULT_SCOPE.cache
-        self._open(Scope(placer, cache_used, on_miss, count_hits, max_step_bytes))
+        together = functools.partial(peers_of, agree_seconds=agree_timeout)
+        self._open(Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together))
+        together(processes_of(placer.mesh.devices.flat))
         if cache is not None:
             preload_all(cache)
 
@@ -162,6 +179,11 @@ class Session:
 
     def __exit__(self, *exception) -> None:
         self._contexts().pop().__exit__(*exception)
+        peers = None
+        if isinstance(exception[1], Exception) and self.mesh is not None:
+            peers = self._scope.together(processes_of(self.mesh.devices.flat))
+        if peers is not None:
+            peers.suspect(exception[1])
         if self._scope.built and exception[0] is None:
             unmatched = set(range(len(self.rules))) - self._scope.matched
             self._scope.warn_of_rules(unmatched, "any step of the session")
@@ -191,6 +213,7 @@ class Session:
         return f"Session(mesh={mesh}, rules={len(self.rules)}, {self.cache!r}{state})"
 
 
+DEFAULT_SCOPE.together = peers_of
 _DEFAULT_SESSION = Session._without_mesh()
 
 

@@ -33,11 +33,9 @@ def mesh_identity(mesh: Mesh | None) -> tuple:
     return (tuple(mesh.shape.items()), tuple(str(kind) for kind in mesh.axis_types), devices)
 
 
-def processes_of(mesh: Mesh | None) -> tuple[int, ...]:
-    """The processes that own devices of a mesh, in order."""
-    if mesh is None:
-        return ()
-    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
+def processes_of(devices: Iterable) -> tuple[int, ...]:
+    """The processes that own some devices, in order."""
+    return tuple(sorted({device.process_index for device in devices}))
 
 
 @functools.lru_cache(maxsize=256)
@@ -47,7 +45,7 @@ def parts_along(mesh: Mesh, axes: tuple[str, ...]) -> int:
     Raises:
         PlacementError: some process would hold more of it than another.
     """
-    if len(processes_of(mesh)) < 2:
+    if len(processes_of(mesh.devices.flat)) < 2:
         return 1
     total = math.prod(mesh.shape[axis] for axis in axes)
     held: dict[int, set[int]] = {}

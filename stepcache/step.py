@@ -188,23 +188,31 @@ def _donate(fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> N
     """Adds the carry to the donated arguments, by number and by name."""
     parameters = list(inspect.signature(fun).parameters.values())
     by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    nameless = {p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)}
     roles = jaxcompat.argument_roles(jaxcompat.jit(fun, **options), fun, options)
+    static = {*roles.static_argnames, *_at(roles.static_argnums, by_position)}
+    single = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for name in carry:
-        if name not in (p.name for p in parameters if p.kind is not p.VAR_KEYWORD):
+        if name not in single:
             raise OptionError(
                 f"carry={name!r} is not a parameter of {getattr(fun, '__name__', fun)}",
-                expected=f"one of {', '.join(p.name for p in parameters)}",
+                expected=f"one of {', '.join(single)}" if single else "one that takes one argument",
             )
-        if name in roles.static_argnames:
+        if name in static:
             raise OptionError(f"{name!r} cannot be both carried and static", where="step")
-    numbers = _as_tuple(options.get("donate_argnums"))
-    names = {*carry, *_as_tuple(options.get("donate_argnames"))}
-    names |= {by_position[i] for i in numbers if -len(by_position) <= i < len(by_position)}
-    beyond = {i for i in numbers if not -len(by_position) <= i < len(by_position)}
-    options["donate_argnums"] = tuple(
-        sorted({*beyond, *(i for i, name in enumerate(by_position) if name in names)})
+    numbers, names = (
+        _as_tuple(options.get(each)) for each in ("donate_argnums", "donate_argnames")
     )
-    options["donate_argnames"] = tuple(sorted(names))
+    added = {*carry, *_at(numbers, by_position)}
+    beyond = {i for i in numbers if not -len(by_position) <= i < len(by_position)}
+    donated = {i for i, name in enumerate(by_position) if name in added or name in names}
+    options["donate_argnums"] = tuple(sorted(beyond | donated))
+    # JAX takes no names of what goes by position alone; of others' names it is the judge.
+    options["donate_argnames"] = tuple(sorted((added - nameless).union(names)))
+
+
+def _at(numbers: Iterable[int], names: Sequence[str]) -> list[str]:
+    return [names[i] for i in numbers if -len(names) <= i < len(names)]
 
 
 def _as_tuple(value: Any) -> tuple:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def readable_bytes(size: int) -> str:
@@ -18,3 +18,16 @@ def readable_bytes(size: int) -> str:
 def listed(names: Sequence[str]) -> str:
     """`a, b and c`."""
     return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else "".join(names)
+
+
+def readable_ranks(ranks: Iterable[int]) -> str:
+    """Processes of a pod: "rank 3", "ranks 0–2, 5"."""
+    ordered = sorted(ranks)
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = (str(low) if low == high else f"{low}–{high}" for low, high in spans)
+    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(texts)}"

@@ -15,6 +15,7 @@ FLOORS = {
     "events": 0,
     "jaxcompat": 0,
     "sharding": 1,
+    "spanning": 1,
     "programs": 2,
     "variables": 2,
     "scope": 3,

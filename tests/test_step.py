@@ -67,6 +67,29 @@ def test_carry_adds_to_other_donations():
     assert [x.is_deleted() for x in arrays] == [True, True, False]
 
 
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 1}, {"static_argnums": 2}], ids=str)
+def test_a_carry_that_goes_by_position_alone(options):
+    @sc.step(carry="state", **options)
+    def f(state, scratch, n, /, *, more):
+        return state + n + more, scratch * 2
+
+    for kept in (jnp.ones(4), sc.Variables(np.ones(4, np.float32))):
+        scratch, state = jnp.ones(4), kept
+        for _ in range(3):
+            state, scratch_after = f(state, scratch, 2, more=1.0)
+            scratch_given, scratch = scratch, scratch_after
+            assert scratch_given.is_deleted() is ("donate_argnums" in options)
+        if state is kept:
+            np.testing.assert_array_equal(state.value, 10)
+        else:
+            np.testing.assert_array_equal(state, 10)
+            assert kept.is_deleted()
+    with pytest.raises(sc.OptionError, match=r"carry='rest' is not a parameter"):
+        sc.step(lambda *rest: rest, carry="rest")
+    with pytest.raises(sc.OptionError, match="both carried and static"):
+        sc.step(lambda state, /: state, carry="state", static_argnums=0)
+
+
 def test_a_carry_whose_tree_is_a_tuple_may_be_returned_bare():
     @sc.step(carry="pair")
     def f(pair):

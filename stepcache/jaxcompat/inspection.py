@@ -171,7 +171,7 @@ def process_environment() -> dict[str, str]:
     """
     facts = dict(_machine(jax.default_backend()))
     facts["environment devices"] = f"{jax.device_count()}, {jax.local_device_count()} local"
-    facts["environment process"] = f"{jax.process_index()} of {jax.process_count()}"
+    facts["environment processes"] = str(jax.process_count())
     facts["environment optimize"] = str(sys.flags.optimize)
     for name in (*_VARIABLES, *os.environ):
         if name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES):
@@ -196,16 +196,19 @@ def _setting_names() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _machine(backend: str) -> tuple[tuple[str, str], ...]:
-    device = jax.devices(backend)[0]
+    device, own = jax.devices(backend)[0], jax.local_devices(backend=backend)[0]
     facts = {
         "environment python": f"{platform.python_implementation()} {platform.python_version()}",
         "environment system": f"{platform.system()} {platform.machine()}",
         "package jax": jax.__version__,
         "package jaxlib": jaxlib.version.__version__,
         "environment backend": f"{backend} {device.client.platform_version}".strip(),
-        "environment device kind": device.device_kind,
+        "environment device kind": own.device_kind,
     }
-    if PRIVATE_API:
+    if jax.process_count() > 1:  # XLA's fingerprint of a pod differs between its processes.
+        kinds = sorted({each.device_kind for each in jax.devices(backend)})
+        facts["environment topology"] = f"{', '.join(kinds)} in {jax.process_count()} processes"
+    elif PRIVATE_API:
         try:
             topology = xla_client.get_topology_for_devices([device])
             facts["environment topology"] = f"{topology.fingerprint():x}"

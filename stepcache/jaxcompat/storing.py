@@ -30,6 +30,7 @@ if PRIVATE_API:
 
     CAN_STORE = (
         hasattr(cache_key, "get")
+        and hasattr(cache_key, "_hash_accelerator_config")
         and hasattr(compiler, "compile_or_get_cached")
         and hasattr(compiler, "backend_compile_and_load")
         and hasattr(compiler, "get_compile_options")
@@ -118,6 +119,20 @@ def _install_hook() -> None:
 
         compile_or_get_cached._stepcache = True
         compiler.compile_or_get_cached = compile_or_get_cached
+        original_hash = cache_key._hash_accelerator_config
+
+        def hash_accelerator_config(hasher, accelerators, *rest):
+            """XLA's fingerprint of the topology of a pod differs between its processes."""
+            if _compiling.find is None or not _span_processes(accelerators):
+                return original_hash(hasher, accelerators, *rest)
+            for device in accelerators.flat:
+                hasher.update(f"{device.device_kind} {device.process_index};".encode())
+
+        cache_key._hash_accelerator_config = hash_accelerator_config
+
+
+def _span_processes(devices: Any) -> bool:
+    return len({device.process_index for device in devices.flat}) > 1
 
 
 # ---- executables ------------------------------------------------------------------------------

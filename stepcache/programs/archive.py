@@ -140,6 +140,26 @@ class Archive:
             self.tier.discard("step", address.lookup, f"{type(error).__name__}: {error}")
             return None
 
+    def name(self) -> str:
+        """Names the directory: the same in all processes that look into it, and in no others."""
+        try:
+            return self.tier.vouch(b"the name of this directory").hex()
+        except OSError:
+            return ""
+
+    def executable_bytes(self, digest: str) -> bytes:
+        """A stored executable, to be given to another process; empty where there is none."""
+        entry = self.tier.read("program", digest)
+        return entry.payload if entry is not None else b""
+
+    def keep(self, address: Address, candidate: Candidate, data: bytes) -> None:
+        """Stores what another process built and this one has loaded."""
+        try:
+            if self.tier.publish("program", candidate.program, {"label": address.label}, data):
+                self._add_candidate(address, candidate)
+        except Exception:
+            _log.exception("stepcache could not store %s", address.label)
+
     def _executable(self, digest: str, devices: Sequence[Any]) -> Any:
         with self._lock:
             ahead = self._preloaded.pop((digest, tuple(device.id for device in devices)), None)
@@ -181,7 +201,7 @@ class Archive:
     def _publish(self, publication: Publication) -> None:
         address, digest = publication.address, publication.digest
         if "compile" in publication.seconds:
-            data = storing.serialize_executable(publication.run.xla_executable)
+            data = publication.data or publication.serialized()
             with self.tier.loading("program", digest):
                 storing.load_executable(data, storing.program_devices(publication.run))
                 if not self.tier.publish("program", digest, {"label": address.label}, data):

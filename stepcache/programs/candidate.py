@@ -90,6 +90,18 @@ class Candidate:
     def packed(self) -> dict[str, Any]:
         return asdict(self)
 
+    def assembled(self, data: bytes, address: Address, in_tree: Any) -> Runnable:
+        """The program, of an executable that is at hand.
+
+        Args:
+            data: the executable.
+            address: of the question.
+            in_tree: the tree of the call's arguments.
+        """
+        devices = tuple(address.devices[position] for position in self.devices)
+        tree = storing.decode_tree(self.tree, in_tree)
+        return storing.assemble(storing.load_executable(data, devices), self.call, tree, devices)
+
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> Candidate:
         """From `packed`.
@@ -114,6 +126,7 @@ class Publication:
         captured: the large arrays in it.
         seconds: what each stage took; with "compile", XLA made the executable just now.
         lowered: the lowered module, as `jaxcompat.outline` takes it.
+        data: the executable, where it has been serialized already.
     """
 
     address: Address
@@ -125,6 +138,11 @@ class Publication:
     captured: tuple[Captured, ...]
     seconds: dict[str, float]
     lowered: Any
+    data: bytes = b""
+
+    def serialized(self) -> bytes:
+        """The executable. One that was itself loaded must not be serialized."""
+        return storing.serialize_executable(self.run.xla_executable)
 
     def candidate(self, created_time: float) -> Candidate:
         """What a later process needs to start the program without a trace.

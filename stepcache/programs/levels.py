@@ -5,6 +5,7 @@ or by a build.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,7 @@ class Brought:
         digest: of the executable; empty where it is not, and will not be, on disk.
         address: of the question; None where there is no archive.
         publication: what is to be stored, or None.
+        outline: the lowered module as text, where processes compare it.
     """
 
     program: Program
@@ -48,18 +50,19 @@ class Brought:
     digest: str = ""
     address: Address | None = None
     publication: Publication | None = None
+    outline: str = ""
 
 
 class _Found:
-    """What the archive had for a lowered module."""
+    """What there was for a lowered module: on disk, or from another process."""
 
-    def __init__(self, archive: Archive):
-        self._archive = archive
+    def __init__(self, find: storing.Find):
+        self._find = find
         self.digest, self.loaded = "", False
 
     def __call__(self, digest: str, load: Callable[[bytes], Any]) -> Any:
         self.digest = digest
-        executable = self._archive.find(digest, load)
+        executable = self._find(digest, load)
         self.loaded = executable is not None
         return executable
 
@@ -107,32 +110,13 @@ class Levels:
             with stopwatch.stage("read"):
                 answer = archive.answer(question)
             if answer.candidate is not None and archive.verify != "before":
-                brought = self._load(request, archive, question.address, answer, stopwatch)
+                brought = self.load(request, archive, question, answer, stopwatch, watch)
                 if brought is not None:
-                    return _watched(brought, answer.candidate.told, answer.candidate.used, watch)
+                    return brought
         before_trace(answer)
-        return self._trace(request, archive, question, answer, stopwatch, watch)
+        return self.trace(request, archive, question, answer, stopwatch, watch)
 
-    def _load(
-        self,
-        request: Request,
-        archive: Archive,
-        address: Address,
-        answer: Answer,
-        stopwatch: Stopwatch,
-    ) -> Brought | None:
-        candidate = answer.candidate
-        assert candidate is not None
-        with stopwatch.stage("load"):
-            run = archive.load(candidate, address, request.key.signature.tree)
-        if run is None:
-            return None
-        self._notice(candidate.told)
-        captured = tuple(Captured(*each) for each in candidate.captured)
-        program = Program(request.key, run, captured, stopwatch.seconds, level=1)
-        return Brought(program, answer, (), candidate.program, address)
-
-    def _trace(
+    def load(
         self,
         request: Request,
         archive: Archive | None,
@@ -140,14 +124,63 @@ class Levels:
         answer: Answer,
         stopwatch: Stopwatch,
         watch: bool,
+        data: bytes = b"",
+    ) -> Brought | None:
+        """The program of the candidate in an answer, without a trace; None if it does not load.
+
+        Args:
+            request: the call.
+            archive: the programs on disk, or None.
+            question: that of the answer.
+            answer: with a candidate.
+            stopwatch: times the stages.
+            watch: as for `bring`.
+            data: the executable, if it does not come from the archive.
+        """
+        candidate, address = answer.candidate, question.address
+        assert candidate is not None
+        with stopwatch.stage("load"):
+            tree = request.key.signature.tree
+            if data:
+                run = candidate.assembled(data, address, tree)
+            else:
+                run = archive.load(candidate, address, tree) if archive is not None else None
+        if run is None:
+            return None
+        self._notice(candidate.told)
+        captured = tuple(Captured(*each) for each in candidate.captured)
+        program = Program(request.key, run, captured, stopwatch.seconds, level=1)
+        outline = zlib.decompress(candidate.outline).decode()
+        brought = Brought(program, answer, (), candidate.program, address, None, outline)
+        return _watched(brought, candidate.told, candidate.used, watch)
+
+    def trace(
+        self,
+        request: Request,
+        archive: Archive | None,
+        question: Question,
+        answer: Answer,
+        stopwatch: Stopwatch,
+        watch: bool,
+        find: storing.Find | None = None,
     ) -> Brought:
+        """A program by a trace, and if need be by a compilation.
+
+        Args:
+            request, archive, question, answer, stopwatch, watch: as for `load`.
+            find: looks for the executable of a lowered module; by default in the archive. Where it
+                is given, what was built can be handed to other processes.
+        """
         with stopwatch.stage("hash"):
             known = question.extend(question.used_by(self._recording))
             self._notice(known.facts)
             # Equal facts may share what JAX has traced inside the step before; others must not.
             token = jaxcompat.ValueToken((self._number, digest_facts(known.facts)))
         recording = Recording()
-        found = _Found(archive) if archive is not None else None
+        together = find is not None
+        if find is None and archive is not None:
+            find = archive.find
+        found = _Found(find) if find is not None else None
         program, staged = build(
             self._recipe,
             request,
@@ -169,7 +202,7 @@ class Levels:
             except storing.NotStorable as error:
                 unvouched = (*unvouched, str(error))
         brought = Brought(program, answer, unvouched)
-        if found is not None and archive is not None:
+        if found is not None:
             brought = replace(brought, address=question.address)
             why = _why_not_stored(program, found, archive)
             if why is not None:
@@ -187,6 +220,8 @@ class Levels:
                     staged.lowered,
                 )
                 brought = replace(brought, digest=found.digest, publication=publication)
+        if together:
+            brought = replace(brought, outline=jaxcompat.outline(staged.lowered))
         return _watched(brought, facts, used, watch)
 
     def _notice(self, facts: dict[str, str]) -> None:
@@ -214,11 +249,12 @@ class Levels:
         self._facts, self._recording = {}, Recording()
 
 
-def _why_not_stored(program: Program, found: _Found, archive: Archive) -> str | None:
+def _why_not_stored(program: Program, found: _Found, archive: Archive | None) -> str | None:
     why = storing.why_not_storable(program.run)
     if why is None and not found.digest:
         why = "JAX had compiled it before"
-    if why is None and sum(program.seconds.values()) < archive.min_build_seconds:
+    seconds = sum(program.seconds.values())
+    if why is None and archive is not None and seconds < archive.min_build_seconds:
         why = f"it was built in less than {archive.min_build_seconds} s"
     return why
 

@@ -31,6 +31,7 @@ from stepcache.programs.fingerprint.walk import Fingerprint, Walk
 from stepcache.programs.key import Key
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Leaf, short_type
+from stepcache.spanning import part_of, spans_processes
 
 _LOOKED_UP_BY = ("argument", "mesh", "config ", "environment ", "package jax", "static ", "option ")
 
@@ -226,7 +227,10 @@ def _leaf_tokens(leaves: Iterable[Leaf], devices: Sequence[Any]) -> list[str]:
             shardings[leaf.sharding] = placed
         weak = " weak" if leaf.weak_type else ""
         layout = f" {leaf.layout}" if leaf.layout is not None else ""
-        tokens.append(f"{short_type(leaf.shape, leaf.dtype)}{weak} {placed}{layout}")
+        kind = short_type(leaf.shape, leaf.dtype)
+        if spans_processes(leaf.sharding) and (part := part_of(leaf.sharding, leaf.shape)):
+            kind = f"{short_type(part, leaf.dtype)} of {kind}"
+        tokens.append(f"{kind}{weak} {placed}{layout}")
     return tokens
 
 

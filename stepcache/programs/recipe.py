@@ -13,7 +13,7 @@ from stepcache import jaxcompat
 from stepcache.programs.identity import Identity, function_name, identity
 from stepcache.programs.key import Key
 from stepcache.programs.signature import Call, Leaf, Parameters
-from stepcache.sharding import Placed
+from stepcache.sharding import Placed, processes_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -87,3 +87,11 @@ class Request:
     placed: tuple[Placed | None, ...]
     key: Key
     mesh: Mesh | None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The processes whose devices the call speaks of, in order."""
+        if self.mesh is not None:
+            return processes_of(self.mesh.devices.flat)
+        shardings = {leaf.sharding for leaf in self.leaves if leaf.sharding is not None}
+        return processes_of(device for each in shardings for device in each.device_set)

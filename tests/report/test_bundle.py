@@ -344,7 +344,7 @@ def test_steps_of_this_environment_come_without_the_others(directory, tmp_path):
 FACTS = {
     "environment backend": "cuda 13",
     "environment devices": "8, 8 local",
-    "environment process": "1 of 2",
+    "environment processes": "2",
     "environment topology": "ab",
     "package numpy": "2.0",
 }
@@ -354,7 +354,6 @@ FACTS = {
     ("facts", "parts"),
     [
         (FACTS, []),
-        (FACTS | {"environment process": "0 of 2"}, []),
         (FACTS | {"environment devices": "4, 4 local"}, []),
         (FACTS | {"environment devices": "64, 16 local"}, ["environment devices"]),
         (FACTS | {"environment topology": "cd"}, ["environment topology"]),

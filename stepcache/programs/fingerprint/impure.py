@@ -61,6 +61,12 @@ _FUNCTIONS = {
     "_io.FileIO": "a file that is opened out of sight",
     "pkgutil.resolve_name": "a module whose name is not known beforehand",
     "sys.getrecursionlimit": "the process",
+    "jax.process_index": "the rank of the process",
+    "jax.host_id": "the rank of the process",
+    "jax.local_devices": "the rank of the process",
+    "jax._src.xla_bridge.process_index": "the rank of the process",
+    "jax._src.xla_bridge.host_id": "the rank of the process",
+    "jax._src.xla_bridge.local_devices": "the rank of the process",
     "sys.gettrace": "the process",
 }
 _OS_PURE = frozenset(

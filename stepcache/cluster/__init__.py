@@ -1,0 +1,1 @@
+"""Several processes: pods of `jax.distributed`, and how they agree."""

@@ -1,0 +1,314 @@
+"""Who of a pod has gone: found out, told to all, and made an error of.
+
+A process that dies closes its connections, so that a collective of its neighbours fails at once;
+but others wait for those neighbours, and JAX ends them all only when heartbeats have failed. Here
+whoever notices says so in the coordination service, and every process hangs up on the others, so
+that no collective waits any more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import itertools
+import logging
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgpack
+
+from stepcache.cluster.connections import connected_by, hang_up, listening, machine, started
+from stepcache.errors import RankLostError
+from stepcache.jaxcompat import coordination
+from stepcache.jaxcompat.coordination import Service, Unreachable
+from stepcache.units import readable_ranks
+
+_SLICE_SECONDS = 0.5
+_ANSWER_SECONDS = 1.0
+_LAST_ONE_SECONDS = 3.0
+_POLL_SECONDS = 0.02
+_LOST, _HERE, _WHO, _LEFT = (f"stepcache/{name}" for name in ("lost", "here", "who", "left"))
+_OF_TRANSPORT = re.compile(
+    r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|"
+    r"coordination ?service|UNAVAILABLE",
+    re.IGNORECASE,
+)
+_log = logging.getLogger("stepcache")
+_making = threading.Lock()
+
+
+class Watch:
+    """Knows whether all processes of the pod are there.
+
+    Args:
+        service: JAX's coordination service.
+
+    Attributes:
+        rank: of this process.
+        service: the same; a call of it raises `RankLostError` rather than wait for what has gone.
+    """
+
+    _made: Watch | None = None
+
+    def __init__(self, service: Service):
+        self.service = _Guarded(service, self)
+        self.rank = coordination.rank()
+        self._others: dict[int, dict] = {}
+        self._known = threading.Event()
+        self._error: RankLostError | None = None
+        self._hanging_up = threading.Lock()
+        self._hung_up = False
+        about = {
+            "machine": machine(),
+            "pid": os.getpid(),
+            "started": started(os.getpid()),
+            "listens": listening(),
+        }
+        self.service.put(f"{_WHO}/{self.rank}", _packed(about))
+        # Not a daemon: Python's end must not find a thread inside JAX.
+        threading.Thread(target=self._run, name="stepcache pod", daemon=False).start()
+        atexit.register(self._leave)
+        _put_off_aborts()
+
+    @classmethod
+    def of_this_process(cls, service: Service) -> Watch:
+        """The one watch of this process."""
+        with _making:
+            if cls._made is None:
+                cls._made = cls(service)
+            return cls._made
+
+    # ---- noticing --------------------------------------------------------------------------------
+
+    def raise_if_lost(self) -> None:
+        """Raises what is known.
+
+        Raises:
+            RankLostError: a process has gone.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def look_at(self, ranks: Callable[[], Iterable[int]]) -> None:
+        """Looks whether processes, if they are on this machine, are alive, and the service is.
+
+        Args:
+            ranks: says which processes; asked where the service is there.
+
+        Raises:
+            RankLostError: one is not.
+        """
+        self.raise_if_lost()
+        gone = [rank for rank in ranks() if self._is_gone(rank)]
+        if gone:
+            self._declare("its process has ended", gone)
+            self._known.wait(2 * (_SLICE_SECONDS + _ANSWER_SECONDS))
+            self.raise_if_lost()
+
+    def look_at_service(self) -> None:
+        """Looks whether the coordination service is there.
+
+        Raises:
+            Unreachable: it is not.
+        """
+        if self.rank != 0 and not connected_by(coordination.coordinator_port()):
+            raise Unreachable("its connection is closed")
+
+    def _is_gone(self, rank: int) -> bool:
+        about = self._all().get(rank)
+        if about is None or about["machine"] != machine():
+            return False
+        return started(about["pid"]) != about["started"]
+
+    def meet(self) -> None:
+        """Notes who the others are. To be called when all have made their watches."""
+        self._all()
+
+    def _all(self) -> dict[int, dict]:
+        """What every process has said of itself."""
+        if len(self._others) < coordination.processes():
+            for name, packed in self.service.listed(f"{_WHO}/").items():
+                self._others[int(name)] = msgpack.unpackb(packed)
+        return self._others
+
+    def suspect(self, error: BaseException) -> None:
+        """Finds out whether an error means that a process has gone.
+
+        Raises:
+            RankLostError: it does; the error is its cause.
+        """
+        if isinstance(error, RankLostError):
+            return
+        if not self._known.is_set():
+            if not _OF_TRANSPORT.search(str(error)):
+                return
+            try:
+                self.look_at_service()
+                self._declare(_first_line(error), ())
+            except Unreachable as unreachable:
+                self.service_has_gone(_first_line(unreachable))
+            self._known.wait(2 * (_SLICE_SECONDS + _ANSWER_SECONDS))
+        if self._error is not None:
+            raise self._error from error
+
+    def _declare(self, why: str, ranks: Sequence[int]) -> None:
+        self.service.put(_LOST, _packed({"by": self.rank, "why": why, "ranks": list(ranks)}))
+
+    def service_has_gone(self, why: str) -> None:
+        """The coordination service does not answer: it lives in the process of rank 0."""
+        self._hang_up()
+        self._note([0], None, f"its coordination service does not answer ({why})")
+
+    # ---- all the time ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while threading.main_thread().is_alive() and not self._known.is_set():
+                self.look_at_service()
+                found = self.service.get(_LOST, _SLICE_SECONDS)
+                if found is not None:
+                    self._judge(**msgpack.unpackb(found))
+        except Unreachable as error:
+            if threading.main_thread().is_alive():
+                self.service_has_gone(_first_line(error))
+
+    def _judge(self, by: int, why: str, ranks: list[int]) -> None:
+        """Somebody says that somebody has gone. If he does not say who: who does not answer."""
+        self.service.put(f"{_HERE}/{self.rank}", b"1")
+        self._all()
+        self._hang_up()
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        silent = set(ranks)
+        while not ranks and time.monotonic() < deadline:
+            silent = set(self._all()) - {int(rank) for rank in self.service.listed(f"{_HERE}/")}
+            if not silent:
+                break
+            time.sleep(_POLL_SECONDS)
+        self._note(sorted(silent), by, why)
+
+    def _note(self, ranks: Sequence[int], by: int | None, why: str) -> None:
+        if self._known.is_set():
+            return
+        what = f"{readable_ranks(ranks)} of the pod has gone"
+        if not ranks:
+            what = f"rank {by} cannot reach the others of the pod, though all are there"
+        elif by not in (None, self.rank, *ranks):
+            what += f", as rank {by} noticed"
+        self._error = RankLostError(
+            f"{what}: {why}",
+            ranks,
+            where=f"rank {self.rank}",
+            hint="start again, on as many processes as there are: Variables.restore reads what any "
+            "number of them saved",
+        )
+        self._known.set()
+        _log.error("%s", self._error.what)
+
+    def _hang_up(self) -> None:
+        """Closes the connections to the other processes, but for those of the service."""
+        with self._hanging_up:
+            if not self._hung_up:
+                self._hung_up = True
+                ends = {rank: about["listens"] for rank, about in self._others.items()}
+                own = ends.pop(self.rank, [])
+                hang_up(own, itertools.chain(*ends.values()), coordination.coordinator_port())
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """The end of the process. Where an exception ends it, it says so; a lost pod is left at
+        once, and by rank 0 last: the service ends with it, and JAX then aborts the others.
+        """
+        error = getattr(sys, "last_value", None)
+        if not self._known.is_set() and error is None:
+            return
+        there = self._error is None or 0 not in self._error.ranks
+        with contextlib.suppress(Unreachable):
+            if there and not self._known.is_set():
+                self._declare(f"it ended with {_first_line(error)}", [self.rank])
+            if there:
+                self.service.put(f"{_LEFT}/{self.rank}", b"1")
+            gone = self._error.ranks if self._error is not None else ()
+            waited_for = set(self._all()) - {0, *gone} if self.rank == 0 else set()
+            deadline = time.monotonic() + _LAST_ONE_SECONDS
+            while waited_for and time.monotonic() < deadline:
+                waited_for -= {int(rank) for rank in self.service.listed(f"{_LEFT}/")}
+                time.sleep(_POLL_SECONDS)
+        coordination.abandon()
+
+
+class _Guarded(Service):
+    """A service that nobody waits for when it has gone: its calls are made by other threads."""
+
+    def __init__(self, service: Service, watch: Watch):
+        super().__init__(service.client)
+        self._watch = watch
+
+    def put(self, name: str, value: bytes) -> bool:
+        return self._call(super().put, name, value)
+
+    def get(self, name: str, timeout_seconds: float) -> bytes | None:
+        return self._call(super().get, name, timeout_seconds)
+
+    def listed(self, directory: str) -> dict[str, bytes]:
+        return self._call(super().listed, directory)
+
+    def add(self, name: str) -> int:
+        return self._call(super().add, name)
+
+    def delete(self, name: str) -> None:
+        self._call(super().delete, name)
+
+    def _call(self, function: Callable, *args: Any) -> Any:
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+
+        def call() -> None:
+            try:
+                answers.put((function(*args), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+        # A daemon: it may wait for a service that has gone when the process ends.
+        threading.Thread(target=call, name="stepcache service", daemon=True).start()
+        while True:
+            try:
+                answer, error = answers.get(timeout=_SLICE_SECONDS)
+            except queue.Empty:
+                self._watch.look_at_service()
+                continue
+            if error is not None:
+                raise error
+            return answer
+
+
+def _packed(data: object) -> bytes:
+    packed = msgpack.packb(data)
+    assert packed is not None
+    return packed
+
+
+def _first_line(error: BaseException | None) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _put_off_aborts() -> None:
+    """Has an abort of this process wait for some seconds.
+
+    When JAX notices that the coordinator has gone, a thread of its own aborts the process, at the
+    moment at which a collective fails in Python too. There is no hook before it (jaxlib's callback
+    cannot be a Python function), so the signal's handler sleeps: for six seconds, the number of the
+    signal being its argument. Then the abort goes on, so that nothing hangs.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    library.signal.restype = ctypes.c_void_p
+    library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))

@@ -1,0 +1,241 @@
+"""`Pod`: the processes of one mesh, as JAX's coordination service brings them together."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgpack
+
+from stepcache.cluster.loss import Watch
+from stepcache.errors import AgreementError
+from stepcache.jaxcompat import coordination
+from stepcache.jaxcompat.coordination import Unreachable
+from stepcache.programs.peers import Meeting
+from stepcache.units import readable_ranks
+
+PIECE_BYTES = 1 << 20
+"""What is handed out travels in pieces: the service keeps each in memory, and bounds a message."""
+AGREE_SECONDS = 60.0
+"""How long to wait, by default, for a process that has not come to agree on a program."""
+_WINDOW = 32
+_SLICE_SECONDS = 0.5
+_LOG_AFTER_SECONDS = 5.0
+
+_log = logging.getLogger("stepcache")
+_pods: dict[tuple[int, ...], Pod] = {}
+_lock = threading.Lock()
+
+
+class Pod:
+    """The processes of a mesh. One object for each set of them.
+
+    Args:
+        ranks: theirs, in order.
+        watch: knows who has gone.
+
+    Attributes:
+        rank: of this process.
+        ranks: as given.
+        service: of the watch.
+        watch: as given.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], watch: Watch):
+        self.rank, self.ranks = watch.rank, ranks
+        self.service, self.watch = watch.service, watch
+        everybody = ",".join(map(str, ranks))
+        self._name = f"stepcache/{hashlib.sha256(everybody.encode()).hexdigest()[:12]}"
+        self._meetings = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def meeting(self, label: str, agree_seconds: float) -> Iterator[Meeting]:
+        """Comes together with the other processes, one meeting at a time.
+
+        Args:
+            label: what about, for people.
+            agree_seconds: how long to wait for a process that has not come.
+        """
+        with self._lock:
+            self._meetings += 1
+            yield _Meeting(self, f"{self._name}/{self._meetings}", label, agree_seconds)
+            if self.rank == self.ranks[0] and self._meetings > 1:
+                self.service.delete(f"{self._name}/{self._meetings - 1}/")  # All have left it.
+
+
+class PodOfSession:
+    """A pod, with the patience of one session: the `Peers` of its programs."""
+
+    def __init__(self, pod: Pod, agree_seconds: float):
+        self.pod, self.agree_seconds = pod, agree_seconds
+        self.rank, self.ranks = pod.rank, pod.ranks
+
+    def meeting(self, label: str) -> contextlib.AbstractContextManager[Meeting]:
+        """As `Peers` has it."""
+        return self.pod.meeting(label, self.agree_seconds)
+
+    def suspect(self, error: BaseException) -> None:
+        """As `Peers` has it."""
+        self.pod.watch.suspect(error)
+
+
+def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> PodOfSession | None:
+    """These processes; None for one process, or where JAX has no service for them.
+
+    Args:
+        ranks: theirs, in order.
+        agree_seconds: how long to wait for one that has not come.
+    """
+    if len(ranks) < 2:
+        return None
+    service = coordination.service()
+    if service is None:
+        return None
+    with _lock:
+        pod = _pods.get(tuple(ranks))
+        if pod is None:
+            pod = _pods[tuple(ranks)] = Pod(tuple(ranks), Watch.of_this_process(service))
+        return PodOfSession(pod, agree_seconds)
+
+
+class _Meeting:
+    """One meeting.
+
+    Whoever comes last writes down what all have said; whoever has waited too long writes down that
+    somebody is missing. A name is given its value once, so all read the same.
+    """
+
+    def __init__(self, pod: Pod, name: str, label: str, agree_seconds: float):
+        self._pod, self._name = pod, name
+        self._label, self._agree_seconds = label, agree_seconds
+
+    def hear(self, topic: str, said: bytes, *, patiently: bool = False) -> dict[int, bytes]:
+        """As `Meeting` has it."""
+        service, place = self._pod.service, f"{self._name}/{topic}"
+        with self._knowing_of_losses():
+            service.put(f"{place}/said/{self._pod.rank}", said)
+            if service.add(f"{place}/count") == len(self._pod.ranks):
+                service.put(f"{place}/outcome", _pack_voices(service.listed(f"{place}/said/")))
+
+        def missing() -> list[int]:
+            there = service.listed(f"{place}/said/")
+            return [rank for rank in self._pod.ranks if str(rank) not in there]
+
+        def give_up() -> None:
+            service.put(f"{place}/outcome", _packed({"late": missing()}))
+
+        bound = None if patiently else self._agree_seconds
+        found = msgpack.unpackb(
+            self._wait(f"{place}/outcome", missing, bound, give_up), strict_map_key=False
+        )
+        if "late" in found:
+            raise self._late(found["late"])
+        self._pod.watch.meet()
+        return {rank: voice for ranks, voice in found["voices"] for rank in ranks}
+
+    def hand_out(self, name: str, data: bytes) -> None:
+        """As `Meeting` has it."""
+        service, place = self._pod.service, f"{self._name}/{name}"
+        pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)] or [b""]
+        with self._knowing_of_losses():
+            service.put(f"{place}/count", str(len(pieces)).encode())
+            for number, piece in enumerate(pieces):
+                if number >= _WINDOW:
+                    self._take_back(place, number - _WINDOW)
+                service.put(f"{place}/{number}", piece)
+
+    def _take_back(self, place: str, number: int) -> None:
+        """Frees a piece when all others have it."""
+        for rank in self._pod.ranks:
+            if rank != self._pod.rank:
+                self._wait(f"{place}/taken/{number}/{rank}", lambda rank=rank: [rank])
+        self._pod.service.delete(f"{place}/{number}")
+
+    def take(self, name: str, giver: int) -> bytes:
+        """As `Meeting` has it."""
+        service, place = self._pod.service, f"{self._name}/{name}"
+        count = int(self._wait(f"{place}/count", lambda: [giver]))
+        pieces = []
+        for number in range(count):
+            pieces.append(self._wait(f"{place}/{number}", lambda: [giver]))
+            if number + _WINDOW < count:
+                service.put(f"{place}/taken/{number}/{self._pod.rank}", b"1")
+        return b"".join(pieces)
+
+    def _wait(
+        self,
+        name: str,
+        missing: Callable[[], Iterable[int]],
+        bound_seconds: float | None = None,
+        give_up: Callable[[], None] | None = None,
+    ) -> bytes:
+        """Waits for a value.
+
+        Args:
+            name: its name.
+            missing: says who is being waited for.
+            bound_seconds: for how long; None for as long as all live.
+            give_up: gives the name a value when the time is over.
+        """
+        started, said = time.monotonic(), False
+        with self._knowing_of_losses():
+            while True:
+                found = self._pod.service.get(name, _SLICE_SECONDS)
+                if found is not None:
+                    return found
+                waited = time.monotonic() - started
+                self._pod.watch.look_at(missing)
+                if not said and waited > _LOG_AFTER_SECONDS:
+                    said = True
+                    text = "rank %d has waited for %s for %.0f s, to agree on %s"
+                    who = readable_ranks(missing())
+                    _log.warning(text, self._pod.rank, who, waited, self._label)
+                if bound_seconds is not None and waited > bound_seconds and give_up is not None:
+                    give_up()
+
+    @contextlib.contextmanager
+    def _knowing_of_losses(self) -> Iterator[None]:
+        """Raises `RankLostError` where it is why something went wrong, or never came."""
+        self._pod.watch.raise_if_lost()
+        try:
+            yield
+        except Unreachable as error:
+            self._pod.watch.service_has_gone(str(error))
+            self._pod.watch.raise_if_lost()
+            raise
+
+    def _late(self, late: list[int]) -> AgreementError:
+        if self._pod.rank in late:
+            return AgreementError(
+                f"rank {self._pod.rank}, this one, came too late to agree on {self._label}: the "
+                "others have given up",
+                sides=(tuple(late),),
+            )
+        return AgreementError(
+            f"{readable_ranks(late)} did not come to agree on {self._label}, within "
+            f"{self._agree_seconds:.0f} s",
+            sides=(tuple(late),),
+            expected=f"a call that needs a new program, on {readable_ranks(self._pod.ranks)}",
+            got=f"none on {readable_ranks(late)}: there runs something else, or a known program",
+            hint="call the same steps in the same order on all processes; Session(agree_timeout=…) "
+            "waits longer",
+        )
+
+
+def _pack_voices(voices: dict[str, bytes]) -> bytes:
+    """What all said, and who said the same."""
+    by_voice: dict[bytes, list[int]] = {}
+    for rank, voice in voices.items():
+        by_voice.setdefault(voice, []).append(int(rank))
+    return _packed({"voices": [[ranks, voice] for voice, ranks in by_voice.items()]})
+
+
+def _packed(data: object) -> bytes:
+    packed = msgpack.packb(data)
+    assert packed is not None
+    return packed

@@ -1,0 +1,115 @@
+"""JAX's coordination service: names and values that the processes of a pod share.
+
+`jax.distributed.initialize` starts it, in the process of rank 0. JAX has no public way to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import jax
+
+from stepcache.jaxcompat.private import PRIVATE_API
+
+if PRIVATE_API:
+    from jax._src import distributed
+else:
+    distributed: Any = None
+
+
+class Unreachable(Exception):
+    """The service has gone, or has thrown this process out."""
+
+
+class Service:
+    """The names and values.
+
+    Args:
+        client: JAX's client of the service.
+
+    Attributes:
+        client: as given.
+    """
+
+    def __init__(self, client: Any):
+        self.client = client
+
+    def put(self, name: str, value: bytes) -> bool:
+        """Gives a name a value; False where it has one already."""
+        try:
+            self.client.key_value_set_bytes(name, value)
+        except Exception as error:
+            _expect(error, "ALREADY_EXISTS")
+            return False
+        return True
+
+    def get(self, name: str, timeout_seconds: float) -> bytes | None:
+        """Waits for the value of a name; None where none has come in time."""
+        try:
+            return self.client.blocking_key_value_get_bytes(name, int(timeout_seconds * 1000))
+        except Exception as error:
+            _expect(error, "DEADLINE_EXCEEDED")
+            return None
+
+    def listed(self, directory: str) -> dict[str, bytes]:
+        """The names below a directory, without it, and their values."""
+        try:
+            found = self.client.key_value_dir_get_bytes(directory)
+        except Exception as error:
+            _expect(error, "NOT_FOUND")
+            return {}
+        return {name.removeprefix(directory).lstrip("/"): value for name, value in found}
+
+    def add(self, name: str) -> int:
+        """Adds one to a counter, and returns what it is then."""
+        try:
+            return int(self.client.key_value_increment(name, 1))
+        except Exception as error:
+            raise Unreachable(str(error)) from None
+
+    def delete(self, name: str) -> None:
+        """Forgets a name, or a directory that ends with `/`."""
+        try:
+            self.client.key_value_delete(name)
+        except Exception as error:
+            _expect(error, "NOT_FOUND")
+
+
+def _expect(error: Exception, status: str) -> None:
+    if not str(error).startswith(status):
+        raise Unreachable(str(error)) from None
+
+
+def service() -> Service | None:
+    """The service of this process's pod; None in a process of its own."""
+    if distributed is None or distributed.global_state.client is None:
+        return None
+    return Service(distributed.global_state.client)
+
+
+def coordinator_port() -> int:
+    """The port of the service."""
+    return int(distributed.global_state.coordinator_address.rsplit(":", 1)[1])
+
+
+def abandon() -> None:
+    """Has the end of this process not wait for the others of its pod, of which one has gone.
+
+    JAX would wait for all of them, and then abort. What it holds of the service is never freed:
+    freeing it would wait too.
+    """
+    state = distributed.global_state
+    for held in (state.client, state.service, state.preemption_sync_manager):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    state.client = state.service = state.preemption_sync_manager = None
+
+
+def rank() -> int:
+    """The index of this process in its pod."""
+    return jax.process_index()
+
+
+def processes() -> int:
+    """How many processes the pod has."""
+    return jax.process_count()

@@ -1,0 +1,67 @@
+"""What the programs of a pod need of its processes: to be heard by all, and to hand things out.
+
+`cluster.pod` provides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+
+class Meeting(Protocol):
+    """All processes of a mesh, on the occasion of one new program."""
+
+    def hear(self, topic: str, said: bytes, *, patiently: bool = False) -> dict[int, bytes]:
+        """What every process says on a topic, by rank; waits for the last one.
+
+        Args:
+            topic: the same on all of them.
+            said: by this one.
+            patiently: wait as long as all are alive, and not only for the agreed time.
+
+        Raises:
+            AgreementError: some process has not come in time.
+            RankLostError: some process has gone.
+        """
+        ...
+
+    def hand_out(self, name: str, data: bytes) -> None:
+        """Gives bytes to whoever takes them."""
+        ...
+
+    def take(self, name: str, giver: int) -> bytes:
+        """Waits for what a process hands out.
+
+        Raises:
+            RankLostError: some process has gone.
+        """
+        ...
+
+
+class Peers(Protocol):
+    """The processes of a mesh.
+
+    Attributes:
+        rank: of this one.
+        ranks: of all, in order.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+
+    def meeting(self, label: str) -> AbstractContextManager[Meeting]:
+        """Comes together with the others; one meeting at a time, in the same order on all."""
+        ...
+
+    def suspect(self, error: BaseException) -> None:
+        """Finds out whether an error means that a process has gone.
+
+        Raises:
+            RankLostError: it does.
+        """
+        ...

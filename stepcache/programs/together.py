@@ -1,0 +1,197 @@
+"""Bringing a new program in all processes of a pod: one has it, or makes it, the others load it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stepcache.errors import AgreementError
+from stepcache.programs.archive import Answer, Archive
+from stepcache.programs.build import Stopwatch
+from stepcache.programs.candidate import Candidate
+from stepcache.programs.gathering import Gathering, stand_of
+from stepcache.programs.levels import Brought, Levels
+from stepcache.programs.peers import Peers
+from stepcache.programs.question import Question
+from stepcache.programs.recipe import Recipe, Request
+
+_log = logging.getLogger("stepcache")
+
+
+def bring_together(
+    levels: Levels,
+    recipe: Recipe,
+    request: Request,
+    archive: Archive | None,
+    stopwatch: Stopwatch,
+    before_trace: Callable[[Answer], None],
+    peers: Peers,
+    *,
+    watch: bool = False,
+) -> Brought:
+    """As `Levels.bring`, with the other processes of a pod.
+
+    Raises:
+        AgreementError: they are not about to run the same program, or one has not come.
+        RankLostError: one has gone.
+    """
+    with peers.meeting(recipe.name) as meeting:
+        with stopwatch.stage("hash"):
+            question = Question(recipe, request)
+        answer = Answer()
+        if archive is not None:
+            with stopwatch.stage("read"):
+                answer = archive.answer(question)
+        with stopwatch.stage("agree"):
+            stand = stand_of(question, answer, archive)
+            gathering = Gathering(meeting, peers, question, stand)
+        bringing = _Bringing(
+            levels, gathering, request, archive, question, answer, stopwatch, before_trace, watch
+        )
+        problem = None
+        try:
+            brought = bringing.brought()
+        except Exception as error:
+            problem = error
+            with stopwatch.stage("agree"):
+                gathering.conclude("", error)
+            raise
+        with stopwatch.stage("agree"):
+            gathering.conclude(brought.outline, problem)
+        return brought
+
+
+@dataclass
+class _Bringing:
+    """One process's part in bringing a program."""
+
+    levels: Levels
+    gathering: Gathering
+    request: Request
+    archive: Archive | None
+    question: Question
+    answer: Answer
+    stopwatch: Stopwatch
+    before_trace: Callable[[Answer], None]
+    watch: bool
+
+    def brought(self) -> Brought:
+        gathering = self.gathering
+        if gathering.gives:
+            return self._build_and_give() if gathering.builds else self._load_and_give()
+        if not gathering.builds and gathering.has_it:
+            return self._load(self.answer) or self._trace()
+        with self.stopwatch.stage("wait"):
+            candidate, data, why_not = gathering.receive()
+        if candidate is None:
+            _log.info("%s builds for itself: %s", self.question.address.label, why_not)
+            return self._trace()
+        if not gathering.loads:
+            _log.warning(
+                "%s builds for itself: what another host made is for another kind of host",
+                self.question.address.label,
+            )
+            return self._trace()
+        return self._adopt(candidate, data)
+
+    # ---- by the one that has it, or makes it -------------------------------------------------
+
+    def _load_and_give(self) -> Brought:
+        candidate, archive = self.answer.candidate, self.archive
+        assert candidate is not None and archive is not None
+        if self.gathering.wanted:
+            with self.stopwatch.stage("give"):
+                data = archive.executable_bytes(candidate.program)
+                self._give(candidate if data else None, data, "it cannot be read from disk")
+        return self._load(self.answer) or self._trace()
+
+    def _build_and_give(self) -> Brought:
+        try:
+            brought = self._trace()
+            with self.stopwatch.stage("give"):
+                publication = brought.publication
+                if publication is None:
+                    self._give(None, b"", "; ".join(brought.unvouched))
+                    return brought
+                candidate = publication.candidate(time.time())
+                if self.gathering.all_share and self.archive is not None:
+                    self.archive.publish(publication)
+                    self._give(candidate, b"")
+                    return replace(brought, publication=None)
+                data = self._serialized(brought)
+                self._give(candidate if data else None, data, "it cannot be read from disk")
+                return replace(brought, publication=replace(publication, data=data))
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                self._give(None, b"", f"{type(error).__name__}: {error}")
+            raise
+
+    def _serialized(self, brought: Brought) -> bytes:
+        assert brought.publication is not None
+        if "compile" in brought.program.seconds:
+            return brought.publication.serialized()
+        return self.archive.executable_bytes(brought.digest) if self.archive is not None else b""
+
+    def _give(self, candidate: Candidate | None, data: bytes, why_not: str = "") -> None:
+        self.gathering.give(self.question.address.label, candidate, data, why_not)
+
+    # ---- by the others -----------------------------------------------------------------------
+
+    def _adopt(self, candidate: Candidate, data: bytes) -> Brought:
+        """The program that another process made."""
+        changes = self.gathering.differing(candidate)
+        if changes:
+            raise AgreementError(
+                "what was traced elsewhere is not what is here:\n  "
+                + "\n  ".join(map(str, changes[:12])),
+                changes,
+            )
+        if candidate.tree is None:  # It has to be traced here as well, but not compiled.
+            return self._trace(lambda digest, load: self._given(candidate, data, digest, load))
+        try:
+            brought = self._load(Answer(candidate), data)
+        except Exception as error:
+            _log.warning(
+                "%s builds for itself: what another process made does not load here (%s)",
+                self.question.address.label,
+                error,
+            )
+            brought = None
+        if brought is not None and data and self.archive is not None:
+            archive, address = self.archive, self.question.address
+            archive.in_background(lambda: archive.keep(address, candidate, data))
+        return brought or self._trace()
+
+    def _given(
+        self, candidate: Candidate, data: bytes, digest: str, load: Callable[[bytes], Any]
+    ) -> Any:
+        if digest != candidate.program:
+            return None
+        if not data:
+            return self.archive.find(digest, load) if self.archive is not None else None
+        return load(data)
+
+    # ---- by each -----------------------------------------------------------------------------
+
+    def _load(self, answer: Answer, data: bytes = b"") -> Brought | None:
+        return self.levels.load(
+            self.request, self.archive, self.question, answer, self.stopwatch, self.watch, data
+        )
+
+    def _trace(self, find: Any = None) -> Brought:
+        self.before_trace(self.answer)
+        if find is None:
+            find = self.archive.find if self.archive is not None else lambda digest, load: None
+        return self.levels.trace(
+            self.request,
+            self.archive,
+            self.question,
+            self.answer,
+            self.stopwatch,
+            self.watch,
+            find,
+        )

@@ -1,0 +1,181 @@
+"""Processes that are about to run different programs all say so, within seconds, and by name."""
+
+import pytest
+
+from tests.cluster.pods import run_pod
+
+# The step, the call, and what rank 1 of 2 does otherwise.
+SCRIPT = """
+import dataclasses
+FACTOR, STATIC, SHAPE, DTYPE, TREE, MESH = 2.0, "a", (4, 3), np.float32, {"n": 0}, mesh
+SPEC, SETTING, OTHER, OPTIONS = P(), "before", False, {}
+{{before}}
+def helper(x):
+    return x * FACTOR
+if {{different}}:
+{{change}}
+@sc.step(carry="state", static_argnames="mode", **OPTIONS)
+def train(state, batch, mode):
+    return jax.tree.map(lambda x: helper(x) + batch.sum().astype(x.dtype), state), batch.mean()
+@sc.step(static_argnames="mode")
+def evaluate(state, batch, mode):
+    return batch.mean()
+started = time.time()
+try:
+    with sc.Session(MESH, data_axis=MESH.axis_names[0], agree_timeout=3):
+        state = {"w": np.ones(4, np.float32), **TREE}
+        state = jax.tree.map(
+            lambda x: jax.make_array_from_callback(
+                np.shape(x), NamedSharding(MESH, SPEC if np.ndim(x) else P()), lambda i: np.asarray(x)[i]
+            ), state)
+        if OTHER:
+            evaluate(state, np.ones(SHAPE, DTYPE), STATIC)
+        else:
+            out = train(state, np.ones(SHAPE, DTYPE), STATIC)
+            jax.block_until_ready(out)
+    say("ran")
+except sc.AgreementError as error:
+    say("seconds", time.time() - started)
+    say("error", str(error).replace(chr(10), " | "))
+    say("sides", error.sides)
+"""
+
+KINDS = {
+    "shape": ("    SHAPE = (3, 3)", ["batch", "float32[3,3]", "float32[4,3]"]),
+    "dtype": ("    DTYPE = np.int32", ["batch", "int32[", "float32["]),
+    "tree": ("    TREE = {'n': 0, 'm': 1}", ["arguments"]),
+    "static": ("    STATIC = 'b'", ["mode", "'a'", "'b'"]),
+    "code": ("    def helper(x): return x * FACTOR + 1", ["helper", "its code changed"]),
+    "global": ("    FACTOR = 3.0", ["FACTOR", "2.0", "3.0"]),
+    "config": ("    jax.config.update('jax_default_matmul_precision', 'highest')", ["matmul_precision"]),
+    "mesh order": (
+        "    MESH = jax.sharding.Mesh(mesh.devices[::-1], ('data',), axis_types=mesh.axis_types)",
+        ["mesh"],
+    ),
+    "axis name": (
+        "    MESH = jax.sharding.Mesh(mesh.devices, ('batch',), axis_types=mesh.axis_types)",
+        ["mesh", "batch"],
+    ),
+    "sharding": ("    TREE = {'n': np.zeros(2)}; SPEC = P('data')", ["state"]),
+    "donation": ("    OPTIONS = {'keep_unused': True}", ["keep_unused"]),
+    "another step": ("    OTHER = True", ["train", "evaluate", "different steps"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disagreement_is_an_error_on_all_ranks(tmp_path, kind):
+    change, named = KINDS[kind]
+    before = ""
+    if kind == "sharding":
+        before = "TREE = {'n': np.zeros(2)}"
+    script = SCRIPT.replace("{{before}}", before).replace("{{change}}", change)
+    ranks = run_pod(tmp_path, script.replace("{{different}}", "RANK == 1"))
+    for number, rank in enumerate(ranks):
+        assert not rank.said("ran"), rank.output
+        assert rank.code == 0 and rank.said("error"), f"rank {number}\n{rank.output}"
+        (error,), (seconds,) = rank.said("error"), rank.said("seconds")
+        assert float(seconds) < 5
+        assert "rank 0" in error and "rank 1" in error
+        for name in named:
+            assert name in error, (name, error)
+    assert ranks[0].said("error") == ranks[1].said("error")
+
+
+def test_an_xla_flag(tmp_path):
+    script = SCRIPT.replace("{{before}}", "").replace("{{different}}", "False")
+    flags = {1: {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}}
+    for rank in run_pod(tmp_path, script.replace("{{change}}", "    pass"), of_rank=flags):
+        assert "xla_cpu_enable_fast_math" in rank.said("error")[0], rank.output
+
+
+def test_a_closure_and_an_attribute_that_only_the_trace_reads(tmp_path):
+    script = """
+    class Config:
+        def __init__(self, width): self.width = width
+    config = Config(2 + RANK)
+    def make(scale):
+        @sc.step
+        def step(batch):
+            return batch.sum() * getattr(config, "wid" + "th") * scale
+        return step
+    step = make(1.0)
+    for number in range(2):
+        try:
+            with sc.Session(mesh, agree_timeout=3):
+                step(np.ones(2, np.float32))
+            say("ran")
+        except sc.AgreementError as error:
+            say("error", str(error).replace(chr(10), " | "))
+        config.width, step = 2, make(1.0 + RANK)
+    """
+    for rank in run_pod(tmp_path, script):
+        first, second = rank.said("error")
+        assert "width" in first and "2" in first and "3" in first, first
+        assert "scale" in second and "1.0" in second and "2.0" in second, second
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    script = """
+    step = sc.step(lambda batch: batch.sum())
+    started = time.time()
+    with sc.Session(mesh, agree_timeout=2):
+        if RANK == 1:
+            time.sleep(4)
+        try:
+            step(np.ones(2, np.float32))
+        except sc.AgreementError as error:
+            say("error", str(error).replace(chr(10), " | "))
+            say("seconds", time.time() - started)
+    """
+    ranks = run_pod(tmp_path, script, 3)
+    for number in (0, 2):
+        assert "rank 1 did not come" in ranks[number].said("error")[0], ranks[number].output
+        assert 1.5 < float(ranks[number].said("seconds")[0]) < 4
+    assert "came too late" in ranks[1].said("error")[0], ranks[1].output
+
+
+def test_what_a_step_computes_depends_on_the_rank(tmp_path):
+    """Nothing that can be read says so; the lowered programs differ."""
+    script = """
+    @sc.step
+    def step(batch):
+        return batch.sum() * (1 + jax.process_index())
+    try:
+        with sc.Session(mesh):
+            say("result", float(step(np.ones(2, np.float32))))
+    except sc.AgreementError as error:
+        say("error", str(error).replace(chr(10), " | "))
+    """
+    for rank in run_pod(tmp_path, script):
+        assert not rank.said("result"), rank.output
+        assert "different programs" in rank.said("error")[0] and "constant" in rank.said("error")[0]
+
+
+def test_after_a_disagreement_the_same_processes_agree(tmp_path):
+    script = """
+    step = sc.step(lambda batch: batch.sum())
+    with sc.Session(mesh):
+        try:
+            step(np.ones(2 + RANK, np.float32))
+        except sc.AgreementError:
+            say("refused")
+        say("result", float(step(np.ones(2, np.float32))))
+    """
+    for rank in run_pod(tmp_path, script):
+        assert rank.said("result") == ["4.0"] and "refused" in rank.output
+
+
+def test_an_error_of_the_users_is_the_users_on_all_ranks(tmp_path):
+    script = """
+    @sc.step
+    def step(batch):
+        raise KeyError("mine")
+    with sc.Session(mesh):
+        try:
+            step(np.ones(2, np.float32))
+        except KeyError as error:
+            say("raised", error)
+        say("result", float(sc.step(lambda batch: batch.sum())(np.ones(2, np.float32))))
+    """
+    for rank in run_pod(tmp_path, script):
+        assert rank.said("raised") == ["'mine'"] and rank.said("result") == ["4.0"], rank.output
