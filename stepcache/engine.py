@@ -260,13 +260,13 @@ class Engine:
             self.recipe.key_options,
             jaxcompat.environment(),
         )
-        return Request(call, leaves, placed, key, scope.mesh)
+        return Request(call, leaves, placed, key, scope.mesh, self.recipe.tell)
 
     # ---- programs ----------------------------------------------------------------------------
 
     def foresee(self, scope: Scope, request: Request) -> tuple[Miss, bool]:
         """Why a call finds no program in memory, and whether it will find one on disk."""
-        miss, archive = self.ledger.why(request.key, request.call), scope.cache.archive()
+        miss, archive = self.ledger.why(request), scope.cache.archive()
         if archive is None:
             return miss, False
         answer = archive.answer(Question(self.recipe, request))
@@ -310,7 +310,7 @@ class Engine:
         build_id = next(_build_ids)
         name = self.recipe.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
-        miss = self.ledger.why(request.key, request.call)
+        miss = self.ledger.why(request)
 
         def before_trace(answer: Answer) -> None:
             nonlocal miss
@@ -339,7 +339,7 @@ class Engine:
             self._unsettled[request.key] = (archive, brought)
         accounts.account(self.ledger, name, build_id, request, brought, miss, own_seconds)
         carries = bool(self.recipe.parameters.carry)
-        scope.check_rules(name, request.call.paths, carries=carries)
+        scope.check_rules(name, request.told.paths, carries=carries)
         return brought.program
 
     def _check_runnable(self, request: Request) -> None:

@@ -6,7 +6,9 @@ The program that is made of it takes them apart inside XLA, and puts what is car
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax.tree_util import keystr
 
 from stepcache.programs.carry import refuse, refuse_outputs, refuse_tree, type_of
 from stepcache.programs.recipe import Recipe
-from stepcache.programs.signature import Parameters
+from stepcache.programs.signature import Call, Leaf, Parameters, Signature
 from stepcache.variables.packing import Layout, Packed, Slot
 
 
@@ -43,8 +45,10 @@ def _is_stand_in(node: Any) -> bool:
 
 def over_buffers(recipe: Recipe) -> Recipe:
     """The recipe of a step whose arguments are buffers where they were `Variables`."""
+    carry = recipe.parameters.carry
     on_buffers = _OverBuffers(recipe.fun, recipe.name, recipe.parameters)
-    return Recipe.of(on_buffers, recipe.parameters.carry, recipe.options)
+    made = Recipe.of(on_buffers, carry, recipe.options)
+    return dataclasses.replace(made, tell=functools.partial(in_leaves, carry))
 
 
 class _OverBuffers:
@@ -69,11 +73,8 @@ class _OverBuffers:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         carried = [argument_of(self._positional, args, kwargs, name) for name in self._carry]
-        seen: list[tuple[Packed, list[Any]]] = []
-        for tree in (*carried, args, kwargs):
-            for node in leaves_of(tree):
-                if isinstance(node, Packed) and all(node is not other for other, _ in seen):
-                    seen.append((node, node.layout.unpack(node.buffers)))
+        values = _packed_in((*carried, args, kwargs))
+        seen = [(node, node.layout.unpack(node.buffers)) for node in values]
 
         def opened(node: Any) -> Any:
             """A tree of its own for each place, as a plain tree has: the function may change it."""
@@ -125,6 +126,12 @@ class _OverBuffers:
             refuse_tree(self._step, name, leaves, before, after, list(map(jnp.asarray, flat)))
 
 
+def _packed_in(trees: Iterable[Any]) -> list[Packed]:
+    """The values in trees, each once: in the order by which `Again` numbers them."""
+    nodes = (node for tree in trees for node in leaves_of(tree))
+    return list({id(node): node for node in nodes if isinstance(node, Packed)}.values())
+
+
 def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
     """A tree with its stand-ins changed; one without any as it is."""
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_stand_in)
@@ -151,6 +158,61 @@ def shapes_in(outputs: Any) -> Any:
         )
 
     return _mapped(opened, outputs)
+
+
+def in_leaves(carry: Sequence[str], call: Call) -> Call:
+    """A call over buffers as its caller knows it, with the leaves of `Variables`: to be told of.
+
+    Args:
+        carry: names of the carried arguments.
+        call: the call, placed.
+    """
+    with contextlib.suppress(Exception):  # A class may refuse to be built around shapes.
+        return _in_leaves(carry, call)
+    return call
+
+
+def _in_leaves(carry: Sequence[str], call: Call) -> Call:
+    arguments = dict(zip(call.names, call.args, strict=True)) | call.kwargs
+    values = _packed_in((*(arguments.get(name) for name in carry), call.args, call.kwargs))
+    named, structure = jax.tree_util.tree_flatten_with_path(
+        (call.args, call.kwargs), is_leaf=_is_stand_in
+    )
+    of_program = iter(call.signature.leaves)
+    own = [[next(of_program) for _ in jax.tree_util.tree_leaves(node)] for _, node in named]
+    places = {
+        id(node): (call.path(keys).text, buffers)
+        for (keys, node), buffers in zip(named, own, strict=True)
+    }
+    trees: list[Any] = []
+    leaves: list[Leaf] = []
+    holders: list[str] = []
+    for (_, node), given in zip(named, own, strict=True):
+        if not _is_stand_in(node):
+            trees.append(node)
+            leaves += given
+            holders.append("")
+            continue
+        packed = values[node.number] if isinstance(node, Again) else node
+        place, buffers = places[id(packed)]
+        trees.append(shapes_in(packed))
+        leaves += [_leaf_at(slot, packed.layout, buffers) for slot in packed.layout.slots]
+        holder = "Variables" if packed is node else f"the Variables of {place}"
+        holders += [holder] * len(packed.layout.slots)
+    args, kwargs = structure.unflatten(trees)
+    tree = jax.tree_util.tree_structure((args, kwargs))
+    signature = Signature(tree, tuple(leaves), call.signature.statics)
+    return dataclasses.replace(
+        call, args=args, kwargs=kwargs, signature=signature, holders=tuple(holders)
+    )
+
+
+def _leaf_at(slot: Slot, layout: Layout, buffers: Sequence[Leaf]) -> Leaf:
+    given = buffers[slot.buffer]
+    if slot.offset is None:
+        return given
+    as_made = given.sharding == layout.buffers[slot.buffer].sharding
+    return Leaf(slot.shape, slot.dtype, False, slot.sharding if as_made else given.sharding)
 
 
 def argument_of(positional: Sequence[str], args: tuple, kwargs: dict[str, Any], name: str) -> Any:

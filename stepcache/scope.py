@@ -21,6 +21,8 @@ recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "recompiles_forbidden", default=False
 )
 
+_EXAMPLES = 3
+
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Scope:
@@ -37,6 +39,7 @@ class Scope:
         built: a program has been built in it.
         matched: rules that have matched a leaf so far, or that have been warned about.
         seen: the `Variables` whose leaves have been matched.
+        shown: paths of some leaves of the last of them.
     """
 
     placer: Placer | None
@@ -49,14 +52,16 @@ class Scope:
     built: bool = False
     matched: set[int] = field(default_factory=set)
     seen: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+    shown: tuple[str, ...] = ()
 
     @property
     def mesh(self):
         return self.placer.mesh if self.placer else None
 
-    def match_rules(self, paths: Iterable[str]) -> None:
-        """Notes the rules that match leaves which no call shows: those of `Variables`."""
+    def match_rules(self, paths: Sequence[str]) -> None:
+        """Notes the rules that match leaves which no call places: those of `Variables`."""
         assert self.placer is not None
+        self.shown = tuple(paths[:_EXAMPLES])
         matches = map(self.placer.rules.match, paths)
         self.matched |= {index for index in matches if index is not None}
 
@@ -73,14 +78,17 @@ class Scope:
         unseen = set(range(len(rules))) - self.matched
         if not unseen:
             return
-        matches = (rules.match(path.slashed) for path in paths)
+        # Leaves of `Variables` were placed by paths of their own, which begin with their name.
+        given = [path.slashed for path in paths if not path.holder]
+        matches = map(rules.match, given)
         found = {index for index in matches if index is not None}
         self.matched |= found
         if not found and not carries:
             return
         arguments = {path.argument for path in paths}
         about = {index for index in unseen - found if rules.anchor(index) in (None, *arguments)}
-        examples = ", ".join(path.slashed for path in paths[:3])
+        shown = self.shown if len(given) < len(paths) else ()
+        examples = ", ".join((*shown, *given)[:_EXAMPLES])
         self.warn_of_rules(about, f"{step}, nor of a step before it ({examples}, …)")
 
     def warn_of_rules(self, indices: Iterable[int], matching_no_leaf_of: str) -> None:

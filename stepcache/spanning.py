@@ -31,6 +31,19 @@ def part_of(sharding: Sharding | None, shape: tuple[int, ...]) -> tuple[int, ...
     return part if part != shape else ()
 
 
+def placed(value: Any, sharding: Sharding | None, *, may_alias: bool | None = None) -> jax.Array:
+    """As `jax.device_put`, also onto devices of several processes, each of which has the value."""
+    if not spans_processes(sharding):
+        return jax.device_put(value, sharding, may_alias=may_alias)
+    assert sharding is not None
+    if _is_key(value):
+        data = placed(jax.random.key_data(value), sharding, may_alias=may_alias)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return jax.device_put(value, sharding, may_alias=may_alias)
+    return spanning(value, sharding)
+
+
 def spanning(value: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
     """An array over devices of several processes, of this process's part or of the whole.
 
@@ -42,11 +55,13 @@ def spanning(value: Any, sharding: Sharding, shape: tuple[int, ...] | None = Non
         shape: of the whole; by default the value's. Along a dimension in which it differs from the
             value's, the value is this process's part.
     """
-    if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+    whole = np.shape(value) if shape is None else shape
+    if _is_key(value):
         data = np.asarray(jax.random.key_data(value))
-        whole = data.shape if shape is None else (*shape, *data.shape[len(value.shape) :])
-        return jax.random.wrap_key_data(
-            spanning(data, sharding, whole), impl=jax.random.key_impl(value)
-        )
-    data = np.asarray(value)
-    return jax.make_array_from_process_local_data(sharding, data, shape or data.shape)
+        data = spanning(data, sharding, (*whole, *data.shape[len(whole) :]))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    return jax.make_array_from_process_local_data(sharding, np.asarray(value), whole)
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)

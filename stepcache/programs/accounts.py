@@ -54,7 +54,7 @@ def account(
         remedy += f", in {sum(seconds.values()):.2f} s"
     advice = (*miss.advice, *map(_advise_on_capture, program.captured))
     miss = dataclasses.replace(miss, advice=advice, unvouched=brought.unvouched, remedy=remedy)
-    ledger.add(request.key, request.call.paths, miss)
+    ledger.add(request, miss)
     traced, built = program.level > 1, program.level > 2
     counts = {"traces": traced, "lowers": traced, "compiles": built, "loads": not built}
     times = {f"{stage}_seconds": value for stage, value in seconds.items()}

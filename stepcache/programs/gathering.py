@@ -72,17 +72,19 @@ class Stand:
 
 
 def common_facts(question: Question) -> dict[str, str]:
-    """What all processes have to have in common."""
+    """What all processes have to have in common. To be asked before any candidate is looked at."""
     return {name: fact for name, fact in question.base.facts.items() if name not in _OF_HOST}
 
 
-def stand_of(question: Question, answer: Answer, archive: Archive | None) -> Stand:
+def stand_of(
+    question: Question, facts: dict[str, str], answer: Answer, archive: Archive | None
+) -> Stand:
     """What this process says."""
-    facts = question.base.facts
+    host = question.base.facts
     return Stand(
         question.address.label,
-        digest_facts(common_facts(question)),
-        digest_facts({name: facts.get(name, "") for name in _OF_HOST}),
+        digest_facts(facts),
+        digest_facts({name: host.get(name, "") for name in _OF_HOST}),
         archive.name() if archive is not None else "",
         answer.candidate.program if answer.candidate is not None else "",
         archive is None or archive.verify != "before",
@@ -96,6 +98,7 @@ class Gathering:
         meeting: with the other processes.
         peers: who they are.
         question: this process's.
+        facts: what has to be the same on all.
         stand: what it says.
 
     Attributes:
@@ -103,8 +106,16 @@ class Gathering:
         builds: whether it has to build it first.
     """
 
-    def __init__(self, meeting: Meeting, peers: Peers, question: Question, stand: Stand):
-        self._meeting, self._peers, self._question, self._stand = meeting, peers, question, stand
+    def __init__(
+        self,
+        meeting: Meeting,
+        peers: Peers,
+        question: Question,
+        facts: dict[str, str],
+        stand: Stand,
+    ):
+        self._meeting, self._peers, self._question = meeting, peers, question
+        self._facts, self._stand = facts, stand
         voices = meeting.hear("stand", stand.packed())
         self._stands = {rank: Stand.unpacked(voice) for rank, voice in sorted(voices.items())}
         self._check_same()
@@ -137,7 +148,7 @@ class Gathering:
                 hint="call the same steps in the same order on all of them",
             )
         speakers = {ranks[0] for _, ranks in ordered}
-        own = common_facts(self._question) if self._peers.rank in speakers else {}
+        own = self._facts if self._peers.rank in speakers else {}
         voices = self._meeting.hear("facts", zlib.compress(_packed(own), 1), patiently=True)
         facts = {rank: _unpacked(zlib.decompress(voices[rank])) for rank in speakers}
         changes: list[Change] = []

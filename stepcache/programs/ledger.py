@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from stepcache.events import Change, Miss, StepStats
 from stepcache.programs.key import Key, diff_settings
-from stepcache.programs.signature import Call, Path, diff, distance
+from stepcache.programs.recipe import Request
+from stepcache.programs.signature import Call, Path, Signature, diff, diff_holders, distance
 
 _KEYS_REMEMBERED = 64
 # The nearest signature is sought among the latest ones, over at most so many leaves in all.
@@ -33,30 +34,30 @@ class Ledger:
     def __init__(self, step: str):
         self._step = step
         self._lock = threading.Lock()
-        self._known: OrderedDict[Key, tuple[Path, ...]] = OrderedDict()
+        self._known: OrderedDict[Key, tuple[Signature, tuple[Path, ...]]] = OrderedDict()
         self._gone: dict[Key, str] = {}
         self._values: dict[tuple[str, str, object], set] = {}
         self._stats = StepStats()
         self.last_miss: Miss | None = None
 
-    def why(self, key: Key, call: Call) -> Miss:
-        """Why a call of `key` would find no program.
+    def why(self, request: Request) -> Miss:
+        """Why a call would find no program.
 
         Describing a difference runs code of static arguments and of tree nodes (`__eq__`,
         `__repr__`). What that raises is put into the answer, and never disturbs the step.
 
         Args:
-            key: the key of the call.
-            call: the call, for the names of what differs.
+            request: the call.
         """
         try:
-            return self._why(key, call)
+            return self._why(request)
         except Exception as error:
             number = self._stats.misses + 1
             text = f"the difference cannot be described: {type(error).__name__} while comparing"
             return Miss(self._step, number, "changed", (), (text,))
 
-    def _why(self, key: Key, call: Call) -> Miss:
+    def _why(self, request: Request) -> Miss:
+        key = request.key
         with self._lock:
             known = list(self._known.items())
             reason = self._gone.get(key, "new session")
@@ -65,19 +66,23 @@ class Ledger:
             return Miss(self._step, number, "first call")
         if any(other == key for other, _ in known):
             return Miss(self._step, number, reason)
-        budget = max(4, _LEAVES_COMPARED // max(1, len(key.signature.leaves)))
+        told = request.told
+        budget = max(4, _LEAVES_COMPARED // max(1, len(told.signature.leaves)))
         latest_first = known[-budget:][::-1]
-        before, before_paths = min(latest_first, key=lambda item: _distance(item[0], key))
-        in_call, omitted = diff(before.signature, before_paths, key.signature, call)
+        before, (signature, paths) = min(
+            latest_first, key=lambda item: _distance(item[0], *item[1], key, told)
+        )
+        in_call, omitted = diff(signature, paths, told.signature, told)
         changes = (*diff_settings(before, key), *in_call)
         return Miss(self._step, number, "changed", changes, self._advice(changes), omitted)
 
-    def add(self, key: Key, paths: Sequence[Path], miss: Miss) -> None:
+    def add(self, request: Request, miss: Miss) -> None:
         """Remembers a build, and the miss that led to it."""
+        key, told = request.key, request.told
         with self._lock:
             self.last_miss = miss
             try:
-                self._known[key] = tuple(paths)
+                self._known[key] = (told.signature, told.paths)
                 self._known.move_to_end(key)
                 self._gone.pop(key, None)
             except Exception:
@@ -137,11 +142,16 @@ class Ledger:
         return tuple(advice)[:_MAX_ADVICE]
 
 
-def _distance(known: Key, key: Key) -> int:
+_OTHER_HOLDER = 10
+"""An argument of `Variables` in the place of arrays counts as another dtype of one leaf does."""
+
+
+def _distance(known: Key, signature: Signature, paths: Sequence[Path], key: Key, told: Call) -> int:
     settings = 0
     if (known.mesh, known.options, known.environment) != (key.mesh, key.options, key.environment):
         settings = len(diff_settings(known, key))
-    return settings + distance(known.signature, key.signature)
+    held = len(diff_holders(paths, told.paths)) if signature.tree == told.signature.tree else 0
+    return settings + _OTHER_HOLDER * held + distance(signature, told.signature)
 
 
 def _varying(change: Change):

@@ -16,6 +16,10 @@ from stepcache.programs.signature import Call, Leaf, Parameters
 from stepcache.sharding import Placed, processes_of
 
 
+def _as_it_is(call: Call) -> Call:
+    return call
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Recipe:
     """The function of a step and its options, resolved.
@@ -28,6 +32,7 @@ class Recipe:
         parameters: the function's parameters and their roles.
         identity: which function it is.
         key_options: `options` as hashable parts of a key.
+        tell: gives a call with the leaves that its caller knows, where the program has others.
     """
 
     fun: Callable
@@ -37,6 +42,7 @@ class Recipe:
     parameters: Parameters
     identity: Identity
     key_options: tuple[tuple[str, Hashable], ...]
+    tell: Callable[[Call], Call] = _as_it_is
 
     @classmethod
     def of(cls, fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> Recipe:
@@ -80,6 +86,7 @@ class Request:
         placed: for each leaf, where it goes and why; None for one that stays where it is.
         key: the key of its program.
         mesh: the session's mesh, or None.
+        tell: as of the recipe.
     """
 
     call: Call
@@ -87,6 +94,12 @@ class Request:
     placed: tuple[Placed | None, ...]
     key: Key
     mesh: Mesh | None
+    tell: Callable[[Call], Call] = _as_it_is
+
+    @property
+    def told(self) -> Call:
+        """The call as people are told of it: paths and a signature, placed. Not to be run."""
+        return self.tell(self.call.with_signature_leaves(self.leaves))
 
     @property
     def ranks(self) -> tuple[int, ...]:

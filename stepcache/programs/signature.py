@@ -131,6 +131,7 @@ class Call:
         names: the parameter names of `args`, in order.
         leaves: the values of the dynamic leaves, in the order of `signature.leaves`.
         signature: what the program is specialized to. Before placement: as the call came.
+        holders: for each leaf, what holds it where that is not the call itself; empty for none.
     """
 
     given: tuple[tuple, dict[str, Any]]
@@ -140,6 +141,7 @@ class Call:
     names: tuple[str, ...]
     leaves: list[Any]
     signature: Signature
+    holders: tuple[str, ...] = ()
 
     def with_signature_leaves(self, leaves: tuple[Leaf, ...]) -> Call:
         """The same call, with its leaves where a session places them."""
@@ -167,7 +169,12 @@ class Call:
     def paths(self) -> tuple[Path, ...]:
         """The path of each leaf, in order."""
         entries, _ = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
-        return tuple(self.path(keys) for keys, _ in entries)
+        paths = tuple(self.path(keys) for keys, _ in entries)
+        if not self.holders:
+            return paths
+        return tuple(
+            path._replace(holder=holder) for path, holder in zip(paths, self.holders, strict=True)
+        )
 
     def path(self, keys: tuple) -> Path:
         """The path that JAX's keys into the dynamic `(args, kwargs)` mean."""
@@ -179,11 +186,15 @@ class Call:
 
 
 class Path(NamedTuple):
-    """Where a leaf sits: its argument, the path as Python writes it, and as rules read it."""
+    """Where a leaf sits: its argument, the path as Python writes it, and as rules read it.
+
+    `holder` says what holds it where that is not the call itself.
+    """
 
     argument: str
     text: str
     slashed: str
+    holder: str = ""
 
 
 def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
@@ -277,7 +288,7 @@ def diff(
     changed = (path for path, leaf in new.items() if path in old and old[path] != leaf)
     changes += [_diff_leaves(old[path], new[path], path) for path in islice(changed, limit)]
     omitted = sum(1 for _ in changed)
-    return tuple(changes), omitted
+    return tuple(changes) or diff_holders(before_paths, call.paths), omitted
 
 
 def _diff_statics(before: Sequence[Static], after: Sequence[Static]):
@@ -312,6 +323,17 @@ def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Le
         for keys, x, y, why in jaxcompat.tree_differences(before, after):
             path = call.path(keys).text if len(keys) > 1 else "arguments"
             yield Change("tree", path, shorten(x), shorten(y), why)
+
+
+def diff_holders(before: Sequence[Path], after: Sequence[Path]) -> tuple[Change, ...]:
+    """Where like leaves come from other hands. Each is said once for an argument."""
+    pairs = zip(before, after, strict=False)
+    differing = (
+        Change("tree", new.argument, old.holder or "arrays", new.holder or "arrays")
+        for old, new in pairs
+        if old.holder != new.holder
+    )
+    return tuple(dict.fromkeys(differing))
 
 
 def _diff_leaves(before: Leaf, after: Leaf, path: str) -> Change:

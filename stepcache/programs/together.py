@@ -13,7 +13,7 @@ from stepcache.errors import AgreementError
 from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.build import Stopwatch
 from stepcache.programs.candidate import Candidate
-from stepcache.programs.gathering import Gathering, stand_of
+from stepcache.programs.gathering import Gathering, common_facts, stand_of
 from stepcache.programs.levels import Brought, Levels
 from stepcache.programs.peers import Peers
 from stepcache.programs.question import Question
@@ -42,26 +42,25 @@ def bring_together(
     with peers.meeting(recipe.name) as meeting:
         with stopwatch.stage("hash"):
             question = Question(recipe, request)
+            facts = common_facts(question)
         answer = Answer()
         if archive is not None:
             with stopwatch.stage("read"):
                 answer = archive.answer(question)
         with stopwatch.stage("agree"):
-            stand = stand_of(question, answer, archive)
-            gathering = Gathering(meeting, peers, question, stand)
+            stand = stand_of(question, facts, answer, archive)
+            gathering = Gathering(meeting, peers, question, facts, stand)
         bringing = _Bringing(
             levels, gathering, request, archive, question, answer, stopwatch, before_trace, watch
         )
-        problem = None
         try:
             brought = bringing.brought()
         except Exception as error:
-            problem = error
             with stopwatch.stage("agree"):
                 gathering.conclude("", error)
             raise
         with stopwatch.stage("agree"):
-            gathering.conclude(brought.outline, problem)
+            gathering.conclude(brought.outline, None)
         return brought
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stepcache.errors import VariablesError
 from stepcache.variables.describing import joined
@@ -111,9 +111,10 @@ def _text(kind: tuple[str, tuple[int, ...]] | None) -> str:
 
 def _target(stored: Any, slot: Slot) -> jax.ShapeDtypeStruct:
     """What orbax is to read, and where to."""
-    sharding: Any = slot.sharding or SingleDeviceSharding(jax.devices()[0])
-    if _is_key(slot):  # Its data has a dimension more, which is not split.
-        sharding = SingleDeviceSharding(min(sharding.device_set, key=lambda each: each.id))
+    sharding: Any = slot.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    if _is_key(slot) and isinstance(sharding, NamedSharding):
+        # Its data has a dimension more, which is not split.
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
 
 

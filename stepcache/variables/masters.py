@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from stepcache.sharding import Placer
+from stepcache.errors import VariablesError
+from stepcache.sharding import Placer, processes_of
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies
 from stepcache.variables.describing import describe
@@ -305,7 +306,8 @@ def hold(
     """Takes copies of a tree's arrays, and puts them where they are to live.
 
     Raises:
-        VariablesError: a leaf is no array, or a device lacks the memory.
+        VariablesError: a leaf is no array, a device lacks the memory, or a policy needs the whole
+            value in the memory of one process of a pod.
         PlacementError: a leaf cannot be placed as asked.
     """
     structure, leaves, described = describe(name, tree, placement, placer, prefix)
@@ -314,5 +316,24 @@ def hold(
     if not isinstance(placement, OnHost):
         return Held(layout, OnDevices(packed))
     mesh = placer.mesh if placer else None
+    if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
+        _check_for_pod(name, placement, policy)
     on_host = host_layout(layout, mesh, placement.memory_kind, name)
     return Held(layout, InHostMemory(packed, on_host, policy))
+
+
+def _check_for_pod(name: str, placement: OnHost, policy: Read) -> None:
+    """Each host of a pod has a share of the value, and none has the whole."""
+    for what, given, possible in (
+        ("Read(route=…)", policy.route, ("auto", "gather")),
+        ("Read(wire=…)", policy.wire, (None,)),
+        ("OnHost(update=…)", placement.update, ("device",)),
+    ):
+        if given not in possible:
+            raise VariablesError(
+                f"{what} needs the whole value in one process, and each process of a pod holds a "
+                "share",
+                where=name,
+                expected=" or ".join(map(repr, possible)),
+                got=repr(given),
+            )

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stepcache import jaxcompat
+from stepcache.spanning import placed, spans_processes
 from stepcache.variables.packing import Buffer, Layout, Packed
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, is_coded, is_gathered, parts_of
 from stepcache.variables.shares import HostLayout
@@ -55,7 +56,7 @@ def _put(value: Any, buffer: Buffer) -> jax.Array:
         value = jax.numpy.asarray(value, None if buffer.weak_type else buffer.dtype)
     elif sharding not in (None, value.sharding):
         value = copy(value)  # Else it may be taken for one of the copies.
-    return jax.device_put(value, sharding, may_alias=False)
+    return placed(value, sharding, may_alias=False)
 
 
 def unpack(packed: Packed) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -76,7 +77,11 @@ def unpack(packed: Packed) -> tuple[list[jax.Array], list[jax.Array]]:
             flat = host[slot.buffer][slot.offset : slot.offset + slot.size]
             views.append(flat.reshape(slot.shape))
             places.append(slot.sharding or _place_of(packed.buffers[slot.buffer]))
-    small = iter(jax.device_put(views, places))
+    small = iter(
+        [placed(view, place) for view, place in zip(views, places, strict=True)]
+        if any(map(spans_processes, places))
+        else jax.device_put(views, places)
+    )
     shared: list[jax.Array] = []
     leaves: list[jax.Array] = []
     for slot in layout.slots:
@@ -98,7 +103,7 @@ def _place_of(buffer: jax.Array) -> Any:
 def copy(array: jax.Array) -> jax.Array:
     """The same value in memory of its own, in the same place."""
     sharding = array.sharding if array.committed else None
-    return jax.device_put(array, sharding, may_alias=False)
+    return placed(array, sharding, may_alias=False)
 
 
 # ---- between hosts and devices ----------------------------------------------------------------
@@ -264,7 +269,7 @@ def store(buffers: Sequence[Any], packed: Packed, layout: HostLayout) -> Packed:
             flat = np.array(value)
             if flat.shape != host.shape:
                 flat = np.pad(flat.reshape(-1), (0, host.shape[0] - flat.size))
-            value = jax.device_put(flat, host.sharding)
+            value = placed(flat, host.sharding)
         stored.append(value)
     return Packed(tuple(stored), packed.layout)
 

@@ -47,7 +47,10 @@ KINDS = {
     "static": ("    STATIC = 'b'", ["mode", "'a'", "'b'"]),
     "code": ("    def helper(x): return x * FACTOR + 1", ["helper", "its code changed"]),
     "global": ("    FACTOR = 3.0", ["FACTOR", "2.0", "3.0"]),
-    "config": ("    jax.config.update('jax_default_matmul_precision', 'highest')", ["matmul_precision"]),
+    "config": (
+        "    jax.config.update('jax_default_matmul_precision', 'highest')",
+        ["matmul_precision"],
+    ),
     "mesh order": (
         "    MESH = jax.sharding.Mesh(mesh.devices[::-1], ('data',), axis_types=mesh.axis_types)",
         ["mesh"],

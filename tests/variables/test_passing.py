@@ -9,10 +9,13 @@ import optax
 import pytest
 from comparing import assert_same, copied
 from flax.training.train_state import TrainState
-from states import Point, X, advance, number, ramp, tree_of
+from states import LARGE, Point, X, advance, number, ramp, tree_of
 
 import stepcache as sc
 from stepcache import jaxcompat
+
+
+N = LARGE[0]
 
 
 def double(state, other=None, *, more=None):
@@ -312,3 +315,100 @@ def test_a_step_as_a_method_and_one_over_a_partial():
     assert Trainer().train(variables, X)[0] is variables and number(variables.value) == 2
     step = sc.step(functools.partial(double, more=None), carry="state")
     assert step(variables, X)[0] is variables and number(variables.value) == 4
+
+
+# ---- what a miss says -------------------------------------------------------------------------
+
+
+def changes(miss):
+    return [str(change) for change in miss.changes]
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"w": ones(3)}, {"w": ones(4)}, ["state['w']: float32[3] → float32[4] (axis 0)"]),
+        (
+            {"w": ones(3), "b": ones(2)},
+            {"w": ones(3), "b": ones(5)},
+            ["state['b']: float32[2] → float32[5] (axis 0)"],
+        ),
+        (
+            {"large": ramp(LARGE), "b": ones(2)},
+            {"large": ramp((1, *LARGE)), "b": ones(2)},
+            [f"state['large']: float32[{N},64] → float32[1,{N},64] (2 → 3 dimensions)"],
+        ),
+        (
+            {"w": ones(3), "b": ones(2)},
+            {"w": ones(3).astype(np.int32), "b": ones(2)},
+            ["state['w']: float32[3] → int32[3] (dtype)"],
+        ),
+        (
+            Point(ones(3), [ones(2)]),
+            Point(ones(3), [ones(2), ones(1)]),
+            ["state.y[1]: absent → float32[1] (added)"],
+        ),
+        (
+            {"w": ones(3), "b": ones(2)},
+            {"w": ones(3), "c": ones(2)},
+            [
+                "state['c']: absent → float32[2] (added)",
+                "state['b']: float32[2] → absent (missing)",
+            ],
+        ),
+        pytest.param(
+            {"w": [ones(3), ones(2)]},
+            {"w": (ones(3), ones(2))},
+            ["state['w']: <class 'list'> → <class 'tuple'> (their Python types differ)"],
+            marks=pytest.mark.skipif(not jaxcompat.PRIVATE_API, reason="JAX does not say where"),
+        ),
+    ],
+)
+def test_a_miss_names_the_leaves_of_variables(before, after, expected):
+    step = sc.step(lambda state, x: (state, x), carry="state")
+    step(sc.Variables(before), 1.0)
+    foreseen = step.explain(sc.Variables(after), 1.0).miss
+    with sc.no_recompile(), pytest.raises(sc.RecompileError) as raised:
+        step(sc.Variables(after), 1.0)
+    step(sc.Variables(after), 1.0)
+    for miss in (foreseen, raised.value.miss, step.last_miss):
+        assert changes(miss) == expected
+
+
+def test_a_miss_names_leaves_wherever_variables_stand():
+    step = sc.step(double, carry="state")
+    one, two = sc.Variables(tree_of(1)), sc.Variables(tree_of(2))
+    other = sc.Variables({"a": ones(3), "b": ones(2, 3)})
+
+    def missed(*args, **kwargs):
+        step(*args, **kwargs)
+        return changes(step.last_miss)
+
+    step(one, {"x": two}, more=[two, 7])
+    assert missed(one, {"x": other}, more=[other, 7]) == [
+        f"{place}['b']: float32[2,2] → float32[2,3] (axis 1)" for place in ("other['x']", "more[0]")
+    ]
+    assert missed(one, {"x": one}, more=[two, 7]) == [
+        "other: Variables → the Variables of state",
+        "more: the Variables of other['x'] → Variables",
+    ]
+    assert missed(tree_of(1), {"x": two}, more=[two, 7]) == ["state: Variables → arrays"]
+    assert missed(tree_of(1), {"x": tree_of(2)}, more=[two, 7]) == [
+        "other: Variables → arrays",
+        "more: the Variables of other['x'] → Variables",
+    ]
+
+
+def test_a_miss_says_that_a_value_of_variables_has_moved():
+    step = sc.step(double, carry="state")
+    variables = sc.Variables(tree_of(1))
+    for _ in range(2):
+        step(variables, jax.device_put(X, jax.devices()[3]))
+    assert changes(step.last_miss) == [
+        f"state['{name}']: float32[{shape}] uncommitted → float32[{shape}] @ cpu:3 (committed)"
+        for name, shape in (("a", "3"), ("b", "2,2"))
+    ]

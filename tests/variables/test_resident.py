@@ -184,6 +184,21 @@ def test_a_rule_for_variables_is_not_taken_for_one_that_matches_nothing(mesh):
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("name", [None, "state"])
+def test_a_rule_that_matches_nothing_is_told_of_with_the_paths_of_leaves(mesh, name):
+    """By the paths that rules have read: those of variables begin with their name, and not with
+    the argument that they are passed as.
+    """
+    tree = {"w": ramp((4, 4)), "b": ramp(4)}
+    with sc.Session(mesh, rules=[("karnel", P()), ("state/w", P(None, "model"))]):
+        variables = sc.Variables(tree, name=name)
+        with pytest.warns(sc.UnmatchedRuleWarning) as caught:
+            sc.step(lambda state, x: (state, x), carry="state")(variables, X)
+    said = [str(each.message) for each in caught]
+    examples = "(state/b, state/w, x, …)" if name else "(/b, /w, x, …)"
+    assert len(said) == (1 if name else 2) and all(examples in each for each in said)
+
+
 # ---- one program -----------------------------------------------------------------------------
 
 

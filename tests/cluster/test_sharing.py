@@ -1,0 +1,118 @@
+"""One process of a pod builds a program, and the others load it."""
+
+import pytest
+
+from tests.cluster.pods import run_pod, succeeded
+
+SCRIPT = """
+import logging
+logging.basicConfig(level=logging.INFO, format="log %(message)s", stream=sys.stdout)
+{before}
+@sc.step(carry="state")
+def train(state, batch):
+    {inside}
+    return state + batch.sum(), batch.mean()
+with sc.Session(mesh):
+    state, mean = train(np.ones(3, np.float32), np.full(4, float(RANK), np.float32))
+    say("result", float(state[0]), float(mean))
+    stats = train.stats()
+    say("counts", stats.traces, stats.compiles, stats.loads)
+    say("seconds", stats.agree_seconds, stats.wait_seconds, stats.give_seconds)
+    say("level", "3" if stats.compiles else "2" if stats.traces else "1")
+    sc.current_session().cache.flush()
+"""
+
+
+def run(directory, count, cache, before="", inside="pass"):
+    directory.mkdir(exist_ok=True)
+    script = SCRIPT.format(before=before, inside=inside)
+    ranks = succeeded(run_pod(directory, script, count, cache=cache))
+    total = 1.0 + 4 * sum(range(count))
+    for rank in ranks:
+        assert rank.said("result") == [f"{total} {sum(range(count)) / count}"], rank.output
+    return ranks
+
+
+def levels(ranks):
+    return [rank.said("level")[0] for rank in ranks]
+
+
+@pytest.mark.parametrize("cache", ["own", "shared", "off"])
+def test_one_builds_and_the_next_run_loads(tmp_path, cache):
+    directory = {
+        "own": tmp_path / "cache{rank}",
+        "shared": tmp_path / "cache",
+        "off": "off",
+    }[cache]
+    assert levels(run(tmp_path / "a", 3, directory)) == ["3", "1", "1"]
+    again = levels(run(tmp_path / "a", 3, directory))
+    assert again == (["1", "1", "1"] if cache != "off" else ["3", "1", "1"])
+
+
+def test_who_has_it_gives_it_to_those_who_have_not(tmp_path):
+    cache = tmp_path / "cache{rank}"
+    run(tmp_path / "a", 3, cache)
+    import shutil
+
+    shutil.rmtree(tmp_path / "cache0")
+    ranks = run(tmp_path / "a", 3, cache)
+    assert levels(ranks) == ["1", "1", "1"]
+    assert levels(run(tmp_path / "a", 3, cache)) == ["1", "1", "1"]
+
+
+def test_what_is_not_vouched_for_is_traced_by_all_and_compiled_by_one(tmp_path):
+    inside = "import time; time.time()"
+    for cache in ("off", tmp_path / "cache{rank}"):
+        assert levels(run(tmp_path / "a", 3, cache, inside=inside)) == ["3", "2", "2"]
+
+
+def test_what_cannot_be_shared_is_built_by_each(tmp_path):
+    inside = "jax.debug.callback(lambda: None)"
+    ranks = run(tmp_path / "a", 2, "off", inside=inside)
+    assert levels(ranks) == ["3", "3"]
+    assert "builds for itself: it is not stored: it calls back into Python" in ranks[1].output
+
+
+def test_a_binary_that_does_not_load_is_built_there(tmp_path):
+    before = """
+from stepcache.jaxcompat import storing
+def load(data, devices):
+    raise RuntimeError("not for this machine")
+if RANK == 1:
+    storing.load_executable = load
+"""
+    ranks = run(tmp_path / "a", 3, "off", before)
+    assert levels(ranks) == ["3", "3", "1"]
+    assert "does not load here (not for this machine)" in ranks[1].output
+
+
+def test_another_kind_of_host_builds_for_itself(tmp_path):
+    before = """
+from stepcache.jaxcompat import inspection
+if RANK == 1:
+    inspection._cpu_features = lambda: "another"
+"""
+    ranks = run(tmp_path / "a", 3, tmp_path / "cache{rank}", before)
+    assert levels(ranks) == ["3", "3", "1"]
+    assert "another kind of host" in ranks[1].output
+
+
+def test_large_programs_travel_in_pieces(tmp_path):
+    """More of them than the service is given at a time."""
+    before = """
+from stepcache.cluster import pod
+pod.PIECE_BYTES, pod._WINDOW = 256, 3
+"""
+    ranks = run(tmp_path / "a", 3, "off", before)
+    assert levels(ranks) == ["3", "1", "1"]
+
+
+def test_all_take_the_trace_where_one_asks_for_it(tmp_path):
+    cache = tmp_path / "cache{rank}"
+    run(tmp_path / "a", 2, cache)
+    before = """
+if RANK == 1:
+    sc.session.DEFAULT_SCOPE.cache = sc.ProgramCache(os.environ["STEPCACHE_DIR"], verify="before")
+"""
+    ranks = run(tmp_path / "a", 2, cache, before)
+    assert "3" not in levels(ranks)

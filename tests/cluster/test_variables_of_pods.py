@@ -1,0 +1,131 @@
+"""`Variables` over several processes mean what they mean in one."""
+
+import re
+
+import pytest
+
+from tests.cluster.pods import run_pod, succeeded
+
+TRAINING = """
+import optax
+optimizer = optax.adam(1e-2)
+@sc.step(carry=("params", "moments"))
+def train(params, moments, batch):
+    def loss_of(p):
+        return ((jnp.tanh(batch["x"] @ p["a"]) @ p["b"] - batch["y"]) ** 2).mean() + p["s"] ** 2
+    loss, gradient = jax.value_and_grad(loss_of)({key: params[key] for key in "abs"})
+    updates, moments = optimizer.update(gradient, moments, {key: params[key] for key in "abs"})
+    new = optax.apply_updates({key: params[key] for key in "abs"}, updates)
+    return {**params, **new, "n": params["n"] + 1}, moments, loss
+generator = np.random.default_rng(0)
+X = generator.normal(size=(32, 8)).astype(np.float32)
+Y = X.sum(1, keepdims=True)
+mine = slice(RANK * 32 // COUNT, (RANK + 1) * 32 // COUNT)
+batch = {"x": X[mine], "y": Y[mine]}
+values = {"a": generator.normal(size=(8, 16)).astype(np.float32),
+          "b": generator.normal(size=(16, 1)).astype(np.float32), "s": np.float32(0.5),
+          "n": 0, "key": jax.random.key(3)}
+def fresh(placement, read):
+    moments = optimizer.init({key: values[key] for key in "abs"})
+    return (sc.Variables(values, placement=placement, read=read, name="params"),
+            sc.Variables(moments, placement=placement if isinstance(placement, sc.OnHost)
+                         else sc.Replicated(), read=read))
+def run(params, moments, steps):
+    losses = []
+    for _ in range(steps):
+        params, moments, loss = train(params, moments, batch)
+        losses.append(float(loss))
+    return losses
+PLACEMENTS = {
+    "replicated": (sc.Replicated(), sc.Read()),
+    "sharded": (sc.Sharded([("a$", P(None, "data")), ("", P())]), sc.Read()),
+    "on host": (sc.OnHost(), sc.Read()),
+    "on host, prefetched": (sc.OnHost(), sc.Read(prefetch=1)),
+    "on host, kept": (sc.OnHost(), sc.Read(cache="device")),
+}
+"""
+
+
+def losses_of(rank, name):
+    (text,) = [line for line in rank.said("losses") if line.startswith(name + ":")]
+    return [float(each) for each in re.findall(r"[\d.]+(?:e-\d+)?", text.partition(":")[2])]
+
+
+def test_losses_are_those_of_one_process_with_as_many_devices(tmp_path):
+    """To float rounding: gloo adds up in another order than one process does."""
+    script = (
+        TRAINING
+        + """
+with sc.Session(mesh):
+    for name, how in PLACEMENTS.items():
+        params, moments = fresh(*how)
+        say("losses", name + ":", run(params, moments, 6))
+        assert params.version == 6 and params.value["n"] == 6, params
+        look = params.value["a"]
+        assert look.sharding.mesh == mesh and look.shape == (8, 16)
+"""
+    )
+    (tmp_path / "one").mkdir()
+    (alone,) = succeeded(run_pod(tmp_path / "one", script, 1, devices=4))
+    several = succeeded(run_pod(tmp_path, script, 4))
+    for name in ("replicated", "sharded", "on host", "on host, prefetched", "on host, kept"):
+        expected = losses_of(alone, name)
+        assert len(expected) == 6 and expected[-1] < expected[0]
+        for rank in several:
+            assert losses_of(rank, name) == pytest.approx(expected, rel=1e-5)
+        assert {tuple(losses_of(rank, name)) for rank in several} == {
+            tuple(losses_of(several[0], name))
+        }
+
+
+SAVING = (
+    TRAINING
+    + """
+with sc.Session(mesh):
+    for name, how in PLACEMENTS.items():
+        params, moments = fresh(*how)
+        if {steps}:
+            say("losses", name + ":", run(params, moments, {steps}))
+            params.save("params " + name)
+            moments.save("moments " + name)
+        else:
+            params.restore("params " + name)
+            moments.restore("moments " + name)
+            assert params.version == 3
+        say("losses", name + ":", run(params, moments, 3)) if not {steps} else None
+        say("keys", name + ":", jax.random.key_data(params.value["key"]).tolist()) if COUNT == 1 else None
+"""
+)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 1), (1, 2)])
+def test_what_was_saved_goes_on_on_another_number_of_processes(tmp_path, before, after):
+    (tmp_path / "all").mkdir()
+    through = (
+        TRAINING
+        + """
+with sc.Session(mesh):
+    for name, how in PLACEMENTS.items():
+        say("losses", name + ":", run(*fresh(*how), 6))
+"""
+    )
+    (whole,) = succeeded(run_pod(tmp_path / "all", through, 1, devices=2))
+    succeeded(run_pod(tmp_path, SAVING.replace("{steps}", "3"), before, devices=1))
+    restored = succeeded(run_pod(tmp_path, SAVING.replace("{steps}", "0"), after, devices=1))
+    for name in ("replicated", "sharded", "on host"):
+        expected = losses_of(whole, name)[3:]
+        assert losses_of(restored[0], name) == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_needs_the_whole_in_one_process_is_refused(tmp_path):
+    script = """
+    with sc.Session(mesh):
+        for how in (dict(read=sc.Read(route="each")), dict(read=sc.Read(wire="int8")),
+                    dict(placement=sc.OnHost(update="host"))):
+            try:
+                sc.Variables(np.ones(8), **({"placement": sc.OnHost()} | how))
+            except sc.VariablesError as error:
+                say("refused", str(error).splitlines()[0])
+    """
+    for rank in succeeded(run_pod(tmp_path, script)):
+        assert len(rank.said("refused")) == 3
