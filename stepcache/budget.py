@@ -6,6 +6,8 @@ import collections
 from collections.abc import Iterable
 from typing import Any
 
+from jax.sharding import Sharding
+
 from stepcache.errors import TransferBudgetError
 from stepcache.programs.placement import moved_bytes
 from stepcache.programs.recipe import Request
@@ -30,9 +32,9 @@ def check_budget(scope: Scope, step: str, request: Request | None, use: Use | No
     if scope.max_step_bytes is None:
         return
     needed: collections.Counter[str] = collections.Counter()
-    for value, given, placed, path in _rows(request) if request is not None else ():
+    for path, *leaf in _rows(request) if request is not None else ():
         if use is None or not use.holds(path.slashed):
-            needed[path.text] += moved_bytes(value, given, placed)
+            needed[path.text] += moved_bytes(*leaf)
     for each in use.plan().transfers if use is not None else ():
         needed[f"{each.variable} ({each.route})"] += each.bytes
     total = needed.total()
@@ -50,6 +52,7 @@ def check_budget(scope: Scope, step: str, request: Request | None, use: Use | No
         )
 
 
-def _rows(request: Request) -> Iterable[tuple[Any, Leaf, Placed | None, Path]]:
+def _rows(request: Request) -> Iterable[tuple[Path, Any, Leaf, Placed | None, Sharding | None]]:
     call = request.call
-    return zip(call.leaves, call.signature.leaves, request.placed, call.paths, strict=True)
+    given = call.signature.leaves
+    return zip(call.paths, call.leaves, given, request.placed, request.asked, strict=True)

@@ -251,7 +251,7 @@ class Engine:
             PlacementError: a leaf cannot be placed as asked.
         """
         call = signatures.read(self.recipe.parameters, args, kwargs)
-        leaves, placed = place(self.recipe, scope.placer, call)
+        leaves, placed, asked = place(self.recipe, scope.placer, call)
         placed_call = call.with_signature_leaves(leaves)
         key = Key(
             self.recipe.identity,
@@ -260,7 +260,7 @@ class Engine:
             self.recipe.key_options,
             jaxcompat.environment(),
         )
-        return Request(call, leaves, placed, key, scope.mesh, self.recipe.tell)
+        return Request(call, leaves, placed, asked, key, scope.mesh, self.recipe.tell)
 
     # ---- programs ----------------------------------------------------------------------------
 

@@ -108,6 +108,52 @@ def test_bytes_count_on_every_device_that_they_reach(eight):
         step(state, x)
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["NamedSharding", "PartitionSpec"])
+@pytest.mark.parametrize(
+    ("value", "spec", "copies"),
+    [
+        (lambda: np.ones(80, np.float32), P(), 8),
+        (lambda: np.ones(80, np.float32), P("data"), 1),
+        (lambda: jnp.ones(80), P(), 7),
+        (lambda: jnp.ones(80), P("data"), 7 / 8),
+        (lambda: jax.device_put(np.ones(80, np.float32), jax.devices()[3]), P(), 7),
+    ],
+    ids=["host", "host, split", "uncommitted", "uncommitted, split", "on another device"],
+)
+def test_bytes_count_where_the_steps_own_in_shardings_send_them(eight, value, spec, copies, named):
+    asked = NamedSharding(eight, spec) if named else spec
+    step = sc.step(lambda x, y: x.sum() + y.sum(), in_shardings=(asked, None))
+    there, needed = placed(eight), int(320 * copies)
+    with sc.Session(eight, max_step_bytes=needed - 1):
+        explained = step.explain(value(), there)
+        assert explained.moved_bytes == needed
+        assert "the step's in_shardings" in explained.arguments[0].why
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            step(value(), there)
+        assert raised.value.needed_bytes == needed
+        assert step.stats().traces == 0
+    with sc.Session(eight, max_step_bytes=needed):
+        assert float(step(value(), there)) == 88
+
+
+def test_what_is_where_the_steps_own_in_shardings_ask_for_it_does_not_move(eight):
+    step = sc.step(lambda state, x: (state + x, x), carry="state", in_shardings=(None, P("data")))
+    with sc.Session(eight, max_step_bytes=0):
+        state = sc.Variables(np.ones(8, np.float32))
+        for _ in range(2):
+            state, x = step(state, placed(eight, "data"))
+        np.testing.assert_array_equal(state.value, 3)
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            step(state, np.ones(8, np.float32))
+        assert raised.value.needed_bytes == 32 and raised.value.where == "x: 32 bytes"
+
+
+def test_in_shardings_that_do_not_fit_are_for_jax_to_refuse(eight):
+    step = sc.step(lambda x: x, in_shardings=P("data"))
+    with sc.Session(eight, max_step_bytes=10**9), pytest.raises(ValueError, match="evenly divide"):
+        step(np.ones(9, np.float32))
+
+
 def test_arrays_on_one_device_have_the_others_to_reach(eight):
     step = sc.step(lambda x: x)
     x = jnp.ones(80)

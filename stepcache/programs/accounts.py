@@ -50,6 +50,8 @@ def account(
     """
     program, seconds = brought.program, brought.program.seconds
     remedy = _REMEDIES[program.level]
+    if brought.giver is not None:
+        remedy = f"rank {brought.giver} had it, and it was loaded from there, without a trace"
     if program.level < 3:
         remedy += f", in {sum(seconds.values()):.2f} s"
     advice = (*miss.advice, *map(_advise_on_capture, program.captured))
@@ -83,6 +85,8 @@ def note(archive: Archive, name: str, brought: Brought, miss: Miss) -> None:
         changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
         unvouched=list(brought.unvouched),
     )
+    for rank, (level, seconds) in brought.others.items():
+        archive.note(_EVENTS[level], name, address.label, rank=rank, seconds=seconds)
 
 
 def _advise_on_capture(captured: Captured) -> str:

@@ -307,8 +307,8 @@ class Archive:
         rank, processes = 0, 1
         if jaxcompat.backends_are_initialized():
             rank, processes = jax.process_index(), jax.process_count()
-        pod = {"rank": rank, "processes": processes}
-        self.history.add(Row(event, now, script_name(), step, label, **pod, **details))
+        details = {"rank": rank, "processes": processes} | details
+        self.history.add(Row(event, now, script_name(), step, label, **details))
 
 
 def _look_at_modules(names: Iterable[str]) -> None:

@@ -228,24 +228,37 @@ class Gathering:
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def conclude(self, outline: str, error: BaseException | None) -> None:
+    def conclude(
+        self,
+        outline: str,
+        error: BaseException | None,
+        level: int = 0,
+        seconds: dict[str, float] | None = None,
+    ) -> dict[int, tuple[int, dict[str, float]]]:
         """Says what this process holds, and hears what the others do.
 
         Args:
             outline: the lowered module, as text.
             error: why it holds nothing.
+            level: how it came by its program.
+            seconds: what that took, by stage.
+
+        Returns:
+            Level and seconds of all, by rank.
 
         Raises:
             AgreementError: another one holds something else, or nothing.
         """
         problem = _first_line(error) if error is not None else ""
-        said = [hashlib.sha256(outline.encode()).hexdigest() if not problem else "", problem]
+        digest = hashlib.sha256(outline.encode()).hexdigest() if not problem else ""
+        rounded = {stage: round(value, 4) for stage, value in (seconds or {}).items()}
+        said = [digest, problem, level, rounded]
         voices = self._meeting.hear("held", _packed(said), patiently=True)
         held = {rank: msgpack.unpackb(voice) for rank, voice in sorted(voices.items())}
         if error is not None:
-            return  # It is raised here as it is.
+            return {}  # It is raised here as it is.
         label = self._stand.label
-        failed = {rank: problem for rank, (_, problem) in held.items() if problem}
+        failed = {rank: problem for rank, (_, problem, *_) in held.items() if problem}
         if failed:
             told = "; ".join(f"rank {rank}: {problem}" for rank, problem in failed.items())
             raise AgreementError(
@@ -253,7 +266,7 @@ class Gathering:
                 sides=(tuple(failed),),
             )
         digests: dict[str, list[int]] = {}
-        for rank, (digest, _) in held.items():
+        for rank, (digest, *_) in held.items():
             digests.setdefault(digest, []).append(rank)
         if len(digests) > 1:
             sides = sorted(digests.values(), key=lambda ranks: (-len(ranks), ranks))
@@ -266,6 +279,7 @@ class Gathering:
                 [tuple(ranks) for ranks in sides],
                 hint="what a step computes must not depend on the process that traces it",
             )
+        return {rank: (level, seconds) for rank, (_, _, level, seconds) in held.items()}
 
     def _differing_lines(self, outline: str, sides: Sequence[Sequence[int]]) -> list[Change]:
         """The first line in which two of the programs differ."""

@@ -43,7 +43,7 @@ class Row:
         program: digest of the executable.
         devices: of the program, by number.
         seconds: by stage: "import" (in the first row of a run), "hash", "read", "load", "trace",
-            "lower", "compile", "execute", "verify".
+            "lower", "compile", "execute", "verify"; in a pod "agree", "wait" and "give".
         reason: why it was not simply there, in words.
         changes: (what, before, after) since an earlier run.
         unvouched: what keeps the step from being started without a trace.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepcache import jaxcompat
@@ -42,6 +42,9 @@ class Brought:
         address: of the question; None where there is no archive.
         publication: what is to be stored, or None.
         outline: the lowered module as text, where processes compare it.
+        giver: the rank of the process that it came from; None for this one.
+        others: of the other processes, where they keep no ledger beside this one's: level and
+            seconds by stage, by rank.
     """
 
     program: Program
@@ -51,6 +54,8 @@ class Brought:
     address: Address | None = None
     publication: Publication | None = None
     outline: str = ""
+    giver: int | None = None
+    others: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
 
 
 class _Found:

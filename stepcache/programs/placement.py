@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from stepcache.sharding import Placed, Placer, is_in_type
 
 def place(
     recipe: Recipe, placer: Placer | None, call: Call
-) -> tuple[tuple[Leaf, ...], tuple[Placed | None, ...]]:
+) -> tuple[tuple[Leaf, ...], tuple[Placed | None, ...], tuple[Sharding | None, ...]]:
     """Places the leaves of a call that nobody has placed yet.
 
     Args:
@@ -23,7 +24,8 @@ def place(
         call: the call.
 
     Returns:
-        The leaves as the program has them, and for each the reason, or None where it stays.
+        The leaves as the program has them; for each where the session sends it and why, or None;
+        and for each where the step's `in_shardings` do, or None where they do not say.
 
     Raises:
         PlacementError: a leaf cannot be placed as asked.
@@ -43,7 +45,8 @@ def place(
                 at = placer.place(path.slashed, leaf.shape, carried=carried)
                 placed[index] = at
                 leaves[index] = leaf._replace(shape=at.shape, sharding=at.sharding)
-    return tuple(leaves), tuple(placed)
+    sent = (sharding if isinstance(sharding, Sharding) else None for sharding in asked)
+    return tuple(leaves), tuple(placed), tuple(sent)
 
 
 class _Asked:
@@ -93,19 +96,25 @@ def _is_at(leaf: Leaf, sharding: Any) -> bool:
     )
 
 
-def moved_bytes(value: Any, given: Leaf, placed: Placed | None) -> int:
+def moved_bytes(
+    value: Any, given: Leaf, placed: Placed | None, asked: Sharding | None = None
+) -> int:
     """Bytes that a call moves to devices of this process for a leaf of its arguments.
 
     Args:
         value: the leaf.
         given: as it came.
         placed: where the session sends it; None where the session leaves it.
+        asked: where the step's `in_shardings` do; None where they do not say.
     """
-    uncommitted = isinstance(value, jax.Array) and given.sharding is None
-    if placed is not None:
-        present = value.devices() if uncommitted else set()
-        if given.sharding is not None:
-            present = set(given.sharding.device_set)
-        shard = given._replace(shape=tuple(placed.sharding.shard_shape(placed.shape)))
-        return shard.size_bytes * len(placed.sharding.addressable_devices - present)
-    return 0 if uncommitted or given.sharding is not None else given.size_bytes
+    present: set[Any] = set()
+    if given.sharding is not None:
+        present = set(given.sharding.device_set)
+    elif isinstance(value, jax.Array):
+        present = set(value.sharding.device_set)
+    target, shape = (placed.sharding, placed.shape) if placed else (asked, given.shape)
+    if target is not None:
+        with contextlib.suppress(ValueError):  # It does not fit the leaf, which JAX will say.
+            shard = given._replace(shape=tuple(target.shard_shape(shape)))
+            return shard.size_bytes * len(target.addressable_devices - present)
+    return 0 if present else given.size_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from stepcache import jaxcompat
 from stepcache.programs.identity import Identity, function_name, identity
@@ -83,7 +83,8 @@ class Request:
     Attributes:
         call: as it came.
         leaves: its leaves where the session places them.
-        placed: for each leaf, where it goes and why; None for one that stays where it is.
+        placed: for each leaf, where the session sends it and why; None where it leaves it.
+        asked: for each leaf, where the step's `in_shardings` do; None where they do not say.
         key: the key of its program.
         mesh: the session's mesh, or None.
         tell: as of the recipe.
@@ -92,6 +93,7 @@ class Request:
     call: Call
     leaves: tuple[Leaf, ...]
     placed: tuple[Placed | None, ...]
+    asked: tuple[Sharding | None, ...]
     key: Key
     mesh: Mesh | None
     tell: Callable[[Call], Call] = _as_it_is

@@ -60,8 +60,12 @@ def bring_together(
                 gathering.conclude("", error)
             raise
         with stopwatch.stage("agree"):
-            gathering.conclude(brought.outline, None)
-        return brought
+            level, seconds = brought.program.level, stopwatch.seconds
+            told = gathering.conclude(brought.outline, None, level, seconds)
+        if gathering.all_share or peers.rank != min(peers.ranks):
+            told = {}
+        told.pop(peers.rank, None)
+        return replace(brought, others=told)
 
 
 @dataclass
@@ -163,7 +167,9 @@ class _Bringing:
         if brought is not None and data and self.archive is not None:
             archive, address = self.archive, self.question.address
             archive.in_background(lambda: archive.keep(address, candidate, data))
-        return brought or self._trace()
+        if brought is None:
+            return self._trace()
+        return replace(brought, giver=self.gathering.giver)
 
     def _given(
         self, candidate: Candidate, data: bytes, digest: str, load: Callable[[bytes], Any]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
@@ -70,6 +71,8 @@ class Explanation:
         stored: whether a call that misses finds its program on disk, without a trace.
         variables: a line for each of the `Variables` that the call passes.
         plan: the transfers that it needs for them.
+        rank: the index of this process among those of the mesh.
+        processes: how many those are; they have to agree before a new program runs.
     """
 
     step: str
@@ -84,6 +87,8 @@ class Explanation:
     stored: bool = False
     variables: tuple[str, ...] = ()
     plan: Plan = field(default_factory=Plan)
+    rank: int = 0
+    processes: int = 1
 
     @property
     def moved_bytes(self) -> int:
@@ -174,6 +179,9 @@ class Explanation:
     def _footer(self) -> Iterable[str]:
         where = f"mesh {self.mesh}" if self.mesh else "no mesh: as jax.jit places them"
         yield f"{len(self.arguments)} leaves; {where}; {readable_bytes(self.moved_bytes)} moved."
+        if self.processes > 1:
+            then = ", which agree on a new program before it runs" if self.miss else ""
+            yield f"rank {self.rank} of {self.processes} processes{then}."
         if self.statics:
             yield "static: " + ", ".join(f"{name}={value}" for name, value in self.statics)
         for captured in self.captured:
@@ -213,6 +221,8 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         stored=stored,
         variables=tuple(use.told()) if use else (),
         plan=use.plan() if use else Plan(),
+        rank=jax.process_index() if len(request.ranks) > 1 else 0,
+        processes=max(1, len(request.ranks)),
     )
 
 
@@ -230,13 +240,21 @@ def _arguments(request: Request) -> Iterable[Argument]:
         call.signature.leaves,
         request.leaves,
         request.placed,
+        request.asked,
         strict=True,
     )
-    for path, value, given, leaf, placed in rows:
-        yield _argument(path, value, given, leaf, placed)
+    for row in rows:
+        yield _argument(*row)
 
 
-def _argument(path: Path, value: Any, given: Leaf, leaf: Leaf, placed: Placed | None) -> Argument:
+def _argument(
+    path: Path,
+    value: Any,
+    given: Leaf,
+    leaf: Leaf,
+    placed: Placed | None,
+    asked: Sharding | None,
+) -> Argument:
     if isinstance(value, jax.Array) and given.sharding is None:
         device = next(iter(value.devices()))
         source = f"{device.platform}:{device.id}"
@@ -246,11 +264,13 @@ def _argument(path: Path, value: Any, given: Leaf, leaf: Leaf, placed: Placed | 
         source = short_sharding(given.sharding).removeprefix("@ ")
     if placed is not None:
         target, why = short_sharding(placed.sharding).removeprefix("@ "), placed.why
+    elif asked is not None and leaf.sharding == given.sharding:
+        target, why = short_sharding(asked).removeprefix("@ "), "the step's in_shardings"
     elif given.sharding is not None:
         target, why = "stays", "already placed"
     else:
         target, why = "as jax.jit", "not placed by a session"
-    moved = moved_bytes(value, given, placed)
+    moved = moved_bytes(value, given, placed, asked)
     return Argument(
         path.argument, path.slashed, str(leaf), given.size_bytes, source, target, why, moved
     )

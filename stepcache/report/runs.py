@@ -13,7 +13,7 @@ from stepcache.programs.archive import Archive
 from stepcache.programs.history import Row
 from stepcache.report.inventory import means
 
-STAGES = ("import", "hash", "read", "load", "trace", "lower", "compile", "execute", "verify")
+STAGES = tuple("import hash read agree wait load trace lower compile give execute verify".split())
 _BROUGHT = ("built", "loaded", "relinked")
 _CHANGE: tuple[str, ...] = ("part", "path", "before", "after")
 # Processes of one pod write their first row within that time of each other.

@@ -322,9 +322,15 @@ def _events(run: Run) -> str:
     return ", ".join(f"{count} {event}" for event, count in counts.items())
 
 
+_SHOWN_SECONDS = 0.005
+
+
 def ranks(run: Run) -> RenderableType:
     """The processes of a run side by side, and the slowest start by stage."""
-    stages = in_order(run.slowest)
+    taken = {
+        stage: max(each.seconds.get(stage, 0.0) for each in run.ranks) for stage in run.slowest
+    }
+    stages = in_order(stage for stage, seconds in taken.items() if seconds >= _SHOWN_SECONDS)
     rows = [
         [
             str(rank.rank),
@@ -336,9 +342,11 @@ def ranks(run: Run) -> RenderableType:
     ]
     columns = ["rank", *stages, "all", "what"]
     table = _table(columns, rows, right=columns[:-1], cut="what")
-    slowest = ", ".join(f"{stage} rank {rank}" for stage, rank in run.slowest.items())
+    last = max(run.ranks, key=lambda each: each.total_seconds)
+    slowest = ", ".join(f"{stage} rank {run.slowest[stage]}" for stage in stages)
     heading = f"{run.script}, run of {readable_time(run.started_time)}, seconds by stage"
-    return Group(_line(heading, "bold"), table, _line(f"slowest: {slowest}"))
+    told = f"The slowest start is that of rank {last.rank}; by stage: {slowest}"
+    return Group(_line(heading, "bold"), table, _line(told))
 
 
 # ---- export, import, doctor ---------------------------------------------------------------------

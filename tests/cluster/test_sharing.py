@@ -1,9 +1,15 @@
 """One process of a pod builds a program, and the others load it."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.cluster.pods import run_pod, succeeded
 
+CLI = "from stepcache.cli import main; main()"
 SCRIPT = """
 import logging
 logging.basicConfig(level=logging.INFO, format="log %(message)s", stream=sys.stdout)
@@ -116,3 +122,37 @@ if RANK == 1:
 """
     ranks = run(tmp_path / "a", 2, cache, before)
     assert "3" not in levels(ranks)
+
+
+@pytest.mark.parametrize("cache", ["cache{rank}", "cache"])
+def test_the_ledger_compares_the_ranks(tmp_path, cache):
+    """Where each has a directory of its own, that of rank 0 knows of all."""
+    run(tmp_path / "a", 3, tmp_path / cache)
+    command = [sys.executable, "-c", CLI, "cache", "why", "--ranks", "--json"]
+    environment = os.environ | {"STEPCACHE_DIR": str(tmp_path / cache.format(rank=0))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    (told,) = json.loads(done.stdout)["runs"]
+    ranks = {each["rank"]: each for each in told["ranks"]}
+    assert sorted(ranks) == [0, 1, 2]
+    assert "compile" in ranks[0]["seconds"] and "compile" not in ranks[1]["seconds"]
+    assert told["slowest"]["compile"] == 0 and told["slowest"]["wait"] in (1, 2)
+
+
+def test_a_miss_and_an_explanation_name_the_ranks(tmp_path):
+    script = """
+    step = sc.step(lambda batch: batch.sum())
+    with sc.Session(mesh):
+        batch = np.ones(2, np.float32)
+        told = step.explain(batch)
+        say("explained", told.rank, told.processes, "agree" in str(told), told.arguments[0].type)
+        step(batch)
+        say("then", "agree" in str(step.explain(batch)))
+        say("miss", str(step.last_miss).replace(chr(10), " "))
+        step.warm(jax.ShapeDtypeStruct((3,), np.float32))
+        with sc.no_recompile():
+            say("warmed", float(step(np.ones(3, np.float32))))
+    """
+    for number, rank in enumerate(succeeded(run_pod(tmp_path, script, 2))):
+        assert rank.said("explained")[0].startswith(f"{number} 2 True"), rank.output
+        assert rank.said("then") == ["False"] and rank.said("warmed") == ["6.0"]
+        assert ("rank 0 had it" in rank.said("miss")[0]) == (number == 1), rank.output

@@ -1,0 +1,220 @@
+"""Seconds from the first call of a training step to its result, in a pod of four processes.
+
+The step trains the 12-layer transformer of `benchmarks.restart`, one CPU device a process, gloo
+between them. Contenders, each in processes of their own, in turn:
+
+- plain `jax.jit`, so that every process compiles;
+- stepcache with nothing stored: one process builds, the others load what it built;
+- stepcache, warm: each loads from its own directory.
+
+The time of a pod is that of its last process. Then how long it takes to agree on a new program:
+a tiny step with as many signatures, where nothing else takes long.
+
+    python -m benchmarks.pod_start [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.harness import Row, quartiles, show, write
+from benchmarks.restart import BATCH, CONTEXT, make_model
+
+RANKS = 4
+CONTENDERS = {
+    "jax.jit, every process compiles": ("jax", "none"),
+    "stepcache, one compiles": ("stepcache", "none"),
+    "stepcache, warm": ("stepcache", "own"),
+}
+PEER = "jax.jit, every process compiles"
+AGREEMENTS = 20
+
+
+# ---- in the processes that are timed -----------------------------------------------------------
+
+
+def start(rank: int, address: str):
+    """Starts JAX as one of the pod's processes; returns it and the mesh."""
+    import jax
+    from jax.sharding import AxisType
+
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(address, RANKS, rank)
+    return jax, jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def work(way: str, layers: int, rank: int, address: str) -> None:
+    """Builds the model, calls the step once, and prints what that took as JSON."""
+    jax, mesh = start(rank, address)
+    import numpy as np
+    import optax
+    from flax import nnx
+    from jax.experimental import multihost_utils
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import stepcache as sc
+
+    model, optimizer = make_model(layers), optax.adamw(1e-3)
+    graph = nnx.graphdef(nnx.eval_shape(model))
+
+    def train_step(state, batch):
+        def loss_of(params):
+            logits = nnx.merge(graph, params)(batch["inputs"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+            return losses.mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+        updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, loss
+
+    params = jax.tree.map(np.asarray, nnx.state(model()))
+    state = {"params": params, "optimizer": jax.tree.map(np.asarray, optimizer.init(params))}
+    tokens = np.zeros((BATCH // RANKS, CONTEXT), np.int32)
+
+    def spread(value, spec):
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(
+            lambda each: jax.make_array_from_process_local_data(sharding, each), value
+        )
+
+    state = spread(state, PartitionSpec())
+    batch = spread({"inputs": tokens, "targets": tokens}, PartitionSpec("data"))
+    if way == "jax":
+        step = jax.jit(train_step, donate_argnames="state")
+    else:
+        step = sc.step(train_step, carry="state")
+    with sc.Session(mesh):
+        multihost_utils.sync_global_devices("start")
+        started = time.perf_counter()
+        state, loss = step(state, batch)
+        jax.block_until_ready((state, loss))
+        seconds = time.perf_counter() - started
+    record: dict = {"seconds": seconds, "loss": float(loss)}
+    if isinstance(step, sc.Step):
+        stats = step.stats()
+        stages = ("hash", "read", "load", "trace", "lower", "compile", "agree", "wait", "give")
+        record["stages"] = {stage: getattr(stats, f"{stage}_seconds") for stage in stages}
+        record["counts"] = [stats.traces, stats.compiles, stats.loads]
+    print(json.dumps(record), flush=True)
+
+
+def agree(rank: int, address: str) -> None:
+    """Calls a tiny step with new signatures, and prints how long each agreement took."""
+    jax, mesh = start(rank, address)
+    import numpy as np
+
+    import stepcache as sc
+
+    step, seconds, before = sc.step(lambda x: x.sum()), [], 0.0
+    with sc.Session(mesh):
+        for number in range(AGREEMENTS):
+            jax.block_until_ready(step(np.ones(1 + number, np.float32)))
+            now = step.stats().agree_seconds
+            seconds.append(now - before)
+            before = now
+    print(json.dumps({"seconds": seconds}), flush=True)
+
+
+# ---- around them -------------------------------------------------------------------------------
+
+
+def run(arguments: list[str], directory: Path | None) -> list[dict]:
+    """One fresh pod; what its processes printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    processes = []
+    for rank in range(RANKS):
+        own = str(directory / str(rank)) if directory is not None else "off"
+        environment = dict(os.environ, STEPCACHE_DIR=own, JAX_PLATFORMS="cpu", NPROC="4")
+        command = [sys.executable, "-m", "benchmarks.pod_start", *arguments]
+        command += ["--rank", str(rank), "--address", address]
+        processes.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
+    assert not any(process.returncode for process in processes), outputs
+    return [
+        json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+        for output in outputs
+    ]
+
+
+def starts(layers: int, rounds: int) -> tuple[list[Row], dict]:
+    """The contenders in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    details = {}
+    with tempfile.TemporaryDirectory() as root:
+        run(["--work", "stepcache", "--layers", str(layers)], Path(root))  # Fills the directories.
+        for _ in range(rounds):
+            for name, (way, stored) in CONTENDERS.items():
+                arguments = ["--work", way, "--layers", str(layers)]
+                ranks = run(arguments, Path(root) if stored == "own" else None)
+                assert len({each["loss"] for each in ranks}) == 1
+                seconds[name].append(max(each["seconds"] for each in ranks))
+                details[name] = ranks
+    rows = []
+    for name, times in seconds.items():
+        low, middle, high = quartiles(times)
+        ratio_low, ratio, ratio_high = quartiles(
+            [a / b for a, b in zip(times, seconds[PEER], strict=True)]
+        )
+        case = f"{layers} layers, {RANKS} processes"
+        rows.append(Row(case, name, middle, low, high, ratio, ratio_low, ratio_high))
+    return rows, details
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one small case, one round")
+    parser.add_argument("--work", choices=("jax", "stepcache", "agree"), help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, default=12, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work == "agree":
+        agree(options.rank, options.address)
+    elif options.work:
+        work(options.work, options.layers, options.rank, options.address)
+    else:
+        report(options.quick)
+
+
+def report(quick: bool) -> None:
+    """Runs everything, and prints and writes it."""
+    rounds = 1 if quick else 7
+    rows, details = starts(2 if quick else 12, rounds)
+    show("first call to its result, the last of four processes", rows)
+    taken = run(["--work", "agree"], None)
+    # Of the process that comes last: the others wait for it, too.
+    agreements = [min(each) for each in zip(*(rank["seconds"] for rank in taken), strict=True)]
+    figures = {
+        "stages of the last round": details,
+        "agreement_seconds": {
+            "median": statistics.median(agreements[1:]),
+            "max": max(agreements[1:]),
+            "median with waiting": statistics.median(taken[-1]["seconds"][1:]),
+        },
+    }
+    print(figures["agreement_seconds"])
+    if not quick:
+        print(f"written to {write('pod_start', rows, figures, rounds=rounds)}")
+
+
+if __name__ == "__main__":
+    main()
