@@ -196,10 +196,13 @@ class InHostMemory:
         return extent_of(device for host, device in pairs if host is not None)
 
     @functools.cached_property
+    def _devices(self) -> frozenset[Any]:
+        return frozenset().union(*map(_devices_of, self._layout.on_device))
+
+    @functools.cached_property
     def _route(self) -> tuple[str, str]:
-        devices = set().union(*map(_devices, self._layout.on_device))
-        ours = all(device.process_index == jax.process_index() for device in devices)
-        return choose_route(self._policy.route, len(devices), self._reads_ahead() and ours)
+        ours = all(device.process_index == jax.process_index() for device in self._devices)
+        return choose_route(self._policy.route, len(self._devices), self._reads_ahead() and ours)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         copy, _ = self._serving(reader)
@@ -236,7 +239,15 @@ class InHostMemory:
             self._copies.ahead(self.version, self._read(reader, meter, ahead=True), exact=exact)
 
     def current(self) -> Packed:
+        if self._is_beside_its_devices:
+            return transfer.look(self._packed, self._layout)
         return transfer.read(self._packed, self._layout, "gather", None, Meter())
+
+    @functools.cached_property
+    def _is_beside_its_devices(self) -> bool:
+        """Whether the devices are CPUs of this process, whose memory is the host's."""
+        ours = jax.process_index()
+        return all(each.platform == "cpu" and each.process_index == ours for each in self._devices)
 
     def looked_at(self, session: Any) -> None:
         self._copies.saw(session, self.version)
@@ -255,7 +266,7 @@ class InHostMemory:
         return self._packed.buffers
 
 
-def _devices(buffer: Any) -> Any:
+def _devices_of(buffer: Any) -> Any:
     return buffer.sharding.device_set if buffer.sharding is not None else ()
 
 

@@ -157,10 +157,37 @@ def read(
             if host is not None:
                 meter.add(HOST_LINK, _bytes_of(source))
                 meter.add(DEVICE_LINK, _bytes_of(target) - _bytes_of(source))
-    for number, buffer in enumerate(packed.layout.buffers):
-        if buffer.sharding is None:  # As the leaves were that it was made of.
-            buffers[number] = jaxcompat.uncommitted(buffers[number])
-    return Packed(tuple(buffers), packed.layout)
+    return _as_made(buffers, packed.layout)
+
+
+def _as_made(buffers: Iterable[Any], layout: Layout) -> Packed:
+    """Buffers that are free to follow others where the leaves were that they were made of."""
+    pairs = zip(buffers, layout.buffers, strict=True)
+    made = (jaxcompat.uncommitted(x) if buffer.sharding is None else x for x, buffer in pairs)
+    return Packed(tuple(made), layout)
+
+
+def look(packed: Packed, layout: HostLayout) -> Packed:
+    """Copies a value from the hosts' memory to devices whose memory is the same: CPUs.
+
+    By no program that gathers: its devices wait for each other in threads of one pool, of which
+    those that look at once, and a step beside them, would want more than there are.
+
+    Args:
+        packed: as it lies on the hosts, all of it in this process.
+        layout: how it lies there, and on the devices.
+    """
+    buffers = on_host(packed, layout)
+    for number, (host, device) in enumerate(zip(layout.on_host, layout.on_device, strict=True)):
+        value: Any = buffers[number]
+        if host is None:
+            buffers[number] = copy(value)
+        elif device.weak_type and device.shape:  # Only a program gives such a type.
+            (buffers[number],) = layout.part((number,)).read([packed.buffers[number]])
+        else:
+            value = value.item() if device.weak_type else value
+            buffers[number] = jax.device_put(value, device.sharding)
+    return _as_made(buffers, packed.layout)
 
 
 def _read_coded(value: Any, device: Buffer, route: str, wire: str, meter: Meter) -> Any:

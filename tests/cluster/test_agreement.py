@@ -4,15 +4,19 @@ import pytest
 
 from tests.cluster.pods import run_pod
 
-# The step, the call, and what rank 1 of 2 does otherwise.
-SCRIPT = """
-import dataclasses
+# A module: the step and its call, and what rank 1 of 2 does otherwise.
+MODULE = """
+import dataclasses, os, time
+import jax, jax.numpy as jnp, numpy as np
+import stepcache as sc
+from __main__ import RANK, mesh, say
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 FACTOR, STATIC, SHAPE, DTYPE, TREE, MESH = 2.0, "a", (4, 3), np.float32, {"n": 0}, mesh
-SPEC, SETTING, OTHER, OPTIONS = P(), "before", False, {}
+SPEC, OTHER, OPTIONS = P(), False, {}
 {{before}}
 def helper(x):
     return x * FACTOR
-if {{different}}:
+if RANK == 1:
 {{change}}
 @sc.step(carry="state", static_argnames="mode", **OPTIONS)
 def train(state, batch, mode):
@@ -20,24 +24,19 @@ def train(state, batch, mode):
 @sc.step(static_argnames="mode")
 def evaluate(state, batch, mode):
     return batch.mean()
+def spread(x):
+    sharding = NamedSharding(MESH, SPEC if np.ndim(x) else P())
+    return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
 started = time.time()
 try:
     with sc.Session(MESH, data_axis=MESH.axis_names[0], agree_timeout=3):
-        state = {"w": np.ones(4, np.float32), **TREE}
-        state = jax.tree.map(
-            lambda x: jax.make_array_from_callback(
-                np.shape(x), NamedSharding(MESH, SPEC if np.ndim(x) else P()), lambda i: np.asarray(x)[i]
-            ), state)
-        if OTHER:
-            evaluate(state, np.ones(SHAPE, DTYPE), STATIC)
-        else:
-            out = train(state, np.ones(SHAPE, DTYPE), STATIC)
-            jax.block_until_ready(out)
-    say("ran")
+        state = jax.tree.map(spread, {"w": np.ones(4, np.float32), **TREE})
+        step = evaluate if OTHER else train
+        jax.block_until_ready(step(state, np.ones(SHAPE, DTYPE), STATIC))
+    say("ran", {{kind}})
 except sc.AgreementError as error:
-    say("seconds", time.time() - started)
-    say("error", str(error).replace(chr(10), " | "))
-    say("sides", error.sides)
+    say("seconds", {{kind}}, time.time() - started)
+    say("error", {{kind}}, str(error).replace(chr(10), " | "))
 """
 
 KINDS = {
@@ -65,29 +64,62 @@ KINDS = {
 }
 
 
+def module_of(kind: str) -> str:
+    before = "TREE = {'n': np.zeros(2)}" if kind == "sharding" else ""
+    change = KINDS[kind][0]
+    name = repr(kind.replace(" ", "-"))
+    return (
+        MODULE.replace("{{before}}", before).replace("{{change}}", change).replace("{{kind}}", name)
+    )
+
+
+@pytest.fixture(scope="module")
+def disagreements(tmp_path_factory):
+    """The ranks of one pod that has disagreed in every way, one after the other."""
+    directory = tmp_path_factory.mktemp("kinds")
+    names = []
+    for number, kind in enumerate(KINDS):
+        names.append(f"kind{number}")
+        (directory / f"kind{number}.py").write_text(module_of(kind), encoding="utf-8")
+    script = f"""
+    import importlib
+    sys.path.insert(0, ".")
+    for name in {names!r}:
+        importlib.import_module(name)
+        jax.config.update("jax_default_matmul_precision", None)
+    """
+    return run_pod(directory, script)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_disagreement_is_an_error_on_all_ranks(tmp_path, kind):
-    change, named = KINDS[kind]
-    before = ""
-    if kind == "sharding":
-        before = "TREE = {'n': np.zeros(2)}"
-    script = SCRIPT.replace("{{before}}", before).replace("{{change}}", change)
-    ranks = run_pod(tmp_path, script.replace("{{different}}", "RANK == 1"))
-    for number, rank in enumerate(ranks):
-        assert not rank.said("ran"), rank.output
-        assert rank.code == 0 and rank.said("error"), f"rank {number}\n{rank.output}"
-        (error,), (seconds,) = rank.said("error"), rank.said("seconds")
+def test_a_disagreement_is_an_error_on_all_ranks(disagreements, kind):
+    errors, name = [], kind.replace(" ", "-") + " "
+    for rank in disagreements:
+        assert not any(line.startswith(name) for line in rank.said("ran")), rank.output
+        told = [
+            [line.removeprefix(name) for line in rank.said(word) if line.startswith(name)]
+            for word in ("error", "seconds")
+        ]
+        assert all(told), f"{rank.code}\n{rank.output}"
+        (error,), (seconds,) = told
         assert float(seconds) < 5
         assert "rank 0" in error and "rank 1" in error
-        for name in named:
-            assert name in error, (name, error)
-    assert ranks[0].said("error") == ranks[1].said("error")
+        for part in KINDS[kind][1]:
+            assert part in error, (part, error)
+        errors.append(error)
+    assert errors[0] == errors[1]
 
 
 def test_an_xla_flag(tmp_path):
-    script = SCRIPT.replace("{{before}}", "").replace("{{different}}", "False")
+    script = """
+    try:
+        with sc.Session(mesh):
+            sc.step(lambda batch: batch.sum())(np.ones(2, np.float32))
+    except sc.AgreementError as error:
+        say("error", str(error).replace(chr(10), " | "))
+    """
     flags = {1: {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}}
-    for rank in run_pod(tmp_path, script.replace("{{change}}", "    pass"), of_rank=flags):
+    for rank in run_pod(tmp_path, script, of_rank=flags):
         assert "xla_cpu_enable_fast_math" in rank.said("error")[0], rank.output
 
 
