@@ -32,9 +32,9 @@ def check_budget(scope: Scope, step: str, request: Request | None, use: Use | No
     if scope.max_step_bytes is None:
         return
     needed: collections.Counter[str] = collections.Counter()
-    for path, *leaf in _rows(request) if request is not None else ():
+    for path, value, given, placed, asked in _rows(request) if request is not None else ():
         if use is None or not use.holds(path.slashed):
-            needed[path.text] += moved_bytes(*leaf)
+            needed[path.text] += moved_bytes(value, given, placed, asked)
     for each in use.plan().transfers if use is not None else ():
         needed[f"{each.variable} ({each.route})"] += each.bytes
     total = needed.total()

@@ -1,8 +1,9 @@
-"""The command line: `stepcache cache …` and `stepcache doctor`. What is shown is made in `report/`.
+"""The command line: `stepcache cache …`, `stepcache doctor` and `stepcache launch`.
 
-Every command takes `--json`: one document on standard output, whose fields are those of the records
-in `report/`; sizes in bytes, times in seconds, moments in seconds since the epoch. Exit codes: 0
-all is well, 1 a problem was found or something was refused, 2 the command was used wrongly.
+What is shown is made in `report/`. Every command but `launch`, whose output and exit code are the
+script's, takes `--json`: one document on standard output, whose fields are those of the records in
+`report/`; sizes in bytes, times in seconds, moments in seconds since the epoch. Exit codes: 0 all
+is well, 1 a problem was found or something was refused, 2 the command was used wrongly.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import click
 from rich.console import RenderableType
 
+from stepcache.cluster.launch import GRACE_SECONDS, launch
 from stepcache.errors import StepCacheError
 from stepcache.programs.archive import Archive, open_archive
 from stepcache.programs.cache import default_directory
@@ -317,6 +319,45 @@ def doctor_command(output: Output, directory: Path, max_bytes: int, round_trip: 
     output.show(asdict(found), lambda: tables.diagnosis(found))
     if found.status == "fault":
         sys.exit(1)
+
+
+# ---- launching ----------------------------------------------------------------------------------
+
+
+@main.command("launch", context_settings={"allow_interspersed_args": False})
+@click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="How many ranks.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT names a module, as for python -m.")
+@click.option(
+    "--devices",
+    type=click.IntRange(min=1),
+    help="Devices of each rank; by default one, or as JAX_NUM_CPU_DEVICES says.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    help="Of the coordinator, on localhost; by default any free one.",
+)
+@click.option(
+    "--grace",
+    "grace_seconds",
+    type=click.FloatRange(min=0),
+    default=GRACE_SECONDS,
+    show_default=True,
+    help="Seconds that ranks have to end by themselves when one has failed, and after SIGTERM.",
+)
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def launch_command(script: str, args: tuple[str, ...], **options: Any) -> None:
+    """Runs SCRIPT as a pod on this machine: in each rank, a process of its own,
+    jax.distributed.initialize() finds the others. ARGS go to it as they are.
+
+    The first rank that fails ends all others, and its exit code is that of the launch.
+    """
+    try:
+        code = launch(script, args, **options)
+    except StepCacheError as error:
+        raise click.UsageError(str(error)) from error
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from stepcache.programs.build import NotHoldable, Program, Stopwatch, trace
 from stepcache.programs.cache import ProgramCache, new_owner_number
 from stepcache.programs.checks import Checks
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
-from stepcache.programs.handing_in import handed_in
+from stepcache.programs.handing_in import HandingIn, handed_in
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Brought, Levels
@@ -50,6 +50,7 @@ from stepcache.programs.together import bring_together
 from stepcache.residence import PassesVariables, Repeat, Use, passes_variables
 from stepcache.scope import Scope, current_scope, recompiles_forbidden
 from stepcache.sharding import mesh_identity
+from stepcache.spanning import spans_processes
 
 _build_ids = itertools.count(1)
 _making = threading.Lock()
@@ -80,6 +81,7 @@ class Engine:
         self._not_holdable: set[Key] = set()
         self._is_over_buffers = False
         self.repeat: Repeat | None = None
+        self.handing_in: HandingIn | None = None
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         miss = functools.partial(_serve, weakref.ref(self), recipe.jitted)
         eager = _eagerly(weakref.ref(self), recipe.fun)
@@ -126,6 +128,9 @@ class Engine:
             return self._delegate(args, kwargs)
         watched = scope.count_hits or scope.cache.check_every or scope.max_step_bytes is not None
         through_python = watched or scope.closed or self.checks.stale is not None
+        plain = not (kwargs or request.call.signature.statics or through_python)
+        if plain and any(placed and spans_processes(placed.sharding) for placed in request.placed):
+            self.handing_in = HandingIn(request, jaxcompat.session_context.value)
         return outputs, None if through_python else fast_path
 
     # ---- calls that pass `Variables` -----------------------------------------------------------
@@ -454,6 +459,10 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
         outputs = alive.repeat(args)
         if outputs is not None:
             return outputs, None, False
+    if alive.handing_in is not None and not kwargs:
+        whole = alive.handing_in(args)
+        if whole is not None:
+            return alive.dispatcher.call(*whole), None, False
     return (*alive.run(*args, **kwargs), False)
 
 

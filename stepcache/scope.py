@@ -15,7 +15,7 @@ from stepcache.errors import UnmatchedRuleWarning, warn
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.peers import Peers
 from stepcache.programs.signature import Path
-from stepcache.sharding import Placer
+from stepcache.sharding import Placer, processes_of
 
 recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "recompiles_forbidden", default=False
@@ -57,6 +57,11 @@ class Scope:
     @property
     def mesh(self):
         return self.placer.mesh if self.placer else None
+
+    @property
+    def peers(self) -> Peers | None:
+        """The processes of the mesh; None for one process, or without a mesh."""
+        return self.together(processes_of(self.mesh.devices.flat)) if self.mesh else None
 
     def match_rules(self, paths: Sequence[str]) -> None:
         """Notes the rules that match leaves which no call places: those of `Variables`."""
@@ -121,6 +126,11 @@ class ScopeToken(jaxcompat.ContextToken):
     def placer(self) -> Placer | None:
         scope = self.scope()
         return scope.placer if scope is not None else None
+
+    @property
+    def peers(self) -> Peers | None:
+        scope = self.scope()
+        return scope.peers if scope is not None else None
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, ScopeToken):

@@ -19,7 +19,7 @@ from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
 from stepcache.scope import DEFAULT_SCOPE, Scope, ScopeToken, recompiles_forbidden
-from stepcache.sharding import DataAxis, Placer, Rules, device_mesh, processes_of
+from stepcache.sharding import DataAxis, Placer, Rules, device_mesh
 from stepcache.step import NOT_GIVEN, make_step
 
 OnMiss = Literal["compile", "warn", "error"]
@@ -133,7 +133,7 @@ class Session:
         cache_used = cache or DEFAULT_SCOPE.cache
         together = functools.partial(peers_of, agree_seconds=agree_timeout)
         self._open(Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together))
-        together(processes_of(placer.mesh.devices.flat))
+        _ = self._scope.peers  # From now on they know of each other.
         if cache is not None:
             preload_all(cache)
 
@@ -182,10 +182,7 @@ class Session:
 
     def __exit__(self, *exception) -> None:
         self._contexts().pop().__exit__(*exception)
-        peers = None
-        if isinstance(exception[1], Exception) and self.mesh is not None:
-            peers = self._scope.together(processes_of(self.mesh.devices.flat))
-        if peers is not None:
+        if isinstance(exception[1], Exception) and (peers := self._scope.peers) is not None:
             peers.suspect(exception[1])
         if self._scope.built and exception[0] is None:
             unmatched = set(range(len(self.rules))) - self._scope.matched

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -18,6 +19,7 @@ from stepcache import jaxcompat
 from stepcache.errors import OptionError, PlacementError
 
 DataAxis = str | tuple[str, ...] | None
+T = TypeVar("T")
 
 
 def device_mesh() -> Mesh:
@@ -283,3 +285,29 @@ def current_reader() -> object | None:
     """What tells the innermost session of this thread from others that read and write variables."""
     token = jaxcompat.session_context.value
     return token.reader if token is not None else None
+
+
+class Company(Protocol):
+    """The other processes of a session's mesh, to those who have to do something with them."""
+
+    def guarded(self, work: Callable[[], T]) -> T:
+        """Does something that waits for all of them.
+
+        Raises:
+            RankLostError: one of them has gone meanwhile.
+        """
+        ...
+
+    def wait_for_all(self, label: str) -> None:
+        """Waits until all have come here.
+
+        Raises:
+            RankLostError: one of them has gone.
+        """
+        ...
+
+
+def current_company() -> Company | None:
+    """The other processes of the innermost session's mesh; None where there are none."""
+    token = jaxcompat.session_context.value
+    return token.peers if token is not None else None

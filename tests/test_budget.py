@@ -141,7 +141,7 @@ def test_what_is_where_the_steps_own_in_shardings_ask_for_it_does_not_move(eight
     with sc.Session(eight, max_step_bytes=0):
         state = sc.Variables(np.ones(8, np.float32))
         for _ in range(2):
-            state, x = step(state, placed(eight, "data"))
+            state, _ = step(state, placed(eight, "data"))
         np.testing.assert_array_equal(state.value, 3)
         with pytest.raises(sc.TransferBudgetError) as raised:
             step(state, np.ones(8, np.float32))

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -41,6 +41,7 @@ _OF_TRANSPORT = re.compile(
     r"coordination ?service|UNAVAILABLE",
     re.IGNORECASE,
 )
+T = TypeVar("T")
 _log = logging.getLogger("stepcache")
 _making = threading.Lock()
 
@@ -159,6 +160,33 @@ class Watch:
         if self._error is not None:
             raise self._error from error
 
+    def beside(self, work: Callable[[], T], look: Callable[[], None]) -> T:
+        """Does something in another thread, so that this one need not wait for what never comes.
+
+        Args:
+            work: what.
+            look: called now and then; what it raises ends the waiting.
+        """
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+
+        def call() -> None:
+            try:
+                answers.put((work(), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+        # A daemon: it may still be waiting when the process ends.
+        threading.Thread(target=call, name="stepcache service", daemon=True).start()
+        while True:
+            try:
+                answer, error = answers.get(timeout=_SLICE_SECONDS)
+            except queue.Empty:
+                look()
+                continue
+            if error is not None:
+                raise error
+            return answer
+
     def _declare(self, why: str, ranks: Sequence[int]) -> None:
         self.service.put(_LOST, _packed({"by": self.rank, "why": why, "ranks": list(ranks)}))
 
@@ -268,25 +296,7 @@ class _Guarded(Service):
         self._call(super().delete, name)
 
     def _call(self, function: Callable, *args: Any) -> Any:
-        answers: queue.SimpleQueue = queue.SimpleQueue()
-
-        def call() -> None:
-            try:
-                answers.put((function(*args), None))
-            except BaseException as error:
-                answers.put((None, error))
-
-        # A daemon: it may wait for a service that has gone when the process ends.
-        threading.Thread(target=call, name="stepcache service", daemon=True).start()
-        while True:
-            try:
-                answer, error = answers.get(timeout=_SLICE_SECONDS)
-            except queue.Empty:
-                self._watch.look_at_service()
-                continue
-            if error is not None:
-                raise error
-            return answer
+        return self._watch.beside(lambda: function(*args), self._watch.look_at_service)
 
 
 def _packed(data: object) -> bytes:

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgpack
 
@@ -26,6 +27,7 @@ _WINDOW = 32
 _SLICE_SECONDS = 0.5
 _LOG_AFTER_SECONDS = 5.0
 
+T = TypeVar("T")
 _log = logging.getLogger("stepcache")
 _pods: dict[tuple[int, ...], Pod] = {}
 _lock = threading.Lock()
@@ -82,6 +84,16 @@ class PodOfSession:
     def suspect(self, error: BaseException) -> None:
         """As `Peers` has it."""
         self.pod.watch.suspect(error)
+
+    def guarded(self, work: Callable[[], T]) -> T:
+        """As `Company` has it."""
+        self.pod.watch.raise_if_lost()
+        return self.pod.watch.beside(work, lambda: self.pod.watch.look_at(lambda: self.ranks))
+
+    def wait_for_all(self, label: str) -> None:
+        """As `Company` has it."""
+        with self.meeting(label) as meeting:
+            meeting.hear("here", b"", patiently=True)
 
 
 def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> PodOfSession | None:

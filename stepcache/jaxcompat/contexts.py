@@ -26,11 +26,13 @@ class ContextToken:
     Attributes:
         placer: of a session: its mesh and rules, or None.
         reader: of a session: tells it from others that read and write variables.
+        peers: of a session: the other processes of its mesh, or None.
     """
 
     __slots__ = ("__weakref__",)
     placer: Any = None
     reader: Any = None
+    peers: Any = None
 
 
 class ValueToken(ContextToken):

@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 
+from stepcache import jaxcompat
 from stepcache.programs.recipe import Request
 from stepcache.programs.signature import Call
 from stepcache.spanning import spanning, spans_processes
+
+
+class HandingIn:
+    """Hands in what calls like one before bring, without reading the rest of them.
+
+    Args:
+        request: that call; without keyword and static arguments.
+        token: of its session.
+    """
+
+    def __init__(self, request: Request, token: Any):
+        self._token = token
+        _, self._tree = jax.tree_util.tree_flatten(request.call.args)
+        self._parts = [
+            (index, value.shape, value.dtype, placed)
+            for index, (value, placed) in enumerate(
+                zip(request.call.leaves, request.placed, strict=True)
+            )
+            if placed is not None and isinstance(value, np.ndarray)
+        ]
+
+    def __call__(self, args: tuple) -> tuple | None:
+        """The arguments with arrays over all processes; None for a call that is not alike."""
+        if jaxcompat.session_context.value is not self._token:
+            return None
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        if tree != self._tree:
+            return None
+        for index, shape, dtype, placed in self._parts:
+            value = leaves[index]
+            if type(value) is not np.ndarray or (value.shape, value.dtype) != (shape, dtype):
+                return None
+            leaves[index] = spanning(value, placed.sharding, placed.shape)
+        return tree.unflatten(leaves)
 
 
 def handed_in(request: Request) -> Call:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from stepcache.sharding import Company
+
 
 class Meeting(Protocol):
     """All processes of a mesh, on the occasion of one new program."""
@@ -40,7 +42,7 @@ class Meeting(Protocol):
         ...
 
 
-class Peers(Protocol):
+class Peers(Company, Protocol):
     """The processes of a mesh.
 
     Attributes:

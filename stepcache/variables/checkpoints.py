@@ -5,7 +5,10 @@ Leaves are stored by number, with a list of their paths beside them: a path may 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stepcache.errors import VariablesError
+from stepcache.sharding import current_company
 from stepcache.variables.describing import joined
 from stepcache.variables.packing import Slot
 
@@ -30,6 +34,36 @@ def save(
         leaves: arrays, in the same order.
         version: of the value.
     """
+    company = current_company()
+    write = functools.partial(_write, _path(directory), slots, leaves, version)
+    if company is None:
+        write()
+        _replace(_path(directory))
+        return
+    company.guarded(write)
+    if jax.process_index() == 0:
+        _replace(_path(directory))
+    company.wait_for_all(f"saving {directory}")
+
+
+_NEW, _OLD = ".new", ".old"
+
+
+def _beside(path: Path, what: str) -> Path:
+    return path.with_name(path.name + what)
+
+
+def _replace(path: Path) -> None:
+    """Puts what has been written in the place of what was there: at each moment one is whole."""
+    new, old = _beside(path, _NEW), _beside(path, _OLD)
+    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(path: Path, slots: Sequence[Slot], leaves: Sequence[Any], version: int) -> None:
     import orbax.checkpoint as ocp
 
     stored: dict[str, Any] = {
@@ -40,7 +74,7 @@ def save(
             stored[str(number)] = jax.random.key_data(leaf) if _is_key(slot) else leaf
     about = {"version": version, "leaves": [_about(slot) for slot in slots]}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(_path(directory), stored, force=True, custom_metadata=about)
+        checkpointer.save(_beside(path, _NEW), stored, force=True, custom_metadata=about)
 
 
 def restore(directory: str | os.PathLike, slots: Sequence[Slot], name: str) -> tuple[list, int]:
@@ -57,9 +91,17 @@ def restore(directory: str | os.PathLike, slots: Sequence[Slot], name: str) -> t
     Raises:
         VariablesError: there is nothing to read, or a leaf is missing, new, or of another type.
     """
+    path = _path(directory)
+    if not path.exists() and _beside(path, _OLD).exists():  # A save was cut off between two names.
+        path = _beside(path, _OLD)
+    company = current_company()
+    read = functools.partial(_read, path, slots, name)
+    return read() if company is None else company.guarded(read)
+
+
+def _read(path: Path, slots: Sequence[Slot], name: str) -> tuple[list, int]:
     import orbax.checkpoint as ocp
 
-    path = _path(directory)
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             metadata = checkpointer.metadata(path)

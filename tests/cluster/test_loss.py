@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cluster.pods import HEARTBEAT_SECONDS, run_pod
+from tests.cluster.pods import HEARTBEAT_SECONDS, run_pod, succeeded
 
 SCRIPT = """
 from stepcache.events import StageStarted
@@ -90,3 +90,53 @@ def test_the_others_say_who_has_gone(tmp_path, point, victim):
 @pytest.mark.parametrize(("point", "victim"), CASES + MORE)
 def test_again_and_again(tmp_path, point, victim, turn):
     check(tmp_path, point, victim)
+
+
+SAVING = """
+from pathlib import Path
+from stepcache.variables import checkpoints
+bump = sc.step(lambda state: jax.tree.map(lambda x: x + 1, state), carry="state")
+def die(*_):
+    say("dying", time.time())
+    os.kill(os.getpid(), signal.SIGKILL)
+rename, calls = Path.rename, []
+def between_the_names(self, target):
+    calls.append(target)
+    rename(self, target)
+    if len(calls) == 1:
+        die()
+try:
+    with sc.Session(mesh):
+        value = sc.Variables({{"w": np.zeros((64, 8), np.float32), "n": 0}}, name="value")
+        if {restoring}:
+            value.restore("saved")
+            look = value.value
+            say("restored", value.version, float(look["w"].min()), float(look["w"].max()), int(look["n"]))
+        else:
+            bump(value)
+            value.save("saved")
+            bump(value)
+            if RANK == {victim}:
+                if RANK == 0 and {point!r} == "between the names":
+                    Path.rename = between_the_names
+                else:
+                    checkpoints._write = die
+            value.save("saved")
+            say("saved")
+except sc.RankLostError as error:
+    say("lost", error.ranks, time.time())
+"""
+
+
+@pytest.mark.parametrize(("point", "victim"), [("between the names", 0), ("writing", 1)])
+def test_what_was_saved_is_whole(tmp_path, point, victim):
+    script = SAVING.format(victim=victim, point=point, restoring=False)
+    ranks = run_pod(tmp_path, script, 2)
+    died = float(ranks[victim].said("dying")[0])
+    other = ranks[1 - victim]
+    assert other.said("lost"), f"{other.code}\n{other.output}"
+    assert float(other.said("lost")[0].rpartition(" ")[2]) - died < HEARTBEAT_SECONDS / 4
+    assert other.code == 0, other.output
+    restored = succeeded(run_pod(tmp_path, SAVING.format(victim=9, point="", restoring=True), 1))
+    version, low, high, count = restored[0].said("restored")[0].split()
+    assert low == high == f"{count}.0" and version in ("1", "2")

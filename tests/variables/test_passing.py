@@ -14,7 +14,6 @@ from states import LARGE, Point, X, advance, number, ramp, tree_of
 import stepcache as sc
 from stepcache import jaxcompat
 
-
 N = LARGE[0]
 
 

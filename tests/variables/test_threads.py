@@ -4,16 +4,23 @@ On one device: XLA on CPU can deadlock when threads launch programs over several
 plain `jax.jit` too.
 """
 
+import os
+import subprocess
+import sys
 import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_same
+from jax.sharding import PartitionSpec as P
 from states import LARGE
 
 import stepcache as sc
 from stepcache import engine
+from stepcache.variables.shares import HostLayout
 
 SMALL = (16, 8)
 LIMIT_SECONDS = 60
@@ -213,3 +220,78 @@ def test_variables_of_one_thread_are_used_by_another():
     together(make)
     together(lambda: step(made[0]))
     assert numbers(made[0].value) == {1}
+
+
+# ---- over several CPU devices -----------------------------------------------------------------
+
+on_cpu = pytest.mark.skipif(
+    os.environ["JAX_PLATFORMS"] != "cpu", reason="elsewhere a program gathers"
+)
+
+
+@on_cpu
+@pytest.mark.parametrize("rules", [None, [("large", P("data"))]], ids=["replicated", "split"])
+def test_to_look_at_what_the_hosts_hold_takes_no_program_that_gathers(mesh, rules, monkeypatch):
+    tree = {**full(3), "odd": np.full((5, 7), 3.0, np.float16), "key": jax.random.key(3)}
+    device = sc.Replicated() if rules is None else sc.Sharded(rules)
+    with sc.Session(mesh):
+        hosted = sc.Variables(tree, placement=sc.OnHost(device))
+        expected = sc.Variables(tree, placement=device).value
+        with monkeypatch.context() as patched:
+            patched.setattr(HostLayout, "read", property(lambda layout: pytest.fail("a program")))
+            value = hosted.value
+        assert_same(expected, value)
+        again = hosted.value
+        jax.jit(lambda tree: tree, donate_argnums=0)(value)
+        assert_same(expected, again)
+        assert_same(expected, hosted.value)
+
+
+@on_cpu
+def test_a_value_of_a_weak_type_is_looked_at_as_it_is(mesh):
+    weak = jnp.broadcast_to(jnp.asarray(2.0), (3, 4))
+    assert weak.weak_type
+    with sc.Session(mesh):
+        value = sc.Variables({"a": weak, "b": 2.0}, placement=sc.OnHost()).value
+    assert value["a"].weak_type and value["b"].weak_type
+    np.testing.assert_array_equal(value["a"], 2)
+
+
+LOOKING = """
+import os, sys, threading, time
+
+import jax
+import numpy as np
+
+import stepcache as sc
+
+jax.config.update("jax_num_cpu_devices", 8)
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+with sc.Session(mesh) as session:
+    trees = [{"a": np.full(40_000, n, np.float32), "b": np.zeros(3)} for n in range(3)]
+    one, two, three = (sc.Variables(tree, placement=sc.OnHost()) for tree in trees)
+    step = session.step(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), carry="state")
+    step(three)
+end = time.monotonic() + float(sys.argv[1])
+
+def work(act):
+    while time.monotonic() < end:
+        act()
+
+acts = [lambda: one.value, lambda: two.value] * 2 + [lambda: step(three)]
+threads = [threading.Thread(target=work, args=(act,), daemon=True) for act in acts]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(float(sys.argv[1]) + 60)
+os._exit(any(thread.is_alive() for thread in threads))
+"""
+
+
+@pytest.mark.slow
+@on_cpu
+def test_many_that_look_beside_a_step_do_not_wait_for_ever():
+    """With as many threads in XLA's pool as the step needs for itself."""
+    environment = {**os.environ, "NPROC": "16", "STEPCACHE_DIR": "off"}
+    command = [sys.executable, "-c", LOOKING, "20"]
+    assert subprocess.run(command, env=environment, timeout=200).returncode == 0

@@ -1,0 +1,85 @@
+"""Each process hands in its part of a batch, and the whole of everything else."""
+
+import pytest
+
+from tests.cluster.pods import run_pod, succeeded
+
+KINDS = """
+mesh = jax.make_mesh({shape}, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+rules = [("table", P(None, "model")), ("wide", P("data", "model"))]
+@sc.step(carry="state")
+def step(state, batch, scale):
+    x, rows = batch["x"], jnp.arange(batch["x"].shape[0], dtype=jnp.float32)
+    noise = jax.random.normal(batch["key"], ()) * 0
+    total = (x * rows[:, None]).sum() + batch["wide"].sum() + (batch["table"] * scale).sum() + noise
+    return {{"w": state["w"] + x.sum(), "n": state["n"] + 1}}, total, x.shape[0]
+def call(state, value):
+    # What is split along "data" comes in parts; the rest is whole on each process.
+    groups = {{tuple(d.id for d in row) for row in mesh.devices if any(d.process_index == RANK for d in row)}}
+    rows = sorted(i for i, row in enumerate(mesh.devices) if any(d.process_index == RANK for d in row))
+    x = np.arange(8 * 3, dtype=np.float32).reshape(8, 3) * value
+    per = 8 // mesh.devices.shape[0]
+    mine = np.concatenate([x[i * per:(i + 1) * per] for i in rows])
+    batch = {{"x": mine, "wide": np.ones((len(mine), 4), np.float32) if len(rows) else None,
+             "table": jnp.ones((2, 4)), "key": jax.random.key(0)}}
+    return step(state, batch, 0.5)
+with sc.Session(mesh, rules=rules):
+    state = {{"w": np.zeros((), np.float32), "n": 0}}
+    for value in (1.0, 2.0, 3.0):
+        state, total, rows = call(state, value)
+        say("total", float(total), int(rows), float(state["w"]), int(state["n"]))
+    assert step.stats().misses == 1 and step.stats().delegated == 0, step.stats()
+"""
+
+
+@pytest.mark.parametrize(("shape", "count", "devices"), [((4, 2), 2, 4), ((2, 4), 4, 2)])
+def test_the_whole_is_what_one_process_has(tmp_path, shape, count, devices):
+    """Also where several processes share a row of the mesh, and hand in the same part."""
+    script = KINDS.format(shape=shape)
+    (tmp_path / "one").mkdir()
+    (alone,) = succeeded(run_pod(tmp_path / "one", script, 1, devices=8))
+    for rank in succeeded(run_pod(tmp_path, script, count, devices=devices)):
+        assert rank.said("total") == alone.said("total")
+
+
+def test_a_call_like_the_one_before_does_not_read_its_state(tmp_path):
+    """Only its host arrays are looked at; the rest is JAX's dispatcher's affair."""
+    script = """
+    step = sc.step(lambda state, batch: ([x + batch.sum() for x in state], batch.sum()), carry="state")
+    with sc.Session(mesh):
+        state = [np.ones(2, np.float32) for _ in range(20)]
+        for number in range(6):
+            state, total = step(state, np.full(3, number, np.float32))
+            say("total", float(total), float(state[7][0]))
+        say("hits", step.stats().hits)
+        state, total = step(state, np.ones(4, np.float32))
+        say("misses", step.stats().misses, float(total))
+        state, total = step(state, np.ones(3, np.float32))
+        say("misses", step.stats().misses, float(total))
+    with sc.Session(mesh, count_hits=True):
+        before = step.stats().hits
+        for _ in range(3):
+            state, total = step(state, np.ones(3, np.float32))
+        say("counted", step.stats().hits - before)
+    """
+    for rank in succeeded(run_pod(tmp_path, script)):
+        totals = [6.0 * number for number in range(6)]
+        assert [float(line.split()[0]) for line in rank.said("total")] == totals
+        assert rank.said("total")[-1].split()[1] == str(1 + sum(totals))
+        assert int(rank.said("hits")[0]) <= 2
+        assert rank.said("misses") == ["2 8.0", "2 6.0"]
+        assert int(rank.said("counted")[0]) >= 2
+
+
+def test_what_does_not_divide_is_said(tmp_path):
+    script = """
+    step = sc.step(lambda batch: batch.sum())
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    with sc.Session(mesh):
+        try:
+            step(np.ones(3, np.float32))
+        except sc.PlacementError as error:
+            say("error", str(error).replace(chr(10), " "))
+    """
+    for rank in succeeded(run_pod(tmp_path, script, 2, devices=2)):
+        assert "does not divide" in rank.said("error")[0] and "size 6" in rank.said("error")[0]
