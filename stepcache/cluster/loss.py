@@ -176,7 +176,11 @@ class Watch:
                 answers.put((None, error))
 
         # A daemon: it may still be waiting when the process ends.
-        threading.Thread(target=call, name="stepcache service", daemon=True).start()
+        thread = threading.Thread(target=call, name="stepcache service", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # Python is about to end, and starts no thread any more.
+            return work()
         while True:
             try:
                 answer, error = answers.get(timeout=_SLICE_SECONDS)
@@ -205,8 +209,17 @@ class Watch:
                 if found is not None:
                     self._judge(**msgpack.unpackb(found))
         except Unreachable as error:
-            if threading.main_thread().is_alive():
+            if threading.main_thread().is_alive() and not self._is_shut_down(error):
                 self.service_has_gone(_first_line(error))
+
+    def _is_shut_down(self, error: Unreachable) -> bool:
+        """Whether `jax.distributed.shutdown` has been called, which cancels what is under way."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while "CANCELLED" in str(error) and time.monotonic() < deadline:
+            if coordination.service() is None:
+                return True
+            time.sleep(_POLL_SECONDS)
+        return coordination.service() is None
 
     def _judge(self, by: int, why: str, ranks: list[int]) -> None:
         """Somebody says that somebody has gone. If he does not say who: who does not answer."""
@@ -256,8 +269,8 @@ class Watch:
         once, and by rank 0 last: the service ends with it, and JAX then aborts the others.
         """
         error = getattr(sys, "last_value", None)
-        if not self._known.is_set() and error is None:
-            return
+        if coordination.service() is None or (error is None and not self._known.is_set()):
+            return  # The user, or JAX, ends the pod in its own way.
         there = self._error is None or 0 not in self._error.ranks
         with contextlib.suppress(Unreachable):
             if there and not self._known.is_set():

@@ -140,3 +140,15 @@ def test_what_was_saved_is_whole(tmp_path, point, victim):
     restored = succeeded(run_pod(tmp_path, SAVING.format(victim=9, point="", restoring=True), 1))
     version, low, high, count = restored[0].said("restored")[0].split()
     assert low == high == f"{count}.0" and version in ("1", "2")
+
+
+def test_a_pod_that_is_shut_down_is_not_lost(tmp_path):
+    script = """
+    with sc.Session(mesh):
+        say("result", float(sc.step(lambda batch: batch.sum())(np.ones(2))))
+    jax.distributed.shutdown()
+    time.sleep(1.5)
+    say("still there")
+    """
+    for rank in succeeded(run_pod(tmp_path, script, 2)):
+        assert "still there" in rank.output and "gone" not in rank.output, rank.output
