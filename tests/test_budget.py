@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
+from stepcache import jaxcompat
 from stepcache.events import Moved, recorder
 
 V = 4 * 10_000
@@ -116,7 +117,10 @@ def test_bytes_count_on_every_device_that_they_reach(eight):
         (lambda: np.ones(80, np.float32), P("data"), 1),
         (lambda: jnp.ones(80), P(), 7),
         (lambda: jnp.ones(80), P("data"), 7 / 8),
-        (lambda: jax.device_put(np.ones(80, np.float32), jax.devices()[3]), P(), 7),
+        pytest.param(
+            *(lambda: jax.device_put(np.ones(80, np.float32), jax.devices()[3]), P(), 7),
+            marks=pytest.mark.skipif(not jaxcompat.PRIVATE_API, reason="JAX's stages refuse it"),
+        ),
     ],
     ids=["host", "host, split", "uncommitted", "uncommitted, split", "on another device"],
 )

@@ -29,7 +29,8 @@ def test_the_example_prints_what_the_readme_says():
     assert len([line for line in code.splitlines() if line.strip()]) <= 16
 
 
-ROUNDS = {"restart": 5, "first_steps": 11, "pod_start": 7}  # Each of these is a dozen fresh processes, and minutes.
+# Each of these is a dozen fresh processes, and minutes.
+ROUNDS = {"restart": 5, "first_steps": 11, "pod_start": 7}
 
 
 @pytest.mark.parametrize("result", sorted((ROOT / "benchmarks" / "results").glob("*.json")))

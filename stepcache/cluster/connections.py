@@ -66,6 +66,11 @@ def connected_by(port: int) -> bool:
     )
 
 
+def accepted_at(port: int) -> int:
+    """How many connections other processes, or this one, have made to a port of this one."""
+    return sum(each.state == _ESTABLISHED and _port(each.local) == port for each in _sockets())
+
+
 def hang_up(own: Iterable[str], others: Iterable[str], spared_port: int) -> None:
     """Shuts down the connections between this process and some others.
 

@@ -25,7 +25,14 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from stepcache.cluster.connections import connected_by, hang_up, listening, machine, started
+from stepcache.cluster.connections import (
+    accepted_at,
+    connected_by,
+    hang_up,
+    listening,
+    machine,
+    started,
+)
 from stepcache.errors import RankLostError
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable
@@ -277,13 +284,20 @@ class Watch:
                 self._declare(f"it ended with {_first_line(error)}", [self.rank])
             if there:
                 self.service.put(f"{_LEFT}/{self.rank}", b"1")
-            gone = self._error.ranks if self._error is not None else ()
-            waited_for = set(self._all()) - {0, *gone} if self.rank == 0 else set()
-            deadline = time.monotonic() + _LAST_ONE_SECONDS
-            while waited_for and time.monotonic() < deadline:
-                waited_for -= {int(rank) for rank in self.service.listed(f"{_LEFT}/")}
-                time.sleep(_POLL_SECONDS)
+            if self.rank == 0:
+                self._wait_for_the_others()
         coordination.abandon()
+
+    def _wait_for_the_others(self) -> None:
+        """Until those who have not gone say that they leave, and then have left."""
+        gone = self._error.ranks if self._error is not None else ()
+        staying = set(self._all()) - {0, *gone}
+        deadline = time.monotonic() + _LAST_ONE_SECONDS
+        while staying and time.monotonic() < deadline:
+            staying -= {int(rank) for rank in self.service.listed(f"{_LEFT}/")}
+            time.sleep(_POLL_SECONDS)
+        while accepted_at(coordination.coordinator_port()) > 1 and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)  # One is this process's own.
 
 
 class _Guarded(Service):

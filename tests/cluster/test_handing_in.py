@@ -15,8 +15,8 @@ def step(state, batch, scale):
     return {{"w": state["w"] + x.sum(), "n": state["n"] + 1}}, total, x.shape[0]
 def call(state, value):
     # What is split along "data" comes in parts; the rest is whole on each process.
-    groups = {{tuple(d.id for d in row) for row in mesh.devices if any(d.process_index == RANK for d in row)}}
-    rows = sorted(i for i, row in enumerate(mesh.devices) if any(d.process_index == RANK for d in row))
+    ours = [{{device.process_index for device in row}} for row in mesh.devices]
+    rows = [number for number, processes in enumerate(ours) if RANK in processes]
     x = np.arange(8 * 3, dtype=np.float32).reshape(8, 3) * value
     per = 8 // mesh.devices.shape[0]
     mine = np.concatenate([x[i * per:(i + 1) * per] for i in rows])
@@ -45,7 +45,9 @@ def test_the_whole_is_what_one_process_has(tmp_path, shape, count, devices):
 def test_a_call_like_the_one_before_does_not_read_its_state(tmp_path):
     """Only its host arrays are looked at; the rest is JAX's dispatcher's affair."""
     script = """
-    step = sc.step(lambda state, batch: ([x + batch.sum() for x in state], batch.sum()), carry="state")
+    @sc.step(carry="state")
+    def step(state, batch):
+        return [x + batch.sum() for x in state], batch.sum()
     with sc.Session(mesh):
         state = [np.ones(2, np.float32) for _ in range(20)]
         for number in range(6):

@@ -111,7 +111,8 @@ try:
         if {restoring}:
             value.restore("saved")
             look = value.value
-            say("restored", value.version, float(look["w"].min()), float(look["w"].max()), int(look["n"]))
+            ends = (float(look["w"].min()), float(look["w"].max()))
+            say("restored", value.version, *ends, int(look["n"]))
         else:
             bump(value)
             value.save("saved")

@@ -93,7 +93,6 @@ with sc.Session(mesh):
             moments.restore("moments " + name)
             assert params.version == 3
         say("losses", name + ":", run(params, moments, 3)) if not {steps} else None
-        say("keys", name + ":", jax.random.key_data(params.value["key"]).tolist()) if COUNT == 1 else None
 """
 )
 

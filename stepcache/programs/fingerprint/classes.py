@@ -93,7 +93,8 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         for member in cls:
             walk.value(f"{name}.{member.name}", member.value)
     selective = is_plain(cls) and not dataclasses.is_dataclass(cls)
-    walk.when_dynamic(f"{name} (order of attributes)", tuple(vars(cls)))
+    order = tuple(each for each in vars(cls) if each != "__annotations__")
+    walk.when_dynamic(f"{name} (order of attributes)", order)
     walk.read_attributes(each for each in _texts(vars(cls).get("__match_args__")))
     for attribute, value in sorted(vars(cls).items()):
         if attribute in _INTERNALS or isinstance(value, _SLOT_TYPES):

@@ -177,7 +177,7 @@ _known: weakref.WeakKeyDictionary[type, tuple[list[Any], str]] = weakref.WeakKey
 
 
 def _meaning_of_class(walk: Walk, cls: type, has_state: bool) -> str:
-    members = [value for name, value in vars(cls).items() if name not in _UNTOLD]
+    members = [value for _, value in _members(cls)]
     known = _known.get(cls)
     same = known is not None and len(known[0]) == len(members)
     if known is not None and same and all(map(operator.is_, known[0], members)):
@@ -189,10 +189,19 @@ def _meaning_of_class(walk: Walk, cls: type, has_state: bool) -> str:
     return text
 
 
+def _members(cls: type) -> list[tuple[str, Any]]:
+    """What a class has of its own. To look at its annotations may give it empty ones."""
+    return [
+        (name, value)
+        for name, value in vars(cls).items()
+        if name not in _UNTOLD and (value or name != "__annotations__")
+    ]
+
+
 def _told_class(walk: Walk, cls: type, has_state: bool) -> str:
     texts = []
-    for attribute, value in sorted(vars(cls).items()):
-        if isinstance(value, type) or attribute in _UNTOLD:
+    for attribute, value in sorted(_members(cls)):
+        if isinstance(value, type):
             continue
         path = f"{cls.__module__}.{cls.__qualname__}.{attribute}"
         text = _meaning(walk, path, value, has_state)
