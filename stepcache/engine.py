@@ -38,7 +38,7 @@ from stepcache.programs.build import NotHoldable, Program, Stopwatch, trace
 from stepcache.programs.cache import ProgramCache, new_owner_number
 from stepcache.programs.checks import Checks
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
-from stepcache.programs.handing_in import HandingIn, handed_in
+from stepcache.programs.handing_in import HandingIn, handed_in, is_of_pod
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Brought, Levels
@@ -50,7 +50,6 @@ from stepcache.programs.together import bring_together
 from stepcache.residence import PassesVariables, Repeat, Use, passes_variables
 from stepcache.scope import Scope, current_scope, recompiles_forbidden
 from stepcache.sharding import mesh_identity
-from stepcache.spanning import spans_processes
 
 _build_ids = itertools.count(1)
 _making = threading.Lock()
@@ -129,7 +128,7 @@ class Engine:
         watched = scope.count_hits or scope.cache.check_every or scope.max_step_bytes is not None
         through_python = watched or scope.closed or self.checks.stale is not None
         plain = not (kwargs or request.call.signature.statics or through_python)
-        if plain and any(placed and spans_processes(placed.sharding) for placed in request.placed):
+        if plain and is_of_pod(request):
             self.handing_in = HandingIn(request, jaxcompat.session_context.value)
         return outputs, None if through_python else fast_path
 

@@ -150,7 +150,7 @@ class _Meeting:
         self._pod.watch.meet()
         return {rank: voice for ranks, voice in found["voices"] for rank in ranks}
 
-    def hand_out(self, name: str, data: bytes) -> None:
+    def hand_out(self, name: str, data: bytes, takers: Sequence[int]) -> None:
         """As `Meeting` has it."""
         service, place = self._pod.service, f"{self._name}/{name}"
         pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)] or [b""]
@@ -158,14 +158,13 @@ class _Meeting:
             service.put(f"{place}/count", str(len(pieces)).encode())
             for number, piece in enumerate(pieces):
                 if number >= _WINDOW:
-                    self._take_back(place, number - _WINDOW)
+                    self._take_back(place, number - _WINDOW, takers)
                 service.put(f"{place}/{number}", piece)
 
-    def _take_back(self, place: str, number: int) -> None:
-        """Frees a piece when all others have it."""
-        for rank in self._pod.ranks:
-            if rank != self._pod.rank:
-                self._wait(f"{place}/taken/{number}/{rank}", lambda rank=rank: [rank])
+    def _take_back(self, place: str, number: int, takers: Sequence[int]) -> None:
+        """Frees a piece when all have it."""
+        for rank in takers:
+            self._wait(f"{place}/taken/{number}/{rank}", lambda rank=rank: [rank])
         self._pod.service.delete(f"{place}/{number}")
 
     def take(self, name: str, giver: int) -> bytes:

@@ -8,7 +8,6 @@ that have not. At the end each says what it holds, and nothing runs before all h
 from __future__ import annotations
 
 import hashlib
-import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from stepcache.programs.candidate import (
 from stepcache.programs.peers import Meeting, Peers
 from stepcache.programs.question import Question
 from stepcache.units import readable_ranks
-
-_log = logging.getLogger("stepcache")
 
 # What one host may have and another not: then each builds for itself what all agree on.
 _OF_HOST = (
@@ -189,9 +186,13 @@ class Gathering:
         return self._stands[self.giver]
 
     @property
-    def wanted(self) -> bool:
-        """Whether some process has to be handed the program."""
-        return any(each.program != self._given().program for each in self._stands.values())
+    def takers(self) -> list[int]:
+        """Those that have to be handed the program."""
+        return [
+            rank
+            for rank, each in self._stands.items()
+            if rank != self.giver and (self.builds or each.program != self._given().program)
+        ]
 
     @property
     def all_share(self) -> bool:
@@ -211,7 +212,8 @@ class Gathering:
             why_not: why not.
         """
         packed = pack_candidates(label, [candidate])[1] if candidate is not None else b""
-        self._meeting.hand_out("program", _packed([packed, zlib.compress(data, 1), why_not]))
+        given = _packed([packed, zlib.compress(data, 1), why_not])
+        self._meeting.hand_out("program", given, self.takers)
 
     def receive(self) -> tuple[Candidate | None, bytes, str]:
         """What the other process hands out, as it gave it."""

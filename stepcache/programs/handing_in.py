@@ -14,6 +14,12 @@ from stepcache.programs.signature import Call
 from stepcache.spanning import spanning, spans_processes
 
 
+def is_of_pod(request: Request) -> bool:
+    """Whether a call has leaves that go to devices of several processes: all, or none, do."""
+    placed = next(filter(None, request.placed), None)
+    return placed is not None and spans_processes(placed.sharding)
+
+
 class HandingIn:
     """Hands in what calls like one before bring, without reading the rest of them.
 
@@ -56,7 +62,7 @@ def handed_in(request: Request) -> Call:
     ones. Python scalars stay what they are, so that their types stay weak.
     """
     call = request.call
-    if not any(placed and spans_processes(placed.sharding) for placed in request.placed):
+    if not is_of_pod(request):
         return call
     leaves = [
         spanning(value, placed.sharding, placed.shape)

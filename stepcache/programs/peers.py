@@ -29,8 +29,8 @@ class Meeting(Protocol):
         """
         ...
 
-    def hand_out(self, name: str, data: bytes) -> None:
-        """Gives bytes to whoever takes them."""
+    def hand_out(self, name: str, data: bytes, takers: Sequence[int]) -> None:
+        """Gives bytes to some processes, each of which has to take them."""
         ...
 
     def take(self, name: str, giver: int) -> bytes:

@@ -106,7 +106,7 @@ class _Bringing:
     def _load_and_give(self) -> Brought:
         candidate, archive = self.answer.candidate, self.archive
         assert candidate is not None and archive is not None
-        if self.gathering.wanted:
+        if self.gathering.takers:
             with self.stopwatch.stage("give"):
                 data = archive.executable_bytes(candidate.program)
                 self._give(candidate if data else None, data, "it cannot be read from disk")

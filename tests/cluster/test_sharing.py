@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -58,8 +59,6 @@ def test_one_builds_and_the_next_run_loads(tmp_path, cache):
 def test_who_has_it_gives_it_to_those_who_have_not(tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 3, cache)
-    import shutil
-
     shutil.rmtree(tmp_path / "cache0")
     ranks = run(tmp_path / "a", 3, cache)
     assert levels(ranks) == ["1", "1", "1"]
@@ -111,6 +110,16 @@ pod.PIECE_BYTES, pod._WINDOW = 256, 3
 """
     ranks = run(tmp_path / "a", 3, "off", before)
     assert levels(ranks) == ["3", "1", "1"]
+
+
+def test_pieces_are_not_kept_for_those_who_have_the_program(tmp_path):
+    before = """
+from stepcache.cluster import pod
+pod.PIECE_BYTES, pod._WINDOW = 256, 3
+"""
+    run(tmp_path / "a", 3, tmp_path / "cache{rank}", before)
+    shutil.rmtree(tmp_path / "cache2")
+    assert levels(run(tmp_path / "a", 3, tmp_path / "cache{rank}", before)) == ["1", "1", "1"]
 
 
 def test_all_take_the_trace_where_one_asks_for_it(tmp_path):
