@@ -152,7 +152,7 @@ class _Meeting:
 
     def hand_out(self, name: str, data: bytes, takers: Sequence[int]) -> None:
         """As `Meeting` has it."""
-        service, place = self._pod.service, f"{self._name}/{name}"
+        service, place = self._pod.service, f"{self._name}/{name}/{self._pod.rank}"
         pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)] or [b""]
         with self._knowing_of_losses():
             service.put(f"{place}/count", str(len(pieces)).encode())
@@ -169,7 +169,7 @@ class _Meeting:
 
     def take(self, name: str, giver: int) -> bytes:
         """As `Meeting` has it."""
-        service, place = self._pod.service, f"{self._name}/{name}"
+        service, place = self._pod.service, f"{self._name}/{name}/{giver}"
         count = int(self._wait(f"{place}/count", lambda: [giver]))
         pieces = []
         for number in range(count):

@@ -206,7 +206,7 @@ class Archive:
                 storing.load_executable(data, storing.program_devices(publication.run))
                 if not self.tier.publish("program", digest, {"label": address.label}, data):
                     return
-        if publication.tree is not None:
+        if publication.traced.tree is not None:
             self._add_candidate(address, publication.candidate(self.history.clock()))
 
     def in_background(self, work: Callable[[], None]) -> None:

@@ -8,7 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import jax
 
@@ -16,6 +17,26 @@ from stepcache import jaxcompat
 
 _SWITCH_SECONDS = 0.00005
 _POLL_SECONDS = 0.005
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
+    """Does something in another thread, under the settings of this one; its end waits for that."""
+    settings = jaxcompat.carried_settings()
+
+    def run() -> T:
+        with settings:
+            return work()
+
+    with ThreadPoolExecutor(1, "stepcache beside") as pool:
+        try:
+            future = pool.submit(run)
+        except RuntimeError:  # Python is about to end, and starts no thread any more.
+            future = Future()
+            future.set_result(run())
+        yield future
 
 
 def in_background(check: Callable[[], None]) -> threading.Thread:

@@ -61,22 +61,34 @@ class Program:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Times the stages of one build, and tells `entered` as each begins."""
+    """Times the stages of one build, and tells `entered` as each begins.
+
+    Attributes:
+        seconds: what each has taken, without the stages within it.
+        current: the one entered last.
+    """
 
     entered: Callable[[str], None]
     seconds: dict[str, float] = field(default_factory=dict)
     current: str = ""
+    _within: list[str] = field(default_factory=list)
+    _timed: float = 0.0
 
     @contextlib.contextmanager
     def stage(self, name: str):
         self.current = name
+        self._within.append(name)
         self.entered(name)
-        started = time.perf_counter()
+        started, timed = time.perf_counter(), self._timed
         try:
             yield
+            self.current = self._within[0]
         finally:
+            self._within.pop()
             elapsed = time.perf_counter() - started
-            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+            own = elapsed - (self._timed - timed)
+            self.seconds[name] = self.seconds.get(name, 0.0) + own
+            self._timed = timed + elapsed
 
 
 class NotHoldable(Exception):
@@ -115,6 +127,7 @@ def _stand_in(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 _Context = contextlib.AbstractContextManager
+_NOTHING = contextlib.nullcontext()
 
 
 def build(
@@ -122,7 +135,7 @@ def build(
     request: Request,
     stopwatch: Stopwatch,
     watched: _Context | None = None,
-    compiling: _Context | None = None,
+    compiling: Callable[[jaxcompat.Staged], _Context] | None = None,
 ) -> tuple[Program, jaxcompat.Staged]:
     """Builds the program of a call.
 
@@ -131,7 +144,7 @@ def build(
         request: the call.
         stopwatch: times the stages.
         watched: held open while the user's function is traced and lowered.
-        compiling: held open while XLA compiles.
+        compiling: given the trace, what is held open while XLA compiles.
 
     Returns:
         The program, and the trace that it was made from.
@@ -141,14 +154,14 @@ def build(
         CarryError: see `trace`.
     """
     with jaxcompat.tracing_context(request.mesh):
-        with watched or contextlib.nullcontext():
+        with watched or _NOTHING:
             with stopwatch.stage("trace"):
                 staged = trace(recipe, request)
             if not staged.can_be_held():
                 raise NotHoldable
             with stopwatch.stage("lower"):
                 staged.lower()
-        with stopwatch.stage("compile"), compiling or contextlib.nullcontext():
+        with stopwatch.stage("compile"), compiling(staged) if compiling else _NOTHING:
             run = staged.compile()
     captured = _name_captured(recipe.fun, jaxcompat.captured_arrays(staged.jaxpr))
     return Program(request.key, run, captured, stopwatch.seconds), staged

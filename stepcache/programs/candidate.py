@@ -1,5 +1,5 @@
 """`Candidate`: one build on disk, with all that it depends on, and how that compares with now.
-`Publication`: one build on its way there.
+`Traced` and `Publication`: one build on its way there.
 
 Facts are names and texts: what the fingerprint found, the call, and the environment.
 """
@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
 
-from stepcache import jaxcompat
 from stepcache.events import Captured, Change
 from stepcache.jaxcompat import Runnable, storing
 
@@ -57,6 +56,35 @@ class Used:
     variables: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What a trace told of its program, before it is compiled.
+
+    Attributes:
+        facts: all that it depends on.
+        used: what the trace used.
+        tree: the tree of the outputs, encoded; None where a later process has to trace the step.
+        unvouched: why it has to.
+    """
+
+    facts: dict[str, str]
+    used: Used
+    tree: Any
+    unvouched: tuple[str, ...] = ()
+
+    def packed(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def unpacked(cls, data: dict[str, Any]) -> Traced:
+        """From `packed`.
+
+        Raises:
+            TypeError, KeyError: the data is malformed.
+        """
+        return cls(**{**data, "used": Used(**data["used"]), "unvouched": tuple(data["unvouched"])})
+
+
 @dataclass(slots=True)
 class Candidate:
     """One build that may be the answer.
@@ -90,6 +118,11 @@ class Candidate:
     def packed(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def traced(self) -> Traced:
+        """What the trace told of it."""
+        return Traced(self.told, self.used, self.tree)
+
     def assembled(self, data: bytes, address: Address, in_tree: Any) -> Runnable:
         """The program, of an executable that is at hand.
 
@@ -120,24 +153,20 @@ class Publication:
         address: of the question that it answers.
         digest: of its executable.
         run: the program.
-        tree: the tree of the outputs, encoded; None where a later process has to trace the step.
-        used: what its trace used.
-        facts: all that it depends on.
+        traced: what its trace told.
         captured: the large arrays in it.
         seconds: what each stage took; with "compile", XLA made the executable just now.
-        lowered: the lowered module, as `jaxcompat.outline` takes it.
+        outline: gives the lowered module, as text.
         data: the executable, where it has been serialized already.
     """
 
     address: Address
     digest: str
     run: Runnable
-    tree: Any
-    used: Used
-    facts: dict[str, str]
+    traced: Traced
     captured: tuple[Captured, ...]
     seconds: dict[str, float]
-    lowered: Any
+    outline: Callable[[], str]
     data: bytes = b""
 
     def serialized(self) -> bytes:
@@ -153,16 +182,16 @@ class Publication:
         positions = {device: index for index, device in enumerate(self.address.devices)}
         return Candidate(
             self.digest,
-            digest_facts(self.facts),
-            self.facts,
-            self.used,
+            digest_facts(self.traced.facts),
+            self.traced.facts,
+            self.traced.used,
             [positions[device] for device in storing.program_devices(self.run)],
             storing.pickle_call(self.run),
-            self.tree,
+            self.traced.tree,
             [[each.name, each.type, each.size_bytes] for each in self.captured],
             dict(self.seconds),
             created_time,
-            zlib.compress(jaxcompat.outline(self.lowered).encode(), 1),
+            zlib.compress(self.outline().encode(), 1),
         )
 
 

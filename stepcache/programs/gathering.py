@@ -2,7 +2,9 @@
 
 First each says what it is about to bring. Where they differ, that is an error on all of them.
 Then one that has the program on its disk, or else the first one, which builds it, hands it to those
-that have not. At the end each says what it holds, and nothing runs before all hold the same.
+that have not: what the trace told while XLA compiles, and then the program. What is made on one
+kind of host serves on that kind only, so there is one such process for each kind. At the end each
+says what it holds, and nothing runs before all hold the same.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from stepcache.events import Change
 from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.candidate import (
     Candidate,
+    Traced,
     agree,
     differences,
     digest_facts,
@@ -99,7 +102,7 @@ class Gathering:
         stand: what it says.
 
     Attributes:
-        giver: the rank that hands the program out, or builds it.
+        giver: the rank that hands the program out, or builds it, for this kind of host.
         builds: whether it has to build it first.
     """
 
@@ -117,9 +120,11 @@ class Gathering:
         self._stands = {rank: Stand.unpacked(voice) for rank, voice in sorted(voices.items())}
         self._check_same()
         trusted = all(each.trusts for each in self._stands.values())
-        having = [rank for rank, each in self._stands.items() if each.program and trusted]
+        self._alike = [rank for rank, each in self._stands.items() if each.host == stand.host]
+        having = [rank for rank in self._alike if self._stands[rank].program and trusted]
         self.builds = not having
-        self.giver = having[0] if having else min(self._stands)
+        self.giver = having[0] if having else self._alike[0]
+        self._received: tuple[Candidate | None, bytes, str] | None = None
 
     # ---- who differs -----------------------------------------------------------------------------
 
@@ -178,9 +183,9 @@ class Gathering:
         return bool(self._stand.program) and self._stand.program == self._given().program
 
     @property
-    def loads(self) -> bool:
-        """Whether what the other process made can be loaded here."""
-        return self._stand.host == self._given().host
+    def builds_again(self) -> bool:
+        """Whether another process builds it too, for another kind of host."""
+        return self.builds and self.gives and self.giver != min(self._stands)
 
     def _given(self) -> Stand:
         return self._stands[self.giver]
@@ -188,11 +193,9 @@ class Gathering:
     @property
     def takers(self) -> list[int]:
         """Those that have to be handed the program."""
-        return [
-            rank
-            for rank, each in self._stands.items()
-            if rank != self.giver and (self.builds or each.program != self._given().program)
-        ]
+        program = self._given().program
+        others = [rank for rank in self._alike if rank != self.giver]
+        return [r for r in others if self.builds or self._stands[r].program != program]
 
     @property
     def all_share(self) -> bool:
@@ -201,6 +204,23 @@ class Gathering:
             each.directory and each.directory == self._stand.directory
             for each in self._stands.values()
         )
+
+    def tell(self, traced: Traced | None, why_not: str = "") -> None:
+        """Hands out what the trace told.
+
+        Args:
+            traced: that; None where there is nothing that others can use.
+            why_not: why not.
+        """
+        if self.takers:
+            told = _packed([traced.packed() if traced is not None else None, why_not])
+            self._meeting.hand_out("trace", zlib.compress(told, 1), self.takers)
+
+    def told(self) -> tuple[Traced | None, str]:
+        """What the trace of the other process has told, as it gave it."""
+        told = zlib.decompress(self._meeting.take("trace", self.giver))
+        traced, why_not = _unpacked(told)
+        return Traced.unpacked(traced) if traced is not None else None, why_not
 
     def give(self, label: str, candidate: Candidate | None, data: bytes, why_not: str = "") -> None:
         """Hands the program out.
@@ -211,20 +231,23 @@ class Gathering:
             data: the executable; empty where all find it in the directory.
             why_not: why not.
         """
-        packed = pack_candidates(label, [candidate])[1] if candidate is not None else b""
-        given = _packed([packed, zlib.compress(data, 1), why_not])
-        self._meeting.hand_out("program", given, self.takers)
+        if self.takers:
+            packed = pack_candidates(label, [candidate])[1] if candidate is not None else b""
+            given = _packed([packed, zlib.compress(data, 1), why_not])
+            self._meeting.hand_out("program", given, self.takers)
 
     def receive(self) -> tuple[Candidate | None, bytes, str]:
-        """What the other process hands out, as it gave it."""
-        packed, data, why_not = msgpack.unpackb(self._meeting.take("program", self.giver))
-        candidate = unpack_candidates(packed)[0] if packed else None
-        return candidate, zlib.decompress(data), why_not
+        """What the other process hands out, as it gave it. It has to be taken, wanted or not."""
+        if self._received is None:
+            packed, data, why_not = msgpack.unpackb(self._meeting.take("program", self.giver))
+            candidate = unpack_candidates(packed)[0] if packed else None
+            self._received = candidate, zlib.decompress(data), why_not
+        return self._received
 
-    def differing(self, candidate: Candidate) -> tuple[Change, ...]:
-        """What of a build of another process is not so here."""
-        found = self._question.with_used(candidate.used)
-        told = {name: fact for name, fact in candidate.told.items() if name not in _OF_HOST}
+    def differing(self, traced: Traced) -> tuple[Change, ...]:
+        """What of a trace of another process is not so here."""
+        found = self._question.with_used(traced.used)
+        told = {name: fact for name, fact in traced.facts.items() if name not in _OF_HOST}
         facts = {name: fact for name, fact in found.facts.items() if name not in _OF_HOST}
         return () if agree(told, facts) else differences(told, facts)
 

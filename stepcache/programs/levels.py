@@ -5,8 +5,11 @@ or by a build.
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,10 +18,12 @@ from stepcache.errors import StaleProgramWarning, warn
 from stepcache.events import Captured
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Answer, Archive
+from stepcache.programs.background import beside
 from stepcache.programs.build import Program, Stopwatch, build
 from stepcache.programs.candidate import (
     Address,
     Publication,
+    Traced,
     Used,
     differences,
     digest_facts,
@@ -168,13 +173,17 @@ class Levels:
         stopwatch: Stopwatch,
         watch: bool,
         find: storing.Find | None = None,
+        tell: Callable[[Traced], None] = lambda traced: None,
     ) -> Brought:
         """A program by a trace, and if need be by a compilation.
+
+        What the trace depends on is found out beside the compilation.
 
         Args:
             request, archive, question, answer, stopwatch, watch: as for `load`.
             find: looks for the executable of a lowered module; by default in the archive. Where it
                 is given, what was built can be handed to other processes.
+            tell: is told what the trace has told, as soon as that is known, in another thread.
         """
         with stopwatch.stage("hash"):
             known = question.extend(question.used_by(self._recording))
@@ -186,27 +195,28 @@ class Levels:
         if find is None and archive is not None:
             find = archive.find
         found = _Found(find) if find is not None else None
-        program, staged = build(
-            self._recipe,
-            request,
-            stopwatch,
-            _both(recording, jaxcompat.recording_context(token)),
-            storing.compiling_through(found) if found is not None else None,
-        )
+        telling: list[Future[Traced]] = []
+
+        @contextlib.contextmanager
+        def compiling(staged: jaxcompat.Staged) -> Iterator[None]:
+            def note() -> Traced:
+                traced = self._traced(request, question, recording, staged)
+                tell(traced)
+                return traced
+
+            hooked = storing.compiling_through(found) if found is not None else nullcontext()
+            with hooked, beside(note) as future:
+                telling.append(future)
+                yield
+
+        watched = _both(recording, jaxcompat.recording_context(token))
+        program, staged = build(self._recipe, request, stopwatch, watched, compiling)
         if found is not None and found.loaded:
             program.seconds["load"] = program.seconds.pop("compile")
             program = replace(program, level=2)
-        with stopwatch.stage("hash"):
-            self._recording.add_from(recording)
-            used = question.used_by(self._recording)
-            facts = dict(question.extend(used).facts)
-            unvouched = question.blames_of(self._recording)
-            tree = None
-            try:
-                tree = storing.encode_tree(program.run.out_tree, request.key.signature.tree)
-            except storing.NotStorable as error:
-                unvouched = (*unvouched, str(error))
-        brought = Brought(program, answer, unvouched)
+        traced = telling[0].result()
+        outline = functools.cache(lambda: jaxcompat.outline(staged.lowered))
+        brought = Brought(program, answer, traced.unvouched)
         if found is not None:
             brought = replace(brought, address=question.address)
             why = _why_not_stored(program, found, archive)
@@ -217,17 +227,30 @@ class Levels:
                     question.address,
                     found.digest,
                     program.run,
-                    None if unvouched else tree,
-                    used,
-                    facts,
+                    traced,
                     program.captured,
                     program.seconds,
-                    staged.lowered,
+                    outline,
                 )
                 brought = replace(brought, digest=found.digest, publication=publication)
         if together:
-            brought = replace(brought, outline=jaxcompat.outline(staged.lowered))
-        return _watched(brought, facts, used, watch)
+            brought = replace(brought, outline=outline())
+        return _watched(brought, traced.facts, traced.used, watch)
+
+    def _traced(
+        self, request: Request, question: Question, recording: Recording, staged: jaxcompat.Staged
+    ) -> Traced:
+        """What a trace has told."""
+        self._recording.add_from(recording)
+        used = question.used_by(self._recording)
+        facts = dict(question.extend(used).facts)
+        unvouched = question.blames_of(self._recording)
+        tree = None
+        try:
+            tree = storing.encode_tree(staged.out_tree, request.key.signature.tree)
+        except storing.NotStorable as error:
+            unvouched = (*unvouched, str(error))
+        return Traced(facts, used, None if unvouched else tree, unvouched)
 
     def _notice(self, facts: dict[str, str]) -> None:
         """Warns, once, of what changed in this process since the step was first traced."""

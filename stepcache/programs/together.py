@@ -12,7 +12,7 @@ from typing import Any
 from stepcache.errors import AgreementError
 from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.build import Stopwatch
-from stepcache.programs.candidate import Candidate
+from stepcache.programs.candidate import Candidate, Traced
 from stepcache.programs.gathering import Gathering, common_facts, stand_of
 from stepcache.programs.levels import Brought, Levels
 from stepcache.programs.peers import Peers
@@ -88,18 +88,12 @@ class _Bringing:
             return self._build_and_give() if gathering.builds else self._load_and_give()
         if not gathering.builds and gathering.has_it:
             return self._load(self.answer) or self._trace()
-        with self.stopwatch.stage("wait"):
-            candidate, data, why_not = gathering.receive()
-        if candidate is None:
-            _log.info("%s builds for itself: %s", self.question.address.label, why_not)
-            return self._trace()
-        if not gathering.loads:
-            _log.warning(
-                "%s builds for itself: what another host made is for another kind of host",
-                self.question.address.label,
-            )
-            return self._trace()
-        return self._adopt(candidate, data)
+        try:
+            return self._adopt()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                gathering.receive()  # Who hands it out waits for those who have to take it.
+            raise
 
     # ---- by the one that has it, or makes it -------------------------------------------------
 
@@ -108,13 +102,17 @@ class _Bringing:
         assert candidate is not None and archive is not None
         if self.gathering.takers:
             with self.stopwatch.stage("give"):
+                self.gathering.tell(candidate.traced)
                 data = archive.executable_bytes(candidate.program)
                 self._give(candidate if data else None, data, "it cannot be read from disk")
         return self._load(self.answer) or self._trace()
 
     def _build_and_give(self) -> Brought:
+        if self.gathering.builds_again:
+            text = "%s is built here as well: what the others make is for another kind of host"
+            _log.warning(text, self.question.address.label)
         try:
-            brought = self._trace()
+            brought = self._trace(tell=self.gathering.tell)
             with self.stopwatch.stage("give"):
                 publication = brought.publication
                 if publication is None:
@@ -130,7 +128,9 @@ class _Bringing:
                 return replace(brought, publication=replace(publication, data=data))
         except BaseException as error:
             with contextlib.suppress(Exception):
-                self._give(None, b"", f"{type(error).__name__}: {error}")
+                why_not = f"{type(error).__name__}: {error}"
+                self.gathering.tell(None, why_not)  # If it has told before, that stands.
+                self._give(None, b"", why_not)
             raise
 
     def _serialized(self, brought: Brought) -> bytes:
@@ -144,17 +144,26 @@ class _Bringing:
 
     # ---- by the others -----------------------------------------------------------------------
 
-    def _adopt(self, candidate: Candidate, data: bytes) -> Brought:
-        """The program that another process made."""
-        changes = self.gathering.differing(candidate)
+    def _adopt(self) -> Brought:
+        """The program that another process makes, or has."""
+        with self.stopwatch.stage("wait"):
+            traced, why_not = self.gathering.told()
+        if traced is None:
+            return self._build_here(why_not)
+        with self.stopwatch.stage("hash"):
+            changes = self.gathering.differing(traced)
         if changes:
             raise AgreementError(
                 "what was traced elsewhere is not what is here:\n  "
                 + "\n  ".join(map(str, changes[:12])),
                 changes,
             )
-        if candidate.tree is None:  # It has to be traced here as well, but not compiled.
-            return self._trace(lambda digest, load: self._given(candidate, data, digest, load))
+        if traced.tree is None:  # It has to be traced here as well, but not compiled.
+            return self._trace(self._received)
+        with self.stopwatch.stage("wait"):
+            candidate, data, why_not = self.gathering.receive()
+        if candidate is None:
+            return self._build_here(why_not)
         try:
             brought = self._load(Answer(candidate), data)
         except Exception as error:
@@ -171,10 +180,12 @@ class _Bringing:
             return self._trace()
         return replace(brought, giver=self.gathering.giver)
 
-    def _given(
-        self, candidate: Candidate, data: bytes, digest: str, load: Callable[[bytes], Any]
-    ) -> Any:
-        if digest != candidate.program:
+    def _received(self, digest: str, load: Callable[[bytes], Any]) -> Any:
+        """The executable that another process made, of what has been traced here."""
+        with self.stopwatch.stage("wait"):
+            candidate, data, why_not = self.gathering.receive()
+        if candidate is None or digest != candidate.program:
+            self._say_why(why_not or "what is traced here is another program")
             return None
         if not data:
             return self.archive.find(digest, load) if self.archive is not None else None
@@ -187,7 +198,18 @@ class _Bringing:
             self.request, self.archive, self.question, answer, self.stopwatch, self.watch, data
         )
 
-    def _trace(self, find: Any = None) -> Brought:
+    def _build_here(self, why_not: str) -> Brought:
+        self._say_why(why_not)
+        return self._trace()
+
+    def _say_why(self, why_not: str) -> None:
+        _log.info("%s builds for itself: %s", self.question.address.label, why_not)
+
+    def _trace(
+        self,
+        find: Callable[[str, Callable[[bytes], Any]], Any] | None = None,
+        tell: Callable[[Traced], None] = lambda traced: None,
+    ) -> Brought:
         self.before_trace(self.answer)
         if find is None:
             find = self.archive.find if self.archive is not None else lambda digest, load: None
@@ -199,4 +221,5 @@ class _Bringing:
             self.stopwatch,
             self.watch,
             find,
+            tell,
         )
