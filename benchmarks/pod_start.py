@@ -1,9 +1,12 @@
 """Seconds from the first call of a training step to its result, in a pod of four processes.
 
-The step trains the 12-layer transformer of `benchmarks.restart`, one CPU device a process, gloo
-between them. Contenders, each in processes of their own, in turn:
+The step trains a transformer of 12 layers, one CPU device a process, gloo between them.
+Contenders, each in processes of their own, in turn:
 
 - plain `jax.jit`, so that every process compiles;
+- one compile by hand: the first process serializes its program into a file, by
+  `jax.experimental.serialize_executable`, and the others load it, unasked whether it is theirs.
+  That is what sharing takes at the least;
 - stepcache with nothing stored: one process builds, the others load what it built;
 - stepcache, warm: each loads from its own directory.
 
@@ -25,17 +28,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import Row, quartiles, show, write
-from benchmarks.restart import BATCH, CONTEXT, make_model
 
 RANKS = 4
 CONTENDERS = {
     "jax.jit, every process compiles": ("jax", "none"),
+    "by hand, one compiles": ("hand", "none"),
     "stepcache, one compiles": ("stepcache", "none"),
     "stepcache, warm": ("stepcache", "own"),
 }
 PEER = "jax.jit, every process compiles"
+WAYS = ("jax", "hand", "stepcache", "agree")
 AGREEMENTS = 20
 
 
@@ -52,33 +57,17 @@ def start(rank: int, address: str):
     return jax, jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,))
 
 
-def work(way: str, layers: int, rank: int, address: str) -> None:
+def work(way: str, layers: int, rank: int, address: str, directory: str) -> None:
     """Builds the model, calls the step once, and prints what that took as JSON."""
     jax, mesh = start(rank, address)
     import numpy as np
-    import optax
-    from flax import nnx
     from jax.experimental import multihost_utils
     from jax.sharding import NamedSharding, PartitionSpec
 
     import stepcache as sc
+    from benchmarks.transformer import BATCH, make_batch, make_state, make_train_step
 
-    model, optimizer = make_model(layers), optax.adamw(1e-3)
-    graph = nnx.graphdef(nnx.eval_shape(model))
-
-    def train_step(state, batch):
-        def loss_of(params):
-            logits = nnx.merge(graph, params)(batch["inputs"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-            return losses.mean()
-
-        loss, gradients = jax.value_and_grad(loss_of)(state["params"])
-        updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, loss
-
-    params = jax.tree.map(np.asarray, nnx.state(model()))
-    state = {"params": params, "optimizer": jax.tree.map(np.asarray, optimizer.init(params))}
-    tokens = np.zeros((BATCH // RANKS, CONTEXT), np.int32)
+    train_step = make_train_step(layers)
 
     def spread(value, spec):
         sharding = NamedSharding(mesh, spec)
@@ -86,10 +75,12 @@ def work(way: str, layers: int, rank: int, address: str) -> None:
             lambda each: jax.make_array_from_process_local_data(sharding, each), value
         )
 
-    state = spread(state, PartitionSpec())
-    batch = spread({"inputs": tokens, "targets": tokens}, PartitionSpec("data"))
+    state = spread(jax.tree.map(np.asarray, make_state(layers)), PartitionSpec())
+    batch = spread(make_batch(BATCH // RANKS), PartitionSpec("data"))
     if way == "jax":
         step = jax.jit(train_step, donate_argnames="state")
+    elif way == "hand":
+        step = by_hand(jax.jit(train_step, donate_argnames="state"), rank, Path(directory))
     else:
         step = sc.step(train_step, carry="state")
     with sc.Session(mesh):
@@ -105,6 +96,27 @@ def work(way: str, layers: int, rank: int, address: str) -> None:
         record["stages"] = {stage: getattr(stats, f"{stage}_seconds") for stage in stages}
         record["counts"] = [stats.traces, stats.compiles, stats.loads]
     print(json.dumps(record), flush=True)
+
+
+def by_hand(jitted: Any, rank: int, directory: Path) -> Any:
+    """A step that one process compiles, and that the others load from a file."""
+    import jax
+    from jax.experimental import serialize_executable
+
+    file = directory / "program"
+
+    def step(state, batch):
+        if rank == 0:
+            compiled = jitted.lower(state, batch).compile()
+            file.with_suffix(".new").write_bytes(serialize_executable.serialize(compiled)[0])
+            file.with_suffix(".new").rename(file)
+            return compiled(state, batch)
+        while not file.exists():
+            time.sleep(0.002)
+        trees = (jax.tree.structure(((state, batch), {})), jax.tree.structure((state, 0)))
+        return serialize_executable.deserialize_and_load(file.read_bytes(), *trees)(state, batch)
+
+    return step
 
 
 def agree(rank: int, address: str) -> None:
@@ -132,12 +144,13 @@ def run(arguments: list[str], directory: Path | None) -> list[dict]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    processes = []
+    processes, handed = [], tempfile.TemporaryDirectory()
     for rank in range(RANKS):
         own = str(directory / str(rank)) if directory is not None else "off"
         environment = dict(os.environ, STEPCACHE_DIR=own, JAX_PLATFORMS="cpu", NPROC="4")
         command = [sys.executable, "-m", "benchmarks.pod_start", *arguments]
         command += ["--rank", str(rank), "--address", address]
+        command += ["--directory", handed.name]
         processes.append(
             subprocess.Popen(
                 command,
@@ -148,6 +161,7 @@ def run(arguments: list[str], directory: Path | None) -> list[dict]:
             )
         )
     outputs = [process.communicate(timeout=600)[0] for process in processes]
+    handed.cleanup()
     assert not any(process.returncode for process in processes), outputs
     return [
         json.loads(next(line for line in output.splitlines() if line.startswith("{")))
@@ -182,15 +196,18 @@ def starts(layers: int, rounds: int) -> tuple[list[Row], dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one small case, one round")
-    parser.add_argument("--work", choices=("jax", "stepcache", "agree"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--work", choices=("jax", "hand", "stepcache", "agree"), help=argparse.SUPPRESS
+    )
     parser.add_argument("--layers", type=int, default=12, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work == "agree":
         agree(options.rank, options.address)
     elif options.work:
-        work(options.work, options.layers, options.rank, options.address)
+        work(options.work, options.layers, options.rank, options.address, options.directory)
     else:
         report(options.quick)
 

@@ -18,12 +18,17 @@ os.environ["STEPCACHE_DIR"] = "off"  # What is kept between processes is another
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import stepcache as sc
 from benchmarks.harness import interleaved, show, write
-from benchmarks.restart import BATCH, CONTEXT, make_model
+from benchmarks.transformer import (
+    OPTIMIZER,
+    make_batch,
+    make_model,
+    make_state,
+    make_train_step,
+)
 from stepcache.variables import packing
 
 
@@ -82,31 +87,14 @@ def small(count: int):
 
 
 def model_state(layers: int):
-    model = make_model(layers)()
-    optimizer = optax.adamw(1e-3)
-    params = nnx.state(model)
-    state = {"params": params, "optimizer": optimizer.init(params)}
-    held = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-    return jax.tree.map(np.asarray, state), (model, held)
+    model = make_model(layers)
+    held = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+    return jax.tree.map(np.asarray, make_state(layers)), (model, held)
 
 
 def training(layers: int, settings) -> list:
-    optimizer, model = optax.adamw(1e-3), make_model(layers)
-    graph = nnx.graphdef(nnx.eval_shape(model))
-
-    def train_step(state, batch):
-        def loss_of(params):
-            logits = nnx.merge(graph, params)(batch["inputs"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-            return losses.mean()
-
-        loss, gradients = jax.value_and_grad(loss_of)(state["params"])
-        updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, loss
-
+    train_step, batch = make_train_step(layers), jax.device_put(make_batch())
     state, _ = model_state(layers)
-    tokens = np.zeros((BATCH, CONTEXT), np.int32)
-    batch = jax.device_put({"inputs": tokens, "targets": tokens})
     by_jit = jax.jit(train_step, donate_argnames="state")
     by_step = sc.step(train_step, carry="state")
     rows = {

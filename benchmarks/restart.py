@@ -28,7 +28,6 @@ EVENTS = {
     "lower": "/jax/core/compile/jaxpr_to_mlir_module_duration",
     "compile": "/jax/core/compile/backend_compile_duration",
 }
-WIDTH, HEADS, VOCABULARY, CONTEXT, BATCH = 64, 4, 128, 32, 8
 UNVERIFIED = {"stepcache, unverified": ("unverified", "warm")}
 CONTENDERS = {
     "jax.jit, nothing stored": ("jax", "cold"),
@@ -49,35 +48,17 @@ def work(way: str, layers: int, devices: int) -> None:
 
     jax.config.update("jax_num_cpu_devices", devices)
     os.environ.setdefault("NPROC", "32")
-    import numpy as np
-    import optax
-    from flax import nnx
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     import stepcache as sc
+    from benchmarks.transformer import make_batch, make_state, make_train_step
 
-    model, optimizer = make_model(layers), optax.adamw(1e-3)
-    graph = nnx.graphdef(nnx.eval_shape(model))
-
-    def train_step(state, batch):
-        def loss_of(params):
-            logits = nnx.merge(graph, params)(batch["inputs"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-            return losses.mean()
-
-        loss, gradients = jax.value_and_grad(loss_of)(state["params"])
-        updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, loss
-
+    train_step = make_train_step(layers)
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     step = sc.step(train_step, carry="state") if way == "early" else None
     started = time.perf_counter()
-    params = nnx.state(model())
-    state = {"params": params, "optimizer": optimizer.init(params)}
-    state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-    tokens = np.zeros((BATCH, CONTEXT), np.int32)
-    batch = {"inputs": tokens, "targets": tokens}
-    batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    state = jax.device_put(make_state(layers), NamedSharding(mesh, PartitionSpec()))
+    batch = jax.device_put(make_batch(), NamedSharding(mesh, PartitionSpec("data")))
     jax.block_until_ready((state, batch))
     parameter_seconds = time.perf_counter() - started
     counts = dict.fromkeys(STAGES, 0)
@@ -113,40 +94,6 @@ def work(way: str, layers: int, devices: int) -> None:
         # What the background check traces afterwards is counted apart, as a verification.
         counts = {"trace": stats.traces, "lower": stats.lowers, "compile": stats.compiles}
     print(json.dumps(record | {"counts": counts, "leaves": len(jax.tree.leaves((state, batch)))}))
-
-
-def make_model(layers: int):
-    """A function that makes the transformer."""
-    import jax.numpy as jnp
-    from flax import nnx
-
-    class Block(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            self.norm1, self.norm2 = (nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2))
-            self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
-            self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-            self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
-
-        def __call__(self, x):
-            mask = jnp.tril(jnp.ones((CONTEXT, CONTEXT), bool))
-            x = x + self.attention(self.norm1(x), mask=mask)
-            return x + self.down(nnx.gelu(self.up(self.norm2(x))))
-
-    class Transformer(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-            self.position = nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
-            self.blocks = nnx.List([Block(rngs) for _ in range(layers)])
-            self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-            self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
-
-        def __call__(self, tokens):
-            x = self.embed(tokens) + self.position(jnp.arange(CONTEXT))
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(x))
-
-    return lambda: Transformer(nnx.Rngs(0))
 
 
 # ---- around it ---------------------------------------------------------------------------------

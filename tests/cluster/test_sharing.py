@@ -102,6 +102,43 @@ if RANK == 1:
     assert "another kind of host" in ranks[1].output
 
 
+def test_one_builds_for_each_kind_of_host(tmp_path):
+    before = """
+from stepcache.jaxcompat import inspection
+if RANK % 2:
+    inspection._cpu_features = lambda: "another"
+"""
+    ranks = run(tmp_path / "a", 4, tmp_path / "cache{rank}", before)
+    assert levels(ranks) == ["3", "3", "1", "1"]
+    assert ["is built here as well" in rank.output for rank in ranks] == [False, True, False, False]
+    assert levels(run(tmp_path / "a", 4, tmp_path / "cache{rank}", before)) == ["1"] * 4
+
+
+def test_what_is_handed_out_is_taken_by_one_that_fails(tmp_path):
+    """Else the one that hands it out would wait for that."""
+    script = """
+    from stepcache.cluster import pod
+    pod.PIECE_BYTES, pod._WINDOW = 256, 3
+    @sc.step
+    def step(batch):
+        time.time()  # So that all have to trace it.
+        if jax.process_index() == 1:
+            raise ValueError("not here")
+        return batch.sum()
+    with sc.Session(mesh):
+        started = time.monotonic()
+        try:
+            step(np.ones(2, np.float32))
+        except (ValueError, sc.AgreementError) as error:
+            say("raised", type(error).__name__, time.monotonic() - started < 20, error)
+    """
+    ranks = succeeded(run_pod(tmp_path, script, 3))
+    told = [rank.said("raised")[0] for rank in ranks]
+    assert told[1] == "ValueError True not here"
+    for each in (told[0], told[2]):
+        assert each.startswith("AgreementError True") and "rank 1: ValueError: not here" in each
+
+
 def test_large_programs_travel_in_pieces(tmp_path):
     """More of them than the service is given at a time."""
     before = """
