@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 import time
 import weakref
@@ -18,40 +17,34 @@ from typing import Any
 import jax
 
 from stepcache import jaxcompat
+from stepcache.bringing import Bringing
 from stepcache.budget import check_budget
 from stepcache.errors import (
     ForkedProcessError,
     PlacementError,
-    RecompileError,
-    RecompileWarning,
     SessionClosedError,
-    warn,
 )
-from stepcache.events import BuildFailed, Evicted, Miss, Moved, StageStarted, recorder
+from stepcache.events import Evicted, Miss, Moved, recorder
 from stepcache.jaxcompat import inspection
 from stepcache.over_buffers import over_buffers, shapes_in
 from stepcache.programs import accounts
 from stepcache.programs import signature as signatures
-from stepcache.programs.archive import Answer, Archive
-from stepcache.programs.background import seconds_until_ready
-from stepcache.programs.build import NotHoldable, Program, Stopwatch, trace
+from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import ProgramCache, new_owner_number
 from stepcache.programs.checks import Checks
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
-from stepcache.programs.handing_in import HandingIn, handed_in, is_of_pod
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
-from stepcache.programs.levels import Brought, Levels
+from stepcache.programs.levels import Levels
 from stepcache.programs.placement import place
+from stepcache.programs.pods.handing_in import HandingIn, handed_in, is_of_pod
 from stepcache.programs.question import Question, step_label
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Call, Unreadable
-from stepcache.programs.together import bring_together
 from stepcache.residence import PassesVariables, Repeat, Use, passes_variables
-from stepcache.scope import Scope, current_scope, recompiles_forbidden
+from stepcache.scope import Scope, current_scope
 from stepcache.sharding import mesh_identity
 
-_build_ids = itertools.count(1)
 _making = threading.Lock()
 
 
@@ -76,7 +69,6 @@ class Engine:
         self.number = new_owner_number()
         self.levels = Levels(recipe, self.number)
         self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
-        self._unsettled: dict[Key, tuple[Archive, Brought]] = {}
         self._not_holdable: set[Key] = set()
         self._is_over_buffers = False
         self.repeat: Repeat | None = None
@@ -86,6 +78,7 @@ class Engine:
         eager = _eagerly(weakref.ref(self), recipe.fun)
         self.dispatcher = Dispatcher(eager, recipe.name, miss, recipe.parameters.roles)
         self.checks = Checks(recipe, self.number, self.levels, self.ledger, self.dispatcher)
+        self.bringing = Bringing(recipe, self.levels, self.checks, self.ledger)
         weakref.finalize(self, _release, self._caches, self.number)
         _live.add(self)
         self.preload(scope().cache)
@@ -127,7 +120,7 @@ class Engine:
             return self._delegate(args, kwargs)
         watched = scope.count_hits or scope.cache.check_every or scope.max_step_bytes is not None
         through_python = watched or scope.closed or self.checks.stale is not None
-        plain = not (kwargs or request.call.signature.statics or through_python)
+        plain = not (request.call.signature.statics or through_python)
         if plain and is_of_pod(request):
             self.handing_in = HandingIn(request, jaxcompat.session_context.value)
         return outputs, None if through_python else fast_path
@@ -201,7 +194,7 @@ class Engine:
         self._check_runnable(request)
         if self._find(scope, request) is None:
             self._obtain(scope, request, started, explicit=True)
-        self._settle(scope, request)
+        self.bringing.settle(scope, request)
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
         """The `jax.stages.Traced` of the program that a call needs."""
@@ -291,60 +284,16 @@ class Engine:
 
     def _obtain(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
         """The program of a call that missed: brought here, or by another thread meanwhile."""
-        program, built = scope.cache.get_or_build(
-            request.key, self, lambda: self._bring(scope, request, started, explicit)
-        )
+        bring = functools.partial(self.bringing.bring, scope, request, started, explicit=explicit)
+        try:
+            program, built = scope.cache.get_or_build(request.key, self, bring)
+        except NotHoldable:
+            self._not_holdable.add(request.key)
+            raise
         self._check_open(scope)
         if not built:
             self.ledger.count(hits=1)
         return program
-
-    def _judge(self, scope: Scope, miss: Miss) -> None:
-        if recompiles_forbidden.get() or scope.on_miss == "error":
-            where = "no_recompile()" if recompiles_forbidden.get() else 'on_miss="error"'
-            raise RecompileError(
-                f"{where} forbids the program that this call needs\n{miss}",
-                miss,
-                hint="call step.warm(...) for every signature beforehand, or keep to known ones",
-            )
-        if scope.on_miss == "warn" and miss.number > 1:
-            warn(str(miss), RecompileWarning)
-
-    def _bring(self, scope: Scope, request: Request, started: float, explicit: bool) -> Program:
-        build_id = next(_build_ids)
-        name = self.recipe.name
-        stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
-        miss = self.ledger.why(request)
-
-        def before_trace(answer: Answer) -> None:
-            nonlocal miss
-            miss = accounts.told(miss, answer)
-            if not explicit:
-                self._judge(scope, miss)
-
-        archive = scope.cache.archive()
-        watch = scope.cache.check_every is not None
-        try:
-            common = (request, archive, stopwatch, before_trace)
-            peers = scope.together(request.ranks)
-            if peers is None:
-                brought = self.levels.bring(*common, watch=watch)
-            else:
-                brought = bring_together(self.levels, self.recipe, *common, peers, watch=watch)
-        except BaseException as error:
-            if isinstance(error, NotHoldable):
-                self._not_holdable.add(request.key)
-            recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
-            raise
-        own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
-        if archive is not None:
-            accounts.note(archive, name, brought, miss)
-            self.checks.expect(request.key, archive, brought)
-            self._unsettled[request.key] = (archive, brought)
-        accounts.account(self.ledger, name, build_id, request, brought, miss, own_seconds)
-        carries = bool(self.recipe.parameters.carry)
-        scope.check_rules(name, request.told.paths, carries=carries)
-        return brought.program
 
     def _check_runnable(self, request: Request) -> None:
         """A program for devices that are only described can be lowered, but not held here.
@@ -382,16 +331,7 @@ class Engine:
                 peers.suspect(error)
             raise
         finally:
-            self._settle(scope, request, outputs, started)
-
-    def _settle(
-        self, scope: Scope, request: Request, outputs: Any = None, started: float = 0.0
-    ) -> None:
-        """What is left to do for a program that has just come, out of the way of its first run."""
-        archive, brought = self._unsettled.pop(request.key, (None, None))
-        if archive is not None and brought is not None:
-            archive.in_background(_settling(self.recipe.name, archive, brought, outputs, started))
-        self.checks.verify(scope.cache, request)
+            self.bringing.settle(scope, request, outputs, started)
 
     # ---- what is held ------------------------------------------------------------------------
 
@@ -458,29 +398,12 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
         outputs = alive.repeat(args)
         if outputs is not None:
             return outputs, None, False
-    if alive.handing_in is not None and not kwargs:
-        whole = alive.handing_in(args)
+    if alive.handing_in is not None:
+        whole = alive.handing_in(args, kwargs)
         if whole is not None:
-            return alive.dispatcher.call(*whole), None, False
+            args, kwargs = whole
+            return alive.dispatcher.call(*args, **kwargs), None, False
     return (*alive.run(*args, **kwargs), False)
-
-
-def _settling(
-    name: str, archive: Archive, brought: Brought, outputs: Any, started: float
-) -> Callable[[], None]:
-    """Measures the first run of a program, and then stores the program, if it is new."""
-    address, publication = brought.address, brought.publication
-    assert address is not None
-    wait = seconds_until_ready(outputs, started)
-
-    def settle() -> None:
-        seconds = wait()
-        if seconds is not None:
-            archive.note("executed", name, address.label, seconds={"execute": seconds})
-        if publication is not None:
-            archive.publish(publication)
-
-    return settle
 
 
 def _release(caches: weakref.WeakSet[ProgramCache], owner_number: int) -> None:

@@ -160,3 +160,8 @@ def warn(message: str, category: type[StepCacheWarning]) -> None:
     ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def first_line(error: BaseException | None) -> str:
+    """An error in one line: its class, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

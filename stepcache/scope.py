@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from stepcache import jaxcompat
 from stepcache.errors import UnmatchedRuleWarning, warn
 from stepcache.programs.cache import ProgramCache
-from stepcache.programs.peers import Peers
+from stepcache.programs.pods.peers import Peers
 from stepcache.programs.signature import Path
 from stepcache.sharding import Placer, processes_of
 

@@ -20,6 +20,7 @@ FLOORS = {
     "variables": 2,
     "scope": 3,
     "engine": 3,
+    "bringing": 3,
     "residence": 3,
     "over_buffers": 3,
     "passing": 3,

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import msgpack
+import jax
 
 from stepcache.cluster.connections import (
     accepted_at,
@@ -33,9 +33,10 @@ from stepcache.cluster.connections import (
     machine,
     started,
 )
-from stepcache.errors import RankLostError
+from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable
+from stepcache.programs import plain
 from stepcache.units import readable_ranks
 
 _SLICE_SECONDS = 0.5
@@ -68,7 +69,7 @@ class Watch:
 
     def __init__(self, service: Service):
         self.service = _Guarded(service, self)
-        self.rank = coordination.rank()
+        self.rank = jax.process_index()
         self._others: dict[int, dict] = {}
         self._known = threading.Event()
         self._error: RankLostError | None = None
@@ -80,7 +81,7 @@ class Watch:
             "started": started(os.getpid()),
             "listens": listening(),
         }
-        self.service.put(f"{_WHO}/{self.rank}", _packed(about))
+        self.service.put(f"{_WHO}/{self.rank}", plain.pack(about))
         # Not a daemon: Python's end must not find a thread inside JAX.
         threading.Thread(target=self._run, name="stepcache pod", daemon=False).start()
         atexit.register(self._leave)
@@ -142,9 +143,9 @@ class Watch:
 
     def _all(self) -> dict[int, dict]:
         """What every process has said of itself."""
-        if len(self._others) < coordination.processes():
+        if len(self._others) < jax.process_count():
             for name, packed in self.service.listed(f"{_WHO}/").items():
-                self._others[int(name)] = msgpack.unpackb(packed)
+                self._others[int(name)] = plain.unpack(packed)
         return self._others
 
     def suspect(self, error: BaseException) -> None:
@@ -160,9 +161,9 @@ class Watch:
                 return
             try:
                 self.look_at_service()
-                self._declare(_first_line(error), ())
+                self._declare(first_line(error), ())
             except Unreachable as unreachable:
-                self.service_has_gone(_first_line(unreachable))
+                self.service_has_gone(first_line(unreachable))
             self._known.wait(2 * (_SLICE_SECONDS + _ANSWER_SECONDS))
         if self._error is not None:
             raise self._error from error
@@ -199,7 +200,7 @@ class Watch:
             return answer
 
     def _declare(self, why: str, ranks: Sequence[int]) -> None:
-        self.service.put(_LOST, _packed({"by": self.rank, "why": why, "ranks": list(ranks)}))
+        self.service.put(_LOST, plain.pack({"by": self.rank, "why": why, "ranks": list(ranks)}))
 
     def service_has_gone(self, why: str) -> None:
         """The coordination service does not answer: it lives in the process of rank 0."""
@@ -214,10 +215,10 @@ class Watch:
                 self.look_at_service()
                 found = self.service.get(_LOST, _SLICE_SECONDS)
                 if found is not None:
-                    self._judge(**msgpack.unpackb(found))
+                    self._judge(**plain.unpack(found))
         except Unreachable as error:
             if threading.main_thread().is_alive() and not self._is_shut_down(error):
-                self.service_has_gone(_first_line(error))
+                self.service_has_gone(first_line(error))
 
     def _is_shut_down(self, error: Unreachable) -> bool:
         """Whether `jax.distributed.shutdown` has been called, which cancels what is under way."""
@@ -281,7 +282,7 @@ class Watch:
         there = self._error is None or 0 not in self._error.ranks
         with contextlib.suppress(Unreachable):
             if there and not self._known.is_set():
-                self._declare(f"it ended with {_first_line(error)}", [self.rank])
+                self._declare(f"it ended with {first_line(error)}", [self.rank])
             if there:
                 self.service.put(f"{_LEFT}/{self.rank}", b"1")
             if self.rank == 0:
@@ -324,17 +325,6 @@ class _Guarded(Service):
 
     def _call(self, function: Callable, *args: Any) -> Any:
         return self._watch.beside(lambda: function(*args), self._watch.look_at_service)
-
-
-def _packed(data: object) -> bytes:
-    packed = msgpack.packb(data)
-    assert packed is not None
-    return packed
-
-
-def _first_line(error: BaseException | None) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _put_off_aborts() -> None:

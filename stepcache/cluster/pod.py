@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-import msgpack
-
 from stepcache.cluster.loss import Watch
 from stepcache.errors import AgreementError
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Unreachable
-from stepcache.programs.peers import Meeting
+from stepcache.programs import plain
+from stepcache.programs.pods.peers import Meeting
 from stepcache.units import readable_ranks
 
 PIECE_BYTES = 1 << 20
@@ -139,12 +138,10 @@ class _Meeting:
             return [rank for rank in self._pod.ranks if str(rank) not in there]
 
         def give_up() -> None:
-            service.put(f"{place}/outcome", _packed({"late": missing()}))
+            service.put(f"{place}/outcome", plain.pack({"late": missing()}))
 
         bound = None if patiently else self._agree_seconds
-        found = msgpack.unpackb(
-            self._wait(f"{place}/outcome", missing, bound, give_up), strict_map_key=False
-        )
+        found = plain.unpack(self._wait(f"{place}/outcome", missing, bound, give_up))
         if "late" in found:
             raise self._late(found["late"])
         self._pod.watch.meet()
@@ -243,10 +240,4 @@ def _pack_voices(voices: dict[str, bytes]) -> bytes:
     by_voice: dict[bytes, list[int]] = {}
     for rank, voice in voices.items():
         by_voice.setdefault(voice, []).append(int(rank))
-    return _packed({"voices": [[ranks, voice] for voice, ranks in by_voice.items()]})
-
-
-def _packed(data: object) -> bytes:
-    packed = msgpack.packb(data)
-    assert packed is not None
-    return packed
+    return plain.pack({"voices": [[ranks, voice] for voice, ranks in by_voice.items()]})

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import jax
-
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
@@ -103,13 +101,3 @@ def abandon() -> None:
     for held in (state.client, state.service, state.preemption_sync_manager):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
     state.client = state.service = state.preemption_sync_manager = None
-
-
-def rank() -> int:
-    """The index of this process in its pod."""
-    return jax.process_index()
-
-
-def processes() -> int:
-    """How many processes the pod has."""
-    return jax.process_count()

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import msgpack
-
 from stepcache.events import Captured, Change
 from stepcache.jaxcompat import Runnable, storing
+from stepcache.programs import plain
 
 _MAX_CHANGES = 64
 
@@ -206,10 +205,7 @@ def pack_candidates(label: str, candidates: Sequence[Candidate]) -> tuple[dict[s
         "seconds": [round(sum(each.seconds.values()), 4) for each in candidates],
         "built": [each.created_time for each in candidates],
     }
-    payload: Any = msgpack.packb(
-        [each.packed() for each in candidates], unicode_errors="surrogatepass"
-    )
-    return about, payload
+    return about, plain.pack([each.packed() for each in candidates])
 
 
 def unpack_candidates(payload: bytes) -> list[Candidate]:
@@ -219,7 +215,7 @@ def unpack_candidates(payload: bytes) -> list[Candidate]:
         ValueError: it is malformed.
     """
     try:
-        data: Any = msgpack.unpackb(payload, strict_map_key=False, unicode_errors="surrogatepass")
+        data = plain.unpack(payload)
         if not isinstance(data, list):
             raise ValueError("it is not a list")
         return [Candidate.unpacked(each) for each in data]

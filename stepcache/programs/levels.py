@@ -215,7 +215,7 @@ class Levels:
             program.seconds["load"] = program.seconds.pop("compile")
             program = replace(program, level=2)
         traced = telling[0].result()
-        outline = functools.cache(lambda: jaxcompat.outline(staged.lowered))
+        outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
         brought = Brought(program, answer, traced.unvouched)
         if found is not None:
             brought = replace(brought, address=question.address)

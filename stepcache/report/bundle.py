@@ -23,8 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgpack
-
+from stepcache.programs import plain
 from stepcache.programs.archive import CANDIDATES_KEPT
 from stepcache.programs.candidate import Candidate, digest_facts, unpack_candidates
 from stepcache.programs.disk.entry import DamagedEntryError, Header, read_payload, store
@@ -77,8 +76,7 @@ class Writer:
         self._put(stored.payload)
 
     def finish(self, tier: DiskTier) -> None:
-        packer = msgpack.Packer(unicode_errors="surrogatepass")
-        manifest: Any = packer.pack({"entries": [asdict(each) for each in self.headers]})
+        manifest = plain.pack({"entries": [asdict(each) for each in self.headers]})
         self._put(manifest)
         self._sha.update(len(manifest).to_bytes(8, "little"))
         sha256 = self._sha.digest()
@@ -195,8 +193,7 @@ def content(bundle: Opened) -> Content:
 
 def _headers(manifest: bytes) -> list[Header]:
     try:
-        data = msgpack.unpackb(manifest, strict_map_key=False, unicode_errors="surrogatepass")
-        headers = [Header(**each) for each in data["entries"]]
+        headers = [Header(**each) for each in plain.unpack(manifest)["entries"]]
     except Exception as error:
         why = f"its manifest cannot be decoded ({type(error).__name__})"
         raise DamagedEntryError(why) from None

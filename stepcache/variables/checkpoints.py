@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from stepcache.errors import VariablesError
+from stepcache.errors import VariablesError, first_line
 from stepcache.sharding import current_company
 from stepcache.variables.describing import joined
 from stepcache.variables.packing import Slot
@@ -122,11 +122,10 @@ def _read(path: Path, slots: Sequence[Slot], name: str) -> tuple[list, int]:
 
 
 def _unreadable(path: Path, name: str, error: Exception) -> VariablesError:
-    text = (str(error).splitlines() or [""])[0]
     return VariablesError(
         "there is nothing that can be restored",
         where=name,
-        got=f"{type(error).__name__}: {text}",
+        got=first_line(error),
         hint=f"{path} has to be a directory that Variables.save wrote, whole",
     )
 

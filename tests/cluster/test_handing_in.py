@@ -42,29 +42,32 @@ def test_the_whole_is_what_one_process_has(tmp_path, shape, count, devices):
         assert rank.said("total") == alone.said("total")
 
 
-def test_a_call_like_the_one_before_does_not_read_its_state(tmp_path):
+@pytest.mark.parametrize("passed", ["state, batch", "state, batch=batch"])
+def test_a_call_like_the_one_before_does_not_read_its_state(tmp_path, passed):
     """Only its host arrays are looked at; the rest is JAX's dispatcher's affair."""
     script = """
     @sc.step(carry="state")
     def step(state, batch):
         return [x + batch.sum() for x in state], batch.sum()
+    def call(state, batch):
+        return step(PASSED)
     with sc.Session(mesh):
         state = [np.ones(2, np.float32) for _ in range(20)]
         for number in range(6):
-            state, total = step(state, np.full(3, number, np.float32))
+            state, total = call(state, np.full(3, number, np.float32))
             say("total", float(total), float(state[7][0]))
         say("hits", step.stats().hits)
-        state, total = step(state, np.ones(4, np.float32))
+        state, total = call(state, np.ones(4, np.float32))
         say("misses", step.stats().misses, float(total))
-        state, total = step(state, np.ones(3, np.float32))
+        state, total = call(state, np.ones(3, np.float32))
         say("misses", step.stats().misses, float(total))
     with sc.Session(mesh, count_hits=True):
         before = step.stats().hits
         for _ in range(3):
-            state, total = step(state, np.ones(3, np.float32))
+            state, total = call(state, np.ones(3, np.float32))
         say("counted", step.stats().hits - before)
     """
-    for rank in succeeded(run_pod(tmp_path, script)):
+    for rank in succeeded(run_pod(tmp_path, script.replace("PASSED", passed))):
         totals = [6.0 * number for number in range(6)]
         assert [float(line.split()[0]) for line in rank.said("total")] == totals
         assert rank.said("total")[-1].split()[1] == str(1 + sum(totals))

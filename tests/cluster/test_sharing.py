@@ -65,6 +65,15 @@ def test_who_has_it_gives_it_to_those_who_have_not(tmp_path):
     assert levels(run(tmp_path / "a", 3, cache)) == ["1", "1", "1"]
 
 
+def test_who_cannot_read_it_any_more_builds_it_for_those_who_have_not(tmp_path):
+    cache = tmp_path / "cache{rank}"
+    run(tmp_path / "a", 3, cache)
+    shutil.rmtree(tmp_path / "cache2")
+    (program,) = (tmp_path / "cache0" / "v1" / "entries" / "program").iterdir()
+    program.write_bytes(program.read_bytes()[:-100])
+    assert levels(run(tmp_path / "a", 3, cache)) == ["3", "1", "1"]
+
+
 def test_what_is_not_vouched_for_is_traced_by_all_and_compiled_by_one(tmp_path):
     inside = "import time; time.time()"
     for cache in ("off", tmp_path / "cache{rank}"):

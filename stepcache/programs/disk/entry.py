@@ -16,9 +16,8 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
-import msgpack
-
 from stepcache.errors import OptionError
+from stepcache.programs import plain
 
 FORMAT_VERSION = 1
 KEY_BYTES = 32
@@ -105,8 +104,7 @@ def encode_head(
         "about": about,
     }
     try:
-        # Surrogates: file names that are not UTF-8 are told so in Python.
-        packed = msgpack.Packer(unicode_errors="surrogatepass").pack(fields)
+        packed = plain.pack(fields)
     except (TypeError, ValueError, OverflowError) as error:
         raise OptionError(
             "The header of a stored entry cannot be written",
@@ -157,9 +155,8 @@ def read_header(file: BinaryIO, file_bytes: int, key: bytes) -> Header:
 
 def _decode(packed: bytes) -> Header:
     try:
-        fields = msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
-        header = Header(**fields)
-    except (TypeError, ValueError, msgpack.UnpackException) as error:
+        header = Header(**plain.unpack(packed))
+    except (TypeError, ValueError) as error:
         raise DamagedEntryError(f"its header cannot be decoded ({error})") from error
     sizes = (header.stored_bytes, header.payload_bytes)
     sensible = (

@@ -13,12 +13,10 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import msgpack
-
-from stepcache.errors import AgreementError
+from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
+from stepcache.programs import plain
 from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.candidate import (
     Candidate,
@@ -29,7 +27,7 @@ from stepcache.programs.candidate import (
     pack_candidates,
     unpack_candidates,
 )
-from stepcache.programs.peers import Meeting, Peers
+from stepcache.programs.pods.peers import Meeting, Peers
 from stepcache.programs.question import Question
 from stepcache.units import readable_ranks
 
@@ -64,11 +62,11 @@ class Stand:
     trusts: bool
 
     def packed(self) -> bytes:
-        return _packed([getattr(self, name) for name in self.__slots__])
+        return plain.pack([getattr(self, name) for name in self.__slots__])
 
     @classmethod
     def unpacked(cls, data: bytes) -> Stand:
-        return cls(*msgpack.unpackb(data))
+        return cls(*plain.unpack(data))
 
 
 def common_facts(question: Question) -> dict[str, str]:
@@ -151,8 +149,8 @@ class Gathering:
             )
         speakers = {ranks[0] for _, ranks in ordered}
         own = self._facts if self._peers.rank in speakers else {}
-        voices = self._meeting.hear("facts", zlib.compress(_packed(own), 1), patiently=True)
-        facts = {rank: _unpacked(zlib.decompress(voices[rank])) for rank in speakers}
+        voices = self._meeting.hear("facts", zlib.compress(plain.pack(own), 1), patiently=True)
+        facts = {rank: plain.unpack(zlib.decompress(voices[rank])) for rank in speakers}
         changes: list[Change] = []
         lines = []
         for _, ranks in others:
@@ -213,13 +211,13 @@ class Gathering:
             why_not: why not.
         """
         if self.takers:
-            told = _packed([traced.packed() if traced is not None else None, why_not])
+            told = plain.pack([traced.packed() if traced is not None else None, why_not])
             self._meeting.hand_out("trace", zlib.compress(told, 1), self.takers)
 
     def told(self) -> tuple[Traced | None, str]:
         """What the trace of the other process has told, as it gave it."""
         told = zlib.decompress(self._meeting.take("trace", self.giver))
-        traced, why_not = _unpacked(told)
+        traced, why_not = plain.unpack(told)
         return Traced.unpacked(traced) if traced is not None else None, why_not
 
     def give(self, label: str, candidate: Candidate | None, data: bytes, why_not: str = "") -> None:
@@ -233,13 +231,13 @@ class Gathering:
         """
         if self.takers:
             packed = pack_candidates(label, [candidate])[1] if candidate is not None else b""
-            given = _packed([packed, zlib.compress(data, 1), why_not])
+            given = plain.pack([packed, zlib.compress(data, 1), why_not])
             self._meeting.hand_out("program", given, self.takers)
 
     def receive(self) -> tuple[Candidate | None, bytes, str]:
         """What the other process hands out, as it gave it. It has to be taken, wanted or not."""
         if self._received is None:
-            packed, data, why_not = msgpack.unpackb(self._meeting.take("program", self.giver))
+            packed, data, why_not = plain.unpack(self._meeting.take("program", self.giver))
             candidate = unpack_candidates(packed)[0] if packed else None
             self._received = candidate, zlib.decompress(data), why_not
         return self._received
@@ -274,12 +272,12 @@ class Gathering:
         Raises:
             AgreementError: another one holds something else, or nothing.
         """
-        problem = _first_line(error) if error is not None else ""
+        problem = first_line(error) if error is not None else ""
         digest = hashlib.sha256(outline.encode()).hexdigest() if not problem else ""
         rounded = {stage: round(value, 4) for stage, value in (seconds or {}).items()}
         said = [digest, problem, level, rounded]
-        voices = self._meeting.hear("held", _packed(said), patiently=True)
-        held = {rank: msgpack.unpackb(voice) for rank, voice in sorted(voices.items())}
+        voices = self._meeting.hear("held", plain.pack(said), patiently=True)
+        held = {rank: plain.unpack(voice) for rank, voice in sorted(voices.items())}
         if error is not None:
             return {}  # It is raised here as it is.
         label = self._stand.label
@@ -321,18 +319,3 @@ class Gathering:
 
 def _noted(change: Change) -> str:
     return f" ({change.note})" if change.note else ""
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
-def _unpacked(data: bytes) -> Any:
-    return msgpack.unpackb(data, unicode_errors="surrogatepass")
-
-
-def _packed(data: Any) -> bytes:
-    packed = msgpack.packb(data, unicode_errors="surrogatepass")
-    assert packed is not None
-    return packed

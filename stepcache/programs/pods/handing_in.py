@@ -24,13 +24,13 @@ class HandingIn:
     """Hands in what calls like one before bring, without reading the rest of them.
 
     Args:
-        request: that call; without keyword and static arguments.
+        request: that call; without static arguments.
         token: of its session.
     """
 
     def __init__(self, request: Request, token: Any):
         self._token = token
-        _, self._tree = jax.tree_util.tree_flatten(request.call.args)
+        self._tree = request.call.signature.tree
         self._parts = [
             (index, value.shape, value.dtype, placed)
             for index, (value, placed) in enumerate(
@@ -39,11 +39,11 @@ class HandingIn:
             if placed is not None and isinstance(value, np.ndarray)
         ]
 
-    def __call__(self, args: tuple) -> tuple | None:
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         """The arguments with arrays over all processes; None for a call that is not alike."""
         if jaxcompat.session_context.value is not self._token:
             return None
-        leaves, tree = jax.tree_util.tree_flatten(args)
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         if tree != self._tree:
             return None
         for index, shape, dtype, placed in self._parts:

@@ -13,9 +13,9 @@ from stepcache.errors import AgreementError
 from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.build import Stopwatch
 from stepcache.programs.candidate import Candidate, Traced
-from stepcache.programs.gathering import Gathering, common_facts, stand_of
 from stepcache.programs.levels import Brought, Levels
-from stepcache.programs.peers import Peers
+from stepcache.programs.pods.gathering import Gathering, common_facts, stand_of
+from stepcache.programs.pods.peers import Peers
 from stepcache.programs.question import Question
 from stepcache.programs.recipe import Recipe, Request
 
@@ -102,9 +102,12 @@ class _Bringing:
         assert candidate is not None and archive is not None
         if self.gathering.takers:
             with self.stopwatch.stage("give"):
-                self.gathering.tell(candidate.traced)
                 data = archive.executable_bytes(candidate.program)
-                self._give(candidate if data else None, data, "it cannot be read from disk")
+                if data:
+                    self.gathering.tell(candidate.traced)
+                    self._give(candidate, data)
+            if not data:
+                return self._build_and_give()
         return self._load(self.answer) or self._trace()
 
     def _build_and_give(self) -> Brought:

@@ -1,0 +1,125 @@
+"""`Bringing`: what happens for a call whose program is not in memory, from the miss to what is left
+to do after its first run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stepcache.errors import RecompileError, RecompileWarning, warn
+from stepcache.events import BuildFailed, Miss, StageStarted, recorder
+from stepcache.programs import accounts
+from stepcache.programs.archive import Answer, Archive
+from stepcache.programs.background import seconds_until_ready
+from stepcache.programs.build import Program, Stopwatch
+from stepcache.programs.checks import Checks
+from stepcache.programs.key import Key
+from stepcache.programs.ledger import Ledger
+from stepcache.programs.levels import Brought, Levels
+from stepcache.programs.pods.together import bring_together
+from stepcache.programs.recipe import Recipe, Request
+from stepcache.scope import Scope, recompiles_forbidden
+
+_build_ids = itertools.count(1)
+
+
+class Bringing:
+    """Brings the programs of one step: from disk, from another process of its pod, or by a build.
+
+    Args:
+        recipe: the step.
+        levels: bring them in one process.
+        checks: check afterwards what was loaded.
+        ledger: is told.
+    """
+
+    def __init__(self, recipe: Recipe, levels: Levels, checks: Checks, ledger: Ledger):
+        self._recipe, self._levels, self._checks, self._ledger = recipe, levels, checks, ledger
+        self._unsettled: dict[Key, tuple[Archive, Brought]] = {}
+
+    def bring(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
+        """Brings a program, and tells of it.
+
+        Args:
+            scope: of the call.
+            request: the call.
+            started: when it came, by `time.perf_counter`.
+            explicit: nobody has to be warned of it.
+
+        Raises:
+            RecompileError: it would have to be built, and that is forbidden.
+            NotHoldable: only `jax.jit` can run it.
+        """
+        build_id = next(_build_ids)
+        name = self._recipe.name
+        stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
+        miss = self._ledger.why(request)
+
+        def before_trace(answer: Answer) -> None:
+            nonlocal miss
+            miss = accounts.told(miss, answer)
+            if not explicit:
+                self._judge(scope, miss)
+
+        archive = scope.cache.archive()
+        watch = scope.cache.check_every is not None
+        try:
+            common = (request, archive, stopwatch, before_trace)
+            peers = scope.together(request.ranks)
+            if peers is None:
+                brought = self._levels.bring(*common, watch=watch)
+            else:
+                brought = bring_together(self._levels, self._recipe, *common, peers, watch=watch)
+        except BaseException as error:
+            recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
+            raise
+        own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
+        if archive is not None:
+            accounts.note(archive, name, brought, miss)
+            self._checks.expect(request.key, archive, brought)
+            self._unsettled[request.key] = (archive, brought)
+        accounts.account(self._ledger, name, build_id, request, brought, miss, own_seconds)
+        carries = bool(self._recipe.parameters.carry)
+        scope.check_rules(name, request.told.paths, carries=carries)
+        return brought.program
+
+    def _judge(self, scope: Scope, miss: Miss) -> None:
+        if recompiles_forbidden.get() or scope.on_miss == "error":
+            where = "no_recompile()" if recompiles_forbidden.get() else 'on_miss="error"'
+            raise RecompileError(
+                f"{where} forbids the program that this call needs\n{miss}",
+                miss,
+                hint="call step.warm(...) for every signature beforehand, or keep to known ones",
+            )
+        if scope.on_miss == "warn" and miss.number > 1:
+            warn(str(miss), RecompileWarning)
+
+    def settle(
+        self, scope: Scope, request: Request, outputs: Any = None, started: float = 0.0
+    ) -> None:
+        """What is left to do for a program that has just come, out of the way of its first run."""
+        archive, brought = self._unsettled.pop(request.key, (None, None))
+        if archive is not None and brought is not None:
+            archive.in_background(_settling(self._recipe.name, archive, brought, outputs, started))
+        self._checks.verify(scope.cache, request)
+
+
+def _settling(
+    name: str, archive: Archive, brought: Brought, outputs: Any, started: float
+) -> Callable[[], None]:
+    """Measures the first run of a program, and then stores the program, if it is new."""
+    address, publication = brought.address, brought.publication
+    assert address is not None
+    wait = seconds_until_ready(outputs, started)
+
+    def settle() -> None:
+        seconds = wait()
+        if seconds is not None:
+            archive.note("executed", name, address.label, seconds={"execute": seconds})
+        if publication is not None:
+            archive.publish(publication)
+
+    return settle
