@@ -113,7 +113,7 @@ class RankLostError(StepCacheError, RuntimeError):
     """A process of the pod has gone. What needs all of them cannot go on.
 
     Attributes:
-        ranks: those that have gone.
+        ranks: those that have gone; empty where that is not known.
     """
 
     def __init__(self, what: str, ranks=(), **details):

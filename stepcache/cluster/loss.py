@@ -3,20 +3,19 @@
 A process that dies closes its connections, so that a collective of its neighbours fails at once;
 but others wait for those neighbours, and JAX ends them all only when heartbeats have failed. Here
 whoever notices says so in the coordination service, and every process hangs up on the others, so
-that no collective waits any more.
+that no collective waits any more. Of one that falls silent only the heartbeats tell: then there are
+the seconds for which JAX's abort is put off.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import itertools
 import logging
 import os
 import queue
 import re
-import signal
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from stepcache.cluster.aborts import is_aborting, put_off_aborts
 from stepcache.cluster.connections import (
     accepted_at,
     connected_by,
@@ -85,7 +85,7 @@ class Watch:
         # Not a daemon: Python's end must not find a thread inside JAX.
         threading.Thread(target=self._run, name="stepcache pod", daemon=False).start()
         atexit.register(self._leave)
-        _put_off_aborts()
+        put_off_aborts()
 
     @classmethod
     def of_this_process(cls, service: Service) -> Watch:
@@ -128,8 +128,11 @@ class Watch:
         Raises:
             Unreachable: it is not.
         """
-        if self.rank != 0 and not connected_by(coordination.coordinator_port()):
+        if not self._is_connected():
             raise Unreachable("its connection is closed")
+
+    def _is_connected(self) -> bool:
+        return self.rank == 0 or connected_by(coordination.coordinator_port())
 
     def _is_gone(self, rank: int) -> bool:
         about = self._all().get(rank)
@@ -203,9 +206,15 @@ class Watch:
         self.service.put(_LOST, plain.pack({"by": self.rank, "why": why, "ranks": list(ranks)}))
 
     def service_has_gone(self, why: str) -> None:
-        """The coordination service does not answer: it lives in the process of rank 0."""
+        """The coordination service does not answer: it lives in the process of rank 0.
+
+        Nor does JAX's client once it ends this process, whoever's heartbeats it was that stopped.
+        """
         self._hang_up()
-        self._note([0], None, f"its coordination service does not answer ({why})")
+        if is_aborting() and self._is_connected():
+            self._note((), None, "heartbeats have stopped, and JAX ends this process")
+        else:
+            self._note([0], None, f"its coordination service does not answer ({why})")
 
     # ---- all the time ----------------------------------------------------------------------------
 
@@ -247,7 +256,9 @@ class Watch:
         if self._known.is_set():
             return
         what = f"{readable_ranks(ranks)} of the pod has gone"
-        if not ranks:
+        if not ranks and by is None:
+            what = "a process of the pod has fallen silent"
+        elif not ranks:
             what = f"rank {by} cannot reach the others of the pod, though all are there"
         elif by not in (None, self.rank, *ranks):
             what += f", as rank {by} noticed"
@@ -279,6 +290,8 @@ class Watch:
         error = getattr(sys, "last_value", None)
         if coordination.service() is None or (error is None and not self._known.is_set()):
             return  # The user, or JAX, ends the pod in its own way.
+        if is_aborting():  # JAX's client does not answer then, and all leave.
+            return coordination.abandon()
         there = self._error is None or 0 not in self._error.ranks
         with contextlib.suppress(Unreachable):
             if there and not self._known.is_set():
@@ -324,18 +337,9 @@ class _Guarded(Service):
         self._call(super().delete, name)
 
     def _call(self, function: Callable, *args: Any) -> Any:
-        return self._watch.beside(lambda: function(*args), self._watch.look_at_service)
+        return self._watch.beside(lambda: function(*args), self._look)
 
-
-def _put_off_aborts() -> None:
-    """Has an abort of this process wait for some seconds.
-
-    When JAX notices that the coordinator has gone, a thread of its own aborts the process, at the
-    moment at which a collective fails in Python too. There is no hook before it (jaxlib's callback
-    cannot be a Python function), so the signal's handler sleeps: for six seconds, the number of the
-    signal being its argument. Then the abort goes on, so that nothing hangs.
-    """
-    library = ctypes.CDLL(None)
-    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    library.signal.restype = ctypes.c_void_p
-    library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
+    def _look(self) -> None:
+        self._watch.look_at_service()
+        if is_aborting():
+            raise Unreachable("JAX ends this process")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cluster import pods
 from tests.cluster.pods import HEARTBEAT_SECONDS, run_pod, succeeded
 
 SCRIPT = """
@@ -90,6 +91,43 @@ def test_the_others_say_who_has_gone(tmp_path, point, victim):
 @pytest.mark.parametrize(("point", "victim"), CASES + MORE)
 def test_again_and_again(tmp_path, point, victim, turn):
     check(tmp_path, point, victim)
+
+
+SILENT = """
+from pathlib import Path
+@sc.step(carry="state")
+def train(state, batch):
+    return state + batch.sum(), batch.mean()
+if RANK == {victim}:
+    Path("victim").write_text(str(os.getpid()))
+try:
+    with sc.Session(mesh):
+        state = np.ones(3, np.float32)
+        for step in range(1000):
+            state, mean = train(state, np.ones(4, np.float32))
+            float(mean)
+            if step == 5 and RANK == {victim}:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.01)
+except sc.RankLostError as error:
+    say("lost", error.ranks, str(error).replace(chr(10), " | "))
+    if RANK == 2:
+        time.sleep(1)  # Until all have said so.
+        os.kill(int(Path("victim").read_text()), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_that_falls_silent_is_an_error_after_the_heartbeats(tmp_path, monkeypatch, victim):
+    monkeypatch.setattr(pods, "HEARTBEAT_SECONDS", 10)
+    ranks = run_pod(tmp_path, SILENT.format(victim=victim), 3)
+    for number, rank in enumerate(ranks):
+        if number == victim:
+            assert rank.code == -9
+            continue
+        assert "() a process of the pod has fallen silent" in rank.said("lost")[0], rank.output
+        assert rank.code == 0, rank.output
+        assert 10 < rank.seconds < 30
 
 
 SAVING = """
