@@ -218,21 +218,7 @@ class Levels:
         outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
         brought = Brought(program, answer, traced.unvouched)
         if found is not None:
-            brought = replace(brought, address=question.address)
-            why = _why_not_stored(program, found, archive)
-            if why is not None:
-                brought = replace(brought, unvouched=(f"it is not stored: {why}",))
-            else:
-                publication = Publication(
-                    question.address,
-                    found.digest,
-                    program.run,
-                    traced,
-                    program.captured,
-                    program.seconds,
-                    outline,
-                )
-                brought = replace(brought, digest=found.digest, publication=publication)
+            brought = _to_store(brought, question.address, found, archive, traced, outline)
         if together:
             brought = replace(brought, outline=outline())
         return _watched(brought, traced.facts, traced.used, watch)
@@ -275,6 +261,25 @@ class Levels:
     def forget(self) -> None:
         """Begins anew: what the step depends on has changed, and that is known."""
         self._facts, self._recording = {}, Recording()
+
+
+def _to_store(
+    brought: Brought,
+    address: Address,
+    found: _Found,
+    archive: Archive | None,
+    traced: Traced,
+    outline: Callable[[], str],
+) -> Brought:
+    """With what is to be stored of a program, or why it is not."""
+    program = brought.program
+    why = _why_not_stored(program, found, archive)
+    if why is not None:
+        return replace(brought, address=address, unvouched=(f"it is not stored: {why}",))
+    publication = Publication(
+        address, found.digest, program.run, traced, program.captured, program.seconds, outline
+    )
+    return replace(brought, address=address, digest=found.digest, publication=publication)
 
 
 def _why_not_stored(program: Program, found: _Found, archive: Archive | None) -> str | None:
