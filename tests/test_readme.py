@@ -39,6 +39,27 @@ def test_results_are_of_real_runs(result):
     assert record["settings"]["rounds"] >= ROUNDS.get(record["benchmark"], 20) and record["rows"]
 
 
+def test_the_figures_of_pods_are_those_of_two_results():
+    lines = README[README.index("| a pod's first step |") :].split("\n\n")[0].splitlines()[2:]
+    contenders = {
+        "every process compiles, `jax.jit`": "jax.jit, every process compiles",
+        "one compiles, by hand": "by hand, one compiles",
+        "one compiles, stepcache": "stepcache, one compiles",
+        "warm, stepcache": "stepcache, warm",
+    }
+    results = sorted((ROOT / "benchmarks" / "results").glob("pod_start-*.json"))
+    for number, result in enumerate(results):
+        measured = {row["contender"]: row for row in json.loads(result.read_text())["rows"]}
+        assert len(measured) == len(lines)
+        for line in lines:
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            row = measured[contenders[name]]
+            seconds, ratio = cells[2 * number : 2 * number + 2]
+            assert seconds == f"{row['median_seconds']:.1f}"
+            ratios = "{ratio:.2f} × ({ratio_low:.2f} … {ratio_high:.2f})".format(**row)
+            assert ratio == ("" if name.endswith("`jax.jit`") else ratios)
+
+
 # Of each table: what its header says, the benchmark, and the contenders of its columns of ratios.
 TABLES = [
     ("`equinox.filter_jit`", "dispatch", ["stepcache"], ""),
