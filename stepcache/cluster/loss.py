@@ -40,6 +40,7 @@ from stepcache.programs import plain
 from stepcache.units import readable_ranks
 
 _SLICE_SECONDS = 0.5
+_LOOK_SECONDS = 0.75  # After the answers that come in a slice of time.
 _ANSWER_SECONDS = 1.0
 _LAST_ONE_SECONDS = 3.0
 _POLL_SECONDS = 0.02
@@ -194,7 +195,7 @@ class Watch:
             return work()
         while True:
             try:
-                answer, error = answers.get(timeout=_SLICE_SECONDS)
+                answer, error = answers.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
                 look()
                 continue
