@@ -221,11 +221,15 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            while threading.main_thread().is_alive() and not self._known.is_set():
+            for turn in itertools.count():
+                if not threading.main_thread().is_alive() or self._known.is_set():
+                    return
                 self.look_at_service()
                 found = self.service.get(_LOST, _SLICE_SECONDS)
                 if found is not None:
                     self._judge(**plain.unpack(found))
+                elif turn % 2 and is_aborting():  # Milliseconds, where there are many threads.
+                    raise Unreachable("JAX ends this process")
         except Unreachable as error:
             if threading.main_thread().is_alive() and not self._is_shut_down(error):
                 self.service_has_gone(first_line(error))
