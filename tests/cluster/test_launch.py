@@ -356,8 +356,24 @@ while True:
 """
 
 
+@pytest.fixture
+def hangup():
+    """Sets what SIGHUP does, whatever started these tests (`nohup` has it ignored)."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_is_ignored_stays_so(hangup):
+    """As `nohup` wants it."""
+    hangup(signal.SIG_IGN)
+    told = "os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5)"
+    assert launch(script(told), ranks=1) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on_once(capfd, asking, number):
+def test_a_signal_is_passed_on_once(capfd, asking, hangup, number):
+    hangup(signal.SIG_DFL)
     asking("ready0", "ready1", number)
     assert launch(script(COUNTING), ranks=2) == 128 + number
     out, errors = capfd.readouterr()
