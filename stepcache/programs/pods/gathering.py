@@ -31,7 +31,7 @@ from stepcache.programs.pods.peers import Meeting, Peers
 from stepcache.programs.question import Question
 from stepcache.units import readable_ranks
 
-# What one host may have and another not: then each builds for itself what all agree on.
+# What one host may have and another not: then one of each kind builds what all agree on.
 _OF_HOST = (
     "environment CPU",
     "environment device kind",

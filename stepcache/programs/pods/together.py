@@ -90,10 +90,9 @@ class _Bringing:
             return self._load(self.answer) or self._trace()
         try:
             return self._adopt()
-        except BaseException:
+        finally:
             with contextlib.suppress(Exception):
                 gathering.receive()  # Who hands it out waits for those who have to take it.
-            raise
 
     # ---- by the one that has it, or makes it -------------------------------------------------
 
