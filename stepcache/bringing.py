@@ -12,8 +12,8 @@ from typing import Any
 from stepcache.errors import RecompileError, RecompileWarning, warn
 from stepcache.events import BuildFailed, Miss, StageStarted, recorder
 from stepcache.programs import accounts
-from stepcache.programs.archive import Answer, Archive
-from stepcache.programs.background import seconds_until_ready
+from stepcache.programs.archive import Answer, Archive, start_name
+from stepcache.programs.background import LATER, until_ready
 from stepcache.programs.build import Program, Stopwatch
 from stepcache.programs.checks import Checks
 from stepcache.programs.key import Key
@@ -77,9 +77,9 @@ class Bringing:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
         own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
-        if archive is not None:
+        self._checks.compare(request, brought)
+        if archive is not None and brought.address is not None:
             accounts.note(archive, name, brought, miss)
-            self._checks.expect(request.key, archive, brought)
             self._unsettled[request.key] = (archive, brought)
         accounts.account(self._ledger, name, build_id, request, brought, miss, own_seconds)
         carries = bool(self._recipe.parameters.carry)
@@ -101,25 +101,48 @@ class Bringing:
         self, scope: Scope, request: Request, outputs: Any = None, started: float = 0.0
     ) -> None:
         """What is left to do for a program that has just come, out of the way of its first run."""
+        if not self._unsettled:
+            return
         archive, brought = self._unsettled.pop(request.key, (None, None))
-        if archive is not None and brought is not None:
-            archive.in_background(_settling(self._recipe.name, archive, brought, outputs, started))
-        self._checks.verify(scope.cache, request)
+        if archive is None or brought is None:
+            return
+        settling = _Settling(self._recipe.name, archive, brought, until_ready(outputs, started))
+        if brought.program.level == 1 and archive.verify == "background":
+            verification = self._checks.verification
+            settling.verify = verification(scope.cache, request.described(), archive, brought)
+        archive.worker.submit(settling)
 
 
-def _settling(
-    name: str, archive: Archive, brought: Brought, outputs: Any, started: float
-) -> Callable[[], None]:
-    """Measures the first run of a program, and then stores the program, if it is new."""
-    address, publication = brought.address, brought.publication
-    assert address is not None
-    wait = seconds_until_ready(outputs, started)
+class _Settling:
+    """Measures the first run of a program; then stores it if it is new, or has it verified.
 
-    def settle() -> None:
-        seconds = wait()
+    Attributes:
+        verify: has the program verified, from a given time on; None for one that was traced.
+    """
+
+    def __init__(self, name: str, archive: Archive, brought: Brought, look: Callable[[], Any]):
+        self._name, self._archive, self._brought, self._look = name, archive, brought, look
+        self.verify: Callable[[float], None] | None = None
+
+    def __call__(self) -> Any:
+        seconds = self._look()
+        if seconds is LATER:
+            return LATER
+        archive, brought = self._archive, self._brought
+        assert brought.address is not None
         if seconds is not None:
-            archive.note("executed", name, address.label, seconds={"execute": seconds})
-        if publication is not None:
-            archive.publish(publication)
+            label = brought.address.label
+            archive.note("executed", self._name, label, seconds={"execute": seconds})
+        if brought.publication is not None:
+            archive.publish(brought.publication)
+        candidate = brought.answer.candidate
+        if self.verify is None or candidate is None:
+            return None
+        if archive.starts.note_start(start_name(brought.address, candidate)):
+            wait = min(max(_FIRST_STEPS * (seconds or 0.0), _QUIET_SECONDS), _LONGEST_WAIT)
+            self.verify(time.perf_counter() + wait)
+        return None
 
-    return settle
+
+# Verification begins when about ten steps have run.
+_FIRST_STEPS, _QUIET_SECONDS, _LONGEST_WAIT = 10, 0.5, 20.0

@@ -7,6 +7,7 @@ pickled; reading it back admits the classes it is made of and nothing else.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import pickle
 import sys
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepcache.jaxcompat.private import PRIVATE_API
-from stepcache.jaxcompat.stages import Runnable
+from stepcache.jaxcompat.stages import Runnable, Staged, outline
 
 if PRIVATE_API:
     from jax._src import cache_key, compiler, tree_util
@@ -75,6 +76,25 @@ def compiling_through(find: Find) -> Iterator[None]:
         yield
     finally:
         _compiling.find = before
+
+
+def lowered_digest(staged: Staged) -> str:
+    """A digest of all that XLA would be given for what was lowered; compiles nothing."""
+    if not CAN_STORE:
+        return hashlib.sha256(outline(staged.lowered).encode()).hexdigest()
+    found: list[str] = []
+
+    def note(digest: str, load: Load) -> None:
+        found.append(digest)
+        raise _DigestKnown
+
+    with compiling_through(note), contextlib.suppress(_DigestKnown):
+        staged.compile()
+    return found[0] if found else ""
+
+
+class _DigestKnown(Exception):
+    """The digest of what XLA would be given is known, and that is all that was wanted."""
 
 
 def _install_hook() -> None:

@@ -8,12 +8,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ import jax
 from stepcache import jaxcompat
 from stepcache.events import Change
 from stepcache.jaxcompat import Runnable, storing
+from stepcache.programs.background import LATER, Worker
 from stepcache.programs.candidate import (
     Address,
     Candidate,
@@ -33,14 +32,14 @@ from stepcache.programs.candidate import (
     pack_candidates,
     unpack_candidates,
 )
+from stepcache.programs.disk.starts import Starts
 from stepcache.programs.disk.tier import DiskTier
-from stepcache.programs.fingerprint.origin import distribution_of, file_digest
 from stepcache.programs.history import History, Row, script_name
 from stepcache.programs.question import Question
 
 CANDIDATES_KEPT = 8
-_PRELOADED_AT_MOST = 16
-_POLL_SECONDS = 0.01
+_RUNS_COMPARED = 8
+_PRELOADED_AT_MOST = 256
 
 _log = logging.getLogger("stepcache")
 
@@ -67,23 +66,49 @@ class Archive:
 
     Args:
         tier: where entries are kept.
+        starts: where the starts of each candidate are counted.
         history: where runs are kept.
         verify: "background", "before" or "off".
         min_build_seconds: what was built faster is not kept.
+
+    Attributes:
+        worker: stores what was built.
+        verifier: traces anew what was loaded.
     """
 
-    def __init__(self, tier: DiskTier, history: History, verify: str, min_build_seconds: float):
-        self.tier, self.history = tier, history
+    def __init__(
+        self,
+        tier: DiskTier,
+        starts: Starts,
+        history: History,
+        verify: str,
+        min_build_seconds: float,
+    ):
+        self.tier, self.starts, self.history = tier, starts, history
         self.verify, self.min_build_seconds = verify, min_build_seconds
+        self.worker = Worker("stepcache store", droppable=False)
+        self.verifier = Worker("stepcache verify", droppable=True, poll_seconds=0.05)
+        self._preloader = Worker("stepcache preload", droppable=True, poll_seconds=0.01)
         self._lock = threading.Lock()
         self._preloaded: dict[tuple[str, tuple[int, ...]], Future] = {}
+        self._taken: set[tuple[str, tuple[int, ...]]] = set()
         self._asked_for: set[str] = set()
-        self._working: list[threading.Thread] = []
 
     # ---- level 1: without a trace --------------------------------------------------------------
 
     def answer(self, question: Question) -> Answer:
-        """Looks for a candidate. Reads files, and runs nothing of the user's function."""
+        """Looks for a candidate. Reads files, imports nothing, and runs nothing of the user's.
+
+        The entry that is read is named by all that is known before a trace, so that its candidates
+        differ only in what a trace tells of: files, variables, attributes that libraries read.
+        """
+        try:
+            return self._answer(question)
+        except Exception:
+            _log.exception("stepcache could not look for %s", question.address.label)
+            return Answer()
+
+    def _answer(self, question: Question) -> Answer:
         if question.base.blames:
             return Answer(unvouched=question.base.blames)
         candidates = self._candidates(question.address.lookup)
@@ -110,16 +135,16 @@ class Archive:
             return []
 
     def _compared_with_last_run(self, question: Question) -> Answer:
-        """Another signature, mesh or environment than any build: compare with the latest one."""
+        """No entry is for this code, values and call: compares with the nearest of the last run."""
         rows = [row for row in self.history.last_run_of(question.address.label) if row.lookup]
-        if not rows or any(row.lookup == question.address.lookup for row in rows):
+        lookups = list(dict.fromkeys(row.lookup for row in reversed(rows)))[:_RUNS_COMPARED]
+        latest = [found[0] for found in map(self._candidates, lookups) if found]
+        if not latest:
             return Answer()
-        candidates = self._candidates(rows[-1].lookup)
-        if not candidates:
-            return Answer()
-        found = question.with_used(candidates[0].used)
-        changes = differences(candidates[0].told, found.facts)
-        return Answer(None, candidates[0].created_time, changes)
+        base = dict(question.base.facts)
+        nearest = min(latest, key=lambda each: _distance(each.told, base))
+        changes = differences(nearest.told, question.with_used(nearest.used).facts)
+        return Answer(None, nearest.created_time, changes)
 
     def load(self, candidate: Candidate, address: Address, in_tree: Any) -> Runnable | None:
         """Loads the program of a candidate; None where that cannot be done.
@@ -161,11 +186,14 @@ class Archive:
             _log.exception("stepcache could not store %s", address.label)
 
     def _executable(self, digest: str, devices: Sequence[Any]) -> Any:
+        key = (digest, tuple(device.id for device in devices))
         with self._lock:
-            ahead = self._preloaded.pop((digest, tuple(device.id for device in devices)), None)
-        if ahead is not None:
-            with contextlib.suppress(Exception):
-                return ahead.result()
+            ahead = self._preloaded.pop(key, None)
+            self._taken.add(key)
+        if ahead is not None and not ahead.cancel():
+            loaded = self._preloader.outcome_of(ahead)
+            if loaded is not None:
+                return loaded
         return self._read_executable(digest, lambda data: storing.load_executable(data, devices))
 
     def _read_executable(self, digest: str, load: Callable[[bytes], Any]) -> Any:
@@ -209,21 +237,6 @@ class Archive:
         if publication.traced.tree is not None:
             self._add_candidate(address, publication.candidate(self.history.clock()))
 
-    def in_background(self, work: Callable[[], None]) -> None:
-        """Does something beside the steps. `flush` and the end of a script wait for it."""
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                with self._lock:
-                    self._working.remove(thread)
-
-        thread = threading.Thread(target=run, name="stepcache publish", daemon=False)
-        with self._lock:
-            self._working.append(thread)
-        thread.start()
-
     def _add_candidate(self, address: Address, candidate: Candidate) -> None:
         others = self._others(address, candidate)
         self._write_candidates(address, [candidate, *others][:CANDIDATES_KEPT])
@@ -238,6 +251,7 @@ class Archive:
 
     def forget(self, address: Address, candidate: Candidate) -> None:
         """Drops a candidate that a trace has proved wrong."""
+        self.starts.forget(start_name(address, candidate))
         others = self._others(address, candidate)
         if others:
             self._write_candidates(address, others)
@@ -246,58 +260,47 @@ class Archive:
 
     def flush(self) -> None:
         """Waits until everything built so far is stored."""
-        while True:
-            with self._lock:
-                thread = next(iter(self._working), None)
-            if thread is None:
-                return
-            thread.join()
+        self.worker.flush()
 
     # ---- loading beforehand --------------------------------------------------------------------
 
     def preload(self, label: str) -> None:
-        """Starts loading, in the background, what the last run of this script used of a step.
-
-        It waits for JAX's backend to be started by somebody else: that is the user's moment.
-        """
+        """Starts loading, in the background, what the last run of this script used of a step."""
         with self._lock:
             if label in self._asked_for:
                 return
             self._asked_for.add(label)
-        # Not a daemon: Python's end must not find a thread inside XLA.
-        threading.Thread(
-            target=self._preload, args=(label,), name="stepcache preload", daemon=False
-        ).start()
+        self._preloader.submit(functools.partial(self._prepare, label))
 
-    def _preload(self, label: str) -> None:
-        wanted: dict[tuple[str, tuple[int, ...]], Future] = {}
-        rows = self.history.last_run_of(label)
-        for row in rows:
-            if row.program and len(wanted) < _PRELOADED_AT_MOST:
-                wanted[(row.program, tuple(row.devices))] = Future()
-        with self._lock:
-            self._preloaded |= wanted
-        if not jaxcompat.backends_are_initialized():  # Else the first call may be about to come.
-            for lookup in {row.lookup for row in rows if row.lookup}:
-                for candidate in self._candidates(lookup)[:1]:
-                    _look_at_modules(candidate.used.modules)
-        going_on = threading.main_thread().is_alive
-        while wanted and going_on() and not jaxcompat.backends_are_initialized():
-            time.sleep(_POLL_SECONDS)
-        for (digest, numbers), future in wanted.items():
-            try:
-                if not going_on():
-                    raise LookupError("the program has ended")
-                by_number = {device.id: device for device in jax.devices()}
+    def _prepare(self, label: str) -> None:
+        rows = [row for row in self.history.last_run_of(label) if row.program]
+        for key in dict.fromkeys((row.program, tuple(row.devices)) for row in rows):
+            future: Future = Future()
+            with self._lock:
+                if key in self._taken or len(self._preloaded) >= _PRELOADED_AT_MOST:
+                    continue
+                self._preloaded[key] = future
+            self._preloader.submit(functools.partial(self._load_ahead, *key, future))
+
+    def _load_ahead(self, digest: str, numbers: tuple[int, ...], future: Future) -> Any:
+        """Loads a program once JAX's backend has been started by somebody else, at their moment."""
+        if future.cancelled():
+            return None
+        if not jaxcompat.backends_are_initialized():
+            return LATER
+        if not future.set_running_or_notify_cancel():
+            return None
+        loaded = None
+        try:
+            by_number = {device.id: device for device in jax.devices()}
+            if set(numbers) <= by_number.keys():
                 devices = tuple(by_number[number] for number in numbers)
                 loaded = self._read_executable(
-                    digest, lambda data, devices=devices: storing.load_executable(data, devices)
+                    digest, lambda data: storing.load_executable(data, devices)
                 )
-                if loaded is None:
-                    raise LookupError(digest)
-                future.set_result(loaded)
-            except BaseException as error:
-                future.set_exception(error)
+        finally:
+            future.set_result(loaded)
+        return None
 
     # ---- the ledger ----------------------------------------------------------------------------
 
@@ -311,13 +314,13 @@ class Archive:
         self.history.add(Row(event, now, script_name(), step, label, **details))
 
 
-def _look_at_modules(names: Iterable[str]) -> None:
-    """Reads what will be asked of installed modules, so that it is known when it is asked."""
-    for name in names:
-        distribution_of(name)
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if path:
-            file_digest(path)
+def start_name(address: Address, candidate: Candidate) -> str:
+    """Names a candidate where its starts are counted."""
+    return f"{address.lookup[:24]}-{candidate.facts[:24]}-{candidate.program[:24]}"
+
+
+def _distance(told: dict[str, str], base: dict[str, str]) -> int:
+    return sum(told.get(name) != fact for name, fact in base.items())
 
 
 def open_archive(
@@ -330,4 +333,5 @@ def open_archive(
     """
     tier = DiskTier(directory, max_bytes)
     history = History(directory / "v1" / "runs", tier.writable)
-    return Archive(tier, history, verify, min_build_seconds)
+    starts = Starts(directory / "v1" / "starts", tier.writable)
+    return Archive(tier, starts, history, verify, min_build_seconds)

@@ -38,6 +38,7 @@ class Program:
         level: 1 if it was loaded without a trace, 2 if it was traced but not compiled, 3 if built.
         facts: what its code depended on when it was traced, where that was asked for.
         used: what that trace used, likewise.
+        lowered: digest of all that XLA was given; empty where nobody asked for it.
     """
 
     key: Key
@@ -47,6 +48,7 @@ class Program:
     level: int = 3
     facts: dict[str, str] | None = None
     used: Any = None
+    lowered: str = ""
 
     @cached_property
     def size_bytes(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from stepcache.events import Captured, Change
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs import plain
+from stepcache.programs.fingerprint.installed_packages import LATE
 
 _MAX_CHANGES = 64
 
@@ -228,37 +229,41 @@ def unpack_candidates(payload: bytes) -> list[Candidate]:
 
 def digest_facts(facts: dict[str, str]) -> str:
     """A digest of facts, whatever their order."""
-    hasher = hashlib.sha256()
-    for name in sorted(facts):
-        hasher.update(
-            f"{len(name)} {name}={len(facts[name])} {facts[name]};".encode(errors="replace")
-        )
-    return hasher.hexdigest()
+    text = repr(sorted(facts.items()))
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def agree(told: dict[str, str], found: dict[str, str]) -> bool:
     """Whether what is found now is what was told then.
 
-    Nothing can have been put into a module that is not loaded yet, so nothing is asked of it.
+    Nothing can have been put into a module that is not loaded yet, so nothing is asked of it. What
+    a package puts into its own classes when a part of it is imported is there on both sides or not.
     """
     if told == found:
         return True
-    missing = told.keys() - found.keys()
-    return all(_is_of_module_not_loaded(name) for name in missing) and all(
-        told.get(name) == text for name, text in found.items()
+    missing = told.keys() - found.keys() - _of_modules_not_loaded(told)
+    return all(name.startswith(LATE) for name in missing) and all(
+        told.get(name, text if name.startswith(LATE) else None) == text
+        for name, text in found.items()
     )
 
 
-def _is_of_module_not_loaded(fact: str) -> bool:
-    return fact.startswith(_NAMES_OF) and fact.removeprefix(_NAMES_OF) not in sys.modules
+def _of_modules_not_loaded(told: dict[str, str]) -> set[str]:
+    """The facts about names in modules that this process has not imported."""
+    modules = {name.removeprefix(_NAMES_OF) for name in told if name.startswith(_NAMES_OF)}
+    owners = tuple(f"{module}." for module in modules - sys.modules.keys())
+    of_names = {f"{_NAMES_OF}{owner[:-1]}" for owner in owners}
+    return of_names | {name for name in told if owners and name.startswith(owners)}
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, ...]:
     """Where two sets of facts differ, the telling ones first."""
     changes = []
+    unknown = _of_modules_not_loaded(before)
     for name in dict.fromkeys((*before, *after)):
         old, new = before.get(name), after.get(name)
-        if old != new and not (new is None and _is_of_module_not_loaded(name)):
+        late = name.startswith(LATE) and None in (old, new)
+        if old != new and not late and not (new is None and name in unknown):
             changes.append(_change(name, old, new))
     changes.sort(key=lambda change: _ORDER.index(change.part))
     return tuple(changes[:_MAX_CHANGES])

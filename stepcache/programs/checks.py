@@ -1,29 +1,30 @@
 """`Checks`: whether the programs of a step that are in use are still the right ones.
 
-A program that was loaded without a trace is checked by one, in the background, after it has first
-run. What a program depends on can be compared with what is there now, every so many calls.
+A program that was loaded without a trace is verified by one, in the background, until one start has
+done so, and by a sample of later starts. Where something has changed that a program depends on, a
+new trace says whether it matters.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import difflib
 import logging
 import threading
 import time
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from stepcache import jaxcompat
-from stepcache.errors import StaleProgramError
+from stepcache.errors import StaleProgramError, StaleProgramWarning, warn
 from stepcache.events import Change, Verified, recorder
 from stepcache.jaxcompat import storing
-from stepcache.programs.archive import Archive
-from stepcache.programs.background import in_background
+from stepcache.programs.archive import Archive, start_name
+from stepcache.programs.background import LATER, quick_switching
 from stepcache.programs.build import Program, trace
 from stepcache.programs.cache import ProgramCache
-from stepcache.programs.candidate import Candidate, differences
+from stepcache.programs.candidate import Candidate, agree, differences
 from stepcache.programs.dispatch import Dispatcher
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
@@ -35,10 +36,15 @@ _log = logging.getLogger("stepcache")
 # A call that was under way may still tell the dispatcher about a stale program: it is cleared so
 # many times, so far apart, or until the error has been raised.
 _STALE_ROUNDS, _STALE_SECONDS = 100, 0.05
+# So many of a step's latest programs are traced anew when something has changed.
+_JUDGED_AGAIN = 4
 
 
 class Checks:
     """Checks the programs of one step.
+
+    That something has changed which a trace looked at is no error by itself: a new trace decides,
+    by what it lowers to.
 
     Args:
         recipe: the step.
@@ -61,8 +67,11 @@ class Checks:
     ):
         self._recipe, self._number = recipe, number
         self._levels, self._ledger, self._dispatcher = levels, ledger, dispatcher
-        self._unverified: dict[Key, tuple[Archive, Brought]] = {}
+        self._lock = threading.Lock()
+        self._latest: collections.deque[_Lowered] = collections.deque(maxlen=_JUDGED_AGAIN)
+        self._accepted: dict[Key, dict[str, str]] = {}
         self._calls_until_check = 0
+        self._warned = False
         self.stale: StaleProgramError | None = None
 
     def raise_if_stale(self) -> None:
@@ -71,15 +80,20 @@ class Checks:
         Raises:
             StaleProgramError: a program was not the one that a trace gives.
         """
-        if self.stale is not None:
+        if self.stale is None:
+            return
+        with self._lock:
             error, self.stale = self.stale, None
+        if error is not None:
             raise error
 
     def every(self, cache: ProgramCache, request: Request, program: Program) -> None:
-        """Every so many calls: is what the step depends on as it was when it was traced?
+        """Every so many calls: does the step still lower to this program?
+
+        It is traced again only where something that its trace depended on has changed.
 
         Raises:
-            StaleProgramError: it is not.
+            StaleProgramError: it does not.
         """
         if cache.check_every is None:
             return
@@ -89,24 +103,71 @@ class Checks:
         self._calls_until_check = cache.check_every - 1
         if program.facts is None or program.used is None:
             return
-        now = Question(self._recipe, request).with_used(program.used)
-        changes = differences(program.facts, dict(now.facts))
-        if changes:
+        facts = dict(Question(self._recipe, request).with_used(program.used).facts)
+        changes = differences(self._accepted.get(request.key, program.facts), facts)
+        if not changes:
+            return
+        if self._retraced(request, program.run.out_tree).digest != program.lowered:
             self._drop(cache, request.key)
             raise self._staleness("depends on what changed after it was traced", changes)
+        self._accepted[request.key] = facts
+
+    # ---- at the next program -------------------------------------------------------------------
+
+    def compare(self, request: Request, brought: Brought) -> None:
+        """Warns if a program is no longer what a trace gives, where something has changed since.
+
+        Args:
+            request: the call whose program has just come.
+            brought: that program.
+        """
+        earlier = list(self._latest)
+        if brought.changes and not self._warned:
+            for each in reversed(earlier):
+                if self._retraced(each.request, each.out_tree).digest != each.digest:
+                    self._warned = True
+                    warn(
+                        f"{self._recipe.name} depends on what changed after it was traced; "
+                        "programs built before go on as they were, until step.clear_cache():\n  "
+                        + "\n  ".join(map(str, brought.changes)),
+                        StaleProgramWarning,
+                    )
+                    break
+        program = brought.program
+        if program.lowered:
+            out_tree = program.run.out_tree
+            self._latest.append(_Lowered(request.described(), program.lowered, out_tree))
 
     # ---- by a trace in the background ----------------------------------------------------------
 
-    def expect(self, key: Key, archive: Archive, brought: Brought) -> None:
-        """Notes that a program has to be verified, where it was loaded without a trace."""
-        if brought.program.level == 1 and archive.verify == "background":
-            self._unverified[key] = (archive, brought)
+    def verification(
+        self, cache: ProgramCache, request: Request, archive: Archive, brought: Brought
+    ) -> Callable[[float], None]:
+        """A trace in the background, to see that a loaded program is what a trace gives.
 
-    def verify(self, cache: ProgramCache, request: Request) -> None:
-        """Traces the step in the background, if its program is still to be verified."""
-        archive, brought = self._unverified.pop(request.key, (None, None))
-        if archive is not None and brought is not None:
-            in_background(lambda: self._verify(cache, request, archive, brought))
+        Args:
+            cache: that the program is in.
+            request: the call, as `Request.described` gives it.
+            archive: that it was loaded from.
+            brought: the program.
+
+        Returns:
+            A function that has the trace begin at a time given as by `time.perf_counter`, under the
+            settings of JAX that hold now in this thread.
+        """
+        settings = jaxcompat.carried_settings()
+
+        def verify_at(due: float) -> None:
+            def job() -> Any:
+                if time.perf_counter() < due:
+                    return LATER
+                with settings, quick_switching():
+                    self._verify(cache, request, archive, brought)
+                return None
+
+            archive.verifier.submit(job)
+
+        return verify_at
 
     def _verify(
         self, cache: ProgramCache, request: Request, archive: Archive, brought: Brought
@@ -116,7 +177,9 @@ class Checks:
             return  # The caller's settings cannot be had in another thread.
         candidate, address = brought.answer.candidate, brought.address
         assert candidate is not None and address is not None
-        changes = self._retrace(brought.program, candidate, request)
+        changes = self._differences(brought.program, candidate, request)
+        if changes is not None and not self._is_as_it_was(request, candidate):
+            return  # The program was right when it was loaded, and goes on as it was.
         seconds, name = time.perf_counter() - started, self._recipe.name
         self._ledger.count(verifications=1)
         archive.note(
@@ -127,44 +190,54 @@ class Checks:
             reason="\n".join(map(str, changes or ())),
         )
         recorder.emit(Verified(name, changes is None, seconds))
-        if changes is not None:
+        if changes is None:
+            archive.starts.note_verified(start_name(address, candidate))
+        else:
             archive.forget(address, candidate)
             self._drop(cache, request.key)
             self._make_stale(changes)
 
-    def _retrace(
+    def _is_as_it_was(self, request: Request, candidate: Candidate) -> bool:
+        """Whether what a loaded program depends on has not changed since it was loaded."""
+        return agree(
+            candidate.told, Question(self._recipe, request).with_used(candidate.used).facts
+        )
+
+    def _differences(
         self, program: Program, candidate: Candidate, request: Request
     ) -> tuple[Change, ...] | None:
-        """Traces and lowers a step whose program was loaded, as if nothing were known of it.
+        """What differs between a loaded program and a new trace; None where nothing does."""
+        found = self._retraced(request, program.run.out_tree)
+        if found.error is not None:
+            name = self._recipe.name
+            return (Change("code", name, "a program", found.error, "tracing it raised"),)
+        if found.digest == candidate.program:
+            return None
+        if found.out_tree != program.run.out_tree:
+            sides = (str(program.run.out_tree), str(found.out_tree))
+            return (Change("code", "the tree of its outputs", *sides),)
+        before = zlib.decompress(candidate.outline).decode()
+        return _first_difference(before, jaxcompat.outline(found.lowered)) or (
+            Change("environment", "what XLA is given", candidate.program[:12], found.digest[:12]),
+        )
 
-        Returns:
-            What differs from the loaded program; None where it is the same.
+    def _retraced(self, request: Request, out_tree: Any) -> _Retraced:
+        """Traces and lowers a step as if nothing were known of it.
+
+        Args:
+            request: the call.
+            out_tree: the tree of the outputs as it was: another one gives no digest.
         """
         token = jaxcompat.ValueToken((self._number, "retrace", time.monotonic()))
-        found: list[str] = []
-
-        def note(digest: str, load: Any) -> None:
-            found.append(digest)
-            raise _DigestKnown
-
         with jaxcompat.tracing_context(request.mesh), jaxcompat.recording_context(token):
             try:
                 staged = trace(self._recipe, request)
                 staged.lower()
-                with storing.compiling_through(note), contextlib.suppress(_DigestKnown):
-                    staged.compile()
+                digest = storing.lowered_digest(staged)
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                return (Change("code", self._recipe.name, "a program", text, "tracing it raised"),)
-        if found == [candidate.program] and staged.out_tree == program.run.out_tree:
-            return None
-        if staged.out_tree != program.run.out_tree:
-            sides = (str(program.run.out_tree), str(staged.out_tree))
-            return (Change("code", "the tree of its outputs", *sides),)
-        before = zlib.decompress(candidate.outline).decode()
-        return _first_difference(before, jaxcompat.outline(staged.lowered)) or (
-            Change("environment", "what XLA is given", candidate.program[:12], found[0][:12]),
-        )
+                return _Retraced(error=f"{type(error).__name__}: {error}")
+        same = staged.out_tree == out_tree
+        return _Retraced(digest if same else "", staged.lowered, staged.out_tree)
 
     def _make_stale(self, changes: Sequence[Change]) -> None:
         """Has the next call raise, whatever the dispatcher was given meanwhile."""
@@ -180,6 +253,8 @@ class Checks:
 
     def _drop(self, cache: ProgramCache, key: Key) -> None:
         self._levels.forget()
+        self._latest.clear()
+        self._accepted.pop(key, None)
         cache.drop(key)
         jaxcompat.forget_traces(self._recipe.jitted, self._recipe.fun)
         self._ledger.gone(key, "cleared")
@@ -195,8 +270,21 @@ class Checks:
         )
 
 
-class _DigestKnown(Exception):
-    """The digest of what XLA would be given is known, and that is all that was wanted."""
+class _Lowered(NamedTuple):
+    """A program of the step: for which call, and what it was lowered to."""
+
+    request: Request
+    digest: str
+    out_tree: Any
+
+
+class _Retraced(NamedTuple):
+    """What a new trace gives."""
+
+    digest: str = ""
+    lowered: Any = None
+    out_tree: Any = None
+    error: str | None = None
 
 
 def _first_difference(before: str, after: str) -> tuple[Change, ...]:

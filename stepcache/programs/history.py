@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 _RUNS_KEPT = 64
 _ROWS_A_RUN = 2_000
+_RUNS_SEARCHED = 8
 
 _log = logging.getLogger("stepcache")
 
@@ -74,6 +76,11 @@ def script_name() -> str:
     return Path(path).name if path else "<interactive>"
 
 
+def _slug(script: str) -> str:
+    """The name of a script as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9.]", "_", script)[:40]
+
+
 class History:
     """The runs that used one directory of programs.
 
@@ -90,7 +97,9 @@ class History:
         self.clock = clock
         script_name()
         self._writable = writable
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._earlier: list[Path] | None = None  # As they were when they were first asked for.
+        self._read: dict[Path, dict[str, list[Row]]] = {}
         self._pid = os.getpid()
         self._name = self._new_name()
         self._rows = 0
@@ -98,7 +107,7 @@ class History:
     def _new_name(self) -> str:
         now = self.clock()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f"{now % 1:.6f}"[1:]
-        return f"{stamp}-{os.getpid()}-{os.urandom(3).hex()}.jsonl"
+        return f"{stamp}-{_slug(script_name())}-{os.getpid()}-{os.urandom(3).hex()}.jsonl"
 
     def add(self, row: Row) -> None:
         """Appends a row; a directory that cannot be written loses it."""
@@ -144,16 +153,28 @@ class History:
                 yield rows
 
     def last_run_of(self, label: str) -> list[Row]:
-        """The rows of a step in the latest other run that used it; those of this script first."""
-        own, others = script_name(), []
-        for path in reversed(self._files()):
-            if path.name == self._name:
-                continue
-            rows = [row for row in _read(path) if row.label == label]
-            if rows and rows[0].script == own:
-                return rows
-            others = others or rows
-        return others
+        """The rows of a step in the latest other run that used it; those of this script first.
+
+        Looks at the latest few runs of this script, and of others. What it has read it remembers.
+        """
+        with self._reading:
+            if self._earlier is None:
+                self._earlier = [path for path in self._files()[::-1] if path.name != self._name]
+            own = [path for path in self._earlier if f"-{_slug(script_name())}-" in path.name]
+            others = [path for path in self._earlier if path not in own]
+            for path in (*own[:_RUNS_SEARCHED], *others[:_RUNS_SEARCHED]):
+                rows = self._rows_by_label(path).get(label)
+                if rows:
+                    return rows
+        return []
+
+    def _rows_by_label(self, path: Path) -> dict[str, list[Row]]:
+        known = self._read.get(path)
+        if known is None:
+            known = self._read[path] = {}
+            for row in _read(path):
+                known.setdefault(row.label, []).append(row)
+        return known
 
 
 def _read(path: Path) -> Iterator[Row]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -14,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepcache import jaxcompat
-from stepcache.errors import StaleProgramWarning, warn
-from stepcache.events import Captured
+from stepcache.events import Captured, Change
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.background import beside
@@ -34,6 +35,8 @@ from stepcache.programs.recipe import Recipe, Request
 
 _MUTABLE = ("code", "value", "file", "variable")
 
+_log = logging.getLogger("stepcache")
+
 
 @dataclass(frozen=True, slots=True)
 class Brought:
@@ -50,6 +53,7 @@ class Brought:
         giver: the rank of the process that it came from; None for this one.
         others: of the other processes, where they keep no ledger beside this one's: level and
             seconds by stage, by rank.
+        changes: what the step depends on, and what has changed since it was last traced here.
     """
 
     program: Program
@@ -61,6 +65,7 @@ class Brought:
     outline: str = ""
     giver: int | None = None
     others: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
 
 
 class _Found:
@@ -87,9 +92,9 @@ class Levels:
 
     def __init__(self, recipe: Recipe, number: int):
         self._recipe, self._number = recipe, number
+        self._lock = threading.Lock()
         self._recording = Recording()
         self._facts: dict[str, str] = {}
-        self._warned = False
 
     def bring(
         self,
@@ -114,7 +119,11 @@ class Levels:
             program, _ = build(self._recipe, request, stopwatch)
             return Brought(program, Answer())
         with stopwatch.stage("hash"):
-            question = Question(self._recipe, request)
+            question = self._question(request)
+        if question is None:
+            before_trace(Answer())
+            program, _ = build(self._recipe, request, stopwatch)
+            return Brought(program, Answer())
         answer = Answer()
         if archive is not None:
             with stopwatch.stage("read"):
@@ -125,6 +134,14 @@ class Levels:
                     return brought
         before_trace(answer)
         return self.trace(request, archive, question, answer, stopwatch, watch)
+
+    def _question(self, request: Request) -> Question | None:
+        """What a call depends on; None, and a log, where looking at that fails."""
+        try:
+            return Question(self._recipe, request)
+        except Exception:
+            _log.exception("%s is not looked for on disk, nor stored", self._recipe.name)
+            return None
 
     def load(
         self,
@@ -157,11 +174,14 @@ class Levels:
                 run = archive.load(candidate, address, tree) if archive is not None else None
         if run is None:
             return None
-        self._notice(candidate.told)
+        changes = self._changes_to(candidate.told)
         captured = tuple(Captured(*each) for each in candidate.captured)
-        program = Program(request.key, run, captured, stopwatch.seconds, level=1)
+        seconds = stopwatch.seconds
+        program = Program(request.key, run, captured, seconds, 1, lowered=candidate.program)
         outline = zlib.decompress(candidate.outline).decode()
-        brought = Brought(program, answer, (), candidate.program, address, None, outline)
+        brought = Brought(
+            program, answer, (), candidate.program, address, None, outline, changes=changes
+        )
         return _watched(brought, candidate.told, candidate.used, watch)
 
     def trace(
@@ -186,15 +206,17 @@ class Levels:
             tell: is told what the trace has told, as soon as that is known, in another thread.
         """
         with stopwatch.stage("hash"):
-            known = question.extend(question.used_by(self._recording))
-            self._notice(known.facts)
+            with self._lock:
+                recorded = self._recording
+            known = question.extend(question.used_by(recorded))
+            changes = self._changes_to(known.facts)
             # Equal facts may share what JAX has traced inside the step before; others must not.
             token = jaxcompat.ValueToken((self._number, digest_facts(known.facts)))
         recording = Recording()
         together = find is not None
-        if find is None and archive is not None:
-            find = archive.find
-        found = _Found(find) if find is not None else None
+        if find is None:
+            find = archive.find if archive is not None else lambda digest, load: None
+        found = _Found(find)
         telling: list[Future[Traced]] = []
 
         @contextlib.contextmanager
@@ -204,20 +226,21 @@ class Levels:
                 tell(traced)
                 return traced
 
-            hooked = storing.compiling_through(found) if found is not None else nullcontext()
+            hooked = storing.compiling_through(found) if storing.CAN_STORE else nullcontext()
             with hooked, beside(note) as future:
                 telling.append(future)
                 yield
 
         watched = _both(recording, jaxcompat.recording_context(token))
         program, staged = build(self._recipe, request, stopwatch, watched, compiling)
-        if found is not None and found.loaded:
+        program = replace(program, lowered=found.digest)
+        if found.loaded:
             program.seconds["load"] = program.seconds.pop("compile")
             program = replace(program, level=2)
         traced = telling[0].result()
         outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
-        brought = Brought(program, answer, traced.unvouched)
-        if found is not None:
+        brought = Brought(program, answer, traced.unvouched, changes=changes)
+        if together or archive is not None:
             brought = _to_store(brought, question.address, found, archive, traced, outline)
         if together:
             brought = replace(brought, outline=outline())
@@ -227,10 +250,18 @@ class Levels:
         self, request: Request, question: Question, recording: Recording, staged: jaxcompat.Staged
     ) -> Traced:
         """What a trace has told."""
-        self._recording.add_from(recording)
-        used = question.used_by(self._recording)
-        facts = dict(question.extend(used).facts)
-        unvouched = question.blames_of(self._recording)
+        with self._lock:
+            self._recording = recorded = self._recording.with_all_of(recording)
+        try:
+            used = question.used_by(recorded)
+            facts = dict(question.extend(used).facts)
+            unvouched = question.blames_of(recorded)
+            # What the trace itself changed, as a count of its calls, is no change after it.
+            self._remember(facts | question.values_now(used))
+        except Exception as error:
+            _log.exception("%s cannot be stored to start without a trace", self._recipe.name)
+            why = f"looking at what it depends on raised {type(error).__name__}"
+            return Traced({}, Used(), None, (why,))
         tree = None
         try:
             tree = storing.encode_tree(staged.out_tree, request.key.signature.tree)
@@ -238,29 +269,22 @@ class Levels:
             unvouched = (*unvouched, str(error))
         return Traced(facts, used, None if unvouched else tree, unvouched)
 
-    def _notice(self, facts: dict[str, str]) -> None:
-        """Warns, once, of what changed in this process since the step was first traced."""
-        before = {name: self._facts[name] for name in self._facts if name in facts}
-        changed = differences(before, {name: facts[name] for name in before})
-        # What lies in a container is often the trace's own doing: a list that counts traces.
-        changed = tuple(
-            change
-            for change in changed
-            if change.part in _MUTABLE and "[" not in change.path and " of " not in change.before
-        )
-        if changed and not self._warned:
-            self._warned = True
-            warn(
-                f"{self._recipe.name} depends on what changed after it was traced; programs built "
-                "before go on as they were, until step.clear_cache():\n  "
-                + "\n  ".join(map(str, changed)),
-                StaleProgramWarning,
-            )
-        self._facts |= facts
+    def _changes_to(self, facts: dict[str, str]) -> tuple[Change, ...]:
+        """What has changed in this process since the step was last traced, or loaded."""
+        with self._lock:
+            before = {name: self._facts[name] for name in self._facts if name in facts}
+        changes = differences(before, {name: facts[name] for name in before})
+        self._remember(facts)
+        return tuple(change for change in changes if change.part in _MUTABLE)
+
+    def _remember(self, facts: dict[str, str]) -> None:
+        with self._lock:
+            self._facts = self._facts | facts
 
     def forget(self) -> None:
         """Begins anew: what the step depends on has changed, and that is known."""
-        self._facts, self._recording = {}, Recording()
+        with self._lock:
+            self._facts, self._recording = {}, Recording()
 
 
 def _to_store(

@@ -1,13 +1,12 @@
 """`Question`: what a call would have to find on disk, and what an answer has to agree with.
 
-A question is asked before anything is traced. Its `lookup` names all builds of one step for one
-signature, mesh and environment; each of them, a `Candidate`, says what its trace used, and serves
-where all of that is as it was.
+A question is asked before anything is traced. Its `lookup` is a digest of all that is known then:
+code, values, signature, mesh and environment. What is kept under it, each a `Candidate`, says what
+its trace used beyond that, and serves where all of that is as it was.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 import jax
 
 from stepcache.jaxcompat import inspection
-from stepcache.programs.candidate import Address, Used
-from stepcache.programs.fingerprint import library
+from stepcache.programs.candidate import Address, Used, digest_facts
+from stepcache.programs.fingerprint import installed_packages
 from stepcache.programs.fingerprint.origin import (
     INSTALLED,
     USER,
@@ -32,8 +31,6 @@ from stepcache.programs.key import Key
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Leaf, short_type
 from stepcache.spanning import part_of, spans_processes
-
-_LOOKED_UP_BY = ("argument", "mesh", "config ", "environment ", "package jax", "static ", "option ")
 
 
 class Question:
@@ -56,10 +53,7 @@ class Question:
         self._call_facts = self._facts_of_call(tokens)
         self._base_walk: Walk | None = self._walked()
         self.base = self._base_walk.fingerprint()
-        common = [label]
-        common += [f"{n}={v}" for n, v in self.base.facts.items() if n.startswith(_LOOKED_UP_BY)]
-        common.append(self.base.facts["arguments"])
-        lookup = hashlib.sha256("\n".join((*sorted(common), *tokens)).encode()).hexdigest()
+        lookup = digest_facts({"label": label, **self.base.facts})
         self.address = Address(label, lookup, self._devices)
 
     def _walked(self) -> Walk:
@@ -100,9 +94,15 @@ class Question:
             self._base_walk.fingerprint()
         return self._base_walk
 
+    def values_now(self, used: Used) -> dict[str, str]:
+        """The facts about code and values as they are at this moment."""
+        walk = self._walked()
+        walk.read_attributes(used.attributes)
+        return walk.fingerprint().facts
+
     def _extended(self, walk: Walk, used: Used) -> Fingerprint:
         walk.read_attributes(used.attributes)
-        library.note_modules(walk, used.modules, used.names)
+        installed_packages.note_modules(walk, used.modules, used.names)
         for name in used.variables:
             walk.once(f"environment variable {name}", atom(os.environ.get(name)))
         for base, path, original in used.files:
@@ -115,8 +115,8 @@ class Question:
         names = {name for code in installed for name in (*code.co_names, *_strings(code))}
         return Used(
             sorted((self._walk().waiting() & names) | _asked_for(installed)),
-            library.entered_modules(installed),
-            library.names_read(installed),
+            installed_packages.entered_modules(installed),
+            installed_packages.names_read(installed),
             [self._file_name(path) for path in sorted(recording.files)],
             sorted(recording.variables),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -102,6 +102,23 @@ class Request:
     def told(self) -> Call:
         """The call as people are told of it: paths and a signature, placed. Not to be run."""
         return self.tell(self.call.with_signature_leaves(self.leaves))
+
+    def described(self) -> Request:
+        """The same request without its arrays, which it would otherwise keep alive."""
+        call = self.call
+        stand_ins = [
+            jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+            )
+            for leaf in call.signature.leaves
+        ]
+        try:
+            given = call.rebuilt(stand_ins)
+            args, kwargs = call.signature.tree.unflatten(stand_ins)
+        except Exception:  # A class may refuse to be built around what is no array.
+            return self
+        call = replace(call, given=given, args=tuple(args), kwargs=kwargs, leaves=stand_ins)
+        return replace(self, call=call)
 
     @property
     def ranks(self) -> tuple[int, ...]:

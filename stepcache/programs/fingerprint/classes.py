@@ -6,6 +6,7 @@ Attributes that only the user's own code can read are noted when code is found t
 from __future__ import annotations
 
 import abc
+import argparse
 import dataclasses
 import enum
 import functools
@@ -18,7 +19,7 @@ from stepcache.jaxcompat import inspection
 from stepcache.programs.fingerprint import instances, values
 from stepcache.programs.fingerprint.names import DYNAMIC_ACCESS
 from stepcache.programs.fingerprint.origin import USER, origin_of
-from stepcache.programs.fingerprint.tokens import atom, digest, plain_text, qualified_name
+from stepcache.programs.fingerprint.tokens import digest, plain_text, qualified_name
 from stepcache.programs.fingerprint.trail import Trail
 
 # What Python itself keeps in a class; none of it is the user's.
@@ -134,8 +135,8 @@ def follow_library_class(walk: Trail, cls: type) -> None:
             continue
         for attribute, value in list(vars(base).items()):
             path = f"{qualified_name(base)}.{attribute}"
-            if not attribute.startswith("__") and plain_text(value) is not None:
-                walk.once(path, atom(plain_text(value)))
+            if not attribute.startswith("__") and (text := plain_text(value)) is not None:
+                walk.once(path, text)
             elif is_foreign(value):
                 walk.value(path, value)
 
@@ -148,7 +149,10 @@ def is_plain(cls: type) -> bool:
     """A class whose attributes only the user's own code reads by name, and no library's."""
     if inspection.pytree_functions(cls):
         return False
-    return all(base is object or origin_of(base) == USER for base in cls.__mro__)
+    return all(base in _PLAIN or origin_of(base) == USER for base in cls.__mro__)
+
+
+_PLAIN = frozenset((object, types.SimpleNamespace, argparse.Namespace, *argparse.Namespace.__mro__))
 
 
 def is_foreign(value: Any) -> bool:

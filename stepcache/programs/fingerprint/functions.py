@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import builtins
 import functools
-import importlib
 import importlib.util
 import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 from stepcache.programs.fingerprint import instances, values
 from stepcache.programs.fingerprint.classes import is_foreign
-from stepcache.programs.fingerprint.names import UNSEEN, Import, Names, Read, code_digest, names_of
-from stepcache.programs.fingerprint.origin import INSTALLED, USER, origin_of, origin_of_module
+from stepcache.programs.fingerprint.names import (
+    UNSEEN,
+    Import,
+    Names,
+    Read,
+    assigned_constants,
+    code_digest,
+    module_aliases,
+    names_of,
+)
+from stepcache.programs.fingerprint.origin import (
+    INSTALLED,
+    USER,
+    file_label,
+    file_of_module,
+    origin_of,
+    origin_of_module,
+)
 from stepcache.programs.fingerprint.tokens import ATOMS, plain_text, qualified_name
 from stepcache.programs.fingerprint.trail import Trail
 
@@ -215,25 +231,75 @@ def note_library_object(walk: Trail, path: str, value: Any) -> None:
 
 def _follow_import(walk: Trail, label: str, function: types.FunctionType, imported: Import) -> None:
     package = function.__globals__.get("__package__") or ""
+    _follow_module(walk, label, package, imported)
+
+
+def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> None:
+    """Follows an import without making it: the step may never come to it."""
     try:
         name = importlib.util.resolve_name("." * imported.level + imported.module, package)
     except ImportError:
         walk.blame(label, f"it imports {imported.module}, which cannot be resolved")
         return
-    origin = origin_of_module(name)
-    if origin != USER and name not in sys.modules:
-        if origin == INSTALLED:
+    module = sys.modules.get(name)
+    if module is None:
+        if origin_of_module(name) == USER:
+            _follow_source(walk, label, name)
+        elif origin_of_module(name) == INSTALLED:
             walk.distribution(name)
-        return
-    try:
-        module = importlib.import_module(name)
-    except Exception as error:
-        walk.note(f"import {name}", f"raises {type(error).__name__}")
         return
     if imported.whole:
         walk.value(f"import {name}", module)
     for chain in (*((each,) for each in imported.names), *imported.attributes):
-        follow_chain(walk, f"import {name}", module, chain)
+        if not hasattr(module, chain[0]) and file_of_module(f"{name}.{chain[0]}"):
+            _follow_source(walk, label, f"{name}.{chain[0]}")
+        else:
+            follow_chain(walk, f"import {name}", module, chain)
+
+
+_READS_OUTSIDE = frozenset("open environ environb getenv read_text read_bytes load stdin".split())
+
+
+def _follow_source(walk: Trail, label: str, name: str) -> None:
+    """Follows a module of the user's that is not loaded, by its source: a trace may import it."""
+    package = name.rpartition(".")[0]
+    if package and package not in sys.modules:
+        _follow_source(walk, label, package)
+    if not walk.first_time(("source", name)):
+        return
+    path = file_of_module(name)
+    if path is None:
+        walk.note(f"import {name}", "not found")
+        return
+    try:
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError):
+        walk.blame(label, f"it imports {name}, whose source cannot be read")
+        return
+    if not _READS_OUTSIDE.isdisjoint(code.co_names):
+        walk.blame(label, f"it imports {name}, which may read a file or a variable meanwhile")
+    names = names_of(code)
+    space = file_label(path, name)
+    walk.codes.update(names.codes)
+    walk.note(f"{space}:<module>", f"code {code_digest(code)}")
+    for variable, value in assigned_constants(code):
+        walk.value(f"{space}:{variable}", value)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            walk.note(f"{space}:{inner.co_name}", f"code {code_digest(inner)}")
+    inside = name if Path(path).stem == "__init__" else package
+    aliases = module_aliases(code)
+    for read in names.reads:
+        if read.kind == "global" and read.name in aliases:
+            level, module, chain = aliases[read.name]
+            chain = (*chain, *read.attributes)
+            imported = Import(level, module, (), (chain,) if chain else (), whole=not chain)
+            _follow_module(walk, label, inside, imported)
+        elif read.kind == "global" and (value := vars(builtins).get(read.name)) is not None:
+            follow_chain(walk, read.name, value, read.attributes)
+    for imported in names.imports:
+        _follow_module(walk, label, inside, imported)
+    walk.add_names(names)
 
 
 def note_module(walk: Trail, path: str, value: types.ModuleType) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import os
 import sys
@@ -64,7 +65,15 @@ def origin_of_module(name: str | None) -> str:
         return origin_of_file(paths[0] + os.sep) if paths else USER
     if top != name and top in sys.modules:
         return origin_of_module(top)
-    return USER if module is None or _is_made_by_hand(module) else INSTALLED
+    if module is None:
+        return _origin_if_imported(name)
+    return USER if _is_made_by_hand(module) else INSTALLED
+
+
+@functools.lru_cache(maxsize=1024)
+def _origin_if_imported(name: str) -> str:
+    path = file_of_module(name)
+    return origin_of_file(path) if path else USER
 
 
 def _is_made_by_hand(module: ModuleType) -> bool:
@@ -96,6 +105,31 @@ def distribution_of(module: str) -> tuple[str, str]:
     names = importlib.metadata.packages_distributions().get(top, ())
     versions = [f"{name} {importlib.metadata.version(name)}" for name in sorted(set(names))]
     return top, ", ".join(versions)
+
+
+def file_of_module(name: str) -> str | None:
+    """The file that a module was, or would be, imported from; None where it is not found.
+
+    Imports nothing, not even the packages that the module is in.
+    """
+    path: str | None = None
+    search: list[str] | None = None
+    whole = ""
+    for part in name.split("."):
+        whole = f"{whole}.{part}" if whole else part
+        module = sys.modules.get(whole)
+        if module is not None:
+            path = getattr(module, "__file__", None)
+            search = list(getattr(module, "__path__", None) or ())
+            continue
+        try:
+            spec = importlib.machinery.PathFinder.find_spec(whole, search)
+        except Exception:  # A finder of somebody else's.
+            spec = None
+        if spec is None:
+            return None
+        path, search = spec.origin, list(spec.submodule_search_locations or ())
+    return path
 
 
 def file_label(filename: str, module: str | None) -> str:

@@ -85,12 +85,15 @@ class Recording:
         _stop()
         _collector.resume()
 
-    def add_from(self, other: Recording) -> None:
-        """Adds what another trace used."""
-        self.codes |= other.codes
-        self.files |= other.files
-        self.variables |= other.variables
-        self.impure |= other.impure
+    def with_all_of(self, other: Recording) -> Recording:
+        """What this trace and another one used, in a new recording."""
+        return Recording(
+            self.codes | other.codes,
+            self.files | other.files,
+            self.variables | other.variables,
+            self.impure | other.impure,
+            other.unavailable or self.unavailable,
+        )
 
 
 class _Collector:

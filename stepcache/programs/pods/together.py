@@ -177,7 +177,7 @@ class _Bringing:
             brought = None
         if brought is not None and data and self.archive is not None:
             archive, address = self.archive, self.question.address
-            archive.in_background(lambda: archive.keep(address, candidate, data))
+            archive.worker.submit(lambda: archive.keep(address, candidate, data))
         if brought is None:
             return self._trace()
         return replace(brought, giver=self.gathering.giver)

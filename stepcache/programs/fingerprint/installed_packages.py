@@ -1,0 +1,496 @@
+"""Whether what a trace used of installed packages is still what it was.
+
+A distribution's version says what its code is, unless somebody edited a file or put something of
+their own into a module: `jax.nn.gelu = mine`. So the content of each module that a trace entered is
+looked at, and what each name means that the code entered there reads of modules and classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import operator
+import re
+import sys
+import threading
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepcache.programs.fingerprint import instances
+from stepcache.programs.fingerprint.classes import is_foreign
+from stepcache.programs.fingerprint.origin import (
+    INSTALLED,
+    USER,
+    file_of_module,
+    origin_of,
+    origin_of_file,
+)
+from stepcache.programs.fingerprint.tokens import container_text, plain_text, qualified_name
+from stepcache.programs.fingerprint.values import TRUSTED
+from stepcache.programs.fingerprint.walk import Walk
+
+# They keep counters and caches in their modules, which differ from process to process.
+LATE = "put into "
+"""Begins the names of facts that are there once another module has been imported."""
+_WITH_STATE = frozenset(("jax", "jaxlib", "numpy", "stepcache"))
+
+
+def names_read(codes: Iterable[types.CodeType]) -> dict[str, list[str]]:
+    """The installed modules that some code objects come from, and what these read of modules.
+
+    Returns:
+        names by module; a module that no code was entered of is there only for its names.
+    """
+    by_file = _modules_by_file()
+    found: dict[str, set[str]] = {}
+    for code in codes:
+        name = by_file.get(code.co_filename)
+        if name is None or origin_of_file(code.co_filename) != INSTALLED or _is_compiler(name):
+            continue
+        read = found.setdefault(name, set())
+        read.add(code.co_qualname.partition(".")[0])
+        _add_names(found, name, vars(sys.modules[name]), code.co_names, 3)
+    return {name: sorted(read & vars(sys.modules[name]).keys()) for name, read in found.items()}
+
+
+def _modules_by_file() -> dict[str, str]:
+    return {
+        file: name
+        for name, module in list(sys.modules.items())
+        if name != "__main__" and (file := getattr(module, "__file__", None))
+    }
+
+
+def _add_names(
+    found: dict[str, set[str]], owner: str, space: dict, names: tuple[str, ...], depth: int
+) -> None:
+    for name in names:
+        value = space.get(name, sys.modules.get(name) if "." in name else None)
+        if type(value) is types.ModuleType and _is_compiler(value.__name__):
+            continue
+        if name in space and not name.startswith("__"):
+            found.setdefault(owner, set()).add(name)
+        if type(value) is types.ModuleType and depth and value.__name__ in sys.modules:
+            file = getattr(value, "__file__", None)
+            if file and origin_of_file(file) == INSTALLED:
+                _add_names(found, value.__name__, vars(value), names, depth - 1)
+
+
+def _is_compiler(module: str) -> bool:
+    """jaxlib's bindings are loaded bit by bit while a program is lowered."""
+    return module.partition(".")[0] == "jaxlib"
+
+
+def entered_modules(codes: Iterable[types.CodeType]) -> list[str]:
+    """The installed modules that some code objects come from."""
+    by_file = _modules_by_file()
+    files = {code.co_filename for code in codes}
+    return sorted(
+        by_file[file] for file in files if file in by_file and origin_of_file(file) == INSTALLED
+    )
+
+
+def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, list[str]]) -> None:
+    """Notes the content of installed modules, and what was put into them since.
+
+    What one process has looked at once is not looked at again as long as it holds the same objects.
+    A module that is not loaded is not imported: nothing can have been put into it.
+
+    Args:
+        walk: where to note it.
+        modules: those that a trace entered.
+        names: what it read of these and of others.
+    """
+    for name in modules:
+        walk.once(f"module {name}", _content(name).digest)
+        walk.distribution(name)
+        package = name.partition(".")[0]
+        if package not in TRUSTED and _has_compiled_code(package):
+            walk.blame(f"package {package}", "it has compiled code, which may read anything")
+    for name, read in names.items():
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        with _lock:
+            found = _states.get(name)
+            if found is None or found.module is not module:
+                found = _states[name] = _ModuleState(name, module)
+            found.note(walk, tuple(read))
+
+
+def _content(name: str) -> _Content:
+    """What there is in the file that a module was, or would be, imported from."""
+    with _lock:
+        known = _contents.get(name)
+        if known is None:
+            path = getattr(sys.modules.get(name), "__file__", None) or file_of_module(name) or ""
+            known = _contents[name] = _read(path)
+        return known
+
+
+class _Content(NamedTuple):
+    """A digest of a module's file, and the globals that its own functions assign."""
+
+    digest: str
+    varying: frozenset[str]
+
+
+def _read(path: str) -> _Content:
+    try:
+        content = Path(path).read_bytes() if path else b""
+    except OSError:
+        content = b""
+    if not content:
+        return _Content("absent", frozenset())
+    found = _GLOBAL.findall(content) if path.endswith(".py") and b" global " in content else ()
+    names = (name.strip().decode(errors="replace") for each in found for name in each.split(b","))
+    return _Content(hashlib.sha256(content).hexdigest()[:16], frozenset(names))
+
+
+_GLOBAL = re.compile(rb"^\s+global +([\w, ]+)", re.MULTILINE)
+_lock = threading.RLock()
+_contents: dict[str, _Content] = {}
+
+
+@functools.lru_cache(maxsize=256)
+def _has_compiled_code(package: str) -> bool:
+    return any(
+        name.partition(".")[0] == package
+        and (getattr(module, "__file__", None) or "").endswith((".so", ".pyd"))
+        for name, module in list(sys.modules.items())
+    )
+
+
+class _Notes:
+    """Stands in for a walk while a name is looked at, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, str] = {}
+        self.values: list[tuple[str, Any]] = []
+
+    def once(self, path: str, text: str) -> None:
+        self.facts[path] = text
+
+    def value(self, path: str, value: Any) -> None:
+        self.values.append((path, value))
+
+
+class _Meaning(NamedTuple):
+    """What a name of a module means.
+
+    Attributes:
+        texts: the parts of it.
+        facts: what is worth a fact of its own.
+        values: path and value of what is the user's and has to be followed.
+    """
+
+    texts: tuple[str, ...]
+    facts: dict[str, str]
+    values: list[tuple[str, Any]]
+
+
+class _Held:
+    """The objects that some meanings were told by. While they are the same, so are the meanings.
+
+    Compared by identity, in loops that run in C: some four thousand objects for a small function.
+    """
+
+    def __init__(self) -> None:
+        self._classes: list[type] = []
+        self._members: list[Any] = []
+        self._containers: list[Any] = []
+        self._elements: list[Any] = []
+        self._functions: list[types.FunctionType] = []
+        self._codes: list[Any] = []
+        self._defaults: list[Any] = []
+
+    def hold(self, value: Any) -> None:
+        """Adds a value, with what can be replaced inside it."""
+        values = [value]
+        if isinstance(value, type):
+            values = list(vars(value).values())
+            self._classes.append(value)
+            self._members.append(values)
+        functions = [each for each in map(_function_in, values) if each is not None]
+        containers = [each for each in values if type(each) in _CONTAINERS]
+        for _ in range(_CONTAINERS_DEEP):
+            contents = list(map(_elements_of, containers))
+            self._containers += containers
+            self._elements += contents
+            inner = list(itertools.chain.from_iterable(contents))
+            functions += [each for each in inner if type(each) is types.FunctionType]
+            containers = [each for each in inner if type(each) in _CONTAINERS]
+        self._functions += functions
+        self._codes += map(_CODE, functions)
+        self._defaults += map(_DEFAULTS, functions)
+
+    def is_same(self) -> bool:
+        """Whether nothing was replaced since."""
+        same = operator.is_
+        return (
+            all(map(same, map(_CODE, self._functions), self._codes))
+            and all(map(same, map(_DEFAULTS, self._functions), self._defaults))
+            and all(map(_has_members, self._classes, self._members))
+            and all(map(_has_elements, self._containers, self._elements))
+        )
+
+
+_CODE, _DEFAULTS = operator.attrgetter("__code__"), operator.attrgetter("__defaults__")
+_CONTAINERS = frozenset((dict, list, set, frozenset, tuple))
+_CONTAINERS_DEEP = 4
+
+
+def _function_in(value: Any) -> types.FunctionType | None:
+    kind = type(value)
+    if kind is property:
+        value = value.fget
+    elif kind is staticmethod or kind is classmethod:
+        value = value.__func__
+    return value if type(value) is types.FunctionType else None
+
+
+def _elements_of(container: Any) -> list[Any]:
+    if type(container) is dict:
+        return [*container.keys(), *container.values()]
+    return list(container)
+
+
+def _has_members(cls: type, members: list[Any]) -> bool:
+    found = list(vars(cls).values())
+    return len(found) == len(members) and all(map(operator.is_, found, members))
+
+
+def _has_elements(container: Any, elements: list[Any]) -> bool:
+    found = _elements_of(container)
+    return len(found) == len(elements) and all(map(operator.is_, found, elements))
+
+
+class _ModuleState(_Held):
+    """What this process knows of the names in one installed module.
+
+    Args:
+        name: of the module.
+        module: the module.
+    """
+
+    def __init__(self, name: str, module: types.ModuleType):
+        self.module = module
+        self._name, self._space = name, vars(module)
+        self._has_state = name.partition(".")[0] in _WITH_STATE
+        self._clear()
+
+    def _clear(self) -> None:
+        super().__init__()
+        self._meanings: dict[str, _Meaning] = {}
+        self._unsteady: set[str] = set()
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._digests: dict[tuple[str, ...], str] = {}
+        self._notable: dict[tuple[str, ...], tuple[_Meaning, ...]] = {}
+
+    def note(self, walk: Walk, read: tuple[str, ...]) -> None:
+        """Notes what some names of the module mean."""
+        if not self._is_as_it_was():
+            self._clear()
+        known = self._digests.get(read)
+        if known is None:
+            for name in read:
+                if name not in self._meanings:
+                    self._look_at(name)
+            meanings = [self._meanings[name] for name in read]
+            known = _digest(text for meaning in meanings for text in meaning.texts)
+            notable = tuple(each for each in meanings if each.facts or each.values)
+            if self._unsteady.isdisjoint(read):
+                self._digests[read], self._notable[read] = known, notable
+        else:
+            notable = self._notable[read]
+        for meaning in notable:
+            walk.facts.update(meaning.facts)
+            for path, value in meaning.values:
+                walk.value(path, value)
+        walk.once(f"names of {self._name}", known)
+
+    def _is_as_it_was(self) -> bool:
+        for name in self._unsteady:
+            self._meanings.pop(name, None)
+        self._unsteady.clear()
+        found = map(self._space.get, self._names, itertools.repeat(_GONE))
+        return all(map(operator.is_, found, self._values)) and self.is_same()
+
+    def _look_at(self, name: str) -> None:
+        """Finds out what a name means, and holds on to what that was told by."""
+        notes: Any = _Notes()
+        value = self._space.get(name, _GONE)
+        kinds: Any = (types.FunctionType, type, types.ModuleType)
+        fixed = isinstance(value, kinds) and value.__name__.endswith(name)  # Its definition.
+        if self._has_state and not fixed and name in _content(self._name).varying:
+            self._meanings[name] = _Meaning((f"{name} varies",), {}, [])
+            return
+        self._names.append(name)
+        self._values.append(value)
+        if value is _GONE:
+            self._meanings[name] = _Meaning((f"{name} gone",), {}, [])
+            return
+        path = f"{self._name}.{name}"
+        text = _meaning(notes, path, value, self._has_state)
+        texts = [f"{name} {text}"]
+        if isinstance(value, type):
+            texts.append(_told_class(notes, value, self._has_state))
+        elif _is_told(name, value, text, self._name.partition(".")[0]):
+            notes.once(path, text)
+        self._meanings[name] = _Meaning(tuple(texts), notes.facts, notes.values)
+        if self._is_steady(value):
+            self.hold(value)
+        else:
+            self._unsteady.add(name)
+
+    def _is_steady(self, value: Any) -> bool:
+        """Whether `hold` sees everything that could change what a value means."""
+        if self._has_state:
+            return True
+        values = [each for _, each in _members(value)] if isinstance(value, type) else [value]
+        return all(map(_is_held_whole, values))
+
+
+_states: dict[str, _ModuleState] = {}
+_GONE = object()
+
+
+def _is_held_whole(value: Any) -> bool:
+    """Whether a value is what it is called; and not an object whose attributes may be set."""
+    kinds = (types.ModuleType, staticmethod, classmethod, property, *_CONTAINERS, *_DESCRIPTORS)
+    return plain_text(value) is not None or callable(value) or isinstance(value, kinds)
+
+
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+def _is_told(attribute: str, value: Any, text: str, package: str) -> bool:
+    """Whether a name is worth a fact of its own: what is the user's to change, or was changed."""
+    if callable(value):
+        return not text.endswith(attribute) and hasattr(value, "__qualname__")
+    return package not in TRUSTED and not isinstance(value, types.ModuleType)
+
+
+def _members(cls: type) -> list[tuple[str, Any]]:
+    """What a class has of its own. To look at its annotations may give it empty ones."""
+    return [
+        (name, value)
+        for name, value in vars(cls).items()
+        if name not in _UNTOLD and (value or name != "__annotations__")
+    ]
+
+
+def _told_class(walk: Any, cls: type, has_state: bool) -> str:
+    texts = []
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    for attribute, value in sorted(_members(cls)):
+        text = _name_of_function(value)
+        if text is None:
+            if isinstance(value, type):
+                continue
+            text = _meaning(walk, f"{name}.{attribute}", value, has_state)
+        if has_state and type(value) is types.FunctionType and value.__module__ != cls.__module__:
+            # Put there by another module of the package, as jax.shard_map's does when imported.
+            walk.once(f"{LATE}{name}.{attribute}", text)
+            continue
+        texts.append(f"{attribute} {text}")
+        if attribute.startswith("_"):
+            worth = not (has_state or attribute.startswith("__")) and plain_text(value) is not None
+        elif type(value) is types.FunctionType:
+            worth = not text.endswith(f".{attribute}")
+        else:
+            worth = not has_state and plain_text(value) is not None
+        if worth:
+            walk.once(f"{name}.{attribute}", text)
+    return _digest(texts)
+
+
+def _digest(texts: Iterable[str]) -> str:
+    """A digest of texts without line breaks."""
+    return hashlib.sha256("\n".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _name_of_function(value: Any) -> str | None:
+    """The name of a function that is an installed package's own, or None: the usual case, fast."""
+    if type(value) is not types.FunctionType or value.__defaults__:
+        return None
+    filename = value.__code__.co_filename
+    if filename.startswith("<") or origin_of_file(filename) == USER:
+        return None
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _meaning(walk: Any, path: str, value: Any, has_state: bool) -> str:
+    """What a name stands for, as far as that is the same in each process."""
+    if (name := _name_of_function(value)) is not None:
+        return name
+    kind = type(value)
+    if kind is types.FunctionType:
+        if is_foreign(value):
+            walk.value(path, value)
+            return "the user's"
+        defaults = plain_text(value.__defaults__ or ()) or ""
+        return f"{defaults.removesuffix('()')}{value.__module__}.{value.__qualname__}"
+    if kind is types.ModuleType:
+        return value.__name__
+    if (text := plain_text(value)) is not None:
+        return text
+    if kind in _CONTAINERS:
+        return _meaning_of_container(walk, path, value, has_state)
+    if is_foreign(value):
+        walk.value(path, value)
+        return "the user's"
+    if callable(value) or isinstance(value, staticmethod | classmethod | property):
+        return _meaning_of_callable(walk, path, value)
+    if has_state or origin_of(kind) == USER:
+        return kind.__qualname__
+    state = instances.attributes_of(value)
+    texts = [f"{name} {container_text(each)}" for name, each in state.items()]
+    return f"{kind.__qualname__} {_digest(texts)}"
+
+
+def _meaning_of_container(walk: Walk, path: str, value: Any, has_state: bool) -> str:
+    if not has_state and (text := container_text(value)) is not None:
+        return text
+    each_value = list(value.values()) if isinstance(value, dict) else list(value)
+    for number, each in enumerate(each_value):
+        if type(each) is types.FunctionType and is_foreign(each):
+            walk.value(f"{path}[{number}]", each)
+    return type(value).__name__
+
+
+def _meaning_of_callable(walk: Walk, path: str, value: Any) -> str:
+    """A function in some wrapping: by its name where it has one, and what the user put into it."""
+    inner: Any = value
+    for _ in range(8):
+        state = getattr(inner, "__dict__", None) or {}
+        following = (
+            getattr(inner, "func", None)
+            or getattr(inner, "__func__", None)
+            or (inner.fget if isinstance(inner, property) else None)
+            or state.get("__wrapped__")
+            or getattr(inner, "__wrapped__", None)
+        )
+        if following is None or following is inner:
+            break
+        inner = following
+        if is_foreign(inner):
+            walk.value(path, value)
+            return "the user's"
+    if isinstance(value, functools.partial):
+        given: tuple[Any, ...] = (*value.args, *value.keywords.values())
+        if any(is_foreign(each) for each in given):
+            walk.value(path, value)
+        texts = (container_text(each) or qualified_name(each) for each in given)
+        return f"partial of {qualified_name(inner)} {tuple(value.keywords)} {_digest(texts)}"
+    kind = type(value).__qualname__
+    return f"{kind} {getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', kind)}"
+
+
+_UNTOLD = frozenset(
+    "__doc__ __module__ __qualname__ __firstlineno__ __slotnames__ _abc_impl".split()
+)
