@@ -146,14 +146,9 @@ def test_a_trainer_that_holds_its_step(tmp_path):
 
 
 def test_a_decorated_method(tmp_path):
-    """`self` is static, and JAX tells static objects apart by identity."""
+    """`self` is static: of no value that another process could know, but for its attributes."""
     script = Script("trainer_method", tmp_path)
-    first, second = script.run(), script.run()
-    assert first.output == second.output
-    assert first.how == ["compiled"], shown(first)
-    if second.how != ["loaded"]:
-        assert second.how == ["traced"], shown(second)
-        assert "self" in second.programs[0]["miss"] and "LinearModel" in second.programs[0]["miss"]
+    built_once_then_loaded(script, "update")
 
 
 def test_twenty_closures_of_a_factory(tmp_path):
@@ -239,7 +234,13 @@ def test_a_session_that_only_has_a_cache(tmp_path):
 def test_checking_at_every_call(tmp_path):
     """What the trace itself changes, a list and a cache, is no reason to raise."""
     script = Script("check_every", tmp_path)
-    built_once_then_loaded(script, "train_step", "train_step")
+    first, second = script.run(), script.run()
+    assert first.output == second.output
+    assert first.how == ["compiled"] * 2, shown(first)
+    assert second.how[0] == "loaded", shown(second)
+    # No trace has filled the list by now, as one had in the first run.
+    by_list = second.how[1] == "traced" and "CALLS" in second.programs[1]["miss"]
+    assert len(second.how) == 2 and (second.how[1] == "loaded" or by_list), shown(second)
 
 
 def test_eight_devices_and_a_batch(tmp_path):
