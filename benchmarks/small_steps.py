@@ -112,12 +112,14 @@ def work(way: str, kind: str, count: int) -> None:
     if kind == "layers":
         from benchmarks.transformer import make_batch, make_state, make_train_step
 
+        # Before the step is defined, so that nothing hides behind it.
+        arguments = jax.block_until_ready((make_state(count), jax.device_put(make_batch())))
         train_step = make_train_step(count)
         if way == "jax":
             step = jax.jit(train_step, donate_argnames="state")
         else:
             step = sc.step(train_step, carry="state")
-        calls.append((step, (make_state(count), jax.device_put(make_batch()))))
+        calls.append((step, arguments))
     else:
         from functions import FUNCTIONS  # type: ignore[import-not-found]
 

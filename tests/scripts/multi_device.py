@@ -46,7 +46,7 @@ def main():
             batch = {"image": image.astype(np.float32), "label": label}
             state, loss = train_step(state, batch)
             print(f"step {state['step']}: loss {loss:.6f}")
-        print("the bias is at", state["params"]["in"]["bias"].sharding.spec)
+        print("the bias is at", state["params"]["in"]["bias"].sharding.spec or "every device")
         print(f"{len(state['step'].devices())} devices, {train_step.stats().misses} miss")
 
 

@@ -35,8 +35,8 @@ def main():
             print(f"step {step}: loss {loss:.6f}")
         print(f"accuracy {evaluate(w, x, y):.4f}")
         mean = evaluate(jnp.ones(4), jnp.asarray(x), jnp.asarray(y))
-        print(f"accuracy of another model {mean:.4f}, on", *mean.devices())
-    print("the state is on", *w.devices())
+        print(f"accuracy of another model {mean:.4f}, on", [d.id for d in mean.devices()])
+    print("the state is on", [d.id for d in w.devices()])
 
 
 main()

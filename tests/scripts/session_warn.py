@@ -31,5 +31,5 @@ with sc.Session(on_miss="warn"):
         state, loss = train_step(state, get_batch(rng))
         print(f"step {state['step']}: loss {loss:.6f}")
 
-print(f"{jax.device_count()} devices; the state is on", *state["w"].devices())
+print(f"{jax.device_count()} devices; the state is on", [d.id for d in state["w"].devices()])
 print("misses:", train_step.stats().misses)
