@@ -94,12 +94,13 @@ def interleaved(
     return rows
 
 
-def show(title: str, rows: Sequence[Row]) -> None:
-    """Prints one table of times and ratios."""
+def show(title: str, rows: Sequence[Row], unit: str = "µs a call") -> None:
+    """Prints one table of times and ratios; `unit` is "µs a call" or "ms"."""
+    scale, digits = (1e3, 0) if unit == "ms" else (1e6, 1)
     table = Table(title=title, title_justify="left")
     for name in ("case", "contender"):
         table.add_column(name)
-    for name in ("µs a call", "quartiles", "ratio", "quartiles of it"):
+    for name in (unit, "quartiles", "ratio", "quartiles of it"):
         table.add_column(name, justify="right")
     case = None
     for row in rows:
@@ -108,8 +109,8 @@ def show(title: str, rows: Sequence[Row]) -> None:
         table.add_row(
             row.case if row.case != case else "",
             row.contender,
-            f"{row.median_seconds * 1e6:,.1f}",
-            f"{row.low_seconds * 1e6:,.1f} … {row.high_seconds * 1e6:,.1f}",
+            f"{row.median_seconds * scale:,.{digits}f}",
+            f"{row.low_seconds * scale:,.{digits}f} … {row.high_seconds * scale:,.{digits}f}",
             f"{row.ratio:.3f}",
             f"{row.ratio_low:.3f} … {row.ratio_high:.3f}",
         )

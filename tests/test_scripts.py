@@ -1,0 +1,270 @@
+"""Ordinary scripts as people write them, in `scripts/`: each runs as it is, again and again.
+
+Every run is a process of its own, `python script.py`, over a directory of programs that its script
+alone uses, and with everything at its default. A later run prints the same losses, says nothing
+of stepcache, and traces nothing, unless the test of the script says what and why.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepcache import jaxcompat
+
+pytestmark = pytest.mark.skipif(
+    not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
+)
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One process of a script.
+
+    Attributes:
+        output: what it printed.
+        errors: what it printed on the standard error.
+        programs: of each program that it came by, in order: "step", "how" ("compiled", "traced":
+            loaded after a trace, or "loaded"), "reason" and "miss", in words.
+    """
+
+    output: str
+    errors: str
+    programs: list[dict]
+
+    @property
+    def how(self) -> list[str]:
+        return [program["how"] for program in self.programs]
+
+
+class Script:
+    """A script in a directory of its own, with its programs beside it."""
+
+    def __init__(self, name: str, place: Path):
+        self.file = Path(shutil.copy(SCRIPTS / f"{name}.py", place))
+        self.programs = place / "programs"
+        self.programs.mkdir(mode=0o700)
+
+    def run(self, *arguments: str, code: int = 0, quiet: bool = True) -> Run:
+        """Runs it once more.
+
+        Args:
+            arguments: of its command line.
+            code: that it has to exit with.
+            quiet: it prints nothing at all on the standard error. If not, nothing of stepcache.
+                Either way, builds may take long on a busy machine, and that may be said.
+        """
+        report = self.file.with_name("report.json")
+        report.unlink(missing_ok=True)
+        environment = {name: os.environ[name] for name in os.environ if "STEPCACHE" not in name}
+        environment |= {
+            "JAX_NUM_CPU_DEVICES": "8",
+            "NPROC": "32",
+            "PYTHONPATH": os.pathsep.join(
+                [str(SCRIPTS / "reporting"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            "STEPCACHE_DIR": str(self.programs),
+            "STEPCACHE_TEST_REPORT": str(report),
+        }
+        done = subprocess.run(
+            [sys.executable, str(self.file), *arguments],
+            env=environment,
+            cwd=self.file.parent,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == code, done.stderr
+        errors = re.sub(r"^building .* takes long: .*\n", "", done.stderr, flags=re.MULTILINE)
+        if quiet:
+            assert not errors
+        for word in ("stepcache", "StepCache", "Warning"):
+            assert word not in errors
+        assert "loss" in done.stdout
+        record = json.loads(report.read_text())
+        assert not record["failures"] and not record["stale"], record
+        return Run(done.stdout, errors, record["programs"])
+
+
+def shown(run: Run) -> str:
+    return "\n".join(f"{each['how']}: {each['miss']}" for each in run.programs)
+
+
+def built_once_then_loaded(script: Script, *steps: str, runs: int = 2, **settings) -> list[Run]:
+    """Runs a script again and again; it comes by a program of each of `steps`, in their order."""
+    first = script.run(**settings)
+    assert [program["step"] for program in first.programs] == list(steps), shown(first)
+    assert first.how == ["compiled"] * len(steps), shown(first)
+    later = [script.run(**settings) for _ in range(runs - 1)]
+    for run in later:
+        assert run.output == first.output
+        assert [program["step"] for program in run.programs] == list(steps), shown(run)
+        assert run.how == ["loaded"] * len(steps), shown(run)
+    return [first, *later]
+
+
+# ---- libraries -------------------------------------------------------------------------------
+
+
+def test_a_short_last_batch_is_a_program_of_its_own(tmp_path):
+    script = Script("optax_adam", tmp_path)
+    first, *_ = built_once_then_loaded(script, "train_step", "train_step", runs=3)
+    assert [program["reason"] for program in first.programs] == ["first call", "changed"]
+
+
+def test_a_split_module_of_nnx(tmp_path):
+    script = Script("nnx_loop", tmp_path)
+    built_once_then_loaded(script, "train_step")
+
+
+def test_a_train_state_of_linen(tmp_path):
+    script = Script("linen_train_state", tmp_path)
+    built_once_then_loaded(script, "train_step", "eval_step")
+
+
+def test_a_partitioned_module_of_equinox(tmp_path):
+    script = Script("equinox_loop", tmp_path)
+    pytest.importorskip("equinox")
+    built_once_then_loaded(script, "make_step")
+
+
+# ---- where steps are defined -----------------------------------------------------------------
+
+
+def test_a_trainer_that_holds_its_step(tmp_path):
+    """It counts its steps and keeps its losses while it trains; the step reads neither."""
+    script = Script("trainer_attribute", tmp_path)
+    built_once_then_loaded(script, "_step", "_step")
+
+
+def test_a_decorated_method(tmp_path):
+    """`self` is static: of no value that another process could know, but for its attributes."""
+    script = Script("trainer_method", tmp_path)
+    built_once_then_loaded(script, "update")
+
+
+def test_twenty_closures_of_a_factory(tmp_path):
+    script = Script("factory", tmp_path)
+    built_once_then_loaded(script, *["train_step"] * 20)
+
+
+def test_steps_made_in_a_loop(tmp_path):
+    script = Script("step_in_loop", tmp_path)
+    built_once_then_loaded(script, *["<lambda>", "objective"] * 3, "smooth")
+
+
+def test_cells_of_a_notebook(tmp_path):
+    """Edited and run again, a cell makes another step; what it made before is forgotten."""
+    script = Script("notebook", tmp_path)
+    first, _ = built_once_then_loaded(script, *["train_step"] * 3)
+    losses = [line for line in first.output.splitlines() if line.startswith("step 0: loss")]
+    assert len(losses) == 4 and len(set(losses)) > 2, first.output
+
+
+# ---- what steps read -------------------------------------------------------------------------
+
+
+def test_options_of_the_command_line(tmp_path):
+    """An option that the step does not read changes nothing; one that it reads is named."""
+    script = Script("command_line", tmp_path)
+    default = script.run()
+    assert default.how == ["compiled"] * 2, shown(default)
+    renamed = script.run("--run-name", "second try", "--steps", "11")
+    assert renamed.how == ["loaded"] * 2, shown(renamed)
+    assert renamed.output.startswith(default.output)
+    slower = script.run("--lr", "0.01")
+    assert slower.how == ["compiled"] * 2, shown(slower)
+    assert slower.output != default.output
+    assert slower.output.splitlines()[0] == default.output.splitlines()[0], "the first loss"
+    for program in slower.programs:
+        assert program["reason"] == "other run" and "0.01" in program["miss"], shown(slower)
+    again = script.run()
+    assert again.how == ["loaded"] * 2 and again.output == default.output, shown(again)
+
+
+def test_a_logger_in_the_step(tmp_path):
+    """What a log record holds, such as the time, does not reach the program."""
+    script = Script("logging_step", tmp_path)
+    first, second = built_once_then_loaded(script, "train_step", quiet=False)
+    assert first.errors.count("tracing train_step") == 1
+    assert first.errors.count("done") == second.errors.count("done") == 1
+
+
+def test_scalars_and_keys_as_arguments(tmp_path):
+    script = Script("scalars_and_keys", tmp_path)
+    first, _ = built_once_then_loaded(
+        script,
+        *("train_step", "accumulate", "accumulate"),  # The total is a number, and then an array.
+        "train_step",  # A raw key.
+        *["train_step"] * 4,  # A key of another kind; with a scale; uniform, without and with it.
+    )
+    assert "total: float32[] weak → float32[]" in first.programs[2]["miss"]
+    assert "key: key<fry>[] → uint32[2]" in first.programs[3]["miss"]
+
+
+# ---- sessions --------------------------------------------------------------------------------
+
+
+def test_a_session_that_only_warns(tmp_path):
+    """Nothing is placed: a step that ran before it goes on with its program, on one device."""
+    script = Script("session_warn", tmp_path)
+    first, _ = built_once_then_loaded(script, "train_step")
+    assert "8 devices; the state is on [0]" in first.output
+    assert "misses: 1" in first.output
+
+
+def test_a_session_that_only_has_a_cache(tmp_path):
+    """Arrays stay where the user has placed them, and the default directory stays empty."""
+    script = Script("session_cache", tmp_path)
+    first, _ = built_once_then_loaded(script, "train_step", "evaluate", "evaluate")
+    assert "the state is on [1]" in first.output
+    assert re.search(r"another model .*, on \[0\]", first.output)
+    assert list(script.file.with_name("my-programs").rglob("entries/*/*"))
+    assert not list(script.programs.rglob("entries/*/*"))
+
+
+def test_checking_at_every_call(tmp_path):
+    """What the trace itself changes, a list and a cache, is no reason to raise."""
+    script = Script("check_every", tmp_path)
+    first, second = script.run(), script.run()
+    assert first.output == second.output
+    assert first.how == ["compiled"] * 2, shown(first)
+    assert second.how[0] == "loaded", shown(second)
+    # No trace has filled the list by now, as one had in the first run.
+    by_list = second.how[1] == "traced" and "CALLS" in second.programs[1]["miss"]
+    assert len(second.how) == 2 and (second.how[1] == "loaded" or by_list), shown(second)
+
+
+def test_eight_devices_and_a_batch(tmp_path):
+    script = Script("multi_device", tmp_path)
+    first, _ = built_once_then_loaded(script, "train_step")
+    assert "the bias is at every device" in first.output
+    assert "8 devices, 1 miss" in first.output
+
+
+# ---- how scripts end -------------------------------------------------------------------------
+
+
+def test_a_script_that_ends_after_its_first_call(tmp_path):
+    script = Script("ends_at_once", tmp_path)
+    built_once_then_loaded(script, "fit", runs=3)
+
+
+@pytest.mark.parametrize(("how", "code"), [("exits", 3), ("raises", 1)])
+def test_a_script_that_exits_or_raises(tmp_path, how, code):
+    """What it has built is there for the next run, and the user's error is the only one."""
+    script = Script("ends_at_once", tmp_path)
+    first, second = (script.run("--how", how, code=code, quiet=False) for _ in range(2))
+    assert first.output == second.output
+    assert (first.how, second.how) == (["compiled"], ["loaded"]), shown(second)
+    for run in (first, second):
+        assert run.errors.count("Traceback") == (how == "raises")
+        assert run.errors.endswith("the data set ends here\n" if how == "raises" else "")
