@@ -393,7 +393,7 @@ def _told_class(walk: Any, cls: type, has_state: bool) -> str:
             if isinstance(value, type):
                 continue
             text = _meaning(walk, f"{name}.{attribute}", value, has_state)
-        if has_state and type(value) is types.FunctionType and value.__module__ != cls.__module__:
+        if has_state and _is_of_another_module(value, cls) and text != "the user's":
             # Put there by another module of the package, as jax.shard_map's does when imported.
             walk.once(f"{LATE}{name}.{attribute}", text)
             continue
@@ -407,6 +407,13 @@ def _told_class(walk: Any, cls: type, has_state: bool) -> str:
         if worth:
             walk.once(f"{name}.{attribute}", text)
     return _digest(texts)
+
+
+def _is_of_another_module(value: Any, cls: type) -> bool:
+    if type(value) is not types.FunctionType or value.__module__ == cls.__module__:
+        return False
+    package, own = (str(each.__module__).partition(".")[0] for each in (value, cls))
+    return package == own
 
 
 def _digest(texts: Iterable[str]) -> str:
