@@ -42,7 +42,7 @@ def run_one(jax, np, sc, cache, module):
             step = sc.step(step, **options)
         result = values(jax, np, step(*arguments, **keywords))
     stats, miss = step.stats(), step.last_miss
-    plain = {name: value for name, value in options.items() if name != "carry"}
+    plain = {name: value for name, value in options.items() if name not in ("carry", "batch")}
     expected = jax.jit(step.__wrapped__, **plain)(*arguments, **keywords)
     return {
         "result": result,
