@@ -58,7 +58,7 @@ class Session:
     means what `jax.jit` means, and places nothing.
 
     Args:
-        mesh: the devices and their axes, such as `jax.make_mesh((8,), ("data",))`; by default none.
+        mesh: the devices and their axes, from `jax.make_mesh`; by default none.
         cache: where programs are kept; by default one cache shared by all sessions.
         rules: `Rules`, or the pairs to make them of. They need a mesh.
         data_axis: the mesh axis, or axes, over which a batch is split; None replicates it.
@@ -215,8 +215,7 @@ def _placer(mesh: Mesh | None, rules: Rules, data_axis: DataAxis) -> Placer | No
                 raise OptionError(
                     f"{name} without a mesh: there is nothing to place leaves on",
                     where="Session",
-                    hint=f'give the session a mesh: Session(jax.make_mesh((8,), ("data",)), '
-                    f"{name}=...)",
+                    hint=f"Session(mesh, {name}=...), with a mesh from jax.make_mesh",
                 )
         return None
     if not isinstance(mesh, Mesh):
