@@ -80,7 +80,8 @@ class Session:
     in its part of a batch along `data_axis`, and the whole of everything else. Before a new program
     first runs, all processes compare what it depends on; where they differ, that is an
     `AgreementError` on all of them. One builds it, the others load what it built. An error of a
-    collective that leaves a `with` block because a process has gone becomes a `RankLostError`.
+    collective that leaves a `with` block because a process of the mesh has gone becomes a
+    `RankLostError`.
 
     Raises:
         PlacementError: a rule or `data_axis` names an axis that the mesh does not have.

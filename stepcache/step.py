@@ -201,18 +201,21 @@ def _check_roles(
     """Whether each argument that has a role can have it.
 
     Raises:
-        OptionError: it is no single parameter, is static, or has two roles.
+        OptionError: it is no parameter that can have it, is static, or has two roles.
     """
     parameters = list(inspect.signature(fun).parameters.values())
     by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     roles = jaxcompat.argument_roles(jaxcompat.jit(fun, **options), fun, options)
     static = {*roles.static_argnames, *_at(roles.static_argnums, by_position)}
     single = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    # What is carried comes back as one output; a batch may be `*args` or `**kwargs`.
+    possible = {"carry": single, "batch": [p.name for p in parameters]}
     for role, name in ((role, name) for role, names in named.items() for name in names):
-        if name not in single:
+        if name not in possible[role]:
+            among = ", ".join(possible[role])
             raise OptionError(
                 f"{role}={name!r} is not a parameter of {getattr(fun, '__name__', fun)}",
-                expected=f"one of {', '.join(single)}" if single else "one that takes one argument",
+                expected=f"one of {among}" if among else "one that takes one argument",
             )
         if name in static:
             raise OptionError(f"{name!r} cannot be both {_ROLES[role]} and static", where="step")

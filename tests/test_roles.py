@@ -96,6 +96,20 @@ def test_batches_by_position_and_by_keyword_and_several(mesh):
     assert second == {"inputs": SPLIT, "weights": replicated, "labels": SPLIT}
 
 
+def test_a_batch_of_any_number_of_arguments(mesh):
+    @sc.step(batch=("parts", "named"))
+    def step(state, *parts, scale=1, **named):
+        return parts, named
+
+    with sc.Session(mesh):
+        told = where(step, ROWS, ROWS, {"x": ROWS}, scale=ROWS, y=ROWS, z=[ROWS])
+    replicated = ("P()", "no role: replicated")
+    assert told == {
+        **dict.fromkeys(("state", "scale"), replicated),
+        **dict.fromkeys(("parts/0", "parts/1/x", "y", "z/0"), SPLIT),
+    }
+
+
 def test_arrays_that_the_user_placed_stay_and_uncommitted_ones_are_placed(mesh):
     step = sc.step(lambda state, batch: (state, batch), carry="state", batch="batch")
     placed = jax.device_put(ROWS, jax.sharding.NamedSharding(mesh, P(None, "model")))
@@ -147,8 +161,9 @@ def test_programs_on_disk_are_looked_up_by_roles_too(mesh, tmp_path):
     ("options", "text"),
     [
         ({"batch": "rows"}, "batch='rows' is not a parameter of f"),
-        ({"batch": "more"}, "batch='more' is not a parameter of f"),
-        ({"batch": ("y", "named")}, "batch='named' is not a parameter of f"),
+        ({"batch": ("y", "rows")}, "batch='rows' is not a parameter of f"),
+        ({"carry": "more"}, "carry='more' is not a parameter of f"),
+        ({"carry": "named"}, "carry='named' is not a parameter of f"),
         ({"batch": "y", "static_argnames": "y"}, "'y' cannot be both a batch and static"),
         ({"batch": "y", "static_argnums": -1}, "'y' cannot be both a batch and static"),
         ({"batch": "x", "carry": "x"}, "'x' cannot be both carried and a batch"),
@@ -195,6 +210,21 @@ def test_a_large_host_array_without_a_role_is_warned_of_once(mesh, caught):
     for part in ("x['a']", "float32[1024,256]", "8 devices", "@step(batch='x')", "along 'data'"):
         assert part in text
     assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [(lambda step: step(1, MEBIBYTE), "parts"), (lambda step: step(1, y=MEBIBYTE), "named")],
+)
+def test_what_is_advised_can_be_done(call, name, mesh, caught):
+    def fun(state, *parts, **named):
+        return state
+
+    with sc.Session(mesh):
+        call(sc.step(fun))
+        assert f"@step(batch={name!r})" in str(caught[0].message)
+        call(sc.step(fun, batch=name))
+    assert len(caught) == 1
 
 
 def test_a_step_that_was_warmed_with_shapes_is_warned_of_its_arrays(mesh, caught):

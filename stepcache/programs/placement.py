@@ -67,10 +67,11 @@ def unnamed_batch(recipe: Recipe, placer: Placer, request: Request) -> str | Non
             and placed.rule is None
             and recipe.parameters.role_of(path.argument) is None
         ):
+            parameter = recipe.parameters.parameter_of(path.argument)
             return (
                 f"{recipe.name} names no batch, so each of {placer.mesh.size} devices gets the "
                 f"whole of {path.text}, {leaf} from the host. If it is a batch, @step(batch="
-                f"{path.argument!r}) splits it along {quoted(axes_of(placer.data_axis))}; else "
+                f"{parameter!r}) splits it along {quoted(axes_of(placer.data_axis))}; else "
                 "jax.device_put places it once, before the first call"
             )
     return None
