@@ -82,7 +82,7 @@ def work(way: str, layers: int, rank: int, address: str, directory: str) -> None
     elif way == "hand":
         step = by_hand(jax.jit(train_step, donate_argnames="state"), rank, Path(directory))
     else:
-        step = sc.step(train_step, carry="state")
+        step = sc.step(train_step, carry="state", batch="batch")
     with sc.Session(mesh):
         multihost_utils.sync_global_devices("start")
         started = time.perf_counter()
@@ -126,7 +126,7 @@ def agree(rank: int, address: str) -> None:
 
     import stepcache as sc
 
-    step, seconds, before = sc.step(lambda x: x.sum()), [], 0.0
+    step, seconds, before = sc.step(lambda x: x.sum(), batch="x"), [], 0.0
     with sc.Session(mesh):
         for number in range(AGREEMENTS):
             jax.block_until_ready(step(np.ones(1 + number, np.float32)))

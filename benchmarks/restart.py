@@ -55,7 +55,7 @@ def work(way: str, layers: int, devices: int) -> None:
 
     train_step = make_train_step(layers)
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
-    step = sc.step(train_step, carry="state") if way == "early" else None
+    step = sc.step(train_step, carry="state", batch="batch") if way == "early" else None
     started = time.perf_counter()
     state = jax.device_put(make_state(layers), NamedSharding(mesh, PartitionSpec()))
     batch = jax.device_put(make_batch(), NamedSharding(mesh, PartitionSpec("data")))
@@ -71,7 +71,7 @@ def work(way: str, layers: int, devices: int) -> None:
     if way == "jax":
         step = jax.jit(train_step, donate_argnames="state")
     elif step is None:
-        step = sc.step(train_step, carry="state")
+        step = sc.step(train_step, carry="state", batch="batch")
     cache = None
     if way == "unverified":
         cache = sc.ProgramCache(os.environ["STEPCACHE_DIR"], verify="off")

@@ -33,13 +33,14 @@ LATE = {f"+ max_staleness={k}": sc.Read(cache="device", max_staleness=k) for k i
 CODED = {f'wire="{wire}"': sc.Read(wire=wire) for wire in ("bf16", "int8")}
 
 
-@sc.step
+@sc.step(batch="batch")
 def evaluate(params, batch):
     logits = nnx.merge(char_lm.graph, params)(batch["inputs"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
-trainer, reader, pushed = sc.Session(), sc.Session(), jax.device_get(char_lm.params)
+mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
+trainer, reader, pushed = sc.Session(mesh), sc.Session(mesh), jax.device_get(char_lm.params)
 half = len(text := char_lm.read_text()) // 2
 training = char_lm.batches(text[:half], np.random.default_rng(0))
 held_out = next(char_lm.batches(text[half:], np.random.default_rng(0)))

@@ -69,14 +69,13 @@ RULES = [
     (r"up/kernel", P(None, "model")),
     (r"up/bias", P("model")),
     (r"down/kernel", P("model", None)),
-    (r"^prompt", P()),
 ]
 
 graph, params = nnx.split(CharLM(nnx.Rngs(0)))
 optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 6e-3, 30, STEPS))
 
 
-@sc.step(carry="state")
+@sc.step(carry="state", batch="batch")
 def train_step(state, batch):
     def loss_of(params):
         logits = nnx.merge(graph, params)(batch["inputs"])

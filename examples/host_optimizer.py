@@ -32,7 +32,7 @@ batches = random.normal(size=(STEPS, BATCH, WIDTH)).astype(np.float32)
 optimizer = optax.adam(1e-3)
 
 
-@sc.step(carry=("params", "moments"))
+@sc.step(carry=("params", "moments"), batch="batch")
 def train_step(params, moments, batch):
     def loss_of(params):
         x = batch
@@ -66,7 +66,8 @@ def train(placement) -> tuple[list[float], dict[str, int], int]:
     return losses, live_bytes(), moments.nbytes
 
 
-with sc.Session():
+mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
+with sc.Session(mesh):
     losses, before, size = train(sc.Replicated())
     losses_offloaded, after, _ = train(sc.OnHost())
 table = Table("MB between steps", *(f"on the {kind}" for kind in before))

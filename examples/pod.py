@@ -48,7 +48,7 @@ def fresh_state() -> dict[str, Any]:
     return {"params": params, "moments": optimizer.init(params)}
 
 
-@sc.step(carry="state")
+@sc.step(carry="state", batch="batch")
 def train_step(state: Any, batch) -> tuple[Any, jax.Array]:
     def loss_of(params):
         x = params["embed"][batch["before"]].reshape(-1, CONTEXT * EMBEDDED)

@@ -23,6 +23,8 @@ from stepcache.errors import (
     ForkedProcessError,
     PlacementError,
     SessionClosedError,
+    StepCacheWarning,
+    warn,
 )
 from stepcache.events import Evicted, Miss, Moved, recorder
 from stepcache.jaxcompat import inspection
@@ -36,7 +38,7 @@ from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Levels
-from stepcache.programs.placement import place
+from stepcache.programs.placement import place, unnamed_batch
 from stepcache.programs.pods.handing_in import HandingIn, handed_in, is_of_pod
 from stepcache.programs.question import Question, step_label
 from stepcache.programs.recipe import Recipe, Request
@@ -109,6 +111,7 @@ class Engine:
         try:
             request = self.request(scope, args, kwargs)
             check_budget(scope, self.recipe.name, request, None)
+            self._warn_of_unnamed_batch(scope, request)
             program = self._find(scope, request)
             if program is not None:
                 self.ledger.count(hits=1)
@@ -192,6 +195,7 @@ class Engine:
             raise
         self.checks.raise_if_stale()
         self._check_runnable(request)
+        self._warn_of_unnamed_batch(scope, request)
         if self._find(scope, request) is None:
             self._obtain(scope, request, started, explicit=True)
         self.bringing.settle(scope, request)
@@ -258,6 +262,13 @@ class Engine:
             jaxcompat.environment(),
         )
         return Request(call, leaves, placed, asked, key, scope.mesh, self.recipe.tell)
+
+    def _warn_of_unnamed_batch(self, scope: Scope, request: Request) -> None:
+        if scope.placer is not None and not self.ledger.warned_of_batch:
+            advice = unnamed_batch(self.recipe, scope.placer, request)
+            if advice is not None:
+                self.ledger.warned_of_batch = True
+                warn(advice, StepCacheWarning)
 
     # ---- programs ----------------------------------------------------------------------------
 

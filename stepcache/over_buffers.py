@@ -45,9 +45,9 @@ def _is_stand_in(node: Any) -> bool:
 
 def over_buffers(recipe: Recipe) -> Recipe:
     """The recipe of a step whose arguments are buffers where they were `Variables`."""
-    carry = recipe.parameters.carry
+    carry, batch = recipe.parameters.carry, recipe.parameters.batch
     on_buffers = _OverBuffers(recipe.fun, recipe.name, recipe.parameters)
-    made = Recipe.of(on_buffers, carry, recipe.options)
+    made = Recipe.of(on_buffers, recipe.options, carry, batch)
     return dataclasses.replace(made, tell=functools.partial(in_leaves, carry))
 
 

@@ -18,7 +18,7 @@ from stepcache.errors import VariablesError
 from stepcache.over_buffers import Again, argument_of, leaves_of
 from stepcache.passing import PLAIN, check_options, variables_of
 from stepcache.programs.recipe import Recipe
-from stepcache.scope import Scope
+from stepcache.scope import DEFAULT_SCOPE, Scope
 from stepcache.variables import transfer
 from stepcache.variables.masters import OnDevices, Reader
 from stepcache.variables.packing import Packed
@@ -117,7 +117,7 @@ class Use:
         Raises:
             VariablesError: they lie on another mesh than this session's.
         """
-        self._session = scope if scope.placer is not None else None
+        self._session = scope if scope is not DEFAULT_SCOPE else None
         for each in self.variables:
             each.check_usable(scope.mesh)
             if scope.placer is not None and each not in scope.seen:

@@ -108,15 +108,18 @@ class Scope:
 class ScopeToken(jaxcompat.ContextToken):
     """Stands for a scope in JAX's own keys, without keeping it alive there.
 
-    Scopes that decide alike have equal tokens. So making a session anew does not make JAX trace and
-    compile anew whatever runs in it, steps or not.
+    Scopes that decide alike have equal tokens, and one that decides as calls outside any session do
+    has one that equals None, which JAX's keys hold there. So entering a session does not make JAX
+    trace and compile anew whatever runs in it, steps or not.
     """
 
     __slots__ = ("_alike", "scope")
 
     def __init__(self, scope: Scope):
         self.scope = weakref.ref(scope)
-        self._alike = (scope.placer, scope.cache.number, scope.count_hits, scope.max_step_bytes)
+        decides = (scope.placer, scope.cache.number, scope.count_hits, scope.max_step_bytes)
+        outside = (None, DEFAULT_SCOPE.cache.number, False, None)
+        self._alike = None if decides == outside else decides
 
     @property
     def reader(self) -> Scope | None:
@@ -133,10 +136,18 @@ class ScopeToken(jaxcompat.ContextToken):
         return scope.peers if scope is not None else None
 
     def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, ScopeToken):
-            return self is other
-        closed = any(scope is not None and scope.closed for scope in (self.scope(), other.scope()))
-        return self._alike == other._alike and not closed
+        if self is other:
+            return True
+        if other is None:
+            return self._alike is None and not self._closed
+        if not isinstance(other, ScopeToken):
+            return False
+        return self._alike == other._alike and not (self._closed or other._closed)
+
+    @property
+    def _closed(self) -> bool:
+        scope = self.scope()
+        return scope is not None and scope.closed
 
     def __hash__(self) -> int:
         return hash(self._alike)

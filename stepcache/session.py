@@ -1,4 +1,4 @@
-"""`Session`: one mesh, one program cache, and what a miss may do."""
+"""`Session`: a mesh or none, a program cache, and what a miss may do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
 from stepcache.scope import DEFAULT_SCOPE, Scope, ScopeToken, recompiles_forbidden
-from stepcache.sharding import DataAxis, Placer, Rules, device_mesh
+from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
 
 OnMiss = Literal["compile", "warn", "error"]
@@ -37,13 +37,17 @@ class _SessionToken(ScopeToken):
 
 
 class Session:
-    """One mesh, one program cache, the rules that place the leaves of a call.
+    """What the calls made in it share: a mesh and rules, a program cache, what a miss may do.
 
-    Host arrays and uncommitted arrays of a call are placed on the mesh: by the first rule whose
-    regex is found in their path (`state/layers/0/kernel`); where none is, leaves of a carry are
-    replicated, and leaves of other arguments are split along `data_axis` on dimension 0, scalars
-    replicated. What cannot be placed as asked is an error. Arrays that were placed by the user, or
-    that the step's own `in_shardings` speak of, are left to them.
+    A session does what its arguments say, and nothing else. Without a mesh it places nothing: every
+    array is where `jax.jit` would have it, and a step finds the programs that it built outside, if
+    the cache is the same.
+
+    With a mesh, host arrays and uncommitted arrays of a call are placed on it first: by the first
+    rule whose regex is found in their path (`state/layers/0/kernel`); where none is, leaves of an
+    argument that `step(batch=...)` names are split along `data_axis` on dimension 0, scalars
+    replicated; all others are replicated. What cannot be placed as asked is an error. Arrays that
+    were placed by the user, or that the step's own `in_shardings` speak of, are left to them.
 
     A rule that matches no leaf of a step with a carry, nor of any step before it, is warned of when
     that step is first built; one anchored at another step's argument (`^prompt/`), when the session
@@ -54,10 +58,10 @@ class Session:
     means what `jax.jit` means, and places nothing.
 
     Args:
-        mesh: the devices and their axes; by default one axis "data" over all devices.
+        mesh: the devices and their axes, from `jax.make_mesh`; by default none.
         cache: where programs are kept; by default one cache shared by all sessions.
-        rules: `Rules`, or the pairs to make them of.
-        data_axis: the mesh axis, or axes, over which a batch is split; None replicates.
+        rules: `Rules`, or the pairs to make them of. They need a mesh.
+        data_axis: the mesh axis, or axes, over which a batch is split; None replicates it.
         on_miss: what a call may do that finds no program. "compile" builds it; "warn" builds it
             and warns with the reason, but for the first program of a step; "error" raises
             `RecompileError`, so that only `step.warm` builds.
@@ -76,12 +80,13 @@ class Session:
     in its part of a batch along `data_axis`, and the whole of everything else. Before a new program
     first runs, all processes compare what it depends on; where they differ, that is an
     `AgreementError` on all of them. One builds it, the others load what it built. An error of a
-    collective that leaves a `with` block because a process has gone becomes a `RankLostError`.
+    collective that leaves a `with` block because a process of the mesh has gone becomes a
+    `RankLostError`.
 
     Raises:
         PlacementError: a rule or `data_axis` names an axis that the mesh does not have.
-        OptionError: `on_miss` is unknown, a rule is malformed, or `max_step_bytes` is no number of
-            bytes.
+        OptionError: `on_miss` is unknown, a rule is malformed, there are rules or a `data_axis`
+            without a mesh, or `max_step_bytes` is no number of bytes.
     """
 
     def __init__(
@@ -114,18 +119,7 @@ class Session:
                 expected="an int ≥ 0, or None for no bound",
                 got=repr(max_step_bytes),
             )
-        if mesh is not None and not isinstance(mesh, Mesh):
-            raise OptionError(
-                "mesh must be a jax.sharding.Mesh",
-                where="Session",
-                got=type(mesh).__name__,
-                hint='jax.make_mesh((4, 2), ("data", "model"))',
-            )
-        if isinstance(data_axis, list):
-            data_axis = tuple(data_axis)
-        if not isinstance(rules, Rules):
-            rules = Rules(rules or ())
-        placer = Placer(device_mesh() if mesh is None else mesh, rules, data_axis)
+        placer = _placer(mesh, rules if isinstance(rules, Rules) else Rules(rules or ()), data_axis)
         if not agree_timeout > 0:
             raise OptionError(
                 "agree_timeout must be positive", where="Session", got=repr(agree_timeout)
@@ -150,7 +144,7 @@ class Session:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh; None for the default session."""
+        """The mesh; None without one."""
         return self._scope.mesh
 
     @property
@@ -211,6 +205,28 @@ class Session:
         mesh = dict(self.mesh.shape) if self.mesh is not None else None
         state = ", closed" if self.closed else ""
         return f"Session(mesh={mesh}, rules={len(self.rules)}, {self.cache!r}{state})"
+
+
+def _placer(mesh: Mesh | None, rules: Rules, data_axis: DataAxis) -> Placer | None:
+    if isinstance(data_axis, list):
+        data_axis = tuple(data_axis)
+    if mesh is None:
+        for name, given in (("rules", len(rules) > 0), ("data_axis", data_axis != "data")):
+            if given:
+                raise OptionError(
+                    f"{name} without a mesh: there is nothing to place leaves on",
+                    where="Session",
+                    hint=f"Session(mesh, {name}=...), with a mesh from jax.make_mesh",
+                )
+        return None
+    if not isinstance(mesh, Mesh):
+        raise OptionError(
+            "mesh must be a jax.sharding.Mesh",
+            where="Session",
+            got=type(mesh).__name__,
+            hint='jax.make_mesh((4, 2), ("data", "model"))',
+        )
+    return Placer(mesh, rules, data_axis)
 
 
 DEFAULT_SCOPE.together = peers_of

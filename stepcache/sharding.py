@@ -10,21 +10,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepcache import jaxcompat
 from stepcache.errors import OptionError, PlacementError
 
 DataAxis = str | tuple[str, ...] | None
+Role = Literal["carry", "batch"] | None
 T = TypeVar("T")
-
-
-def device_mesh() -> Mesh:
-    """A mesh of one axis, "data", over all devices."""
-    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
 
 def mesh_identity(mesh: Mesh | None) -> tuple:
@@ -58,7 +53,7 @@ def parts_along(mesh: Mesh, axes: tuple[str, ...]) -> int:
     if len(counts) > 1:
         raise PlacementError(
             "the processes of the mesh hold unequal parts of what is split over its axes",
-            where=f"mesh axis {' × '.join(map(repr, axes))}",
+            where=f"mesh axis {quoted(axes)}",
             expected="as many shards on each process",
             got=", ".join(f"rank {rank}: {len(starts)}" for rank, starts in sorted(held.items())),
             hint="jax.make_mesh orders devices so that it is so",
@@ -78,6 +73,11 @@ def axes_of(entry: object) -> tuple[str, ...]:
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (str(entry),)
+
+
+def quoted(axes: Iterable[str]) -> str:
+    """The names of mesh axes, as people read them: `'data' × 'model'`."""
+    return " × ".join(map(repr, axes))
 
 
 class Rules:
@@ -165,7 +165,7 @@ class Placed:
     Attributes:
         sharding: where.
         shape: of the whole, of which a process of a pod may hand in a part.
-        why: the rule or default.
+        why: the role of its argument, and the rule or default.
         rule: the index of the rule, if it was one.
     """
 
@@ -205,32 +205,38 @@ class Placer:
                 + (" (data_axis=None replicates)" if where.startswith("data") else ""),
             )
 
-    def place(self, path: str, shape: tuple[int, ...], *, carried: bool) -> Placed:
+    def place(self, path: str, shape: tuple[int, ...], role: Role) -> Placed:
         """Where the leaf at `path` belongs.
 
         Args:
             path: `argument/key/…`.
-            shape: the leaf's shape. In a pod, each process hands in its part along the data axis,
-                and the whole along all others; of a carry, the whole.
-            carried: whether the leaf is part of a carry.
+            shape: the leaf's shape. In a pod, each process hands in its part of a batch along the
+                data axis, and the whole along all others; of everything else, the whole.
+            role: of the argument.
 
         Raises:
             PlacementError: a dimension does not divide by the axes it is to be split over.
         """
         index = self.rules.match(path)
+        spec = PartitionSpec()
         if index is not None:
             pattern, spec = self.rules.rules[index]
-            why = f"rule {pattern!r}"
-        elif carried:
-            spec, why = PartitionSpec(), "carry, no rule: replicated"
+            why = f"{role}, rule {pattern!r}" if role else f"rule {pattern!r}"
+        elif role != "batch":
+            why = f"{role}, replicated" if role else "no role: replicated"
         elif not shape or self.data_axis is None:
-            spec = PartitionSpec()
-            why = "scalar: replicated" if not shape else "data_axis=None: replicated"
+            why = f"batch, {'data_axis=None' if shape else 'scalar'}: replicated"
         else:
-            spec, why = PartitionSpec(self.data_axis), f"data axis {self.data_axis!r}"
-        whole = shape if carried else self._whole(shape, spec)
-        self._check_divides(path, whole, spec, why)
+            spec = PartitionSpec(self.data_axis)
+            why = f"batch, split along {quoted(axes_of(self.data_axis))}"
+        whole = self._whole(shape, spec) if role == "batch" else shape
+        self._check_divides(path, whole, spec, index)
         return Placed(self._sharding(spec, shape), whole, why, index)
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether a batch is split over more than one device."""
+        return math.prod(self.mesh.shape[axis] for axis in axes_of(self.data_axis)) > 1
 
     def _whole(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
         data_axes = set(axes_of(self.data_axis))
@@ -249,11 +255,12 @@ class Placer:
         return sharding
 
     def _check_divides(
-        self, path: str, shape: tuple[int, ...], spec: PartitionSpec, why: str
+        self, path: str, shape: tuple[int, ...], spec: PartitionSpec, rule: int | None
     ) -> None:
+        by = "a batch" if rule is None else f"rule {self.rules.rules[rule][0]!r}"
         if len(spec) > len(shape):
             raise PlacementError(
-                f"{spec} has more dimensions than the leaf that {why} would place",
+                f"{spec} has more dimensions than the leaf that {by} would place",
                 where=path,
                 expected=f"at least {len(spec)} dimensions",
                 got=f"shape {list(shape)}",
@@ -263,10 +270,10 @@ class Placer:
             axes = axes_of(entry)
             parts = math.prod(self.mesh.shape[axis] for axis in axes)
             if size % parts:
-                names = " × ".join(f"{axis!r}" for axis in axes)
+                names = quoted(axes)
                 raise PlacementError(
                     f"dimension {dimension} does not divide by mesh axis {names}, "
-                    f"over which {why} splits it",
+                    f"over which {by} {'is split' if rule is None else 'splits it'}",
                     where=path,
                     expected=f"a multiple of {parts}, the size of {names}",
                     got=f"size {size}, in shape {list(shape)}",

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
@@ -24,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NOT_GIVEN: Any = object()
+_ROLES = {"carry": "carried", "batch": "a batch"}
 _OPTIONS = tuple(inspect.signature(jax.jit).parameters)[1:]
 
 
@@ -134,7 +135,7 @@ class Step(functools.partial, Generic[P, R]):
 def step(fun: Callable[P, R], /, **options: Any) -> Step[P, R]: ...
 @overload
 def step(
-    *, carry: str | Sequence[str] = (), **options: Any
+    *, carry: str | Sequence[str] = (), batch: str | Sequence[str] = (), **options: Any
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 def step(fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
     """Compiles a training step once per signature and mesh, and tells why it compiled.
@@ -147,13 +148,16 @@ def step(fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
         carry: name, or names, of arguments that the step returns first, updated, as `lax.scan`
             returns its carry: alone, or as the first outputs of a tuple. They are donated. In a
             session with a mesh they leave the step placed as they entered it.
+        batch: name, or names, of arguments whose leaves a session with a mesh splits along its
+            `data_axis`, on dimension 0. What is neither carried nor a batch, it replicates.
         **options: keywords of `jax.jit`.
 
     Returns:
         A `Step`.
 
     Raises:
-        OptionError: an unknown keyword, or a carry that is not a parameter of `fun`.
+        OptionError: an unknown keyword; a carry or batch that is no parameter of `fun`, that is
+            static, or that is both.
 
     The errors of `jax.jit` are raised as they are. The idea of naming a step and finding its
     compiled pieces again is that of TensorFlow's client session (OSDI'16, §3.3).
@@ -164,24 +168,64 @@ def step(fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
 def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = current_scope) -> Any:
     """What `step` does, for calls in the scope that `scope` gives."""
     for name in options:
-        if name != "carry" and name not in _OPTIONS:
-            near = difflib.get_close_matches(name, ("carry", *_OPTIONS), n=1)
+        if name not in _ROLES and name not in _OPTIONS:
+            near = difflib.get_close_matches(name, (*_ROLES, *_OPTIONS), n=1)
             raise OptionError(
                 f"step has no keyword {name!r}",
-                expected=f"carry, or a keyword of jax.jit: {', '.join(_OPTIONS)}",
+                expected=f"carry, batch, or a keyword of jax.jit: {', '.join(_OPTIONS)}",
                 hint=f"did you mean {near[0]!r}?" if near else None,
             )
     if fun is NOT_GIVEN:
         return lambda fun: make_step(fun, options, scope)
     jit_options = dict(options)
-    carry = _names(jit_options.pop("carry", ()))
-    if carry:
-        _donate(fun, carry, jit_options)
-    return Step(Engine(Recipe.of(fun, carry, jit_options), scope), options)
+    named = {role: _names(role, jit_options.pop(role, ())) for role in _ROLES}
+    if any(named.values()):
+        _check_roles(fun, named, jit_options)
+    if named["carry"]:
+        _donate(fun, named["carry"], jit_options)
+    return Step(Engine(Recipe.of(fun, jit_options, **named), scope), options)
 
 
-def _names(carry: str | Iterable[str]) -> tuple[str, ...]:
-    return (carry,) if isinstance(carry, str) else tuple(carry)
+def _names(role: str, given: Any) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if not all(isinstance(name, str) for name in names):
+        raise OptionError(
+            f"{role} takes the name of an argument, or several", where="step", got=repr(given)
+        )
+    return names
+
+
+def _check_roles(
+    fun: Callable, named: Mapping[str, tuple[str, ...]], options: dict[str, Any]
+) -> None:
+    """Whether each argument that has a role can have it.
+
+    Raises:
+        OptionError: it is no parameter that can have it, is static, or has two roles.
+    """
+    parameters = list(inspect.signature(fun).parameters.values())
+    by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    roles = jaxcompat.argument_roles(jaxcompat.jit(fun, **options), fun, options)
+    static = {*roles.static_argnames, *_at(roles.static_argnums, by_position)}
+    single = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    # What is carried comes back as one output; a batch may be `*args` or `**kwargs`.
+    possible = {"carry": single, "batch": [p.name for p in parameters]}
+    for role, name in ((role, name) for role, names in named.items() for name in names):
+        if name not in possible[role]:
+            among = ", ".join(possible[role])
+            raise OptionError(
+                f"{role}={name!r} is not a parameter of {getattr(fun, '__name__', fun)}",
+                expected=f"one of {among}" if among else "one that takes one argument",
+            )
+        if name in static:
+            raise OptionError(f"{name!r} cannot be both {_ROLES[role]} and static", where="step")
+    for name in named["carry"]:
+        if name in named["batch"]:
+            raise OptionError(
+                f"{name!r} cannot be both carried and a batch",
+                where="step",
+                hint="a rule of the session can split leaves of a carry",
+            )
 
 
 def _donate(fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> None:
@@ -189,17 +233,6 @@ def _donate(fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> N
     parameters = list(inspect.signature(fun).parameters.values())
     by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     nameless = {p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)}
-    roles = jaxcompat.argument_roles(jaxcompat.jit(fun, **options), fun, options)
-    static = {*roles.static_argnames, *_at(roles.static_argnums, by_position)}
-    single = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for name in carry:
-        if name not in single:
-            raise OptionError(
-                f"carry={name!r} is not a parameter of {getattr(fun, '__name__', fun)}",
-                expected=f"one of {', '.join(single)}" if single else "one that takes one argument",
-            )
-        if name in static:
-            raise OptionError(f"{name!r} cannot be both carried and static", where="step")
     numbers, names = (
         _as_tuple(options.get(each)) for each in ("donate_argnums", "donate_argnames")
     )

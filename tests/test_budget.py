@@ -41,7 +41,7 @@ def live():
 
 
 def adder(**options):
-    return sc.step(lambda state, x: (state + x.sum(), x), carry="state", **options)
+    return sc.step(lambda state, x: (state + x.sum(), x), carry="state", batch="x", **options)
 
 
 def hosted(**read):
@@ -71,7 +71,7 @@ def test_without_a_bound_nothing_is_checked(eight):
 
 
 def test_a_call_that_needs_more_raises_and_names_the_dearest(eight):
-    step = sc.step(lambda a, b, c: a.sum() + b.sum() + c)
+    step = sc.step(lambda a, b, c: a.sum() + b.sum() + c, batch=("a", "b", "c"))
     args = (np.ones((8, 500), np.float32), np.ones((8, 7), np.float32), np.float32(1))
     with sc.Session(eight, max_step_bytes=1_000):
         needed = step.explain(*args).moved_bytes
@@ -88,7 +88,7 @@ def test_a_call_that_needs_more_raises_and_names_the_dearest(eight):
 
 
 def test_exactly_the_bound_is_allowed(eight):
-    step = sc.step(lambda x: x.sum())
+    step = sc.step(lambda x: x.sum(), batch="x")
     x = np.ones((8, 100), np.float32)
     with sc.Session(eight, max_step_bytes=x.nbytes):
         assert float(step(x)) == 800
@@ -98,7 +98,7 @@ def test_exactly_the_bound_is_allowed(eight):
 
 
 def test_bytes_count_on_every_device_that_they_reach(eight):
-    step = sc.step(lambda state, x: (state, x), carry="state")
+    step = sc.step(lambda state, x: (state, x), carry="state", batch="x")
     state, x = np.ones(100, np.float32), np.ones(8, np.float32)
     needed = 8 * 400 + 32  # The carry is replicated, the batch split.
     with sc.Session(eight, max_step_bytes=needed - 1):
@@ -159,7 +159,7 @@ def test_in_shardings_that_do_not_fit_are_for_jax_to_refuse(eight):
 
 
 def test_arrays_on_one_device_have_the_others_to_reach(eight):
-    step = sc.step(lambda x: x)
+    step = sc.step(lambda x: x, batch="x")
     x = jnp.ones(80)
     with sc.Session(eight, max_step_bytes=0):
         with pytest.raises(sc.TransferBudgetError) as raised:
@@ -194,7 +194,7 @@ def test_hits_are_checked_too(eight):
 
 def test_a_call_that_only_looks_like_one_that_was_allowed(eight):
     """To the dispatcher a numpy array is like an array on one device, but it has further to go."""
-    step = sc.step(lambda x: x.sum())
+    step = sc.step(lambda x: x.sum(), batch="x")
     with sc.Session(eight, max_step_bytes=7 * 4):
         for _ in range(3):
             assert float(step(jnp.ones(8))) == 8

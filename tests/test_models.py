@@ -108,7 +108,7 @@ def test_trains_as_under_jit(make):
 def test_trains_sharded_in_a_session(make, mesh):
     train_step, state = make()
     expected = train(jax.jit(train_step), state)
-    step = sc.step(train_step, carry="state")
+    step = sc.step(train_step, carry="state", batch="x")
     rules = [(r"(first|Dense_0)/kernel", P(None, "model")), (r"weight", P("model"))]
     with sc.Session(mesh, rules=[r for r in rules if matches(r[0], make)]):
         losses = train(step, jax.tree.map(jnp.copy, state))

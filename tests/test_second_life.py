@@ -60,7 +60,7 @@ def twice(source: str, call, tmp_path: Path, *, session=None, **names):
     results, steps = [], []
     for _ in range(2):
         cache = cache_in(tmp_path)
-        with sc.Session(session, cache=cache, **({} if session else {"data_axis": None})):
+        with sc.Session(session, cache=cache):
             module = life(source, cache, tmp_path, **names)
             results.append(jax.tree.map(np.asarray, call(module.step)))
         cache.flush()

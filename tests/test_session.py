@@ -1,3 +1,4 @@
+import contextlib
 import threading
 import warnings
 
@@ -10,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
 from stepcache import jaxcompat
+from stepcache.engine import Engine
 
 
 def make_train_step(**options):
-    @sc.step(carry="state", **options)
+    @sc.step(carry="state", batch="batch", **options)
     def train_step(state, batch):
         loss = batch["x"].sum()
         return jax.tree.map(lambda leaf: leaf + loss, state), {"loss": loss}
@@ -30,11 +32,6 @@ def batch(rows=8):
 
 
 # ---- placement -------------------------------------------------------------------------------
-
-
-def test_a_session_alone_has_one_data_axis_over_all_devices():
-    session = sc.Session()
-    assert dict(session.mesh.shape) == {"data": jax.device_count()}
 
 
 def test_rules_place_state_and_the_data_axis_the_batch(mesh):
@@ -68,7 +65,7 @@ def test_what_came_placed_by_a_session_finds_the_same_program(mesh):
 
 
 def test_a_host_batch_is_split_and_not_replicated(mesh):
-    @sc.step
+    @sc.step(batch="x")
     def shards(x):
         return x
 
@@ -146,7 +143,7 @@ def test_an_explicit_mesh(mesh):
 
 
 def test_data_axis_of_several_axes_and_none(mesh):
-    @sc.step
+    @sc.step(batch="x")
     def same(x):
         return x
 
@@ -186,8 +183,11 @@ def test_an_axis_that_does_not_divide_is_an_error(mesh):
 
 
 def test_a_batch_that_does_not_divide_is_an_error(mesh):
-    with sc.Session(mesh), pytest.raises(sc.PlacementError, match="batch/x"):
+    with sc.Session(mesh), pytest.raises(sc.PlacementError) as raised:
         make_train_step()(state(), batch(7))
+    text = str(raised.value)
+    for part in ("batch/x", "dimension 0", "'data'", "a batch is split", "size 7", "pad"):
+        assert part in text
 
 
 def test_a_spec_longer_than_the_leaf_is_an_error(mesh):
@@ -231,6 +231,14 @@ def test_malformed_sessions(options):
         sc.Session(**options)
 
 
+@pytest.mark.parametrize("options", [{"rules": [("kernel", P("data"))]}, {"data_axis": None}])
+def test_what_speaks_of_a_mesh_needs_one(options):
+    (name,) = options
+    with pytest.raises(sc.OptionError, match=f"{name} without a mesh") as raised:
+        sc.Session(**options)
+    assert "jax.make_mesh" in raised.value.hint
+
+
 def test_a_rule_that_matches_nothing_is_warned_of_once(mesh):
     rules = [("kernel", P(None, "model")), ("karnel", P("model")), ("^prompt/", P())]
     train_step = make_train_step()
@@ -246,6 +254,157 @@ def test_a_rule_that_matches_nothing_is_warned_of_once(mesh):
     assert warning.filename == __file__
     # The rule about another step's argument is spoken of when the session is left without one.
     assert ["prompt" in str(w.message) for w in caught[1:]] == [True]
+
+
+# ---- sessions without a mesh -----------------------------------------------------------------
+
+
+BARE = {
+    "alone": dict,
+    "cache": lambda: {"cache": sc.ProgramCache(None)},
+    "count_hits": lambda: {"count_hits": True},
+    "max_step_bytes": lambda: {"max_step_bytes": 1 << 20},
+}
+
+
+@pytest.mark.parametrize("options", BARE.values(), ids=list(BARE))
+@pytest.mark.parametrize("roles", [{}, {"batch": "x"}, {"carry": "x"}], ids=str)
+def test_a_session_without_a_mesh_places_nothing(options, roles):
+    """Values of any shape are, and become, what they would under plain `jax.jit`."""
+    placed = jax.device_put(np.ones(7, np.float32), jax.devices()[3])
+    step = sc.step(lambda x, y: (x * 2, y), **roles)
+    plain = jax.jit(lambda x, y: (x * 2, y))
+    session = sc.Session(**options())
+    assert session.mesh is None and len(session.rules) == 0
+    with session:
+        for x in (np.ones(7, np.float32), jnp.ones((3, 5)), 1.0, placed):
+            expected, other = plain(x, 2)
+            out, y = step(x.copy() if isinstance(x, jax.Array) else x, 2)
+            assert out.sharding == expected.sharding and out.committed == expected.committed
+            assert y.committed == other.committed
+            assert out.weak_type == expected.weak_type
+            np.testing.assert_array_equal(out, expected)
+        row = step.explain(np.ones(7), 1).arguments[0]
+    assert row.target == "as jax.jit" and row.why.endswith("not placed by a session")
+
+
+@pytest.fixture
+def python_calls(monkeypatch):
+    """The calls that Python has seen."""
+    calls, run = [], Engine.run
+
+    def counted(self, *args, **kwargs):
+        calls.append(args)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "run", counted)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["called", "warmed"])
+@pytest.mark.parametrize("first", ["outside", "inside"])
+def test_what_is_known_outside_hits_inside_and_the_reverse(first, kind, python_calls):
+    step = sc.step(lambda state, x: state + x.sum(), carry="state")
+    session, outside = sc.Session(on_miss="error"), contextlib.nullcontext()
+    before, after = (outside, session) if first == "outside" else (session, outside)
+    state, x = jnp.float32(0), np.ones(7, np.float32)
+    with before:
+        step.warm(state, x)
+        state = step(state, x) if kind == "called" else state
+    with after, sc.no_recompile():
+        for _ in range(5):
+            state = step(state, x)
+    assert float(state) == (42.0 if kind == "called" else 35.0)
+    assert step.stats().compiles == 1
+    if jaxcompat.PRIVATE_API:  # The dispatcher serves what it has been told outside.
+        assert len(python_calls) == 1
+    with session, pytest.raises(sc.RecompileError, match=r"float32\[7\] → float32\[8\]"):
+        step(state, np.ones(8, np.float32))
+
+
+def test_variables_made_outside_hit_inside():
+    step = sc.step(lambda state, x: state + x.sum(), carry="state")
+    state = step(sc.Variables(np.zeros(7, np.float32)), 1.0)
+    with sc.Session(on_miss="error"), sc.no_recompile():
+        state = step(state, 1.0)
+    np.testing.assert_array_equal(step(state, 1.0).value, np.full(7, 3.0))
+    assert step.stats().compiles == 1
+
+
+def test_sessions_without_a_mesh_share_a_cache_or_do_not():
+    step = sc.step(lambda x: x * 2)
+    cache = sc.ProgramCache(None)
+    for _ in range(2):
+        with sc.Session(cache=cache):
+            step(np.ones(7))
+    assert step.stats().compiles == 1
+    step(np.ones(7))
+    assert step.stats().compiles == 2 and step.last_miss.reason == "new session"
+
+
+def test_entering_a_session_without_a_mesh_traces_nothing_anew():
+    traced = []
+    other = jax.jit(lambda x: traced.append(1) or x)
+    other(1.0)
+    for options in ({}, {"on_miss": "error"}):
+        with sc.Session(**options):
+            other(1.0)
+    assert len(traced) == 1
+
+
+def test_hits_are_counted_without_a_mesh():
+    step = sc.step(lambda x: x * 2)
+    for _ in range(3):
+        step(np.ones(7))  # No hit from here on is seen by Python, but in the session all are.
+    before = step.stats().hits
+    with sc.Session(count_hits=True):
+        for _ in range(10):
+            step(np.ones(7))
+    assert step.stats().hits == before + 10 and step.stats().compiles == 1
+
+
+def test_a_budget_without_a_mesh():
+    step, x = sc.step(lambda x: x * 2), np.ones(7, np.float32)
+    step(x)
+    with sc.Session(max_step_bytes=27):
+        with pytest.raises(sc.TransferBudgetError, match="x: 28 bytes"):
+            step(x)
+        step(jnp.asarray(x))
+    with sc.Session(max_step_bytes=28):
+        step(x)
+    assert step.stats().compiles == 1
+
+
+def test_a_closed_session_without_a_mesh_refuses_calls_also_after_hits():
+    step = sc.step(lambda x: x * 2)
+    session = sc.Session()
+    step(np.ones(7))
+    with session:
+        step(np.ones(7))
+        session.close()
+        with pytest.raises(sc.SessionClosedError):
+            step(np.ones(7))
+    step(np.ones(7))
+
+
+def test_sessions_without_a_mesh_tell_readers_of_variables_apart():
+    """One that writes reads its own writes at once; another may be late, as its policy says."""
+    total = sc.step(lambda state: state.sum())
+    writer, reader = sc.Session(), sc.Session()
+    state = sc.Variables(
+        np.zeros(4, np.float32),
+        placement=sc.OnHost(update="host"),
+        read=sc.Read(cache="device", max_staleness=5),
+        write=sc.Write("add"),
+    )
+    with reader:
+        assert float(total(state)) == 0.0
+    with writer:
+        state.push(np.ones(4, np.float32))
+    with reader:
+        assert float(total(state)) == 0.0
+    with writer:
+        assert float(total(state)) == 4.0
 
 
 # ---- sessions and programs -------------------------------------------------------------------

@@ -12,8 +12,10 @@ def plain(x: jax.Array, n: int = 2) -> jax.Array:
     return x * n
 
 
-@sc.step(carry="state", static_argnames=("n",))
-def carried(state: dict[str, jax.Array], n: int) -> tuple[dict[str, jax.Array], jax.Array]:
+@sc.step(carry="state", batch=("x",), static_argnames=("n",))
+def carried(
+    state: dict[str, jax.Array], n: int, x: float = 0.0
+) -> tuple[dict[str, jax.Array], jax.Array]:
     return state, state["x"]
 
 

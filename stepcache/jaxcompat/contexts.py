@@ -175,7 +175,12 @@ def environment() -> tuple[tuple[str, Hashable], ...]:
 def _named(context: tuple, mesh: Any, watched: ValueToken) -> tuple[tuple[str, Hashable], ...]:
     settings = zip(jax_config.trace_context_names(), context, strict=True)
     return (
-        *((n, v) for n, v in settings if n != "axis_env_state" and not isinstance(v, ContextToken)),
+        # What our own contexts hold is no setting: a key says apart what of it decides a program.
+        *(
+            (name, None if isinstance(value, ContextToken) else value)
+            for name, value in settings
+            if name != "axis_env_state"
+        ),
         ("mesh", mesh),
         *zip(_watched_names, watched.values, strict=True),
     )

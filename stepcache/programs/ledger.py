@@ -29,6 +29,10 @@ class Ledger:
 
     Args:
         step: the step's name.
+
+    Attributes:
+        last_miss: what led to the latest build; None before the first.
+        warned_of_batch: whether the step's user has been advised to name its batch.
     """
 
     def __init__(self, step: str):
@@ -39,6 +43,7 @@ class Ledger:
         self._values: dict[tuple[str, str, object], set] = {}
         self._stats = StepStats()
         self.last_miss: Miss | None = None
+        self.warned_of_batch = False
 
     def why(self, request: Request) -> Miss:
         """Why a call would find no program.

@@ -6,11 +6,12 @@ import contextlib
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from stepcache.programs.recipe import Recipe
+from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Call, Leaf, Unreadable
-from stepcache.sharding import Placed, Placer, is_in_type
+from stepcache.sharding import Placed, Placer, axes_of, is_in_type, quoted
 
 
 def place(
@@ -41,12 +42,39 @@ def place(
         for index, leaf in enumerate(leaves):
             if leaf.sharding is None and asked[index] is None:
                 path = call.paths[index]
-                carried = path.argument in recipe.parameters.carry
-                at = placer.place(path.slashed, leaf.shape, carried=carried)
+                role = recipe.parameters.role_of(path.argument)
+                at = placer.place(path.slashed, leaf.shape, role)
                 placed[index] = at
                 leaves[index] = leaf._replace(shape=at.shape, sharding=at.sharding)
     sent = (sharding if isinstance(sharding, Sharding) else None for sharding in asked)
     return tuple(leaves), tuple(placed), tuple(sent)
+
+
+_LARGE_BYTES = 1 << 20
+
+
+def unnamed_batch(recipe: Recipe, placer: Placer, request: Request) -> str | None:
+    """Advice for a step that names no batch, where a large host array goes whole to all devices."""
+    if recipe.parameters.batch or not placer.splits_batches:
+        return None
+    call = request.call
+    rows = zip(call.leaves, call.paths, call.signature.leaves, request.placed, strict=True)
+    for value, path, leaf, placed in rows:
+        if (
+            isinstance(value, np.ndarray)
+            and leaf.size_bytes >= _LARGE_BYTES
+            and placed is not None
+            and placed.rule is None
+            and recipe.parameters.role_of(path.argument) is None
+        ):
+            parameter = recipe.parameters.parameter_of(path.argument)
+            return (
+                f"{recipe.name} names no batch, so each of {placer.mesh.size} devices gets the "
+                f"whole of {path.text}, {leaf} from the host. If it is a batch, @step(batch="
+                f"{parameter!r}) splits it along {quoted(axes_of(placer.data_axis))}; else "
+                "jax.device_put places it once, before the first call"
+            )
+    return None
 
 
 class _Asked:

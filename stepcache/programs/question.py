@@ -64,6 +64,7 @@ class Question:
         for name, value in self._recipe.options.items():
             walk.value(f"option {name}", value)
         walk.value("option carry", self._recipe.parameters.carry)
+        walk.value("option batch", self._recipe.parameters.batch)
         walk.tree("arguments", self._key.signature.tree)
         walk.facts.update(self._call_facts)
         return walk

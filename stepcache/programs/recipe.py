@@ -45,7 +45,13 @@ class Recipe:
     tell: Callable[[Call], Call] = _as_it_is
 
     @classmethod
-    def of(cls, fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> Recipe:
+    def of(
+        cls,
+        fun: Callable,
+        options: dict[str, Any],
+        carry: tuple[str, ...] = (),
+        batch: tuple[str, ...] = (),
+    ) -> Recipe:
         """Resolves a step's options. `jax.jit` judges them and raises as it does."""
         jitted = jaxcompat.jit(fun, **options)
         roles = jaxcompat.argument_roles(jitted, fun, options)
@@ -54,9 +60,13 @@ class Recipe:
             function_name(fun),
             options,
             jitted,
-            Parameters.of(fun, roles, carry),
+            Parameters.of(fun, roles, carry, batch),
             identity(fun),
-            (("carry", carry), *((name, _hashable(options[name])) for name in sorted(options))),
+            (
+                ("carry", carry),
+                ("batch", batch),
+                *((name, _hashable(options[name])) for name in sorted(options)),
+            ),
         )
 
     @property

@@ -20,6 +20,7 @@ from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache.events import Change
+from stepcache.sharding import Role
 
 
 class Unreadable(Exception):
@@ -87,17 +88,29 @@ class Parameters:
     Attributes:
         positional: names of the parameters that can be passed by position.
         variadic: the name of `*args`, if there is one.
+        named: names of all parameters but `**kwargs`.
+        variadic_keywords: the name of `**kwargs`, if there is one.
         roles: which are static.
         carry: names of those that the step returns updated.
+        batch: names of those that a session splits along its data axis.
     """
 
     positional: tuple[str, ...]
     variadic: str | None
+    named: frozenset[str]
+    variadic_keywords: str | None
     roles: jaxcompat.ArgumentRoles
     carry: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, fun: Callable, roles: jaxcompat.ArgumentRoles, carry: tuple[str, ...]):
+    def of(
+        cls,
+        fun: Callable,
+        roles: jaxcompat.ArgumentRoles,
+        carry: tuple[str, ...] = (),
+        batch: tuple[str, ...] = (),
+    ) -> Parameters:
         try:
             parameters = list(inspect.signature(fun).parameters.values())
         except (TypeError, ValueError):  # Some builtins have no signature.
@@ -105,13 +118,27 @@ class Parameters:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         positional = tuple(p.name for p in parameters if p.kind in kinds)
         variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-        return cls(positional, variadic, roles, carry)
+        keywords = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+        named = frozenset(p.name for p in parameters if p.name != keywords)
+        return cls(positional, variadic, named, keywords, roles, carry, batch)
 
     @functools.cached_property
     def carry_positions(self) -> dict[int, int]:
         """Where carried parameters stand among the positional ones; and in the carry."""
         names = enumerate(self.carry)
         return {self.positional.index(n): i for i, n in names if n in self.positional}
+
+    def parameter_of(self, argument: str) -> str:
+        """The parameter that takes an argument: itself, or `*args` or `**kwargs` by their names."""
+        name = argument.partition("[")[0]
+        return name if name in self.named else self.variadic_keywords or name
+
+    def role_of(self, argument: str) -> Role:
+        """Whether an argument is carried, a batch, or neither."""
+        name = self.parameter_of(argument)
+        if name in self.carry:
+            return "carry"
+        return "batch" if name in self.batch else None
 
     def name_of(self, position: int) -> str:
         if position < len(self.positional):

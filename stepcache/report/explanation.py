@@ -21,8 +21,8 @@ from stepcache.events import Captured, Miss
 from stepcache.programs.build import Program
 from stepcache.programs.placement import moved_bytes
 from stepcache.programs.recipe import Request
-from stepcache.programs.signature import Leaf, Path, Unreadable, short_sharding
-from stepcache.sharding import Placed
+from stepcache.programs.signature import Leaf, Parameters, Path, Unreadable, short_sharding
+from stepcache.sharding import Placed, Role
 from stepcache.units import readable_bytes
 from stepcache.variables.plan import Plan
 
@@ -40,7 +40,7 @@ class Argument:
         size_bytes: of the whole array.
         source: where it is now: "host", "cpu:0" or a spec such as `P('data')`.
         target: where the program has it.
-        why: the rule, or the default, that says so.
+        why: the role of its argument, and the rule or the default that says so.
         moved_bytes: bytes that this call moves to devices for it, over all of them.
     """
 
@@ -214,7 +214,11 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         program is not None,
         miss,
         mesh,
-        tuple(each for each in _arguments(request) if not (use and use.holds(each.path))),
+        tuple(
+            each
+            for each in _arguments(engine.recipe.parameters, request)
+            if not (use and use.holds(each.path))
+        ),
         tuple((static.name, repr(static.value)) for static in request.call.signature.statics),
         _seconds(program),
         program.captured if program else (),
@@ -232,7 +236,7 @@ def _seconds(program: Program | None) -> tuple[float, float, float] | None:
     return tuple(program.seconds.get(stage, 0.0) for stage in ("trace", "lower", "compile"))  # type: ignore[return-value]
 
 
-def _arguments(request: Request) -> Iterable[Argument]:
+def _arguments(parameters: Parameters, request: Request) -> Iterable[Argument]:
     call = request.call
     rows = zip(
         call.paths,
@@ -243,12 +247,13 @@ def _arguments(request: Request) -> Iterable[Argument]:
         request.asked,
         strict=True,
     )
-    for row in rows:
-        yield _argument(*row)
+    for path, *row in rows:
+        yield _argument(path, parameters.role_of(path.argument), *row)
 
 
 def _argument(
     path: Path,
+    role: Role,
     value: Any,
     given: Leaf,
     leaf: Leaf,
@@ -270,6 +275,8 @@ def _argument(
         target, why = "stays", "already placed"
     else:
         target, why = "as jax.jit", "not placed by a session"
+    if role and placed is None:
+        why = f"{role}, {why}"
     moved = moved_bytes(value, given, placed, asked)
     return Argument(
         path.argument, path.slashed, str(leaf), given.size_bytes, source, target, why, moved

@@ -65,7 +65,7 @@ def describe(
         sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
         asked = isinstance(on_device, Sharded)
         if placer is not None and (asked or not _is_on(sharding, placer.mesh)):
-            sharding = placer.place(joined(prefix, path), aval.shape, carried=True).sharding
+            sharding = placer.place(joined(prefix, path), aval.shape, "carry").sharding
         described.append(Described(path, aval.shape, aval.dtype, aval.weak_type, sharding))
     return structure, [leaf for _, leaf in named], described
 

@@ -18,10 +18,10 @@ def helper(x):
     return x * FACTOR
 if RANK == 1:
 {{change}}
-@sc.step(carry="state", static_argnames="mode", **OPTIONS)
+@sc.step(carry="state", batch="batch", static_argnames="mode", **OPTIONS)
 def train(state, batch, mode):
     return jax.tree.map(lambda x: helper(x) + batch.sum().astype(x.dtype), state), batch.mean()
-@sc.step(static_argnames="mode")
+@sc.step(batch="batch", static_argnames="mode")
 def evaluate(state, batch, mode):
     return batch.mean()
 def spread(x):
@@ -114,7 +114,7 @@ def test_an_xla_flag(tmp_path):
     script = """
     try:
         with sc.Session(mesh):
-            sc.step(lambda batch: batch.sum())(np.ones(2, np.float32))
+            sc.step(lambda batch: batch.sum(), batch="batch")(np.ones(2, np.float32))
     except sc.AgreementError as error:
         say("error", str(error).replace(chr(10), " | "))
     """
@@ -129,7 +129,7 @@ def test_a_closure_and_an_attribute_that_only_the_trace_reads(tmp_path):
         def __init__(self, width): self.width = width
     config = Config(2 + RANK)
     def make(scale):
-        @sc.step
+        @sc.step(batch="batch")
         def step(batch):
             return batch.sum() * getattr(config, "wid" + "th") * scale
         return step
@@ -151,7 +151,7 @@ def test_a_closure_and_an_attribute_that_only_the_trace_reads(tmp_path):
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     script = """
-    step = sc.step(lambda batch: batch.sum())
+    step = sc.step(lambda batch: batch.sum(), batch="batch")
     started = time.time()
     with sc.Session(mesh, agree_timeout=2):
         if RANK == 1:
@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
 def test_what_a_step_computes_depends_on_the_rank(tmp_path):
     """Nothing that can be read says so; the lowered programs differ."""
     script = """
-    @sc.step
+    @sc.step(batch="batch")
     def step(batch):
         return batch.sum() * (1 + jax.process_index())
     try:
@@ -188,7 +188,7 @@ def test_what_a_step_computes_depends_on_the_rank(tmp_path):
 
 def test_after_a_disagreement_the_same_processes_agree(tmp_path):
     script = """
-    step = sc.step(lambda batch: batch.sum())
+    step = sc.step(lambda batch: batch.sum(), batch="batch")
     with sc.Session(mesh):
         try:
             step(np.ones(2 + RANK, np.float32))
@@ -202,7 +202,7 @@ def test_after_a_disagreement_the_same_processes_agree(tmp_path):
 
 def test_an_error_of_the_users_is_the_users_on_all_ranks(tmp_path):
     script = """
-    @sc.step
+    @sc.step(batch="batch")
     def step(batch):
         raise KeyError("mine")
     with sc.Session(mesh):
@@ -210,7 +210,8 @@ def test_an_error_of_the_users_is_the_users_on_all_ranks(tmp_path):
             step(np.ones(2, np.float32))
         except KeyError as error:
             say("raised", error)
-        say("result", float(sc.step(lambda batch: batch.sum())(np.ones(2, np.float32))))
+        other = sc.step(lambda batch: batch.sum(), batch="batch")
+        say("result", float(other(np.ones(2, np.float32))))
     """
     for rank in run_pod(tmp_path, script):
         assert rank.said("raised") == ["'mine'"] and rank.said("result") == ["4.0"], rank.output

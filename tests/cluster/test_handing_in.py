@@ -6,15 +6,16 @@ from tests.cluster.pods import run_pod, succeeded
 
 KINDS = """
 mesh = jax.make_mesh({shape}, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-rules = [("table", P(None, "model")), ("wide", P("data", "model"))]
-@sc.step(carry="state")
-def step(state, batch, scale):
+rules = [("table", P(None, "model")), ("wide", P("data", "model")), ("^lengths", P("data"))]
+@sc.step(carry="state", batch="batch")
+def step(state, batch, scale, lengths):
     x, rows = batch["x"], jnp.arange(batch["x"].shape[0], dtype=jnp.float32)
     noise = jax.random.normal(batch["key"], ()) * 0
     total = (x * rows[:, None]).sum() + batch["wide"].sum() + (batch["table"] * scale).sum() + noise
+    total = total + (lengths * rows).sum()
     return {{"w": state["w"] + x.sum(), "n": state["n"] + 1}}, total, x.shape[0]
 def call(state, value):
-    # What is split along "data" comes in parts; the rest is whole on each process.
+    # What of a batch is split along "data" comes in parts; the rest is whole on each process.
     ours = [{{device.process_index for device in row}} for row in mesh.devices]
     rows = [number for number, processes in enumerate(ours) if RANK in processes]
     x = np.arange(8 * 3, dtype=np.float32).reshape(8, 3) * value
@@ -22,7 +23,7 @@ def call(state, value):
     mine = np.concatenate([x[i * per:(i + 1) * per] for i in rows])
     batch = {{"x": mine, "wide": np.ones((len(mine), 4), np.float32) if len(rows) else None,
              "table": jnp.ones((2, 4)), "key": jax.random.key(0)}}
-    return step(state, batch, 0.5)
+    return step(state, batch, 0.5, np.arange(8.0))  # No batch: whole, wherever a rule puts it.
 with sc.Session(mesh, rules=rules):
     state = {{"w": np.zeros((), np.float32), "n": 0}}
     for value in (1.0, 2.0, 3.0):
@@ -46,7 +47,7 @@ def test_the_whole_is_what_one_process_has(tmp_path, shape, count, devices):
 def test_a_call_like_the_one_before_does_not_read_its_state(tmp_path, passed):
     """Only its host arrays are looked at; the rest is JAX's dispatcher's affair."""
     script = """
-    @sc.step(carry="state")
+    @sc.step(carry="state", batch="batch")
     def step(state, batch):
         return [x + batch.sum() for x in state], batch.sum()
     def call(state, batch):
@@ -78,7 +79,7 @@ def test_a_call_like_the_one_before_does_not_read_its_state(tmp_path, passed):
 
 def test_what_does_not_divide_is_said(tmp_path):
     script = """
-    step = sc.step(lambda batch: batch.sum())
+    step = sc.step(lambda batch: batch.sum(), batch="batch")
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     with sc.Session(mesh):
         try:

@@ -15,7 +15,7 @@ def at_stage(event):
         die()
 if RANK == {victim}:
     sc.recorder.subscribe(at_stage)
-@sc.step(carry="state")
+@sc.step(carry="state", batch="batch")
 def train(state, batch):
     gradient = jax.grad(lambda w: ((batch["x"] @ w - batch["y"]) ** 2).mean())(state["w"])
     return dict(state, w=state["w"] - 0.1 * gradient), jnp.abs(gradient).sum()
@@ -23,7 +23,7 @@ generator = np.random.default_rng(RANK)
 batch = dict(x=generator.normal(size=(4, 8)).astype(np.float32), y=np.ones(4, np.float32))
 try:
     with sc.Session(mesh):
-        float(sc.step(lambda x: x.sum())(np.ones(2))) if {point!r} == "beside" else None
+        float(sc.step(lambda x: x.sum(), batch="x")(np.ones(2))) if {point!r} == "beside" else None
         if RANK == {victim} and {point!r} == "beside":
             time.sleep(0.5)
             die()
@@ -95,7 +95,7 @@ def test_again_and_again(tmp_path, point, victim, turn):
 
 SILENT = """
 from pathlib import Path
-@sc.step(carry="state")
+@sc.step(carry="state", batch="batch")
 def train(state, batch):
     return state + batch.sum(), batch.mean()
 if RANK == {victim}:
@@ -184,7 +184,7 @@ def test_what_was_saved_is_whole(tmp_path, point, victim):
 def test_a_pod_that_is_shut_down_is_not_lost(tmp_path):
     script = """
     with sc.Session(mesh):
-        say("result", float(sc.step(lambda batch: batch.sum())(np.ones(2))))
+        say("result", float(sc.step(lambda batch: batch.sum(), batch="batch")(np.ones(2))))
     jax.distributed.shutdown()
     time.sleep(1.5)
     say("still there")

@@ -15,7 +15,7 @@ SCRIPT = """
 import logging
 logging.basicConfig(level=logging.INFO, format="log %(message)s", stream=sys.stdout)
 {before}
-@sc.step(carry="state")
+@sc.step(carry="state", batch="batch")
 def train(state, batch):
     {inside}
     return state + batch.sum(), batch.mean()
@@ -128,7 +128,7 @@ def test_what_is_handed_out_is_taken_by_one_that_fails(tmp_path):
     script = """
     from stepcache.cluster import pod
     pod.PIECE_BYTES, pod._WINDOW = 256, 3
-    @sc.step
+    @sc.step(batch="batch")
     def step(batch):
         time.time()  # So that all have to trace it.
         if jax.process_index() == 1:
@@ -195,7 +195,7 @@ def test_the_ledger_compares_the_ranks(tmp_path, cache):
 
 def test_a_miss_and_an_explanation_name_the_ranks(tmp_path):
     script = """
-    step = sc.step(lambda batch: batch.sum())
+    step = sc.step(lambda batch: batch.sum(), batch="batch")
     with sc.Session(mesh):
         batch = np.ones(2, np.float32)
         told = step.explain(batch)

@@ -9,7 +9,7 @@ from tests.cluster.pods import run_pod, succeeded
 TRAINING = """
 import optax
 optimizer = optax.adam(1e-2)
-@sc.step(carry=("params", "moments"))
+@sc.step(carry=("params", "moments"), batch="batch")
 def train(params, moments, batch):
     def loss_of(p):
         return ((jnp.tanh(batch["x"] @ p["a"]) @ p["b"] - batch["y"]) ** 2).mean() + p["s"] ** 2

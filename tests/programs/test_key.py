@@ -9,18 +9,22 @@ from stepcache import jaxcompat
 from stepcache.programs.key import Key, diff_settings
 from stepcache.programs.recipe import Recipe
 from stepcache.programs.signature import read
-from stepcache.sharding import device_mesh, mesh_identity
+from stepcache.sharding import mesh_identity
 
 
 def f(x, n=0):
     return x
 
 
-def make(x=1.0, mesh=None, options=None, environment=None, fun=f) -> Key:
-    recipe = Recipe.of(fun, (), options or {})
+def make(x=1.0, mesh=None, options=None, environment=None, fun=f, **roles) -> Key:
+    recipe = Recipe.of(fun, options or {}, **roles)
     environment = jaxcompat.environment() if environment is None else environment
     signature = read(recipe.parameters, (x,), {}).signature
     return Key(recipe.identity, signature, mesh_identity(mesh), recipe.key_options, environment)
+
+
+def one_axis():
+    return jax.make_mesh((8,), ("data",))
 
 
 def test_equal_parts_make_equal_keys():
@@ -32,10 +36,12 @@ def test_each_part_makes_another_key():
     base = make()
     others = [
         make(np.ones(2)),
-        make(mesh=device_mesh()),
+        make(mesh=one_axis()),
         make(options={"donate_argnums": (0,)}),
         make(options={"static_argnames": "n"}),
         make(options={"compiler_options": {"a": 1}}),
+        make(carry=("x",)),
+        make(batch=("x",)),
         make(environment=(("jax_enable_x64", True),)),
         make(fun=lambda x: x),
     ]
@@ -57,7 +63,7 @@ def test_digests_do_not_run_parts_together(one, other):
 
 def test_settings_are_told_apart():
     before = make(environment=(("jax_enable_x64", False), ("gone", 1)))
-    after = make(environment=(("jax_enable_x64", True),), mesh=device_mesh())
+    after = make(environment=(("jax_enable_x64", True),), mesh=one_axis())
     told = {
         change.path: (change.part, change.before, change.after)
         for change in diff_settings(before, after)

@@ -24,7 +24,7 @@ from stepcache.programs.signature import (
 
 
 def parameters(fun, carry=(), **options):
-    return Recipe.of(fun, carry, options).parameters
+    return Recipe.of(fun, options, carry).parameters
 
 
 def signature(*args, **kwargs):

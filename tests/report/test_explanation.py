@@ -8,7 +8,7 @@ import stepcache as sc
 from stepcache.report.explanation import _tail, readable_bytes
 
 
-@sc.step(carry="state", static_argnames="train")
+@sc.step(carry="state", batch="batch", static_argnames="train")
 def train_step(state, batch, train=True):
     return state, batch["x"].sum()
 
@@ -22,8 +22,8 @@ def test_reads_as_a_table(mesh):
         text = str(train_step.explain(STATE, BATCH, train=False))
     assert text.splitlines()[0].startswith("train_step: miss.")
     assert "state/layers/0/kernel  × 3  float32[8,16]" in text
-    assert "host → P(None, 'model'), rule 'kernel'; moves 6.1 kB" in text
-    assert "batch/x" in text and "data axis 'data'" in text
+    assert "host → P(None, 'model'), carry, rule 'kernel'; moves 6.1 kB" in text
+    assert "batch/x" in text and "host → P('data'), batch, split along 'data'; moves" in text
     assert "5 leaves; mesh {'data': 4, 'model': 2}" in text
     assert "static: train=False" in text
     assert all(len(line) <= 100 for line in text.splitlines())

@@ -194,7 +194,7 @@ def test_a_recompile_that_is_forbidden(session):
 
 
 def test_an_argument_that_cannot_be_placed(mesh):
-    step = sc.step(lambda state, x: (add_one(state), x), carry="state")
+    step = sc.step(lambda state, x: (add_one(state), x), carry="state", batch="x")
     with sc.Session(mesh):
         variables = sc.Variables(tree())
         with unchanged(variables), pytest.raises(sc.PlacementError, match="x"):

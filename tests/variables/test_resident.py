@@ -78,9 +78,9 @@ def test_a_model_split_over_devices_gives_nearly_the_same(make, session):
 def check_a_loop(make, session, *, bits):
     train_step, tree = make()
     with session():
-        expected, outputs = train(sc.step(train_step, carry="state"), copied(tree))
+        expected, outputs = train(sc.step(train_step, carry="state", batch="x"), copied(tree))
         state = sc.Variables(tree, name="state")
-        step = sc.step(train_step, carry="state")
+        step = sc.step(train_step, carry="state", batch="x")
         after, outputs_of_variables = train(step, state)
         assert after is state and state.version == 4
         assert_same(expected, state.value, bits=bits)

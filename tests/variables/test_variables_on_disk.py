@@ -59,7 +59,7 @@ def live(tmp_path, source=SOURCE, make=tree, calls=2, session=None, look=None):
     sys.modules["life"] = module
     exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
     cache = sc.ProgramCache(tmp_path / "programs", verify="off")
-    with sc.Session(session, cache=cache, **({} if session else {"data_axis": None})):
+    with sc.Session(session, cache=cache):
         variables = sc.Variables(make())
         if look is not None:
             look(module.step, variables)
@@ -206,7 +206,7 @@ def test_explain_tells_before_and_after(tmp_path):
     assert step.stats().misses == 1, "explaining builds nothing"
     second, _ = live(tmp_path, look=look)
     assert not said[1].hit and "on disk" in str(said[1])
-    with sc.Session(cache=sc.ProgramCache(None), data_axis=None):
+    with sc.Session(cache=sc.ProgramCache(None)):
         variables = sc.Variables(tree(), name="table")
         second(variables, BATCH)
         explanation = second.explain(variables, BATCH)
@@ -227,7 +227,7 @@ def test_warm_in_a_second_life(tmp_path):
 def test_a_verified_program_agrees(tmp_path):
     live(tmp_path)
     cache = sc.ProgramCache(tmp_path / "programs", verify="before")
-    with sc.Session(cache=cache, data_axis=None):
+    with sc.Session(cache=cache):
         step = sys.modules["life"].step
         step.clear_cache()
         variables = sc.Variables(tree())
@@ -252,7 +252,7 @@ def test_variables_of_the_same_layout_share_a_place_in_a_call(tmp_path):
         module.__dict__.update(sc=sc, __file__=str(path))
         sys.modules["life"] = module
         exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
-        with sc.Session(cache=cache, data_axis=None):
+        with sc.Session(cache=cache):
             values = [sc.Variables({"w": np.full(2, 10.0**n, np.float32)}) for n in range(3)]
             _, difference = module.step(*(values[index] for index in order))
         cache.flush()

@@ -34,15 +34,16 @@ def run_all(plan):
 
 def run_one(jax, np, sc, cache, module):
     options = getattr(module, "options", {})
-    arguments = getattr(module, "arguments", (np.arange(1, 9, dtype=np.float32),))
+    usual = (np.arange(1, 9, dtype=np.float32),)
     keywords = getattr(module, "keywords", {})
     with sc.Session(cache=cache, **getattr(module, "session", {})):
         step = module.step
         if not isinstance(step, sc.step.__globals__["Step"]):
             step = sc.step(step, **options)
-        result = values(jax, np, step(*arguments, **keywords))
+        result = values(jax, np, step(*getattr(module, "arguments", usual), **keywords))
     stats, miss = step.stats(), step.last_miss
-    plain = {name: value for name, value in options.items() if name != "carry"}
+    plain = {name: value for name, value in options.items() if name not in ("carry", "batch")}
+    arguments = getattr(module, "arguments", usual)  # Once more: the step may have donated them.
     expected = jax.jit(step.__wrapped__, **plain)(*arguments, **keywords)
     return {
         "result": result,

@@ -826,6 +826,7 @@ DECLARED = [
         "session_data_axis",
         """
         session = {"mesh": mesh(devices, (4, 2), ("a", "b")), "data_axis": "«a¦b»"}
+        options = {"batch": "x"}
         def step(x): return x * 2
         """,
         "x",
