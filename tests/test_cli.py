@@ -103,6 +103,17 @@ def test_the_default_directory_is_that_of_the_cache(built, monkeypatch):
     assert run_json("cache", "ls")["directory"] == str(built)
 
 
+@pytest.mark.parametrize("command", [("cache", "ls"), ("cache", "verify"), ("doctor",)])
+def test_a_url_is_refused_and_makes_no_directory(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = run(*command, "--dir", "gs://bucket/programs", code=1)
+    assert "not supported here yet" in refused.output and "--dir" in refused.output
+    monkeypatch.setenv("STEPCACHE_DIR", "s3://bucket/programs")
+    refused = run(*command, code=1)
+    assert "s3://bucket/programs" in refused.output and "STEPCACHE_DIR" in refused.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_directory_that_others_can_write_is_refused(directory):
     directory.chmod(0o777)
     assert "chmod 700" in run("cache", "ls", "--dir", directory, code=1).output

@@ -655,6 +655,19 @@ def test_a_directory_that_others_may_write_is_not_used_and_nothing_fails(tmp_pat
         sc.ProgramCache(directory)
 
 
+@pytest.mark.parametrize("url", ["gs://bucket/programs", "file:///tmp/programs", "HDFS://a/b"])
+def test_a_url_as_the_directory_is_said_and_nothing_fails(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run_script(ONE_STEP, url)
+    assert done.stdout.split() == ["2.0", "2.0", "0"]
+    assert done.stderr.count("not kept on disk") == 1
+    assert url in done.stderr and "STEPCACHE_DIR" in done.stderr
+    for directory in (url, Path(url)):
+        with pytest.raises(sc.CacheDirectoryError, match="not supported here yet"):
+            sc.ProgramCache(directory)
+    assert not list(tmp_path.iterdir())
+
+
 def test_off_means_off(tmp_path):
     done = run_script(ONE_STEP + "print(step._engine.scope().cache.archive())", "off")
     assert done.stdout.split() == ["2.0", "2.0", "0", "None"]
