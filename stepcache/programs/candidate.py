@@ -51,7 +51,7 @@ class Used:
     attributes: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
     names: dict[str, list[str]] = field(default_factory=dict)
-    files: list[list[str]] = field(default_factory=list)
+    files: list[tuple[str, str, str]] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
 
 
@@ -109,7 +109,7 @@ class Candidate:
     devices: list[int]
     call: bytes
     tree: Any
-    captured: list[list[Any]]
+    captured: list[tuple[str, str, int]]
     seconds: dict[str, float]
     created_time: float
     outline: bytes = b""
@@ -187,7 +187,7 @@ class Publication:
             [positions[device] for device in storing.program_devices(self.run)],
             storing.pickle_call(self.run),
             self.traced.tree,
-            [[each.name, each.type, each.size_bytes] for each in self.captured],
+            [(each.name, each.type, each.size_bytes) for each in self.captured],
             dict(self.seconds),
             created_time,
             zlib.compress(self.outline().encode(), 1),
