@@ -29,7 +29,7 @@ from stepcache.programs.candidate import Candidate, digest_facts, unpack_candida
 from stepcache.programs.disk.entry import DamagedEntryError, Header, read_payload, store
 from stepcache.programs.disk.tier import DiskTier
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _MAGIC = b"stepbndl"
 _PREFIX = struct.Struct("<8sI")

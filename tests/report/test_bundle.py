@@ -217,8 +217,8 @@ def test_what_is_no_bundle(tmp_path):
     path.write_text("hello, " * 100)
     with pytest.raises(moving.BundleError, match="not a bundle of stepcache"):
         take(path, tmp_path / "other", trust=True)
-    path.write_bytes(b"stepbndl" + struct.pack("<I", 2) + b"\0" * 200)
-    with pytest.raises(moving.BundleError, match="format 2; this stepcache reads 1"):
+    path.write_bytes(b"stepbndl" + struct.pack("<I", 1) + b"\0" * 200)
+    with pytest.raises(moving.BundleError, match="format 1; this stepcache reads 2"):
         take(path, tmp_path / "other", trust=True)
     assert not (tmp_path / "other").exists()
     run("cache", "import", tmp_path / "missing", "--dir", tmp_path / "other", code=2)
@@ -280,6 +280,7 @@ def test_a_forged_manifest_is_refused(built, tmp_path, name):
 
 
 SPOILED = {
+    "no format": lambda packed: 1,
     "no list": lambda packed: {"a": 1},
     "no candidates": lambda packed: [],
     "facts of another": lambda packed: [{**packed[0], "facts": "0" * 64}],
@@ -305,8 +306,9 @@ def using(packed, **changes):
 def test_a_forged_step_is_refused(directory, tmp_path, name):
     tier = DiskTier(directory)
     entry = next(iter(tier.entries("step")))
-    packed = msgpack.unpackb(tier.peek("step", entry.digest)[1], strict_map_key=False)
-    payload = msgpack.packb(SPOILED[name](packed))
+    data = msgpack.unpackb(tier.peek("step", entry.digest)[1], strict_map_key=False)
+    spoiled = SPOILED[name](data["candidates"])
+    payload = msgpack.packb({**data, "candidates": spoiled} if spoiled != 1 else spoiled)
     tier.publish("step", entry.digest, entry.header or {}, payload or b"")
     path, other = tmp_path / "forged.bundle", tmp_path / "other"
     forge(directory, path, list)
