@@ -657,7 +657,9 @@ def test_a_directory_that_others_may_write_is_not_used_and_nothing_fails(tmp_pat
 
 @pytest.mark.parametrize("url", ["gs://bucket/programs", "file:///tmp/programs", "HDFS://a/b"])
 def test_a_url_as_the_directory_is_said_and_nothing_fails(url, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
     done = run_script(ONE_STEP, url)
     assert done.stdout.split() == ["2.0", "2.0", "0"]
     assert done.stderr.count("not kept on disk") == 1
@@ -665,7 +667,7 @@ def test_a_url_as_the_directory_is_said_and_nothing_fails(url, tmp_path, monkeyp
     for directory in (url, Path(url)):
         with pytest.raises(sc.CacheDirectoryError, match="not supported here yet"):
             sc.ProgramCache(directory)
-    assert not list(tmp_path.iterdir())
+    assert not list(empty.iterdir())
 
 
 def test_off_means_off(tmp_path):

@@ -148,11 +148,13 @@ def test_what_is_no_checkpoint_is_refused(damage, tmp_path):
 
 @pytest.mark.parametrize("url", ["gs://bucket/state", "s3://bucket", "file:///tmp/state"])
 def test_a_url_is_refused_and_makes_no_directory(url, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
     variables = sc.Variables({"w": np.ones(3)})
     for use in (variables.save, variables.restore):
         with pytest.raises(sc.VariablesError, match="not supported here yet") as raised:
             use(url)
         assert raised.value.got == url
-    assert not list(tmp_path.iterdir())
+    assert not list(empty.iterdir())
     assert variables.value["w"][0] == 1
