@@ -52,7 +52,7 @@ def built(tmp_path_factory):
 @pytest.fixture
 def directory(built, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return Path(shutil.copytree(built, tmp_path / "programs"))
+    return Path(shutil.copytree(built, tmp_path / "spoiled"))
 
 
 def spoil(directory, change):
