@@ -24,7 +24,7 @@ import click
 from rich.console import RenderableType
 
 from stepcache.cluster.launch import GRACE_SECONDS, launch
-from stepcache.errors import StepCacheError
+from stepcache.errors import CacheDirectoryError, StepCacheError, refuse_url
 from stepcache.programs.archive import Archive, open_archive
 from stepcache.programs.cache import default_directory
 from stepcache.programs.disk.tier import EntryInfo
@@ -109,6 +109,8 @@ def _command(group: click.Group, name: str, **settings: Any) -> Callable:
         def run(directory: Path | None, as_json: bool, **options: Any) -> None:
             output = Output(as_json)
             try:
+                if directory is not None:
+                    refuse_url(directory, CacheDirectoryError, "--dir")
                 function(output, directory or _default_directory(), **options)
             except moving.ForeignBundleError as error:
                 parts = [asdict(part) for part in error.parts]

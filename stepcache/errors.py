@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 
@@ -52,7 +53,7 @@ class CarryError(StepCacheError, TypeError):
 
 
 class CacheDirectoryError(StepCacheError):
-    """The directory of the program cache could be changed by others, who could put code there."""
+    """The directory of the program cache is a URL, or one where others could put code."""
 
 
 class StaleProgramError(StepCacheError, RuntimeError):
@@ -160,6 +161,37 @@ def warn(message: str, category: type[StepCacheWarning]) -> None:
     ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+# `pathlib` and a shell's completion make one slash of two.
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+
+
+def refuse_url(place: str | os.PathLike, error: type[StepCacheError], where: str) -> None:
+    """Refuses a URL where only a directory of a file system is supported.
+
+    Args:
+        place: what the user gave as a directory.
+        error: the class of the error.
+        where: the option or variable that it was given in.
+
+    Raises:
+        StepCacheError: of the class `error`: it is a URL. Used as a path, it would make a directory
+            such as `gs:` in the working directory.
+    """
+    text = os.fsdecode(place)
+    if not _URL.match(text):
+        return
+    raise error(
+        "URLs, such as those of object stores, are not supported here yet",
+        where=where,
+        expected="the path of a directory",
+        got=text,
+        hint="leave out file://"
+        if text.lower().startswith("file:")
+        else "name a directory of a local or mounted file system, and copy it to or from the "
+        "object store with that store's own tools",
+    )
 
 
 def first_line(error: BaseException | None) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 import jax.numpy as jnp
+import msgpack
 import pytest
 from click.testing import CliRunner
 
@@ -101,6 +102,19 @@ def test_off_is_said(monkeypatch):
 def test_the_default_directory_is_that_of_the_cache(built, monkeypatch):
     monkeypatch.setenv("STEPCACHE_DIR", str(built))
     assert run_json("cache", "ls")["directory"] == str(built)
+
+
+@pytest.mark.parametrize("command", [("cache", "ls"), ("cache", "verify"), ("doctor",)])
+def test_a_url_is_refused_and_makes_no_directory(command, tmp_path, monkeypatch):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    refused = run(*command, "--dir", "gs://bucket/programs", code=1)
+    assert "not supported here yet" in refused.output and "--dir" in refused.output
+    monkeypatch.setenv("STEPCACHE_DIR", "s3://bucket/programs")
+    refused = run(*command, code=1)
+    assert "s3://bucket/programs" in refused.output and "STEPCACHE_DIR" in refused.output
+    assert not list(empty.iterdir())
 
 
 def test_a_directory_that_others_can_write_is_refused(directory):
@@ -226,7 +240,10 @@ def test_verify_finds_damage_and_puts_it_away(directory):
     assert "none is damaged" in run("cache", "verify", "--dir", directory).stdout
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\x01\x02", b"\x91\x80"])
+EMPTY_BUILD = msgpack.packb({"format": 2, "candidates": [{}]})
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\x01\x02", EMPTY_BUILD])
 def test_verify_unpacks_steps(directory, payload):
     DiskTier(directory).publish("step", "ab" * 32, {"label": "model.py:odd"}, payload)
     result = run("cache", "verify", "--dir", directory, code=1)

@@ -20,7 +20,13 @@ from typing import Any, Literal, Protocol
 import platformdirs
 
 from stepcache import jaxcompat
-from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
+from stepcache.errors import (
+    CacheDirectoryError,
+    OptionError,
+    StepCacheWarning,
+    refuse_url,
+    warn,
+)
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, open_archive
 from stepcache.programs.build import Program
@@ -103,7 +109,7 @@ class ProgramCache:
 
     Raises:
         OptionError: a bound that is not positive, or an unknown `verify`.
-        CacheDirectoryError: others can write to `directory`.
+        CacheDirectoryError: `directory` is a URL, or others can write to it.
 
     A cache may serve any number of sessions, threads and processes. For one key there is one build
     in a process: callers that come while it runs wait for it. A build that fails is not cached, and
@@ -273,14 +279,16 @@ class ProgramCache:
 def _open_archive(
     directory: Any, max_bytes: int, verify: str, min_build_seconds: float
 ) -> Archive | None:
+    if directory is not None and directory is not USER_DIRECTORY:
+        refuse_url(directory, CacheDirectoryError, "ProgramCache(directory)")
     if directory is None or not storing.CAN_STORE:
         return None
     if directory is not USER_DIRECTORY:
         return open_archive(Path(directory), max_bytes, verify, min_build_seconds)
-    path = default_directory()
-    if path is None:
-        return None
     try:
+        path = default_directory()
+        if path is None:
+            return None
         return open_archive(path, max_bytes, verify, min_build_seconds)
     except CacheDirectoryError as error:
         warn(f"Programs are not kept on disk: {error}", StepCacheWarning)
@@ -288,10 +296,15 @@ def _open_archive(
 
 
 def default_directory() -> Path | None:
-    """Where programs are kept unless a cache is told otherwise; None for nowhere."""
+    """Where programs are kept unless a cache is told otherwise; None for nowhere.
+
+    Raises:
+        CacheDirectoryError: `STEPCACHE_DIR` is a URL.
+    """
     asked = os.environ.get("STEPCACHE_DIR", "")
     if asked.lower() == "off":
         return None
+    refuse_url(asked, CacheDirectoryError, "STEPCACHE_DIR")
     return Path(asked).expanduser() if asked else platformdirs.user_cache_path("stepcache")
 
 

@@ -10,7 +10,7 @@ import hashlib
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from stepcache.events import Captured, Change
@@ -18,6 +18,7 @@ from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs import plain
 from stepcache.programs.fingerprint.installed_packages import LATE
 
+_FORMAT = 2  # Of the payload of a step's entry.
 _MAX_CHANGES = 64
 
 
@@ -52,7 +53,7 @@ class Used:
     attributes: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
     names: dict[str, list[str]] = field(default_factory=dict)
-    files: list[list[str]] = field(default_factory=list)
+    files: list[tuple[str, str, str]] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
 
 
@@ -73,7 +74,7 @@ class Traced:
     unvouched: tuple[str, ...] = ()
 
     def packed(self) -> dict[str, Any]:
-        return asdict(self)
+        return _packed(self)
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> Traced:
@@ -108,15 +109,15 @@ class Candidate:
     told: dict[str, str]
     used: Used
     devices: list[int]
-    call: bytes
+    call: dict[str, Any]
     tree: Any
-    captured: list[list[Any]]
+    captured: list[tuple[str, str, int]]
     seconds: dict[str, float]
     created_time: float
     outline: bytes = b""
 
     def packed(self) -> dict[str, Any]:
-        return asdict(self)
+        return _packed(self)
 
     @property
     def traced(self) -> Traced:
@@ -186,13 +187,19 @@ class Publication:
             self.traced.facts,
             self.traced.used,
             [positions[device] for device in storing.program_devices(self.run)],
-            storing.pickle_call(self.run),
+            storing.describe_call(self.run),
             self.traced.tree,
-            [[each.name, each.type, each.size_bytes] for each in self.captured],
+            [(each.name, each.type, each.size_bytes) for each in self.captured],
             dict(self.seconds),
             created_time,
             zlib.compress(self.outline().encode(), 1),
         )
+
+
+def _packed(build: Traced | Candidate) -> dict[str, Any]:
+    """Fields by name. `asdict` would copy, and by recursion, what may be large and deep."""
+    packed = {each.name: getattr(build, each.name) for each in fields(build)}
+    return packed | {"used": asdict(build.used)}
 
 
 # ---- stored and read back ---------------------------------------------------------------------
@@ -206,20 +213,21 @@ def pack_candidates(label: str, candidates: Sequence[Candidate]) -> tuple[dict[s
         "seconds": [round(sum(each.seconds.values()), 4) for each in candidates],
         "built": [each.created_time for each in candidates],
     }
-    return about, plain.pack([each.packed() for each in candidates])
+    packed = [each.packed() for each in candidates]
+    return about, plain.pack({"format": _FORMAT, "candidates": packed})
 
 
 def unpack_candidates(payload: bytes) -> list[Candidate]:
-    """The candidates in the payload of a step's entry.
+    """The candidates in the payload of a step's entry; none where its format is another one.
 
     Raises:
         ValueError: it is malformed.
     """
     try:
         data = plain.unpack(payload)
-        if not isinstance(data, list):
-            raise ValueError("it is not a list")
-        return [Candidate.unpacked(each) for each in data]
+        if isinstance(data, list) or data["format"] != _FORMAT:  # The first format was a list.
+            return []
+        return [Candidate.unpacked(each) for each in data["candidates"]]
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 

@@ -133,12 +133,12 @@ class Question:
                 blames.append(f"{where}: the trace went through it, but nothing known leads to it")
         return tuple(blames)
 
-    def _file_name(self, path: str) -> list[str]:
+    def _file_name(self, path: str) -> tuple[str, str, str]:
         if not Path(path).is_absolute():
-            return ["directory", path, path]
+            return "directory", path, path
         if self._root and path.startswith(self._root + os.sep):
-            return ["source", os.path.relpath(path, self._root), path]
-        return ["absolute", path, path]
+            return "source", os.path.relpath(path, self._root), path
+        return "absolute", path, path
 
     def _content(self, base: str, path: str, original: str) -> str:
         """The content of a file, wherever this process would look for it.

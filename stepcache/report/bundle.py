@@ -29,7 +29,7 @@ from stepcache.programs.candidate import Candidate, digest_facts, unpack_candida
 from stepcache.programs.disk.entry import DamagedEntryError, Header, read_payload, store
 from stepcache.programs.disk.tier import DiskTier
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _MAGIC = b"stepbndl"
 _PREFIX = struct.Struct("<8sI")
@@ -238,26 +238,8 @@ def _step(header: Header, payload: bytes) -> BundledStep:
 
 def _makes_sense(candidate: Candidate) -> bool:
     """Whether everything in a candidate is of the kind it should be."""
-    used, numbers = candidate.used, (int, float)
     return (
-        isinstance(candidate.program, str)
-        and _texts(candidate.told)
+        plain.fits(candidate, Candidate)
         and digest_facts(candidate.told) == candidate.facts
-        and all(map(_texts, (used.attributes, used.modules, used.variables, *used.files)))
-        and all(len(each) == 2 for each in used.files)
-        and isinstance(candidate.devices, list)
-        and all(type(each) is int and each >= 0 for each in candidate.devices)
-        and isinstance(candidate.call, bytes)
-        and isinstance(candidate.outline, bytes)
-        and isinstance(candidate.captured, list)
-        and all(isinstance(each, list) and len(each) == 3 for each in candidate.captured)
-        and isinstance(candidate.seconds, dict)
-        and all(isinstance(each, numbers) for each in candidate.seconds.values())
-        and isinstance(candidate.created_time, numbers)
+        and min(candidate.devices, default=0) >= 0
     )
-
-
-def _texts(values: Any) -> bool:
-    if isinstance(values, dict):
-        return _texts(list(values)) and _texts(list(values.values()))
-    return isinstance(values, list) and all(isinstance(each, str) for each in values)

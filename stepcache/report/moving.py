@@ -161,9 +161,14 @@ def _chosen_steps(
             left_out.append(f"step {entry.digest[:12]}: {why}")
             continue
         try:
-            yield BundledStep(entry.digest, label_of(entry), unpack_candidates(payload))
+            candidates = unpack_candidates(payload)
         except ValueError as error:
             left_out.append(f"{label_of(entry)}: it is malformed: {error}")
+            continue
+        if candidates:
+            yield BundledStep(entry.digest, label_of(entry), candidates)
+        else:
+            left_out.append(f"{label_of(entry)}: another version of stepcache stored it")
 
 
 def take(

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from stepcache.errors import VariablesError, first_line
+from stepcache.errors import VariablesError, first_line, refuse_url
 from stepcache.sharding import current_company
 from stepcache.variables.describing import joined
 from stepcache.variables.packing import Slot
@@ -33,6 +33,9 @@ def save(
         slots: what the leaves are.
         leaves: arrays, in the same order.
         version: of the value.
+
+    Raises:
+        VariablesError: `directory` is a URL.
     """
     company = current_company()
     write = functools.partial(_write, _path(directory), slots, leaves, version)
@@ -89,7 +92,8 @@ def restore(directory: str | os.PathLike, slots: Sequence[Slot], name: str) -> t
         Arrays in the order of `slots`, and the version; of random keys, their data.
 
     Raises:
-        VariablesError: there is nothing to read, or a leaf is missing, new, or of another type.
+        VariablesError: `directory` is a URL, there is nothing to read, or a leaf is missing, new,
+            or of another type.
     """
     path = _path(directory)
     if not path.exists() and _beside(path, _OLD).exists():  # A save was cut off between two names.
@@ -174,4 +178,5 @@ def _about(slot: Slot) -> list[Any]:
 
 
 def _path(directory: str | os.PathLike) -> Path:
+    refuse_url(directory, VariablesError, "directory")
     return Path(directory).expanduser().absolute()

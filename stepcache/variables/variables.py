@@ -178,6 +178,9 @@ class Variables:
 
         Args:
             directory: where to; what is there is replaced when all is written.
+
+        Raises:
+            VariablesError: `directory` is a URL.
         """
         with self.lock:
             version, value = self.version, self.value
@@ -196,7 +199,8 @@ class Variables:
                 here, whichever is later: versions never go back.
 
         Raises:
-            VariablesError: there is nothing to read, or a leaf is missing, new, or of another type.
+            VariablesError: `directory` is a URL, there is nothing to read, or a leaf is missing,
+                new, or of another type.
         """
         check_not_tracing("variables cannot be restored", self.name)
         with self.lock:

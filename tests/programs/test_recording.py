@@ -252,3 +252,26 @@ def test_what_the_garbage_collector_calls_is_not_the_traces():
         assert len(kept) and gc.isenabled() and callback.__code__ not in recording.codes
     finally:
         gc.callbacks.remove(callback)
+
+
+def test_import_hooks_are_not_the_traces(monkeypatch):
+    """As setuptools puts one there, and each editable install."""
+
+    def missing():
+        return None
+
+    class Hook:
+        def find_spec(self, name, path, target=None):
+            return missing()
+
+    monkeypatch.setattr(sys, "meta_path", [Hook(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "this_too", raising=False)
+    with Recording() as recording:
+        with pytest.raises(ImportError):
+            import this_too  # noqa: F401  # type: ignore[reportMissingImports]
+        outer(1)
+    codes = {Hook.find_spec.__code__, missing.__code__}
+    assert not codes & recording.codes and outer.__code__ in recording.codes
+    with Recording() as recording:
+        Hook().find_spec("a", None)
+    assert codes <= recording.codes

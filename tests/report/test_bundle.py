@@ -217,8 +217,8 @@ def test_what_is_no_bundle(tmp_path):
     path.write_text("hello, " * 100)
     with pytest.raises(moving.BundleError, match="not a bundle of stepcache"):
         take(path, tmp_path / "other", trust=True)
-    path.write_bytes(b"stepbndl" + struct.pack("<I", 2) + b"\0" * 200)
-    with pytest.raises(moving.BundleError, match="format 2; this stepcache reads 1"):
+    path.write_bytes(b"stepbndl" + struct.pack("<I", 1) + b"\0" * 200)
+    with pytest.raises(moving.BundleError, match="format 1; this stepcache reads 2"):
         take(path, tmp_path / "other", trust=True)
     assert not (tmp_path / "other").exists()
     run("cache", "import", tmp_path / "missing", "--dir", tmp_path / "other", code=2)
@@ -280,24 +280,35 @@ def test_a_forged_manifest_is_refused(built, tmp_path, name):
 
 
 SPOILED = {
+    "no format": lambda packed: 1,
     "no list": lambda packed: {"a": 1},
     "no candidates": lambda packed: [],
     "facts of another": lambda packed: [{**packed[0], "facts": "0" * 64}],
     "a device that is none": lambda packed: [{**packed[0], "devices": ["0"]}],
     "no bytes": lambda packed: [{**packed[0], "call": "text"}],
     "more fields": lambda packed: [{**packed[0], "run": "rm"}],
-    "a file that is none": lambda packed: [
-        {**packed[0], "used": {**packed[0]["used"], "files": ["/etc/passwd"]}}
-    ],
+    "a file that is none": lambda packed: using(packed, files=["/etc/passwd"]),
+    "a file of two texts": lambda packed: using(packed, files=[["source", "a"]]),
+    "a file of a number": lambda packed: using(packed, files=[["source", "a", 1]]),
+    "names that are no lists": lambda packed: using(packed, names={"os": "path"}),
+    "a module that is none": lambda packed: using(packed, modules=[b"os"]),
+    "a negative device": lambda packed: [{**packed[0], "devices": [-1]}],
+    "a time that is none": lambda packed: [{**packed[0], "created_time": "now"}],
+    "an array that is none": lambda packed: [{**packed[0], "captured": [["a", "f32[]"]]}],
 }
+
+
+def using(packed, **changes):
+    return [{**packed[0], "used": {**packed[0]["used"], **changes}}]
 
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_forged_step_is_refused(directory, tmp_path, name):
     tier = DiskTier(directory)
     entry = next(iter(tier.entries("step")))
-    packed = msgpack.unpackb(tier.peek("step", entry.digest)[1], strict_map_key=False)
-    payload = msgpack.packb(SPOILED[name](packed))
+    data = msgpack.unpackb(tier.peek("step", entry.digest)[1], strict_map_key=False)
+    spoiled = SPOILED[name](data["candidates"])
+    payload = msgpack.packb({**data, "candidates": spoiled} if spoiled != 1 else spoiled)
     tier.publish("step", entry.digest, entry.header or {}, payload or b"")
     path, other = tmp_path / "forged.bundle", tmp_path / "other"
     forge(directory, path, list)
@@ -438,3 +449,123 @@ def test_another_directory_starts_without_a_trace(tmp_path):
     warm = train(there)
     assert (warm["traces"], warm["loads"]) == (0, 1), warm["why"]
     assert warm["loss"] == cold["loss"]
+
+
+KINDS = """
+import json, os, sys, warnings
+from pathlib import Path
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import stepcache as sc
+from jax.sharding import AxisType, PartitionSpec as P
+
+sys.path.insert(0, str(Path(__file__).parent / "site-packages"))
+import finders
+Path("relative.txt").write_text("3.0")
+
+@sc.step
+def reads_a_file_beside_the_source(x):
+    return x * float(Path(__file__).with_name("scale.txt").read_text())
+
+@sc.step
+def reads_a_relative_file(x):
+    return x * float(Path("relative.txt").read_text())
+
+@sc.step
+def reads_a_file_elsewhere(x):
+    return x * float(Path(os.environ["ELSEWHERE"]).read_text())
+
+@sc.step
+def reads_the_environment(x):
+    return x * float(os.environ["RATE"])
+
+@sc.step
+def imports(x):
+    import turtledemo
+    return x + len(turtledemo.__name__)
+
+@sc.step(static_argnames=("train",), carry="state")
+def train(state, batch, train=True):
+    grads = jax.grad(lambda s: ((s["w"] * batch) ** 2).mean())(state)
+    updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(state))
+    return optax.apply_updates(state, updates), grads["w"].sum() if train else None
+
+big = jnp.arange(4096.0)
+
+@sc.step
+def captures(x):
+    return jax.random.key(0), x + big.sum()
+
+@sc.step
+def same(x):
+    return x
+
+cache = sc.ProgramCache(sys.argv[1], verify="off")
+mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+steps = [reads_a_file_beside_the_source, reads_a_relative_file, reads_a_file_elsewhere]
+steps += [reads_the_environment, imports, captures]
+with sc.Session(cache=cache):
+    for step in steps:
+        step(jnp.ones(4))
+    train({"w": jnp.ones(4)}, jnp.arange(4.0))
+with sc.Session(mesh, cache=cache):
+    same(np.ones(4, np.float16))
+cache.flush()
+told = {step.__name__: [step.stats().traces, str(step.last_miss)] for step in (*steps, train, same)}
+print(json.dumps(told))
+"""
+
+FINDERS = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        return getattr(self, "another_" + name, lambda: None)()
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_steps_of_every_kind_move_to_another_directory(tmp_path):
+    """Without a trace there, whatever the trace read here; import hooks are not part of it."""
+    script, elsewhere = tmp_path / "train.py", tmp_path / "elsewhere.txt"
+    script.write_text(KINDS)
+    (tmp_path / "scale.txt").write_text("2.0")
+    elsewhere.write_text("5.0")
+    site = tmp_path / "site-packages"
+    (site / "finders-1.0.dist-info").mkdir(parents=True)
+    (site / "finders-1.0.dist-info" / "METADATA").write_text("Name: finders\nVersion: 1.0\n")
+    (site / "finders.py").write_text(FINDERS)
+    variables = {**os.environ, "STEPCACHE_DIR": "off", "JAX_PLATFORMS": "cpu", "RATE": "2"}
+    variables["ELSEWHERE"] = str(elsewhere)
+    variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+    def run_python(*arguments):
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            env=variables,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "a.bundle"
+    cold = json.loads(run_python(script, here))
+    assert all(traces == 1 for traces, _ in cold.values())
+    run_python("-m", "stepcache.cli", "cache", "export", file, "--dir", here)
+    shutil.rmtree(site)
+    site.mkdir()
+    (site / "finders.py").write_text("")
+    found = run_python(
+        *("-m", "stepcache.cli", "cache", "import", file, "--trust", "--json", "--dir", there)
+    )
+    assert not json.loads(found)["foreign"]
+    assert len(json.loads(found)["steps"]) == len(cold)
+    warm = json.loads(run_python(script, there))
+    assert {name: traces for name, (traces, _) in warm.items()} == dict.fromkeys(cold, 0), warm

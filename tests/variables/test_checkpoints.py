@@ -144,3 +144,17 @@ def test_what_is_no_checkpoint_is_refused(damage, tmp_path):
         variables.restore(directory)
     assert variables.version == 1
     np.testing.assert_array_equal(variables.value["w"], 1.0)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/state", "s3://bucket", "file:///tmp/state"])
+def test_a_url_is_refused_and_makes_no_directory(url, tmp_path, monkeypatch):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    variables = sc.Variables({"w": np.ones(3)})
+    for use in (variables.save, variables.restore):
+        with pytest.raises(sc.VariablesError, match="not supported here yet") as raised:
+            use(url)
+        assert raised.value.got == url
+    assert not list(empty.iterdir())
+    assert variables.value["w"][0] == 1

@@ -135,11 +135,33 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
             return True
-    if origin_of_file(code.co_filename) == USER and _is_bystander(frame):
+    origin = origin_of_file(code.co_filename)
+    if origin != PYTHON and _is_import_hook(frame):
+        return False
+    if origin == USER and _is_bystander(frame):
         return False
     for recording in _current():
         recording.codes.add(code)
     return True
+
+
+_FINDING = frozenset(("_find_spec", "_get_spec", "_path_hooks"))
+
+
+def _is_import_hook(frame: FrameType) -> bool:
+    """Whether Python's import system asked this code for a module, as it asks all of its hooks.
+
+    A hook does not depend on what is imported: setuptools' is asked wherever setuptools is
+    installed.
+    """
+    caller, filename = frame.f_back, frame.f_code.co_filename
+    while caller is not None and caller.f_code.co_filename == filename:
+        caller = caller.f_back
+    return (
+        caller is not None
+        and caller.f_code.co_name in _FINDING
+        and caller.f_code.co_filename.startswith("<frozen importlib")
+    )
 
 
 def _note_variables(code: CodeType, frame: FrameType) -> None:

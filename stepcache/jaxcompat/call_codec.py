@@ -1,0 +1,390 @@
+"""What JAX knows of a program's arguments and results, as plain data, and back.
+
+Types, shardings, layouts and arrays are written as numbers, texts, bytes and lists of these, each
+kind by a function of its own. Reading them back calls the constructors named here, and no others,
+so the data can describe arrays and nothing else. Devices are positions among those of the program.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from stepcache.jaxcompat.private import PRIVATE_API
+
+if PRIVATE_API:
+    from jax._src import core
+    from jax._src import layout as layout_lib
+    from jax._src import mesh as mesh_lib
+    from jax._src import partition_spec as spec_lib
+
+    CAN_DESCRIBE = (
+        hasattr(core, "ManualAxisType")
+        and hasattr(core, "MemorySpace")
+        and hasattr(layout_lib, "AutoLayout")
+        and hasattr(layout_lib, "Layout")
+        and hasattr(mesh_lib, "AbstractDevice")
+    )
+else:
+    CAN_DESCRIBE = False
+
+_UNCONSTRAINED = True  # No axis of a mesh is named so.
+_AVALS = ("input_avals", "output_avals")
+_SHARDINGS = ("input_shardings", "output_shardings")
+_LAYOUTS = ("xla_in_layouts", "dispatch_in_layouts", "xla_out_layouts")
+_LISTS = (*_AVALS, *_SHARDINGS, *_LAYOUTS)
+FIELDS = (*_LISTS, "committed", "name", "kept_var_idx")
+
+
+class NotStorable(Exception):
+    """A program that cannot be kept outside its process, with the reason as its text."""
+
+
+class _Table:
+    """Equal values are written once, and referred to by number."""
+
+    def __init__(self, write: Callable[[Any], Any]):
+        self.rows: list[Any] = []
+        self._write, self._numbers = write, {}
+
+    def number(self, value: Any) -> int:
+        key = (type(value), value)
+        number = self._numbers.get(key)
+        if number is None:
+            self.rows.append(self._write(value))
+            number = self._numbers[key] = len(self.rows) - 1
+        return number
+
+    def numbers(self, values: Sequence[Any]) -> list[int]:
+        return [self.number(value) for value in values]
+
+
+def encode_call(
+    call: dict[str, Any], const_args: Sequence[np.ndarray], devices: Sequence[Any]
+) -> dict[str, Any]:
+    """The description of a call as plain data.
+
+    Args:
+        call: the `FIELDS` of JAX's executable.
+        const_args: the arrays that the program is given beside its arguments.
+        devices: of the program, in order.
+
+    Raises:
+        NotStorable: a part of it is of a kind that is not known here.
+    """
+    positions = {device: position for position, device in enumerate(devices)}
+    meshes = _Table(functools.partial(_encode_mesh, positions=positions))
+    avals = _Table(functools.partial(_encode_aval, meshes=meshes))
+    shardings = _Table(functools.partial(_encode_sharding, meshes=meshes))
+    layouts = _Table(_encode_layout)
+    data: dict[str, Any] = {}
+    for names, table in ((_AVALS, avals), (_SHARDINGS, shardings), (_LAYOUTS, layouts)):
+        data |= {name: table.numbers(call[name]) for name in names}
+    data["meshes"], data["avals"] = meshes.rows, avals.rows
+    data["shardings"], data["layouts"] = shardings.rows, layouts.rows
+    data["committed"], data["name"] = bool(call["committed"]), str(call["name"])
+    data["kept_var_idx"] = sorted(call["kept_var_idx"])
+    data["const_args"] = [encode_array(each) for each in const_args]
+    read, _ = decode_call(data, devices)
+    for name in FIELDS:
+        if read[name] != (list(call[name]) if name in _LISTS else call[name]):
+            raise NotStorable(f"its {name} would be read back as something else")
+    return data
+
+
+def decode_call(
+    data: dict[str, Any], devices: Sequence[Any]
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Reads what `encode_call` wrote, for a program on these devices.
+
+    Returns:
+        `FIELDS`, and the arrays.
+
+    Raises:
+        ValueError, TypeError, KeyError, IndexError: it is malformed.
+    """
+    meshes = [_decode_mesh(row, devices) for row in data["meshes"]]
+    tables = (
+        (_AVALS, [_decode_aval(row, meshes) for row in data["avals"]]),
+        (_SHARDINGS, [_decode_sharding(row, meshes, devices) for row in data["shardings"]]),
+        (_LAYOUTS, [_decode_layout(row) for row in data["layouts"]]),
+    )
+    call: dict[str, Any] = {}
+    for names, table in tables:
+        for name in names:
+            numbers = data[name]
+            if numbers and not 0 <= min(numbers) <= max(numbers) < len(table):
+                raise ValueError(f"{name} refer to what is not there")
+            call[name] = [table[number] for number in numbers]
+    for part in ("in", "out"):
+        if (
+            len({len(call[name]) for name in _LISTS if f"{part}put" in name or f"_{part}_" in name})
+            > 1
+        ):
+            raise ValueError(f"some of the {part}puts are not described to the end")
+    call["committed"], call["name"] = _of(bool, data["committed"]), _of(str, data["name"])
+    call["kept_var_idx"] = set(_sizes(data["kept_var_idx"]))
+    return call, [decode_array(each) for each in data["const_args"]]
+
+
+# ---- checks -----------------------------------------------------------------------------------
+
+
+def _of(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {value!r:.80}")
+    return value
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    return tuple(_of(str, value) for value in _of(list, values))
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    for value in _of(list, values):
+        if type(value) is not int or value < 0:
+            raise ValueError(f"expected a size, got {value!r:.80}")
+    return tuple(values)
+
+
+def _at(values: Sequence[Any], position: Any) -> Any:
+    if type(position) is not int or position < 0:
+        raise ValueError(f"expected a position, got {position!r:.80}")
+    return values[position]
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else _of(str, value)
+
+
+def _known(value: Any, kinds: type | tuple[type, ...], what: str) -> Any:
+    if not isinstance(value, kinds):
+        raise NotStorable(f"it has {what} of the kind {type(value).__name__}: {value!r:.80}")
+    return value
+
+
+# ---- types ------------------------------------------------------------------------------------
+
+
+SCALAR_TYPE = type(jnp.float32)
+
+
+@functools.cache
+def _dtypes() -> dict[str, np.dtype]:
+    """The types of elements, by name."""
+    scalars = {each.dtype for each in vars(jnp).values() if isinstance(each, SCALAR_TYPE)}
+    return {"float0": jax.dtypes.float0} | {dtype.name: dtype for dtype in scalars}
+
+
+def generators() -> dict[str, Any]:
+    """The implementations of random keys, by name."""
+    return getattr(_random_keys(), "prngs", {})
+
+
+def _random_keys() -> Any:
+    """JAX's module of random keys."""
+    places = (sys.modules.get(name) for name in ("jax._src.random.prng", "jax._src.prng"))
+    return next((module for module in places if hasattr(module, "prngs")), None)
+
+
+def encode_dtype(dtype: Any) -> Any:
+    """A type of elements: its name, or that of the generator of a random key.
+
+    Raises:
+        NotStorable: it is none of JAX's own.
+    """
+    if isinstance(dtype, np.dtype):
+        name = "float0" if dtype == jax.dtypes.float0 else dtype.name
+        if _dtypes().get(name) == dtype:
+            return name
+    elif isinstance(dtype, getattr(_random_keys(), "KeyTy", ())):
+        name = dtype._impl.name
+        if generators().get(name) is dtype._impl:
+            return ["key", name]
+    raise NotStorable(f"it has elements of the unknown type {dtype}")
+
+
+def decode_dtype(data: Any) -> Any:
+    """Reads what `encode_dtype` wrote."""
+    if type(data) is str:
+        return _dtypes()[data]
+    kind, name = data
+    if kind != "key":
+        raise ValueError(f"unknown type {kind!r:.80}")
+    return _random_keys().KeyTy(generators()[name])
+
+
+def _encode_aval(aval: Any, meshes: _Table) -> list[Any]:
+    """[shape, dtype, weak type, sharding, manual axes, memory, layout]"""
+    if type(aval) is not core.ShapedArray:
+        raise NotStorable(f"it has an argument or a result of the type {type(aval).__name__}")
+    shape = [_known(size, int, "a dimension") for size in aval.shape]
+    sharding, manual, memory = None, None, aval.memory_space
+    if aval.sharding != core.ShapedArray(aval.shape, np.dtype(bool)).sharding:
+        sharding = [meshes.number(aval.sharding.mesh), encode_spec(aval.sharding.spec)]
+        axes = aval.manual_axis_type
+        manual = [sorted(each) for each in (axes.varying, axes.unreduced, axes.reduced)]
+        manual = [*manual, _kind_name(axes)] if any(manual) else None
+    layout = getattr(aval, "layout", layout_lib.AutoLayout)
+    laid_out = None if layout is layout_lib.AutoLayout else _encode_layout(layout)
+    weak = bool(aval.weak_type)
+    return [shape, encode_dtype(aval.dtype), weak, sharding, manual, memory.name, laid_out]
+
+
+def _decode_aval(row: Any, meshes: Sequence[Any]) -> Any:
+    shape, dtype, weak, sharding, manual, memory, layout = row
+    more: dict[str, Any] = {}
+    if sharding is not None:
+        mesh, spec = sharding
+        more["sharding"] = NamedSharding(_at(meshes, mesh), decode_spec(spec))
+    if manual is not None:
+        *axes, kind = manual
+        named = dict(zip(("varying", "unreduced", "reduced"), axes, strict=True))
+        sets = {name: frozenset(_texts(each)) for name, each in named.items()}
+        more["manual_axis_type"] = core.ManualAxisType(**sets, **_of_kind(kind))
+    if memory != "Device":
+        more["memory_space"] = core.MemorySpace[memory]
+    if layout is not None:
+        more["layout"] = _decode_layout(layout)
+    return core.ShapedArray(_sizes(shape), decode_dtype(dtype), _of(bool, weak), **more)
+
+
+def encode_array(array: np.ndarray) -> list[Any]:
+    """[shape, dtype, bytes]"""
+    return [list(array.shape), encode_dtype(array.dtype), array.tobytes()]
+
+
+def decode_array(data: Any) -> np.ndarray:
+    """Reads what `encode_array` wrote; the array is a view of the data, and cannot be written."""
+    shape, name, content = data
+    dtype, shape = _dtypes()[_of(str, name)], _sizes(shape)
+    if math.prod(shape) * dtype.itemsize != len(_of(bytes, content)):
+        raise ValueError(f"an array of {shape} {name} has {len(content):,} bytes")
+    return np.ndarray(shape, dtype, content)
+
+
+# ---- shardings --------------------------------------------------------------------------------
+
+
+def _encode_mesh(mesh: Any, positions: dict[Any, int]) -> list[Any]:
+    """[names, sizes, kinds of axes, positions of devices, kind of abstract device]"""
+    names = [_known(name, str, "an axis") for name in mesh.axis_names]
+    kinds = [kind.name for kind in mesh.axis_types]
+    if isinstance(mesh, Mesh):
+        places = [positions.get(device) for device in mesh.devices.flat]
+        return [names, list(mesh.devices.shape), kinds, places, None]
+    device = _known(mesh, AbstractMesh, "a mesh").abstract_device
+    parts = None if device is None else [device.device_kind, device.num_cores, device.platform]
+    return [names, list(mesh.axis_sizes), kinds, None, parts]
+
+
+def _decode_mesh(row: Any, devices: Sequence[Any]) -> Any:
+    names, sizes, kinds, places, device = row
+    names, sizes = _texts(names), _sizes(sizes)
+    axes = tuple(AxisType[kind] for kind in kinds)
+    if places is not None:
+        if sorted(places) != list(range(len(devices))):
+            raise ValueError("a mesh is not over the devices of the program")
+        grid = np.empty(len(devices), object)
+        grid[:] = [devices[place] for place in places]
+        return Mesh(grid.reshape(sizes), names, axes)
+    abstract = None
+    if device is not None:
+        kind, cores, platform = device
+        cores = None if cores is None else _of(int, cores)
+        abstract = mesh_lib.AbstractDevice(_of(str, kind), cores, _of(str, platform))
+    if not len(names) == len(sizes) == len(axes):
+        raise ValueError("a mesh has another number of names than of axes")
+    return AbstractMesh(sizes, names, axes, abstract_device=abstract)
+
+
+def encode_spec(spec: P) -> list[Any]:
+    """[entries, unreduced axes, reduced axes, kind of reduction]
+
+    Raises:
+        NotStorable: an axis is not named by a text.
+    """
+    entries: list[Any] = []
+    for entry in spec._partitions:
+        if entry is P.UNCONSTRAINED:
+            entries.append(_UNCONSTRAINED)
+        elif isinstance(entry, tuple):
+            entries.append([_known(name, str, "an axis") for name in entry])
+        else:
+            entries.append(_known(entry, (str, type(None)), "an axis"))
+    return [entries, sorted(spec.unreduced), sorted(spec.reduced), _kind_name(spec)]
+
+
+def decode_spec(data: Any) -> P:
+    """Reads what `encode_spec` wrote."""
+    entries, unreduced, reduced, kind = data
+    parts = [
+        _texts(entry)
+        if type(entry) is list
+        else P.UNCONSTRAINED
+        if entry is _UNCONSTRAINED
+        else _text_or_none(entry)
+        for entry in entries
+    ]
+    if not (unreduced or reduced or kind):
+        return P(*parts)
+    sets = {"unreduced": frozenset(_texts(unreduced)), "reduced": frozenset(_texts(reduced))}
+    return P(*parts, **sets, **_of_kind(kind))
+
+
+def _kind_name(reducing: Any) -> str | None:
+    """How unreduced axes are to be reduced, where this JAX tells several ways apart."""
+    kind = getattr(reducing, "unreduced_kind", None)
+    return None if kind is None else kind.name
+
+
+def _of_kind(name: Any) -> dict[str, Any]:
+    kinds: Any = getattr(spec_lib, "UnreducedKind", None)
+    return {} if name is None else {"unreduced_kind": kinds[name]}
+
+
+def _encode_sharding(sharding: Any, meshes: _Table) -> list[Any]:
+    """[mesh, spec, memory], or [memory] on one device"""
+    if isinstance(sharding, SingleDeviceSharding):
+        return [sharding.memory_kind]
+    _known(sharding, NamedSharding, "a sharding")
+    return [meshes.number(sharding.mesh), encode_spec(sharding.spec), sharding.memory_kind]
+
+
+def _decode_sharding(row: Any, meshes: Sequence[Any], devices: Sequence[Any]) -> Any:
+    *parts, memory = row
+    memory = _text_or_none(memory)
+    if not parts:
+        (device,) = devices
+        return SingleDeviceSharding(device, memory_kind=memory)
+    number, spec = parts
+    mesh = _at(meshes, number)
+    if not isinstance(mesh, Mesh):
+        raise ValueError("a sharding is on no devices")
+    return NamedSharding(mesh, decode_spec(spec), memory_kind=memory)
+
+
+def _encode_layout(layout: Any) -> list[Any] | None:
+    """[major to minor, tiling, bits of an element smaller than a byte]"""
+    if layout is None:
+        return None
+    _known(layout, layout_lib.Layout, "a layout")
+    tiling = None if layout.tiling is None else [list(tile) for tile in layout.tiling]
+    return [list(layout.major_to_minor), tiling, layout.sub_byte_element_size_in_bits]
+
+
+def _decode_layout(row: Any) -> Any:
+    if row is None:
+        return None
+    major_to_minor, tiling, bits = row
+    tiles = None if tiling is None else tuple(_sizes(tile) for tile in tiling)
+    return layout_lib.Layout(_sizes(major_to_minor), tiles, _of(int, bits))

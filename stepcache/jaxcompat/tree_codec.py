@@ -1,0 +1,334 @@
+"""The tree structure of a program's outputs as plain data, and back.
+
+A part that is a part of the arguments' tree too is named by its position there, and so is what a
+node keeps beside its children, if a node of the arguments keeps the same. Other nodes are named by
+their class, which has to be loaded already and known to JAX as a node. What they keep is written
+value by value: nothing that the data names is imported or called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from stepcache.jaxcompat.call_codec import (
+    SCALAR_TYPE,
+    NotStorable,
+    decode_dtype,
+    decode_spec,
+    encode_dtype,
+    encode_spec,
+)
+from stepcache.jaxcompat.private import PRIVATE_API
+
+if PRIVATE_API:
+    from jax._src import tree_util
+
+_MAX_KNOWN_SUBTREES = 4096
+_MAX_DEPTH = 100  # Msgpack has a limit of 511, and a node is two containers.
+
+# ---- trees ------------------------------------------------------------------------------------
+
+
+def encode_tree(tree: Any, known: Any) -> Any:
+    """A tree structure as plain data.
+
+    Args:
+        tree: of the outputs.
+        known: the tree of the arguments, which whoever decodes it has too.
+
+    Raises:
+        NotStorable: a node keeps something that is no plain data, or cannot be told from others.
+    """
+    try:
+        code = _TreeEncoder(known).encode(tree)
+        if decode_tree(code, known) == tree:
+            return code
+        why = "as another one"
+    except NotStorable:
+        raise
+    except Exception as error:  # What a node keeps may refuse to be compared.
+        why = f"{type(error).__name__}: {error}"
+    raise NotStorable(f"the tree of its outputs would not be read back as it is: {why}")
+
+
+class _TreeEncoder:
+    def __init__(self, known: Any):
+        self._subtrees: dict[tuple[int, int], list[tuple[list[int], Any]]] = {}
+        self._extras: dict[type, list[tuple[list[int], Any]]] = {}
+        for position, subtree in _subtrees(known):
+            size = (subtree.num_nodes, subtree.num_leaves)
+            self._subtrees.setdefault(size, []).append((position, subtree))
+            data = subtree.node_data()
+            if data is not None and data[1] is not None:
+                self._extras.setdefault(data[0], []).append((position, data[1]))
+
+    def encode(self, tree: Any) -> Any:
+        data = tree.node_data()
+        if data is None:
+            return "leaf"
+        kind, extra = data
+        if kind is type(None):
+            return "none"
+        children = tree.children()
+        if children:
+            same_size = self._subtrees.get((tree.num_nodes, tree.num_leaves), ())
+            position = _position_of(tree, same_size)
+            if position is not None:
+                return ["known", position]
+        parts = [self.encode(child) for child in children]
+        if kind in (tuple, list):
+            return [kind.__name__, parts]
+        if kind is dict:
+            return ["dict", [encode_value(key) for key in extra], parts]
+        try:
+            return ["node", _name_of(kind, _check_node_class), encode_value(extra), parts]
+        except NotStorable as error:
+            position = _position_of(extra, self._extras.get(kind, ()))
+            if position is not None:
+                return ["like", position, parts]
+            raise NotStorable(
+                f"its outputs hold a {kind.__qualname__} that cannot be stored: {error}"
+            ) from None
+
+
+def _position_of(value: Any, places: Sequence[tuple[list[int], Any]]) -> list[int] | None:
+    for position, other in places:
+        with contextlib.suppress(Exception):  # What a node keeps may refuse to be compared.
+            if other is value or other == value:
+                return position
+    return None
+
+
+def _subtrees(tree: Any) -> Iterator[tuple[list[int], Any]]:
+    """The inner nodes of a tree, from the root down, with their positions."""
+    level: list[tuple[list[int], Any]] = [([], tree)]
+    count = 0
+    while level and count < _MAX_KNOWN_SUBTREES:
+        yield from level
+        count += len(level)
+        level = [
+            ([*position, index], child)
+            for position, node in level
+            for index, child in enumerate(node.children())
+            if child.num_nodes > 1
+        ]
+
+
+def decode_tree(code: Any, known: Any, depth: int = 0) -> Any:
+    """The tree structure that `encode_tree` wrote.
+
+    Raises:
+        ValueError, TypeError, IndexError, KeyError: it is malformed, or a class is not there.
+    """
+    if code == "leaf":
+        return jax.tree_util.tree_structure(0)
+    if code == "none":
+        return jax.tree_util.tree_structure(None)
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"a tree is more than {_MAX_DEPTH} nodes deep")
+    kind, *rest = code
+    if kind == "known":
+        return _subtree_at(known, *rest)
+    *about, parts = rest
+    children = [decode_tree(part, known, depth + 1) for part in parts]
+    data: Any
+    if kind in ("tuple", "list") and not about:
+        data = (tuple if kind == "tuple" else list, None)
+    elif kind == "dict":
+        data = (dict, list({decode_value(key): None for key in about[0]}))
+        if len(data[1]) != len(children):
+            raise ValueError("a dict has another number of keys than of values")
+    elif kind == "like":
+        data = _subtree_at(known, *about).node_data()
+        _check_node_class(data[0])
+    elif kind == "node":
+        name, extra = about
+        data = (_named(name, _check_node_class), decode_value(extra))
+    else:
+        raise ValueError(f"unknown node {kind!r:.80}")
+    if _is_named_tuple(data[0]) and len(children) != len(data[0]._fields):
+        raise ValueError(f"a {data[0].__name__} has another number of fields")
+    registry = tree_util.default_registry
+    return jax.tree_util.PyTreeDef.from_node_data_and_children(registry, data, children)
+
+
+def _subtree_at(tree: Any, position: Any) -> Any:
+    for index in position:
+        if type(index) is not int or index < 0:
+            raise ValueError(f"expected a position, got {index!r:.80}")
+        tree = tree.children()[index]
+    return tree
+
+
+_WITH_A_KIND_OF_THEIR_OWN = (tuple, list, dict, type(None))
+
+
+def _check_node_class(found: Any) -> None:
+    """Raises `ValueError` unless it is a class that JAX takes apart: registered, or named tuple."""
+    if (
+        not isinstance(found, type)
+        or found in _WITH_A_KIND_OF_THEIR_OWN
+        or not (found in tree_util._registry or _is_named_tuple(found))
+    ):
+        raise ValueError(f"{found!r:.80} is no class of nodes")
+
+
+def _is_named_tuple(found: type) -> bool:
+    return issubclass(found, tuple) and isinstance(getattr(found, "_fields", None), tuple)
+
+
+# ---- what is loaded ---------------------------------------------------------------------------
+
+
+def _name_of(value: type, check: Callable[[Any], None]) -> list[str]:
+    """The module and the name by which a class is found.
+
+    Raises:
+        NotStorable: it is not found so, as one that a function made is not.
+    """
+    name = [value.__module__, value.__qualname__]
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        if _named(name, check) is value:
+            return name
+    raise NotStorable(f"{name[1]} is not found in {name[0]} by its name")
+
+
+def _named(name: Any, check: Callable[[Any], None]) -> Any:
+    """A class by its module and its name. Looks into dicts alone: nothing is imported or run.
+
+    Raises:
+        ValueError, TypeError, KeyError: there is none, or not one that `check` lets pass.
+    """
+    module, path = name
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        # Not by `getattr`, which may run what a module or a metaclass defines.
+        found = (type if isinstance(found, type) else object).__getattribute__(found, "__dict__")
+        found = found[part]
+    check(found)
+    return found
+
+
+# ---- values -----------------------------------------------------------------------------------
+
+_PLAIN = (type(None), bool, float, str, bytes)
+_MADE_OF_ITEMS: dict[str, Callable[[list], Any]] = {
+    "tuple": tuple,
+    "list": list,
+    "set": set,
+    "frozenset": frozenset,
+}
+_MADE_OF_PARTS: dict[str, tuple[type, Callable[[Any], list]]] = {
+    "complex": (complex, lambda value: [value.real, value.imag]),
+    "slice": (slice, lambda value: [value.start, value.stop, value.step]),
+    "range": (range, lambda value: [value.start, value.stop, value.step]),
+}
+# Flax's dicts that can be hashed, by module and name.
+_MAPPINGS = {"flax.typing": "HashableMapping", "flax.core.frozen_dict": "FrozenDict"}
+_BUILT_IN = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, tuple, list)}
+_BUILT_IN |= {kind.__name__: kind for kind in (dict, set, frozenset)}
+
+
+def encode_value(value: Any) -> Any:
+    """What a node keeps beside its children, as plain data.
+
+    Raises:
+        NotStorable: it is, or holds, something that is no plain data.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is int:
+        small = -(1 << 63) <= value < 1 << 63
+        size_bytes = value.bit_length() // 8 + 1
+        return value if small else ["int", value.to_bytes(size_bytes, "little", signed=True)]
+    if kind.__name__ in _MADE_OF_ITEMS and kind is _MADE_OF_ITEMS[kind.__name__]:
+        return [kind.__name__, [encode_value(each) for each in value]]
+    if kind is dict:
+        return ["dict", [[encode_value(key), encode_value(value[key])] for key in value]]
+    if _MAPPINGS.get(kind.__module__) == kind.__qualname__ and kind is _mapping(kind.__module__):
+        return ["mapping", [kind.__module__, encode_value(dict(value))]]
+    if kind.__name__ in _MADE_OF_PARTS and kind is _MADE_OF_PARTS[kind.__name__][0]:
+        return [kind.__name__, [encode_value(e) for e in _MADE_OF_PARTS[kind.__name__][1](value)]]
+    if kind is P:
+        return ["spec", encode_spec(value)]
+    if kind is jax.tree_util.PyTreeDef:
+        return ["tree", encode_tree(value, _LEAF)]
+    if isinstance(value, enum.Enum) and kind.__members__.get(value._name_) is value:
+        return ["member", [*_name_of(kind, _check_enum), value._name_]]
+    return _encode_type(value)
+
+
+def _encode_type(value: Any) -> Any:
+    if isinstance(value, np.dtype):
+        return ["dtype", encode_dtype(value)]
+    if isinstance(value, SCALAR_TYPE) and getattr(jnp, value.dtype.name, None) is value:
+        return ["jnp", encode_dtype(value.dtype)]
+    if isinstance(value, type):
+        if _BUILT_IN.get(value.__name__) is value:
+            return ["builtin", value.__name__]
+        if issubclass(value, np.generic) and np.dtype(value).type is value:
+            return ["numpy", encode_dtype(np.dtype(value))]
+    raise NotStorable(f"{value!r:.80} of the type {type(value).__qualname__} is no plain data")
+
+
+def _check_enum(found: Any) -> None:
+    if not isinstance(found, type) or not issubclass(found, enum.Enum):
+        raise ValueError(f"{found!r:.80} is no enumeration")
+
+
+_LEAF: Any = jax.tree_util.tree_structure(0)
+
+
+def decode_value(code: Any, depth: int = 0) -> Any:
+    """Reads what `encode_value` wrote.
+
+    Raises:
+        ValueError, TypeError, IndexError, KeyError: it is malformed.
+    """
+    if type(code) is int or type(code) in _PLAIN:
+        return code
+    kind, content = code
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"a value is more than {_MAX_DEPTH} containers deep")
+    if kind in _MADE_OF_ITEMS:
+        return _MADE_OF_ITEMS[kind]([decode_value(each, depth + 1) for each in content])
+    if kind in _MADE_OF_PARTS:
+        return _MADE_OF_PARTS[kind][0](*[decode_value(each, depth + 1) for each in content])
+    if kind == "dict":
+        pairs = [(decode_value(a, depth + 1), decode_value(b, depth + 1)) for a, b in content]
+        return dict(pairs)
+    if kind == "mapping":
+        module, pairs = content
+        return _mapping(module)(dict(decode_value(pairs, depth + 1)))
+    return _DECODERS[kind](content)
+
+
+def _mapping(module: str) -> Any:
+    return vars(sys.modules[module])[_MAPPINGS[module]]
+
+
+def _member(content: Any) -> Any:
+    *name, member = content
+    return _named(name, _check_enum).__members__[member]
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda content: int.from_bytes(content, "little", signed=True),
+    "member": _member,
+    "spec": decode_spec,
+    "tree": lambda content: decode_tree(content, _LEAF),
+    "dtype": decode_dtype,
+    "jnp": lambda content: getattr(jnp, decode_dtype(content).name),
+    "builtin": _BUILT_IN.__getitem__,
+    "numpy": lambda content: decode_dtype(content).type,
+}

@@ -1,0 +1,320 @@
+"""Trees of outputs as plain data, there and back; and what of them is not stored."""
+
+import dataclasses
+import enum
+import functools
+import sys
+import types
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.core import freeze
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from stepcache.jaxcompat.call_codec import CAN_DESCRIBE, NotStorable
+from stepcache.jaxcompat.tree_codec import decode_tree, decode_value, encode_tree, encode_value
+from stepcache.programs import plain
+
+pytestmark = pytest.mark.skipif(not CAN_DESCRIBE, reason="JAX's public API is in use")
+
+
+class Metrics(NamedTuple):
+    loss: Any
+    count: Any
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = "blue"
+
+
+class Bits(enum.Flag):
+    A = 1
+    B = 2
+
+
+@flax.struct.dataclass
+class State:
+    params: Any
+    apply: Any = flax.struct.field(pytree_node=False)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Config:
+    value: Any
+    static: Any = dataclasses.field(metadata={"static": True})
+
+
+def there_and_back(value, known=None):
+    tree, known = jax.tree.structure(value), jax.tree.structure(known)
+    code = plain.unpack(plain.pack(encode_tree(tree, known)))
+    read = decode_tree(code, known)
+    assert read == tree and str(read) == str(tree)
+    return code
+
+
+@functools.cache
+def module():
+    return nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+
+
+TREES = {
+    "a leaf": lambda: 1,
+    "nothing": lambda: None,
+    "containers": lambda: {"a": [1, (2, None, ())], "b": {}, "c": {3: [1]}},
+    "dicts by other keys": lambda: {(1, "a"): 1, (2, "b"): [2]},
+    "ordered": lambda: OrderedDict(b=1, a=[2]),
+    "with a default": lambda: defaultdict(list, a=[1], b=[2, 3]),
+    "a named tuple of mine": lambda: Metrics(1, {"n": 2}),
+    "a dataclass": lambda: Config(1, ("train", 3, None, Color.BLUE, jnp.dtype("bfloat16"))),
+    "optax": lambda: optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init({"w": jnp.ones(2)}),
+    "masked": lambda: optax.masked(optax.adam(1.0), {"a": True, "b": False}).init(
+        {"a": jnp.ones(2), "b": jnp.ones(2)}
+    ),
+    "a frozen dict that is kept": lambda: Config(1, freeze({"rate": 0.1, "axes": ("a",)})),
+    "dropout of nnx": lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0)),
+    "frozen": lambda: freeze({"params": {"w": 1}}),
+    "partitioned": lambda: linen.Partitioned(jnp.ones(2), names=("a", None)),
+    "state of nnx": lambda: nnx.state(module()),
+    "gradients of nnx": lambda: nnx.grad(lambda m: m(jnp.ones((1, 2))).sum())(module()),
+    "metrics of nnx": lambda: nnx.MultiMetric(loss=nnx.metrics.Average("loss")),
+    "optimizer of nnx": lambda: nnx.state(nnx.Optimizer(module(), optax.adam(1e-3), wrt=nnx.Param)),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_of_many_kinds(name):
+    there_and_back(TREES[name]())
+
+
+def test_parts_of_the_arguments_are_named_by_their_position():
+    known = ({"a": State({"w": 1}, lambda x: x)}, [2, 3])
+    code = there_and_back((known[0], 7, known[1]), known)
+    assert code == ["tuple", [["known", [0]], "leaf", ["known", [1]]]]
+
+
+def test_what_nodes_of_the_arguments_keep_is_kept_by_nodes_of_the_outputs():
+    """As in gradients of a module, whose leaves are others than the module's."""
+    model = eqx.nn.MLP(2, 2, 4, 2, activation=jnp.tanh, key=jax.random.key(0))
+    gradients = eqx.filter_grad(lambda m: m(jnp.ones(2)).sum())(model)
+    there_and_back((gradients, jnp.ones(1)), (model, jnp.ones(2)))
+    there_and_back(State(None, abs), [State({"w": 1}, abs)])
+    with pytest.raises(NotStorable, match="State"):
+        there_and_back(State({"w": 1}, abs), [State({"w": 1}, max)])
+
+
+def test_true_is_not_taken_for_one():
+    code = there_and_back(Config(None, (True, 1.0)), [Config([1], (1, 1))])
+    assert code[0] == "node"
+
+
+def test_a_tree_too_deep_is_not_stored():
+    value: Any = 1
+    for _ in range(400):
+        value = [value]
+    with pytest.raises(NotStorable):
+        there_and_back(value)
+
+
+def local_class():
+    class Local(NamedTuple):
+        a: Any
+
+    return Local(1)
+
+
+def renamed():
+    cls = dataclasses.make_dataclass("Config", ["value"])
+    cls.__module__ = __name__
+    jax.tree_util.register_dataclass(cls, ["value"], [])
+    return cls(1)
+
+
+NOT_STORABLE = {
+    "a class in a function": local_class,
+    "a class that has another's name": renamed,
+    "a function": lambda: Config(1, len),
+    "a lambda": lambda: Config(1, lambda x: x),
+    "an object": lambda: Config(1, object()),
+    "a class": lambda: Config(1, Metrics),
+    "a module": lambda: Config(1, sys),
+    "an array": lambda: Config(1, (np.ones(2),)),
+    "a partial": lambda: jax.tree_util.Partial(print, 1),
+    "a subclass of a text": lambda: Config(1, type("T", (str,), {})("a")),
+    "a combination of flags": lambda: Config(1, Bits.A | Bits.B),
+}
+
+
+@pytest.mark.parametrize("name", NOT_STORABLE)
+def test_what_is_no_plain_data_is_not_stored(name):
+    with pytest.raises(NotStorable):
+        there_and_back(NOT_STORABLE[name]())
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+)
+scalars |= st.binary(max_size=5) | st.complex_numbers(allow_nan=False)
+scalars |= st.sampled_from(
+    [Color.RED, Color.BLUE, int, list, jnp.float32, np.float64, P("a", None)]
+)
+scalars |= st.sampled_from([P(("a", "b")), np.dtype("int8"), jnp.dtype("bfloat16"), range(3)])
+scalars |= st.sampled_from([jax.tree.structure({"a": [1, 2]}), P(P.UNCONSTRAINED), Bits.A])
+hashable = st.recursive(
+    scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner), max_leaves=4
+)
+values = st.recursive(
+    hashable | st.sets(hashable),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(hashable, inner)
+        | st.tuples(inner)
+        | st.builds(slice, inner, inner, inner)
+    ),
+    max_leaves=6,
+)
+
+
+def exactly(value):
+    """The value with its types, so that 1 is not taken for True."""
+    if isinstance(value, tuple | list):
+        return type(value), [exactly(each) for each in value]
+    if isinstance(value, dict):
+        return dict, [(exactly(key), exactly(each)) for key, each in value.items()]
+    if isinstance(value, slice):
+        return slice, [exactly(each) for each in (value.start, value.stop, value.step)]
+    return type(value), value
+
+
+@given(values)
+def test_values_are_read_back_as_they_were(value):
+    read = decode_value(plain.unpack(plain.pack(encode_value(value))))
+    assert exactly(read) == exactly(value)
+
+
+# ---- hostile data -------------------------------------------------------------------------------
+
+
+class Watched(types.ModuleType):
+    def __getattribute__(self, name):
+        if not name.startswith("__"):
+            raise AssertionError(f"{name} was looked up in a way that can run code")
+        return super().__getattribute__(name)
+
+
+def test_looking_for_a_class_runs_nothing(monkeypatch):
+    """No `__getattr__` of a module, no import, no descriptor."""
+    monkeypatch.setitem(sys.modules, "watched", Watched("watched"))
+    for name in ("Thing", "__class__", "__dict__", "__getattribute__"):
+        with pytest.raises((ValueError, KeyError)):
+            decode_tree(["node", ["watched", name], None, []], _leaf())
+    with pytest.raises(KeyError):
+        decode_tree(["node", ["turtledemo.clock", "Hand"], None, []], _leaf())
+    assert "turtledemo.clock" not in sys.modules
+
+
+def _leaf():
+    return jax.tree.structure(0)
+
+
+deep: Any = "leaf"
+for _ in range(2000):
+    deep = ["list", [deep]]
+
+BAD_TREES = {
+    "no code": 7,
+    "nothing": None,
+    "an empty list": [],
+    "an unknown kind": ["call", ["os", "system"], ["true"]],
+    "a kind that is no text": [["node"], 1],
+    "a function": ["node", ["os", "system"], None, []],
+    "a class that is no node": ["node", ["subprocess", "Popen"], ["tuple", ["true"]], []],
+    "object": ["node", ["builtins", "object"], None, []],
+    "type": ["node", ["builtins", "type"], None, []],
+    "getattr": ["node", ["builtins", "getattr"], None, []],
+    "eval": ["node", ["builtins", "eval"], "1", []],
+    "a method of a class": ["node", ["builtins", "object.__subclasses__"], None, []],
+    "a dict as a node": ["node", ["builtins", "dict"], 5, ["leaf"]],
+    "a tuple as a node": ["node", ["builtins", "tuple"], None, ["leaf"]],
+    "none as a node": ["node", ["types", "NoneType"], None, ["leaf"]],
+    "a module that is not there": ["node", ["no.such", "Thing"], None, []],
+    "a name that is no text": ["node", ["os", 7], None, []],
+    "a module that is no text": ["node", [None, "path"], None, []],
+    "bytes as names": ["node", [b"os", b"system"], None, []],
+    "too many names": ["node", ["os", "path", "join"], None, []],
+    "a static call": ["node", ["collections", "OrderedDict"], ["call", "os.system"], []],
+    "a static function": ["node", ["collections", "defaultdict"], ["function", "eval"], []],
+    "another built-in": [
+        "node",
+        ["collections", "defaultdict"],
+        ["tuple", [["builtin", "eval"]]],
+        [],
+    ],
+    "no enumeration": [
+        "node",
+        ["collections", "OrderedDict"],
+        ["member", ["os", "environ", "A"]],
+        [],
+    ],
+    "no member": [
+        "node",
+        ["collections", "OrderedDict"],
+        ["member", ["inspect", "_ParameterKind", "mro"]],
+        [],
+    ],
+    "too few fields": ["node", [__name__, "Metrics"], None, ["leaf"]],
+    "too many keys": ["dict", ["a", "b"], ["leaf"]],
+    "a key twice": ["dict", ["a", "a"], ["leaf", "leaf"]],
+    "keys that cannot be keys": ["dict", [["list", []]], ["leaf"]],
+    "a negative position": ["known", [-1]],
+    "a position too far": ["known", [9]],
+    "a position that is no number": ["known", ["0"]],
+    "like a leaf": ["like", [], []],
+    "children that are no list": ["tuple", 5],
+    "very deep": deep,
+}
+
+
+@pytest.mark.parametrize("name", BAD_TREES)
+def test_a_malformed_tree_is_refused(name):
+    with pytest.raises((ValueError, TypeError, KeyError, IndexError, AttributeError)):
+        decode_tree(BAD_TREES[name], jax.tree.structure([0]))
+
+
+BAD_VALUES = {
+    "an unknown kind": ["eval", "1"],
+    "too many parts": ["tuple", [], []],
+    "no parts": ["tuple"],
+    "a slice of four": ["slice", [1, 2, 3, 4]],
+    "a complex number of texts": ["complex", ["a", "b"]],
+    "a range of texts": ["range", ["a"]],
+    "no pairs": ["dict", [1]],
+    "a set of lists": ["set", [["list", []]]],
+    "an integer of texts": ["int", "99"],
+    "a mapping of another module": ["mapping", ["subprocess", ["dict", []]]],
+    "a mapping of no dict": ["mapping", ["flax.typing", 7]],
+    "an unknown type": ["dtype", "object"],
+    "a type of two": ["dtype", ["key", "no such"]],
+    "a spec of numbers": ["spec", [[1, 2], [], [], None]],
+    "a spec of one": ["spec", [[]]],
+    "an extension": plain.unpack(b"\xd4\x05\x00"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_a_malformed_value_is_refused(name):
+    with pytest.raises((ValueError, TypeError, KeyError, IndexError, AttributeError)):
+        decode_value(BAD_VALUES[name])
