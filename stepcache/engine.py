@@ -32,7 +32,7 @@ from stepcache.over_buffers import over_buffers, shapes_in
 from stepcache.programs import accounts
 from stepcache.programs import signature as signatures
 from stepcache.programs.build import NotHoldable, Program, trace
-from stepcache.programs.cache import ProgramCache, new_owner_number
+from stepcache.programs.cache import ProgramCache
 from stepcache.programs.checks import Checks
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
@@ -68,9 +68,9 @@ class Engine:
         self.recipe = recipe
         self.ledger = ledger or Ledger(recipe.name)
         self.scope = scope
-        self.number = new_owner_number()
+        self.number = recipe.identity.number
         self.levels = Levels(recipe, self.number)
-        self._caches: weakref.WeakSet[ProgramCache] = weakref.WeakSet()
+        self._caches = _caches_for(recipe, self)
         self._not_holdable: set[Key] = set()
         self._is_over_buffers = False
         self.repeat: Repeat | None = None
@@ -81,7 +81,6 @@ class Engine:
         self.dispatcher = Dispatcher(eager, recipe.name, miss, recipe.parameters.roles)
         self.checks = Checks(recipe, self.number, self.levels, self.ledger, self.dispatcher)
         self.bringing = Bringing(recipe, self.levels, self.checks, self.ledger)
-        weakref.finalize(self, _release, self._caches, self.number)
         _live.add(self)
         self.preload(scope().cache)
 
@@ -417,9 +416,26 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     return (*alive.run(*args, **kwargs), False)
 
 
-def _release(caches: weakref.WeakSet[ProgramCache], owner_number: int) -> None:
-    for cache in list(caches):
-        cache.release(owner_number)
+_caches: dict[int, weakref.WeakSet[ProgramCache]] = {}
+
+
+def _caches_for(recipe: Recipe, engine: Engine) -> weakref.WeakSet[ProgramCache]:
+    """The caches that hold programs of a function: these live, as in `jax.jit`, with the function.
+
+    So a step that is made anew over the same function finds what an earlier one built.
+    """
+    number = recipe.identity.number
+    with _making:
+        found = _caches.get(number)
+        if found is None:
+            found = _caches[number] = weakref.WeakSet()
+            weakref.finalize(recipe.fun if recipe.identity.shared else engine, _release, number)
+        return found
+
+
+def _release(number: int) -> None:
+    for cache in list(_caches.pop(number, ())):
+        cache.release(number)
 
 
 def _note_deleted(error: Exception, call: Call) -> None:

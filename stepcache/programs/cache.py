@@ -40,7 +40,7 @@ class Owner(Protocol):
     """Whoever uses programs of a cache. A cache holds its owners by weak references.
 
     Attributes:
-        number: from `new_owner_number`.
+        number: of whom programs are kept for. Owners may share one; see `ProgramCache.release`.
     """
 
     number: int
@@ -53,11 +53,6 @@ class Owner(Protocol):
 
         Else a program in constant use, served by a dispatcher, would look unused and be dropped.
         """
-
-
-def new_owner_number() -> int:
-    """A number for an owner, which outlives it in the caches that have to release its programs."""
-    return next(_numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +108,8 @@ class ProgramCache:
 
     A cache may serve any number of sessions, threads and processes. For one key there is one build
     in a process: callers that come while it runs wait for it. A build that fails is not cached, and
-    whoever waited for it tries again. The programs of a step leave memory with the step.
+    whoever waited for it tries again. The programs of a step leave memory with its
+    function.
 
     Keeping programs by the depfile of their trace follows compilers' caches (ccache's direct mode).
     """
@@ -240,7 +236,7 @@ class ProgramCache:
             self._memory.drop(key)
 
     def release(self, owner_number: int) -> None:
-        """Drops the programs that only this owner uses. Finalizers may call it at any time."""
+        """Drops the programs that are kept for this number alone. Finalizers may call it."""
         self._released.append(owner_number)
         if self._lock.acquire(blocking=False):
             try:
@@ -310,10 +306,11 @@ def default_directory() -> Path | None:
 
 def _owners(held: Held) -> Iterator[Owner]:
     """Those owners of a program that are still there."""
-    for reference in list(held.owners.values()):
-        owner = reference()
-        if owner is not None:
-            yield owner
+    for references in list(held.owners.values()):
+        for reference in list(references):
+            owner = reference()
+            if owner is not None:
+                yield owner
 
 
 def _tell_lost(dropped: Iterable[Held], reason: str) -> None:

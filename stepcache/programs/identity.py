@@ -20,10 +20,17 @@ _known: dict[int, tuple[weakref.ref, Identity]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of a function in this process. Never equal for two functions alive at once."""
+    """The identity of a function in this process. Never equal for two functions alive at once.
+
+    Attributes:
+        name: of the function.
+        number: tells it from others.
+        shared: whether all steps over the function have this identity.
+    """
 
     name: str
     number: int
+    shared: bool = True
 
     def __str__(self) -> str:
         return f"{self.name}#{self.number}"
@@ -40,7 +47,7 @@ def identity(fun: Callable) -> Identity:
         try:
             reference = weakref.ref(fun, functools.partial(_forget, id(fun)))
         except TypeError:
-            return made
+            return Identity(name, made.number, shared=False)
         _known[id(fun)] = (reference, made)
         return made
 

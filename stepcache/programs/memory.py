@@ -18,6 +18,7 @@ from stepcache.programs.build import Program
 from stepcache.programs.key import Key
 
 _FILL_AT_PROBATION = 0.75
+_OWNERS_UNSWEPT = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -27,14 +28,21 @@ class Held:
     Attributes:
         program: the program.
         size_bytes: its size, where the tier is bounded by bytes; else 0.
-        owners: weak references to those who use it, by their numbers.
+        owners: weak references to those who use it, by the numbers of whom it is kept for.
         on_probation: its owners have been asked to show the next use of it.
     """
 
     program: Program
     size_bytes: int
-    owners: dict[int, weakref.ref] = field(default_factory=dict)
+    owners: dict[int, set[weakref.ref]] = field(default_factory=dict)
     on_probation: bool = False
+
+    def add(self, number: int, owner: weakref.ref) -> None:
+        """Adds an owner, and forgets those that have gone."""
+        known = self.owners.setdefault(number, set())
+        if len(known) > _OWNERS_UNSWEPT and owner not in known:
+            known -= {each for each in known if each() is None}
+        known.add(owner)
 
 
 class MemoryTier:
@@ -59,7 +67,7 @@ class MemoryTier:
             return None
         self._held.move_to_end(key)
         held.on_probation = False
-        held.owners[number] = owner
+        held.add(number, owner)
         return held.program
 
     def peek(self, key: Key) -> Program | None:
@@ -76,7 +84,7 @@ class MemoryTier:
             The programs that made room for it, and one that is now on probation.
         """
         size_bytes = 0 if self._max_bytes is None else program.size_bytes
-        self._held[key] = Held(program, size_bytes, {number: owner})
+        self._held[key] = Held(program, size_bytes, {number: {owner}})
         self._size_bytes += size_bytes
         evicted = []
         while len(self._held) > 1 and self._fill() > 1:

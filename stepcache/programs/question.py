@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from stepcache.programs.fingerprint.origin import (
     USER,
     file_digest,
     file_label,
+    origin_of,
     origin_of_file,
 )
 from stepcache.programs.fingerprint.recording import Recording
@@ -127,7 +129,10 @@ class Question:
         blames = [*self._walk().blames, *recording.impure]
         if recording.unavailable:
             blames.append(recording.unavailable)
-        for code in recording.codes - self._walk().codes:
+        unknown = recording.codes - self._walk().codes
+        if any(code.co_filename.startswith("<") for code in unknown):
+            unknown -= _generated_by_libraries()
+        for code in unknown:
             if origin_of_file(code.co_filename) == USER and code.co_name != "<module>":
                 where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
                 blames.append(f"{where}: the trace went through it, but nothing known leads to it")
@@ -153,6 +158,18 @@ class Question:
         if here != original and (there := file_digest(original)) not in (content, "absent"):
             return f"{content}, and {there} at {original}"
         return content
+
+
+def _generated_by_libraries() -> set[CodeType]:
+    """The code that libraries have generated to take their own classes apart, as equinox does."""
+    codes = set()
+    for cls in inspection.pytree_classes():
+        if origin_of(cls) == INSTALLED:
+            for function in inspection.pytree_functions(cls):
+                code = getattr(getattr(function, "func", function), "__code__", None)
+                if code is not None:
+                    codes.add(code)
+    return codes
 
 
 def _asked_for(codes: Iterable[Any]) -> set[str]:

@@ -361,7 +361,14 @@ _GONE = object()
 
 def _is_held_whole(value: Any) -> bool:
     """Whether a value is what it is called; and not an object whose attributes may be set."""
-    kinds = (types.ModuleType, staticmethod, classmethod, property, *_CONTAINERS, *_DESCRIPTORS)
+    kinds: Any = (
+        types.ModuleType,
+        staticmethod,
+        classmethod,
+        property,
+        *_CONTAINERS,
+        *_DESCRIPTORS,
+    )
     return plain_text(value) is not None or callable(value) or isinstance(value, kinds)
 
 
