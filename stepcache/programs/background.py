@@ -184,10 +184,11 @@ class Worker:
             self._changed.notify_all()
             thread = self._thread
         limit = time.monotonic() + _STOP_SECONDS
-        while thread is not None and thread.is_alive() and time.monotonic() < limit:
-            if self._droppable:
-                _interrupt(thread)
-            thread.join(0.01)
+        with _interruptions_unreported():
+            while thread is not None and thread.is_alive() and time.monotonic() < limit:
+                if self._droppable:
+                    _interrupt(thread)
+                thread.join(0.05)
 
 
 class _Interrupted(BaseException):
@@ -198,6 +199,23 @@ def _interrupt(thread: threading.Thread) -> None:
     """Raises `_Interrupted` in a thread, as soon as it runs Python code."""
     identity = ctypes.c_ulong(thread.ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(_Interrupted))
+
+
+@contextlib.contextmanager
+def _interruptions_unreported() -> Iterator[None]:
+    """Keeps Python from reporting an interruption that met a callback of the garbage collector."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if unraisable.exc_type is not _Interrupted:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
