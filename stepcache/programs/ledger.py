@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from stepcache.events import Change, Miss, StepStats
 from stepcache.programs.key import Key, diff_settings
+from stepcache.programs.layers import Making
 from stepcache.programs.recipe import Request
 from stepcache.programs.signature import Call, Path, Signature, diff, diff_holders, distance
 
@@ -29,10 +30,11 @@ class Ledger:
 
     Args:
         step: the step's name.
+        making: where its code is, and how many steps of it have been made.
     """
 
-    def __init__(self, step: str):
-        self._step = step
+    def __init__(self, step: str, making: Making | None = None):
+        self._step, self._making = step, making or Making()
         self._lock = threading.Lock()
         self._known: OrderedDict[Key, tuple[Signature, tuple[Path, ...]]] = OrderedDict()
         self._gone: dict[Key, str] = {}
@@ -63,7 +65,8 @@ class Ledger:
             reason = self._gone.get(key, "new session")
             number = self._stats.misses + 1
         if not known:
-            return Miss(self._step, number, "first call")
+            advice = _advise_on_making(self._making)
+            return Miss(self._step, number, "first call", advice=advice)
         if any(other == key for other, _ in known):
             return Miss(self._step, number, reason)
         told = request.told
@@ -160,6 +163,16 @@ def _varying(change: Change):
         yield "static", "", change.before, change.after
     for axis, before, after in change.sizes:
         yield "axis", axis, before, after
+
+
+def _advise_on_making(making: Making) -> tuple[str, ...]:
+    if making.count == 1:
+        return ()
+    return (
+        f"this is step {making.count} made from the function at {making.place} in this process, "
+        "and each was traced and compiled anew unless its program was on disk: if a loop makes "
+        "them, make one step before the loop and pass what varies as an argument",
+    )
 
 
 def _advise_on_values(kind: str, path: str, where: object, seen: set) -> str:

@@ -29,6 +29,7 @@ from stepcache.programs.fingerprint.recording import Recording
 from stepcache.programs.fingerprint.tokens import atom
 from stepcache.programs.fingerprint.walk import Fingerprint, Walk
 from stepcache.programs.key import Key
+from stepcache.programs.layers import definition_of
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Leaf, short_type
 from stepcache.spanning import part_of, spans_processes
@@ -174,14 +175,10 @@ def step_label(fun: Any) -> str:
 
 def _label_and_root(fun: Any) -> tuple[str, str]:
     """How to name a step in any process, and the directory that its modules are imported from."""
-    inner = fun
-    while not hasattr(inner, "__code__"):
-        following = getattr(inner, "__wrapped__", None) or getattr(inner, "func", None)
-        following = following or getattr(inner, "__func__", None)
-        if following is None or following is inner:
-            kind = type(fun)
-            return f"{kind.__module__}:{kind.__qualname__}", ""
-        inner = following
+    inner = definition_of(fun)
+    if inner is None:
+        kind = type(fun)
+        return f"{kind.__module__}:{kind.__qualname__}", ""
     filename, module = inner.__code__.co_filename, getattr(inner, "__module__", None)
     label = file_label(filename, module)
     root = "" if filename.startswith("<") else os.path.abspath(filename)[: -len(label) - 1]

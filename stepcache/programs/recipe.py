@@ -10,8 +10,9 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from stepcache import jaxcompat
-from stepcache.programs.identity import Identity, function_name, identity
+from stepcache.programs.identity import Identity, identity
 from stepcache.programs.key import Key
+from stepcache.programs.layers import function_name
 from stepcache.programs.signature import Call, Leaf, Parameters
 from stepcache.sharding import Placed, processes_of
 
