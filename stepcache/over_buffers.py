@@ -47,7 +47,7 @@ def over_buffers(recipe: Recipe) -> Recipe:
     """The recipe of a step whose arguments are buffers where they were `Variables`."""
     carry = recipe.parameters.carry
     on_buffers = _OverBuffers(recipe.fun, recipe.name, recipe.parameters)
-    made = Recipe.of(on_buffers, carry, recipe.options)
+    made = Recipe.of(on_buffers, carry, recipe.options, recipe.given)
     return dataclasses.replace(made, tell=functools.partial(in_leaves, carry))
 
 

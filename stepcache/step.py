@@ -181,11 +181,12 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
             )
     if fun is NOT_GIVEN:
         return lambda fun: make_step(fun, options, scope)
-    jit_options = dict(options)
-    carry = _names(jit_options.pop("carry", ()))
+    given = dict(options)
+    carry = _names(given.pop("carry", ()))
+    jit_options = dict(given)
     if carry:
         _donate(fun, carry, jit_options)
-    return Step(Engine(Recipe.of(fun, carry, jit_options), scope), options)
+    return Step(Engine(Recipe.of(fun, carry, jit_options, given), scope), options)
 
 
 def _names(carry: str | Iterable[str]) -> tuple[str, ...]:

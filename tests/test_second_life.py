@@ -172,7 +172,7 @@ def test_a_second_life_starts_without_a_trace(name, tmp_path):
     (first, second), (_, step) = twice(*SOURCES[name], tmp_path)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
-    assert "it was loaded from disk, without a trace" in str(step.last_miss)
+    assert "the program was loaded from disk, without a trace, in " in str(step.last_miss)
 
 
 def test_inputs_and_outputs_are_placed_as_before(tmp_path, mesh):

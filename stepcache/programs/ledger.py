@@ -160,7 +160,7 @@ def _distance(known: Key, signature: Signature, paths: Sequence[Path], key: Key,
 def _varying(change: Change):
     """The axes (or the static) in which a change says that a value varies over calls."""
     if change.part == "static":
-        yield "static", "", change.before, change.after
+        yield "static", "".join(change.kinds), change.before, change.after
     for axis, before, after in change.sizes:
         yield "axis", axis, before, after
 
@@ -175,13 +175,20 @@ def _advise_on_making(making: Making) -> tuple[str, ...]:
     )
 
 
+_STATIC_REMEDIES = {
+    "number": "pass it as an array if the code does not branch on it in Python",
+    "callable": "make each callable once, before the loop; a lambda, a partial or a nested "
+    "function that is made again counts as another value",
+    "object": "pass the same object each time, or give its class an __eq__ and a __hash__ by value",
+    "value": "pass fewer distinct values, or pass the part that varies as an array",
+}
+
+
 def _advise_on_values(kind: str, path: str, where: object, seen: set) -> str:
     values = ", ".join(map(str, sorted(seen)[:8])) + (", …" if len(seen) > 8 else "")
     if kind == "static":
-        return (
-            f"static {path} has had {len(seen)} values ({values}), a program each: pass it as an "
-            "array if the code does not branch on it in Python"
-        )
+        remedy = _STATIC_REMEDIES[str(where)]
+        return f"static {path} has had {len(seen)} values ({values}), a program each: {remedy}"
     return (
         f"axis {where} of {path} has had {len(seen)} sizes ({values}), a program each: pad it to "
         "one size, or to a few (buckets)"

@@ -26,7 +26,7 @@ from stepcache.programs.fingerprint.origin import (
     origin_of_file,
 )
 from stepcache.programs.fingerprint.recording import Recording
-from stepcache.programs.fingerprint.tokens import atom
+from stepcache.programs.fingerprint.tokens import atom, plain_text
 from stepcache.programs.fingerprint.walk import Fingerprint, Walk
 from stepcache.programs.key import Key
 from stepcache.programs.layers import definition_of
@@ -60,6 +60,9 @@ class Question:
         common = [label]
         common += [f"{n}={v}" for n, v in self.base.facts.items() if n.startswith(_LOOKED_UP_BY)]
         common.append(self.base.facts["arguments"])
+        donated = (recipe.options.get(name) for name in ("donate_argnums", "donate_argnames"))
+        if recipe.parameters.carry:  # What is donated then follows from the carry and the function.
+            common.append(f"donated {list(donated)}")
         lookup = hashlib.sha256("\n".join((*sorted(common), *tokens)).encode()).hexdigest()
         self.address = Address(label, lookup, self._devices)
 
@@ -68,9 +71,14 @@ class Question:
         walk.value("step", self._recipe.fun)
         for static in self._key.signature.statics:
             walk.value(f"static {static.name}", static.value)
-        for name, value in self._recipe.options.items():
-            walk.value(f"option {name}", value)
-        walk.value("option carry", self._recipe.parameters.carry)
+        for name, value in self._recipe.given.items():
+            text = plain_text(tuple(value) if isinstance(value, list) else value)
+            if text is None:
+                walk.value(f"option {name}", value)
+            else:
+                walk.once(f"option {name}", text)
+        if carry := self._recipe.parameters.carry:
+            walk.once("option carry", ", ".join(map(repr, carry)))
         walk.tree("arguments", self._key.signature.tree)
         walk.facts.update(self._call_facts)
         return walk

@@ -33,6 +33,7 @@ class Recipe:
         parameters: the function's parameters and their roles.
         identity: which function it is.
         key_options: `options` as hashable parts of a key.
+        given: the options as the user gave them, but for the carry.
         tell: gives a call with the leaves that its caller knows, where the program has others.
     """
 
@@ -43,10 +44,17 @@ class Recipe:
     parameters: Parameters
     identity: Identity
     key_options: tuple[tuple[str, Hashable], ...]
+    given: dict[str, Any]
     tell: Callable[[Call], Call] = _as_it_is
 
     @classmethod
-    def of(cls, fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> Recipe:
+    def of(
+        cls,
+        fun: Callable,
+        carry: tuple[str, ...],
+        options: dict[str, Any],
+        given: dict[str, Any] | None = None,
+    ) -> Recipe:
         """Resolves a step's options. `jax.jit` judges them and raises as it does."""
         jitted = jaxcompat.jit(fun, **options)
         roles = jaxcompat.argument_roles(jitted, fun, options)
@@ -58,6 +66,7 @@ class Recipe:
             Parameters.of(fun, roles, carry),
             identity(fun),
             (("carry", carry), *((name, _hashable(options[name])) for name in sorted(options))),
+            options if given is None else given,
         )
 
     @property
