@@ -72,11 +72,11 @@ class Question:
         for static in self._key.signature.statics:
             walk.value(f"static {static.name}", static.value)
         for name, value in self._recipe.given.items():
-            text = plain_text(tuple(value) if isinstance(value, list) else value)
-            if text is None:
+            plain = tuple(value) if isinstance(value, list) else value
+            if plain_text(plain) is None:
                 walk.value(f"option {name}", value)
             else:
-                walk.once(f"option {name}", text)
+                walk.once(f"option {name}", repr(plain))
         if carry := self._recipe.parameters.carry:
             walk.once("option carry", ", ".join(map(repr, carry)))
         walk.tree("arguments", self._key.signature.tree)
