@@ -65,7 +65,7 @@ def _note_content(walk: Trail, path: str, value: Any) -> None:
     fields = getattr(type(value), "_fields", ())
     if isinstance(value, functools.partial):
         values.note_partial(walk, path + values.CONTENT, value)
-    elif base is tuple and len(fields) == len(value):
+    elif isinstance(value, tuple) and isinstance(fields, tuple) and len(fields) == len(value):
         for name, each in zip(fields, tuple.__iter__(value), strict=True):
             walk.value(f"{path}.{name}", each)
     elif base is not None and base in values.HANDLERS:
