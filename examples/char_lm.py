@@ -141,7 +141,7 @@ def main() -> None:
     stats = train_step.stats()
     print(f"loss {first_loss:.2f} → {last_loss:.2f} in {STEPS} steps; {stats}")
     if stats.loads:
-        print(f"warm start: {stats.loads} programs loaded from disk, {stats.compiles} compiled")
+        print(f"warm start: loaded from disk {stats.loads}, compiled {stats.compiles}")
     assert stats.misses == 2, "one program a batch size, and no other"
     assert first_loss > 4.5 and last_loss < 2.2, (first_loss, last_loss)
 

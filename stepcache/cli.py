@@ -32,7 +32,7 @@ from stepcache.programs.fingerprint.origin import distribution_of
 from stepcache.report import doctor as doctors
 from stepcache.report import inventory as inventories
 from stepcache.report import moving, runs, tables
-from stepcache.units import readable_bytes
+from stepcache.units import counted, readable_bytes
 
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -256,7 +256,7 @@ def _show_freed(
     }
     output.show(
         data,
-        f"{len(removed)} entries removed, {readable_bytes(freed_bytes)} freed; "
+        f"{counted(len(removed), 'entry')} removed, {readable_bytes(freed_bytes)} freed; "
         f"{readable_bytes(left_bytes)} left in {directory}.",
     )
 
@@ -269,7 +269,7 @@ def clear_command(output: Output, directory: Path, yes: bool) -> None:
     entries = list(archive.tier.entries()) if archive is not None else []
     if not yes:
         size = readable_bytes(sum(each.size_bytes for each in entries))
-        question = f"Remove all {len(entries)} entries, {size}, in {directory}?"
+        question = f"Remove everything, {counted(len(entries), 'entry')}, {size}, in {directory}?"
         click.confirm(question, abort=True, err=output.as_json)
     if archive is not None:
         archive.tier.clear()

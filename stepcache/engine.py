@@ -36,6 +36,7 @@ from stepcache.programs.cache import ProgramCache
 from stepcache.programs.checks import Checks
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
+from stepcache.programs.layers import count_step
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Levels
 from stepcache.programs.placement import place, unnamed_batch
@@ -66,7 +67,7 @@ class Engine:
         ledger: Ledger | None = None,
     ):
         self.recipe = recipe
-        self.ledger = ledger or Ledger(recipe.name)
+        self.ledger = ledger or Ledger(recipe.name, count_step(recipe.fun))
         self.scope = scope
         self.number = recipe.identity.number
         self.levels = Levels(recipe, self.number)

@@ -17,6 +17,8 @@ from typing import TypeVar
 
 import jax.monitoring
 
+from stepcache.units import counted
+
 _log = logging.getLogger("stepcache")
 
 
@@ -33,7 +35,8 @@ class Change:
         after: what the call brought.
         note: what exactly differs, such as "axis 0", in words.
         kinds: the same for programs: of "shape", "dtype", "weak_type", "committed", "sharding",
-            "layout".
+            "layout"; for a static argument "number", "callable",
+            "object" (compared by identity) or "value".
         sizes: (axis, size before, size after) of each axis that differs.
     """
 
@@ -64,7 +67,8 @@ class Miss:
         advice: what to try.
         omitted: leaves that differ too, beyond those that `changes` describes.
         since: for "other run", when that run built its program: seconds since the epoch.
-        remedy: how the program came then: built, or loaded from disk; empty before that.
+        remedy: how the program was obtained, such as "built" or "loaded from disk, without a trace,
+            in 0.10 s"; empty before that.
         unvouched: why a later run of this step will have to trace it, if it will.
     """
 
@@ -79,21 +83,22 @@ class Miss:
     remedy: str = ""
 
     def __str__(self) -> str:
+        closest = "; the closest differs in:" if self.changes else ""
         reasons = {
             "first call": "no program yet: this is its first call",
-            "changed": "no program is like this call; the nearest differs in",
+            "changed": f"no cached program matches{closest}",
             "evicted": "the program was built before and has been evicted",
             "cleared": "the program was built before and the cache has been cleared",
             "new session": "the program is known, but not to this session's program cache",
-            "other run": f"compared with the run of {_readable_time(self.since)}, there changed",
+            "other run": f"since the run of {_readable_time(self.since)} these have changed:",
         }
         lines = [f"{self.step}, miss {self.number}: {reasons[self.reason]}"]
-        if self.remedy and self.remedy != "it was built":
-            lines[0] += f"; {self.remedy}"
         lines += [f"  {change}" for change in self.changes[:_MAX_CHANGES_SHOWN]]
         more = len(self.changes[_MAX_CHANGES_SHOWN:]) + self.omitted
         if more:
-            lines.append(f"  … and {more} more changes")
+            lines.append(f"  … and {counted(more, 'more change')}")
+        if self.remedy and self.remedy != "built":
+            lines.append(f"  the program was {self.remedy}")
         lines += [f"  hint: {text}" for text in self.advice]
         if self.unvouched:
             lines.append("  a later run will have to trace it, because of")

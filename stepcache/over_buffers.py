@@ -47,7 +47,7 @@ def over_buffers(recipe: Recipe) -> Recipe:
     """The recipe of a step whose arguments are buffers where they were `Variables`."""
     carry, batch = recipe.parameters.carry, recipe.parameters.batch
     on_buffers = _OverBuffers(recipe.fun, recipe.name, recipe.parameters)
-    made = Recipe.of(on_buffers, recipe.options, carry, batch)
+    made = Recipe.of(on_buffers, recipe.options, carry, batch, recipe.given)
     return dataclasses.replace(made, tell=functools.partial(in_leaves, carry))
 
 

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepcache import jaxcompat
 from stepcache.errors import OptionError, PlacementError
+from stepcache.units import counted
 
 DataAxis = str | tuple[str, ...] | None
 Role = Literal["carry", "batch"] | None
@@ -262,7 +263,7 @@ class Placer:
             raise PlacementError(
                 f"{spec} has more dimensions than the leaf that {by} would place",
                 where=path,
-                expected=f"at least {len(spec)} dimensions",
+                expected=f"at least {counted(len(spec), 'dimension')}",
                 got=f"shape {list(shape)}",
                 hint="narrow the rule's regex, or put a rule for this path before it",
             )

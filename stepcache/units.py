@@ -15,6 +15,16 @@ def readable_bytes(size: int) -> str:
     raise AssertionError
 
 
+_PLURALS = {"leaf": "leaves", "entry": "entries"}
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 leaf`, `2 leaves`, `0 more changes`."""
+    *before, last = noun.split()
+    plural = " ".join((*before, _PLURALS.get(last, f"{last}s")))
+    return f"{count} {noun if count == 1 else plural}"
+
+
 def listed(names: Sequence[str]) -> str:
     """`a, b and c`."""
     return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else "".join(names)

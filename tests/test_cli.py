@@ -280,9 +280,7 @@ def test_why_after_a_real_run(built):
 
 
 def test_why_tells_what_changed_and_what_is_in_the_way(tmp_path):
-    headline = (
-        "train_step, miss 1: compared with the run of Tuesday 2026-11-17 10:02, there changed"
-    )
+    headline = "train_step, miss 1: since the run of Tuesday 2026-11-17 10:02 these have changed:"
     changes = [
         ["code", "model.py:Block.__call__", "code 12ab", "code 34cd"],
         ["package", "package jaxlib", "0.10.1", "0.10.2"],
@@ -295,7 +293,7 @@ def test_why_tells_what_changed_and_what_is_in_the_way(tmp_path):
     }
     write_runs(tmp_path, [row(seconds={"trace": 0.5})], [row(**details)])
     text = run("cache", "why", "--dir", tmp_path).stdout
-    assert "compared with the run of Tuesday 2026-11-17 10:02" in text
+    assert "since the run of Tuesday 2026-11-17 10:02 these have changed:\n" in text
     assert "`model.py:Block.__call__` its code changed" in text
     assert "package jaxlib 0.10.1 → 0.10.2" in text
     assert "file vocabulary.txt 1234 → absent" in text
@@ -417,7 +415,7 @@ def test_no_sizes(text):
 
 def test_clear_asks(directory):
     result = run("cache", "clear", "--dir", directory, code=1, answer="n\n")
-    assert "Remove all 6 entries" in result.output
+    assert "Remove everything, 6 entries" in result.output
     assert run_json("cache", "ls", "--dir", directory)["steps"] == 3
     assert "6 entries removed" in run("cache", "clear", "--dir", directory, answer="y\n").stdout
     assert run_json("cache", "ls", "--dir", directory)["items"] == []

@@ -3,7 +3,10 @@
 import contextlib
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,25 @@ def test_the_example_prints_what_the_readme_says():
         exec(compile(code, "README.md", "exec"), {})
     assert output.getvalue() == printed
     assert len([line for line in code.splitlines() if line.strip()]) <= 16
+
+
+def test_the_language_model_explains_what_the_readme_says(tmp_path):
+    """It is ended as soon as it has: training takes a while."""
+    environment = {"JAX_PLATFORMS": "cpu", "STEPCACHE_DIR": str(tmp_path / "programs")}
+    with subprocess.Popen(
+        [sys.executable, "-u", "examples/char_lm.py"],
+        cwd=ROOT,
+        env={**os.environ, **environment, "COLUMNS": "140"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.endswith(" moved.\n"):
+                break
+        process.kill()
+    assert f"prints before its first step:\n\n```\n{''.join(lines)}```" in README
 
 
 # Each of these is a dozen fresh processes, and minutes.

@@ -172,7 +172,7 @@ def test_a_second_life_starts_without_a_trace(name, tmp_path):
     (first, second), (_, step) = twice(*SOURCES[name], tmp_path)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
-    assert "it was loaded from disk, without a trace" in str(step.last_miss)
+    assert "the program was loaded from disk, without a trace, in " in str(step.last_miss)
 
 
 def test_inputs_and_outputs_are_placed_as_before(tmp_path, mesh):
@@ -867,3 +867,61 @@ def test_processes_that_build_load_and_evict_at_once(tmp_path, processes, second
     assert left.size_bytes() <= 80_000, "the bound, and what was being loaded"
     assert not [info for info in left.verify() if info.problem]
     assert not list((tmp_path / "programs" / "v1" / "tmp").iterdir())
+
+
+OPTIONS = """
+    def train(state, batch):
+        return state + batch, batch
+
+    step = sc.step(train{options})
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [
+        ("", ', carry="state"', "option carry: absent → 'state'"),
+        (', carry="state"', "", "option carry: 'state' → absent"),
+        ("", ", donate_argnums=0", "option donate_argnums: absent → 0"),
+        (
+            ", donate_argnums=(0,)",
+            ", donate_argnums=1",
+            "option donate_argnums: (0,) → 1",
+        ),
+        ("", ', donate_argnames=["batch"]', "option donate_argnames: absent → ('batch',)"),
+    ],
+)
+def test_an_option_that_is_changed_is_one_change(before, after, change, tmp_path):
+    for options in (before, after):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache, data_axis=None):
+            step = life(OPTIONS.format(options=options), cache, tmp_path).step
+            step(jnp.ones(3), jnp.ones(3))
+        cache.flush()
+    assert step.last_miss.reason == "other run"
+    assert [str(each) for each in step.last_miss.changes] == [change]
+
+
+def test_what_a_carry_donates_is_part_of_what_is_looked_up(tmp_path):
+    """It follows from the signature of the function too, and that may come from anywhere."""
+    source = """
+        import inspect
+
+        def train(*args):
+            return args[0] + args[1], args[1]
+
+        Kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = {names}
+        train.__signature__ = inspect.Signature([inspect.Parameter(n, Kind) for n in names])
+        step = sc.step(train, carry="a")
+    """
+    donated = []
+    for names in (["a", "b"], ["b", "a"]):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache, data_axis=None):
+            step = life(source.format(names=names), cache, tmp_path).step
+            given = jnp.ones(3), jnp.ones(3)
+            step(*given)
+            donated.append([each.is_deleted() for each in given])
+        cache.flush()
+    assert donated == [[True, False], [False, True]]

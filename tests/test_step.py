@@ -1,6 +1,8 @@
 """What a step adds to `jax.jit`: carry, warm, reasons, statistics, a life of its own."""
 
 import copy
+import dataclasses
+import functools
 import gc
 import operator
 import os
@@ -287,6 +289,50 @@ def test_a_static_with_many_values_is_pointed_out():
     for n in range(4):
         f(1.0, n)
     assert "static n has had 4 values" in f.last_miss.advice[0]
+
+
+class ByIdentity:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda n: lambda x: x, "make each callable once, before the loop"),
+        (lambda n: functools.partial(jnp.add, n), "make each callable once, before the loop"),
+        (lambda n: ByIdentity(), "an __eq__ and a __hash__ by value"),
+        (lambda n: f"mode {n}", "pass fewer distinct values"),
+        (lambda n: (n, "same"), "pass fewer distinct values"),
+        (lambda n: float(n), "pass it as an array if the code does not branch on it"),
+        (lambda n: np.int32(n), "pass it as an array if the code does not branch on it"),
+    ],
+    ids=["lambda", "partial", "object", "string", "tuple", "float", "numpy"],
+)
+def test_the_advice_on_a_static_fits_its_kind(make, advice):
+    f = sc.step(lambda x, n: x, static_argnums=1)
+    values = [make(n) for n in range(4)]
+    for value in values:
+        f(1.0, value)
+    (hint,) = f.last_miss.advice
+    assert hint.startswith("static n has had 4 values (") and advice in hint
+    assert ("pass it as an array" in hint) == ("branch" in advice)
+
+
+def test_a_miss_is_whole_sentences():
+    f = sc.step(lambda x: x, static_argnums=())
+    f(np.ones(2, np.float32))
+    f(np.ones(3, np.float32))
+    assert str(f.last_miss).splitlines() == [
+        "<lambda>, miss 2: no cached program matches; the closest differs in:",
+        "  x: float32[2] → float32[3] (axis 0)",
+    ]
+    loaded = dataclasses.replace(f.last_miss, remedy="loaded from disk, in 0.10 s", omitted=1)
+    assert str(loaded).splitlines()[2:] == [
+        "  … and 1 more change",
+        "  the program was loaded from disk, in 0.10 s",
+    ]
+    without = dataclasses.replace(f.last_miss, changes=())
+    assert str(without) == "<lambda>, miss 2: no cached program matches"
 
 
 def test_a_large_captured_array_is_named_with_its_size():

@@ -47,6 +47,7 @@ from stepcache.jaxcompat.stages import (
     forget_traces,
     jit,
     outline,
+    unhide_methods,
 )
 
 __all__ = [
@@ -85,4 +86,5 @@ __all__ = [
     "tracing_context",
     "tree_differences",
     "uncommitted",
+    "unhide_methods",
 ]

@@ -74,11 +74,6 @@ def pytree_functions(cls: type) -> tuple[Callable, ...]:
     return (entry.to_iter, entry.from_iter, *more)
 
 
-def pytree_classes() -> list[type]:
-    """The classes that are registered with JAX."""
-    return list(tree_util._registry) if PRIVATE_API else []
-
-
 def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> str:
     """A sharding or a mesh as text that is the same in every process.
 

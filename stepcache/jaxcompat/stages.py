@@ -25,7 +25,21 @@ if PRIVATE_API:
     )
 
 # Bound once, so that a program which replaces `jax.jit` cannot make a step call itself.
-jit = jax.jit
+_jit = jax.jit
+
+
+def jit(fun: Callable, **options: Any) -> Any:
+    """`jax.jit(fun, **options)`, with JAX's own methods whatever attributes `fun` has."""
+    jitted = _jit(fun, **options)
+    unhide_methods(jitted)
+    return jitted
+
+
+def unhide_methods(wrapper: Any) -> None:
+    """Deletes what `functools.wraps` copied onto `wrapper` and hides a method of its class."""
+    copied, cls = vars(wrapper), type(wrapper)
+    for name in [each for each in copied if not each.startswith("__") and hasattr(cls, each)]:
+        del copied[name]
 
 
 class Runnable(NamedTuple):

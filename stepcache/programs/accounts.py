@@ -13,9 +13,9 @@ from stepcache.programs.recipe import Request
 
 _EVENTS = {1: "loaded", 2: "relinked", 3: "built"}
 _REMEDIES = {
-    1: "it was loaded from disk, without a trace",
-    2: "it was traced, and loaded from disk without compiling it",
-    3: "it was built",
+    1: "loaded from disk, without a trace",
+    2: "traced, and loaded from disk without compiling it",
+    3: "built",
 }
 
 
@@ -51,7 +51,7 @@ def account(
     program, seconds = brought.program, brought.program.seconds
     remedy = _REMEDIES[program.level]
     if brought.giver is not None:
-        remedy = f"rank {brought.giver} had it, and it was loaded from there, without a trace"
+        remedy = f"loaded from rank {brought.giver}, without a trace"
     if program.level < 3:
         remedy += f", in {sum(seconds.values()):.2f} s"
     advice = (*miss.advice, *map(_advise_on_capture, program.captured))

@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from stepcache.programs.layers import function_name
+
 _lock = threading.Lock()
 _numbers = itertools.count(1)
 _known: dict[int, tuple[weakref.ref, Identity]] = {}
@@ -54,11 +56,3 @@ def identity(fun: Callable) -> Identity:
 
 def _forget(key: int, _: weakref.ref) -> None:
     _known.pop(key, None)
-
-
-def function_name(fun: Callable) -> str:
-    """What to call `fun` in messages; partials are named after what they wrap."""
-    inner = getattr(fun, "func", None) if not hasattr(fun, "__name__") else None
-    if inner is not None:
-        return function_name(inner)
-    return getattr(fun, "__name__", type(fun).__name__)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from stepcache.events import Change, Miss, StepStats
 from stepcache.programs.key import Key, diff_settings
+from stepcache.programs.layers import Making
 from stepcache.programs.recipe import Request
 from stepcache.programs.signature import Call, Path, Signature, diff, diff_holders, distance
 
@@ -29,14 +30,15 @@ class Ledger:
 
     Args:
         step: the step's name.
+        making: where its code is, and how many steps of it have been made.
 
     Attributes:
         last_miss: what led to the latest build; None before the first.
         warned_of_batch: whether the step's user has been advised to name its batch.
     """
 
-    def __init__(self, step: str):
-        self._step = step
+    def __init__(self, step: str, making: Making | None = None):
+        self._step, self._making = step, making or Making()
         self._lock = threading.Lock()
         self._known: OrderedDict[Key, tuple[Signature, tuple[Path, ...]]] = OrderedDict()
         self._gone: dict[Key, str] = {}
@@ -68,7 +70,8 @@ class Ledger:
             reason = self._gone.get(key, "new session")
             number = self._stats.misses + 1
         if not known:
-            return Miss(self._step, number, "first call")
+            advice = _advise_on_making(self._making)
+            return Miss(self._step, number, "first call", advice=advice)
         if any(other == key for other, _ in known):
             return Miss(self._step, number, reason)
         told = request.told
@@ -162,18 +165,35 @@ def _distance(known: Key, signature: Signature, paths: Sequence[Path], key: Key,
 def _varying(change: Change):
     """The axes (or the static) in which a change says that a value varies over calls."""
     if change.part == "static":
-        yield "static", "", change.before, change.after
+        yield "static", "".join(change.kinds), change.before, change.after
     for axis, before, after in change.sizes:
         yield "axis", axis, before, after
+
+
+def _advise_on_making(making: Making) -> tuple[str, ...]:
+    if making.count == 1:
+        return ()
+    return (
+        f"this is step {making.count} made from the function at {making.place} in this process, "
+        "and each was traced and compiled anew unless its program was on disk: if a loop makes "
+        "them, make one step before the loop and pass what varies as an argument",
+    )
+
+
+_STATIC_REMEDIES = {
+    "number": "pass it as an array if the code does not branch on it in Python",
+    "callable": "make each callable once, before the loop; a lambda, a partial or a nested "
+    "function that is made again counts as another value",
+    "object": "pass the same object each time, or give its class an __eq__ and a __hash__ by value",
+    "value": "pass fewer distinct values, or pass the part that varies as an array",
+}
 
 
 def _advise_on_values(kind: str, path: str, where: object, seen: set) -> str:
     values = ", ".join(map(str, sorted(seen)[:8])) + (", …" if len(seen) > 8 else "")
     if kind == "static":
-        return (
-            f"static {path} has had {len(seen)} values ({values}), a program each: pass it as an "
-            "array if the code does not branch on it in Python"
-        )
+        remedy = _STATIC_REMEDIES[str(where)]
+        return f"static {path} has had {len(seen)} values ({values}), a program each: {remedy}"
     return (
         f"axis {where} of {path} has had {len(seen)} sizes ({values}), a program each: pad it to "
         "one size, or to a few (buckets)"

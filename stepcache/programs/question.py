@@ -7,10 +7,11 @@ its trace used beyond that, and serves where all of that is as it was.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import jax
@@ -23,13 +24,14 @@ from stepcache.programs.fingerprint.origin import (
     USER,
     file_digest,
     file_label,
-    origin_of,
     origin_of_file,
+    origin_of_module,
 )
 from stepcache.programs.fingerprint.recording import Recording
-from stepcache.programs.fingerprint.tokens import atom
+from stepcache.programs.fingerprint.tokens import atom, plain_text
 from stepcache.programs.fingerprint.walk import Fingerprint, Walk
 from stepcache.programs.key import Key
+from stepcache.programs.layers import definition_of
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Leaf, short_type
 from stepcache.spanning import part_of, spans_processes
@@ -55,18 +57,27 @@ class Question:
         self._call_facts = self._facts_of_call(tokens)
         self._base_walk: Walk | None = self._walked()
         self.base = self._base_walk.fingerprint()
-        lookup = digest_facts({"label": label, **self.base.facts})
-        self.address = Address(label, lookup, self._devices)
+        facts = {"label": label, **self.base.facts}
+        if recipe.parameters.carry:  # What is donated then follows from the carry and the function.
+            names = ("donate_argnums", "donate_argnames")
+            facts["donated"] = str([recipe.options.get(name) for name in names])
+        self.address = Address(label, digest_facts(facts), self._devices)
 
     def _walked(self) -> Walk:
         walk = Walk(self._root)
         walk.value("step", self._recipe.fun)
         for static in self._key.signature.statics:
             walk.value(f"static {static.name}", static.value)
-        for name, value in self._recipe.options.items():
-            walk.value(f"option {name}", value)
-        walk.value("option carry", self._recipe.parameters.carry)
-        walk.value("option batch", self._recipe.parameters.batch)
+        for name, value in self._recipe.given.items():
+            plain = tuple(value) if isinstance(value, list) else value
+            if plain_text(plain) is None:
+                walk.value(f"option {name}", value)
+            else:
+                walk.once(f"option {name}", repr(plain))
+        parameters = self._recipe.parameters
+        for name, names in (("carry", parameters.carry), ("batch", parameters.batch)):
+            if names:
+                walk.once(f"option {name}", ", ".join(map(repr, names)))
         walk.tree("arguments", self._key.signature.tree)
         walk.facts.update(self._call_facts)
         return walk
@@ -131,7 +142,7 @@ class Question:
             blames.append(recording.unavailable)
         unknown = recording.codes - self._walk().codes
         if any(code.co_filename.startswith("<") for code in unknown):
-            unknown -= _generated_by_libraries()
+            unknown -= _explained_by_classes(unknown, self._walk())
         for code in unknown:
             if origin_of_file(code.co_filename) == USER and code.co_name != "<module>":
                 where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
@@ -160,16 +171,21 @@ class Question:
         return content
 
 
-def _generated_by_libraries() -> set[CodeType]:
-    """The code that libraries have generated to take their own classes apart, as equinox does."""
-    codes = set()
-    for cls in inspection.pytree_classes():
-        if origin_of(cls) == INSTALLED:
-            for function in inspection.pytree_functions(cls):
-                code = getattr(getattr(function, "func", function), "__code__", None)
-                if code is not None:
-                    codes.add(code)
-    return codes
+def _explained_by_classes(codes: set[CodeType], walk: Walk) -> set[CodeType]:
+    """The code among some that a library has generated from a class: its own, or a known one.
+
+    As equinox does, which keeps the class among the globals of what it generates. JAX has a
+    `flatten_with_keys` where Python cannot look for it, so the functions are found by their code.
+    """
+    generated = [code for code in codes if code.co_filename.startswith("<")]
+    explained = set()
+    for function in gc.get_referrers(*generated):
+        if type(function) is FunctionType:
+            cls = function.__globals__.get("module_cls")
+            known = isinstance(cls, type) and id(cls) in walk.seen
+            if known or origin_of_module(function.__module__) == INSTALLED:
+                explained.add(function.__code__)
+    return explained
 
 
 def _asked_for(codes: Iterable[Any]) -> set[str]:
@@ -192,14 +208,10 @@ def step_label(fun: Any) -> str:
 
 def _label_and_root(fun: Any) -> tuple[str, str]:
     """How to name a step in any process, and the directory that its modules are imported from."""
-    inner = fun
-    while not hasattr(inner, "__code__"):
-        following = getattr(inner, "__wrapped__", None) or getattr(inner, "func", None)
-        following = following or getattr(inner, "__func__", None)
-        if following is None or following is inner:
-            kind = type(fun)
-            return f"{kind.__module__}:{kind.__qualname__}", ""
-        inner = following
+    inner = definition_of(fun)
+    if inner is None:
+        kind = type(fun)
+        return f"{kind.__module__}:{kind.__qualname__}", ""
     filename, module = inner.__code__.co_filename, getattr(inner, "__module__", None)
     label = file_label(filename, module)
     root = "" if filename.startswith("<") else os.path.abspath(filename)[: -len(label) - 1]

@@ -10,8 +10,9 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from stepcache import jaxcompat
-from stepcache.programs.identity import Identity, function_name, identity
+from stepcache.programs.identity import Identity, identity
 from stepcache.programs.key import Key
+from stepcache.programs.layers import function_name
 from stepcache.programs.signature import Call, Leaf, Parameters
 from stepcache.sharding import Placed, processes_of
 
@@ -32,6 +33,7 @@ class Recipe:
         parameters: the function's parameters and their roles.
         identity: which function it is.
         key_options: `options` as hashable parts of a key.
+        given: the options as the user gave them, but for the carry.
         tell: gives a call with the leaves that its caller knows, where the program has others.
     """
 
@@ -42,6 +44,7 @@ class Recipe:
     parameters: Parameters
     identity: Identity
     key_options: tuple[tuple[str, Hashable], ...]
+    given: dict[str, Any]
     tell: Callable[[Call], Call] = _as_it_is
 
     @classmethod
@@ -51,6 +54,7 @@ class Recipe:
         options: dict[str, Any],
         carry: tuple[str, ...] = (),
         batch: tuple[str, ...] = (),
+        given: dict[str, Any] | None = None,
     ) -> Recipe:
         """Resolves a step's options. `jax.jit` judges them and raises as it does."""
         jitted = jaxcompat.jit(fun, **options)
@@ -67,6 +71,7 @@ class Recipe:
                 ("batch", batch),
                 *((name, _hashable(options[name])) for name in sorted(options)),
             ),
+            options if given is None else given,
         )
 
     @property

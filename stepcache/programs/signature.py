@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,12 +16,14 @@ from operator import ne
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache.events import Change
 from stepcache.sharding import Role
+from stepcache.units import counted
 
 
 class Unreadable(Exception):
@@ -329,7 +332,17 @@ def _diff_statics(before: Sequence[Static], after: Sequence[Static]):
             note = "static"
             if old and new and old.kind is not new.kind:
                 note = f"static, {old.kind.__name__} → {new.kind.__name__}"
-            yield Change("static", name, sides[0], sides[1], note)
+            values = [static.value for static in (old, new) if static is not None]
+            yield Change("static", name, sides[0], sides[1], note, (_kind_of(values),))
+
+
+def _kind_of(values: Sequence[Any]) -> str:
+    if all(isinstance(value, numbers.Number | np.generic) for value in values):
+        return "number"
+    if any(map(callable, values)):
+        return "callable"
+    by_identity = any(type(value).__eq__ is object.__eq__ for value in values if value is not None)
+    return "object" if by_identity else "value"
 
 
 def _show(value: Any) -> str:
@@ -370,7 +383,7 @@ def _diff_leaves(before: Leaf, after: Leaf, path: str) -> Change:
     if before.dtype != after.dtype:
         notes["dtype"] = "dtype"
     if len(before.shape) != len(after.shape):
-        notes["shape"] = f"{len(before.shape)} → {len(after.shape)} dimensions"
+        notes["shape"] = f"{len(before.shape)} → {counted(len(after.shape), 'dimension')}"
     elif before.shape != after.shape:
         pairs = enumerate(zip(before.shape, after.shape, strict=True))
         sizes = tuple((axis, x, y) for axis, (x, y) in pairs if x != y)

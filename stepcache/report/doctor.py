@@ -25,7 +25,7 @@ from stepcache.programs.disk import private
 from stepcache.programs.disk.entry import KEY_BYTES
 from stepcache.programs.fingerprint.origin import distribution_of
 from stepcache.report.inventory import open_existing
-from stepcache.units import readable_bytes
+from stepcache.units import counted, readable_bytes
 
 Status = Literal["ok", "warning", "fault"]
 _ORDER: tuple[Status, ...] = ("ok", "warning", "fault")
@@ -235,7 +235,7 @@ def _quarantine(directory: Path) -> Check:
     for path in left:
         with contextlib.suppress(OSError):
             size_bytes += path.lstat().st_size
-    detail = f"{len(left)} damaged entries, {readable_bytes(size_bytes)}"
+    detail = f"{counted(len(left), 'damaged entry')}, {readable_bytes(size_bytes)}"
     return Check(
         "quarantine",
         "warning",

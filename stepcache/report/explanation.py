@@ -23,7 +23,7 @@ from stepcache.programs.placement import moved_bytes
 from stepcache.programs.recipe import Request
 from stepcache.programs.signature import Leaf, Parameters, Path, Unreadable, short_sharding
 from stepcache.sharding import Placed, Role
-from stepcache.units import readable_bytes
+from stepcache.units import counted, readable_bytes
 from stepcache.variables.plan import Plan
 
 _TEXT_WIDTH = 100
@@ -178,7 +178,8 @@ class Explanation:
 
     def _footer(self) -> Iterable[str]:
         where = f"mesh {self.mesh}" if self.mesh else "no mesh: as jax.jit places them"
-        yield f"{len(self.arguments)} leaves; {where}; {readable_bytes(self.moved_bytes)} moved."
+        leaves = counted(len(self.arguments), "leaf")
+        yield f"{leaves}; {where}; {readable_bytes(self.moved_bytes)} moved."
         if self.processes > 1:
             then = ", which agree on a new program before it runs" if self.miss else ""
             yield f"rank {self.rank} of {self.processes} processes{then}."

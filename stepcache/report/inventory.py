@@ -14,6 +14,7 @@ from typing import Any
 from stepcache.programs.archive import Archive, open_archive
 from stepcache.programs.candidate import Candidate, differences, unpack_candidates
 from stepcache.programs.disk.tier import EntryInfo
+from stepcache.units import counted
 
 # Groups of facts by the beginning of their names; the first that fits. The rest is code or values.
 _GROUPS = (
@@ -352,6 +353,7 @@ def _check_step(archive: Archive, entry: EntryInfo, programs: set[str]) -> Check
             missing = {each.program for each in candidates} - programs
             if not missing:
                 return None
-            text = f"{len(missing)} of the programs of its {len(candidates)} builds not there"
+            builds = counted(len(candidates), "build")
+            text = f"{counted(len(missing), 'program')} of its {builds} not there"
             return Checked("step", entry.digest, label, text, "incomplete")
     return Checked("step", entry.digest, label, problem, "damaged")

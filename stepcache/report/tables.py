@@ -21,7 +21,7 @@ from stepcache.report.environment import Part
 from stepcache.report.inventory import Build, Checked, Details, Inventory, Item
 from stepcache.report.moving import Exported, Imported
 from stepcache.report.runs import Happening, Run, in_order, in_words
-from stepcache.units import readable_bytes
+from stepcache.units import counted, readable_bytes
 
 _WIDTH_WITHOUT_TERMINAL = 100
 _NAME_WIDTH, _GAP = 20, 2
@@ -136,7 +136,8 @@ def inventory(found: Inventory, items: Sequence[Item]) -> RenderableType:
         styles=["red" if item.problem else "" for item in items],
     )
     total = (
-        f"{found.steps} steps, {found.programs} programs, {readable_bytes(found.size_bytes)} "
+        f"{counted(found.steps, 'step')}, {counted(found.programs, 'program')}, "
+        f"{readable_bytes(found.size_bytes)} "
         f"in {found.directory}"
     )
     parts: list[RenderableType] = [table, _line(total)]
@@ -251,7 +252,10 @@ def verified(count: int, found: Sequence[Checked], directory: str) -> Renderable
         for each in found
     ]
     outcome = f"{len(damaged)} damaged, now in quarantine" if damaged else "none is damaged"
-    return Group(*lines, _line(f"{count} entries in {directory} read and checked: {outcome}."))
+    return Group(
+        *lines,
+        _line(f"{counted(count, 'entry')} in {directory} read and checked: {outcome}."),
+    )
 
 
 # ---- why ----------------------------------------------------------------------------------------
@@ -276,7 +280,7 @@ def _happening(each: Happening, with_rank: bool) -> list[RenderableType]:
         lines += each.reason.splitlines()
     lines += [f"  {in_words(change)}" for change in each.changes[:_CHANGES_SHOWN]]
     if len(each.changes) > _CHANGES_SHOWN:
-        lines.append(f"  … and {len(each.changes) - _CHANGES_SHOWN} more changes")
+        lines.append(f"  … and {counted(len(each.changes) - _CHANGES_SHOWN, 'more change')}")
     if each.unvouched:
         lines.append("it cannot be started without a trace, because of")
         lines += [f"  {text}" for text in each.unvouched[:_CHANGES_SHOWN]]
@@ -352,11 +356,15 @@ def ranks(run: Run) -> RenderableType:
 # ---- export, import, doctor ---------------------------------------------------------------------
 
 
+def _steps(steps: Sequence[Any]) -> str:
+    return counted(len(steps), "step")
+
+
 def exported(result: Exported) -> RenderableType:
     """What went into a bundle."""
     lines = [f"left out {each}" for each in result.left_out]
     lines += [
-        f"{result.file}: {len(result.steps)} steps, {result.programs} programs, "
+        f"{result.file}: {_steps(result.steps)}, {counted(result.programs, 'program')}, "
         f"{readable_bytes(result.size_bytes)}"
     ]
     return Group(*map(_line, lines))
@@ -366,10 +374,13 @@ def imported(result: Imported) -> RenderableType:
     """What came out of a bundle."""
     there = f" ({result.already_there} more were there)" if result.already_there else ""
     parts: list[RenderableType] = [
-        _line(f"{len(result.steps)} steps and {result.programs} programs imported{there}.")
+        _line(f"{_steps(result.steps)} and {counted(result.programs, 'program')} imported{there}.")
     ]
     if result.foreign:
-        what = f"{len(result.refused)} steps were refused" if result.refused else "They were stored"
+        refused = (
+            f"{_steps(result.refused)} {'was' if len(result.refused) == 1 else 'were'} refused"
+        )
+        what = refused if result.refused else "They were stored"
         parts += [_line(f"{what}, but built for another environment:"), parts_table(result.foreign)]
     if result.settings:
         parts.append(_line("They are found by processes that set what this one does not:"))

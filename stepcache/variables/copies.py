@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stepcache.units import counted
 from stepcache.variables.policy import Read
 
 
@@ -85,7 +86,7 @@ class Copies:
         if bounds == (0, None):
             return None, behind
         if bounds[0] and copy.served_steps >= bounds[0]:
-            return None, f"{behind}: it has served {copy.served_steps} steps"
+            return None, f"{behind}: it has served {counted(copy.served_steps, 'step')}"
         age = self._clock() - copy.fetched_seconds
         if bounds[1] is not None and age > bounds[1]:
             return None, f"{behind}: it is {age:.3g} s old"

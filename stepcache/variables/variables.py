@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from stepcache.errors import VariablesError
 from stepcache.sharding import current_placer, current_reader, mesh_identity
-from stepcache.units import readable_bytes
+from stepcache.units import counted, readable_bytes
 from stepcache.variables import checkpoints
 from stepcache.variables.describing import check_not_tracing, joined, matching
 from stepcache.variables.masters import Held, Master, Reader, hold
@@ -269,11 +269,12 @@ class Variables:
     # ---- showing -------------------------------------------------------------------------------
 
     def _told(self) -> dict[str, str]:
-        leaves, buffers = len(self.layout.slots), len(self.layout.buffers)
+        leaves = counted(len(self.layout.slots), "leaf")
+        buffers = counted(len(self.layout.buffers), "buffer")
         told = {
             "name": repr(self.name),
             "version": str(self.version),
-            "value": f"{leaves} leaves in {buffers} buffers, {readable_bytes(self.nbytes)}",
+            "value": f"{leaves} in {buffers}, {readable_bytes(self.nbytes)}",
             "placement": str(self.placement),
         }
         for memory, size in bytes_per_device(self.master.arrays()).items():

@@ -210,4 +210,4 @@ def test_a_miss_and_an_explanation_name_the_ranks(tmp_path):
     for number, rank in enumerate(succeeded(run_pod(tmp_path, script, 2))):
         assert rank.said("explained")[0].startswith(f"{number} 2 True"), rank.output
         assert rank.said("then") == ["False"] and rank.said("warmed") == ["6.0"]
-        assert ("rank 0 had it" in rank.said("miss")[0]) == (number == 1), rank.output
+        assert ("loaded from rank 0" in rank.said("miss")[0]) == (number == 1), rank.output

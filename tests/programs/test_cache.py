@@ -1,6 +1,7 @@
 """The contract of the program cache, on programs that are not programs."""
 
 import gc
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import pytest
 
 import stepcache as sc
 from stepcache import jaxcompat
-from stepcache.programs.cache import new_owner_number
+
+_numbers = itertools.count(1)
 
 
 def program(size_bytes=1):
@@ -23,7 +25,7 @@ class Tenant:
     """An owner that remembers what it lost."""
 
     def __init__(self):
-        self.number = new_owner_number()
+        self.number = next(_numbers)
         self.gone = []
 
         self.asked = 0

@@ -1,5 +1,6 @@
 """What the walk notes, and what it says of things that cannot be looked at."""
 
+import functools
 import json
 import os
 import subprocess
@@ -7,7 +8,9 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
+import optax
 import pytest
 
 import stepcache
@@ -193,3 +196,62 @@ def test_an_attribute_that_no_code_names_does_not_count():
     assert fingerprint(step) == before
     Config.rate = 3
     assert fingerprint(step) != before
+
+
+class Settings(dict):
+    """A dictionary with attributes of its own."""
+
+
+class Rates(list):
+    """A list likewise."""
+
+
+class Pair(NamedTuple):
+    first: float
+    second: float
+
+
+class Applied(functools.partial):
+    """A partial likewise."""
+
+
+def step_with(rate):
+    transform = optax.chain(optax.clip(1.0), optax.adamw(optax.linear_schedule(0.0, rate, 10)))
+    settings, rates, pair = Settings(rate=rate), Rates([0.0, rate]), Pair(0.0, rate)
+    applied = Applied(max, rate, key=None)
+
+    def train_step(state, gradients, *, scale=rate):
+        return transform.update(gradients, state), settings, rates, pair, applied, scale
+
+    return train_step
+
+
+def test_a_change_is_named_as_a_reader_would_look_for_it():
+    before, after = (fingerprint(step_with(rate)).facts for rate in (1.0, 2.0))
+    label = "test_fingerprint.py:step_with.<locals>.train_step"
+    chain = "transform.update, update_fns[1], update_fns[2], tx.update, step_size_fn"
+    assert before.keys() == after.keys()
+    assert {path for path in before if before[path] != after[path]} == {
+        f"{label} (default scale)",
+        f"{label}, {chain}, learning_rate, end_value",
+        f"{label}, settings['rate']",
+        f"{label}, rates[1]",
+        f"{label}, pair.second",
+        f"{label}, applied.args[0]",
+    }
+
+
+def test_names_that_could_be_mistaken_for_one_another_stay_apart():
+    """A captured variable and a default of one name, and an attribute beside an item."""
+
+    def make(x):
+        def step(y, *, z=x):
+            return x, y, z
+
+        step.__kwdefaults__ = {"x": 3.0}
+        return step
+
+    assert fingerprint(make(1.0)) != fingerprint(make(2.0))
+    one, other = Settings(a=1), Settings(a=1)
+    one.a, other.a = 2, 3
+    assert fingerprint(one) != fingerprint(other) != fingerprint(Settings(a=1))

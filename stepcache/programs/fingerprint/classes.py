@@ -63,12 +63,16 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
 
 def _note_content(walk: Trail, path: str, value: Any) -> None:
     base: Any = next((each for each in instances.CONTENT if isinstance(value, each)), None)
+    fields = getattr(type(value), "_fields", ())
     if isinstance(value, functools.partial):
-        values.note_partial(walk, f"{path} (content)", value)
+        values.note_partial(walk, path + values.CONTENT, value)
+    elif isinstance(value, tuple) and isinstance(fields, tuple) and len(fields) == len(value):
+        for name, each in zip(fields, tuple.__iter__(value), strict=True):
+            walk.value(f"{path}.{name}", each)
     elif base is not None and base in values.HANDLERS:
-        values.HANDLERS[base](walk, f"{path} (content)", value)
+        values.HANDLERS[base](walk, path + values.CONTENT, value)
     elif base is not None:
-        walk.note(f"{path} (content)", base.__repr__(value))
+        walk.note(path + values.CONTENT, base.__repr__(value))
 
 
 def note_class(walk: Trail, path: str, cls: type) -> None:

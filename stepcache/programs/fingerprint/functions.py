@@ -98,7 +98,7 @@ def _note_captured(
     for name, value in (named | (function.__kwdefaults__ or {})).items():
         walk.value(f"{label} (default {name})", value)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        path = f"{label} (captured {name})"
+        path = f"{label}, {name}"
         try:
             value = cell.cell_contents
         except ValueError:

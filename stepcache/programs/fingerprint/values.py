@@ -38,6 +38,8 @@ from stepcache.programs.fingerprint.tokens import (
 from stepcache.programs.fingerprint.trail import Trail
 
 _LISTED = 64
+# Names the content of a container that has attributes too; its items are named as of any other.
+CONTENT = " (content)"
 _BY_REPR_MODULES = ("datetime", "decimal", "fractions", "uuid", "ipaddress", "zoneinfo", "typing")
 # Compiled packages that are known to read nothing behind Python's back.
 TRUSTED = frozenset("jax jaxlib numpy scipy ml_dtypes flax optax stepcache".split())
@@ -50,8 +52,9 @@ def note_items(walk: Trail, path: str, value: Iterable, kind: str) -> None:
         walk.note(path, f"{kind} of {len(values)}, {digest(map(atom, values))}")
         return
     walk.note(path, f"{kind} of {len(values)}")
+    owner = path.removesuffix(CONTENT)
     for index, each in enumerate(values):
-        walk.value(f"{path}[{index}]", each)
+        walk.value(f"{owner}[{index}]", each)
 
 
 def note_sequence(walk: Trail, path: str, value: Any) -> None:
@@ -68,12 +71,13 @@ def note_mapping(walk: Trail, path: str, value: Any) -> None:
         walk.value(f"{path}.default_factory", value.default_factory)
     if len(items) > 1:
         walk.note(f"{path} (order)", digest(key_text(key) for key, _ in items))
+    owner = path.removesuffix(CONTENT)
     for number, (key, each) in enumerate(items):
         if type(key) in ATOMS:
-            walk.value(f"{path}[{key!r}]", each)
+            walk.value(f"{owner}[{key!r}]", each)
         else:
-            walk.value(f"{path} key {number}", key)
-            walk.value(f"{path}[key {number}]", each)
+            walk.value(f"{owner} key {number}", key)
+            walk.value(f"{owner}[key {number}]", each)
 
 
 def note_set(walk: Trail, path: str, value: Any) -> None:
@@ -166,9 +170,9 @@ def note_builtin(walk: Trail, path: str, value: Any) -> None:
 def note_partial(walk: Trail, path: str, value: Any) -> None:
     """Notes a partial application."""
     walk.note(path, type(value).__name__)
-    walk.value(f"{path}.func", value.func)
-    walk.value(f"{path}.args", value.args)
-    walk.value(f"{path}.keywords", value.keywords)
+    owner = path.removesuffix(CONTENT)
+    for name in ("func", "args", "keywords"):
+        walk.value(f"{owner}.{name}", getattr(value, name))
     if getattr(value, "__dict__", None) and type(value) is functools.partial:
         walk.value(f"{path}.__dict__", dict(value.__dict__))
 

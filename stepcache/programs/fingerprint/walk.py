@@ -23,6 +23,7 @@ from stepcache.programs.fingerprint import classes, functions, values
 from stepcache.programs.fingerprint.origin import INSTALLED, USER, origin_of
 from stepcache.programs.fingerprint.tokens import ATOMS, atom, digest, key_text, plain_text
 from stepcache.programs.fingerprint.trail import Trail
+from stepcache.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class Walk(Trail):
         """Notes the structure of a tree, with what its nodes keep beside their children."""
         shape: list[str] = []
         self._subtree(path, tree, shape)
-        self.note(path, f"tree of {tree.num_leaves} leaves, {digest(shape)}")
+        self.note(path, f"tree of {counted(tree.num_leaves, 'leaf')}, {digest(shape)}")
 
     def _subtree(self, path: str, tree: Any, shape: list[str]) -> None:
         data = tree.node_data()

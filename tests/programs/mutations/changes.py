@@ -41,7 +41,7 @@ CODE = [
             return step
         step = make(«2.0¦3.0»)
         """,
-        "captured rate",
+        "step, rate",
     ),
     Kind(
         "closure_of_a_closure",
@@ -52,7 +52,7 @@ CODE = [
             return step
         step = make(«2.0¦3.0»)
         """,
-        "captured rate",
+        "inner, rate",
     ),
     Kind(
         "closure_function",
@@ -64,7 +64,7 @@ CODE = [
         def treble(x): return x * 3
         step = make(«double¦treble»)
         """,
-        "captured function",
+        "make.<locals>.step, function",
     ),
     Kind(
         "default",
