@@ -38,7 +38,7 @@ class Bringing:
 
     def __init__(self, recipe: Recipe, levels: Levels, checks: Checks, ledger: Ledger):
         self._recipe, self._levels, self._checks, self._ledger = recipe, levels, checks, ledger
-        self._unsettled: dict[Key, tuple[Archive, Brought]] = {}
+        self._unsettled: dict[Key, tuple[Archive, Brought, Miss]] = {}
 
     def bring(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
         """Brings a program, and tells of it.
@@ -79,8 +79,7 @@ class Bringing:
         own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
         self._checks.compare(request, brought)
         if archive is not None and brought.address is not None:
-            accounts.note(archive, name, brought, miss)
-            self._unsettled[request.key] = (archive, brought)
+            self._unsettled[request.key] = (archive, brought, miss)
         accounts.account(self._ledger, name, build_id, request, brought, miss, own_seconds)
         carries = bool(self._recipe.parameters.carry)
         scope.check_rules(name, request.told.paths, carries=carries)
@@ -103,10 +102,12 @@ class Bringing:
         """What is left to do for a program that has just come, out of the way of its first run."""
         if not self._unsettled:
             return
-        archive, brought = self._unsettled.pop(request.key, (None, None))
-        if archive is None or brought is None:
+        unsettled = self._unsettled.pop(request.key, None)
+        if unsettled is None:
             return
-        settling = _Settling(self._recipe.name, archive, brought, until_ready(outputs, started))
+        archive, brought, miss = unsettled
+        look = until_ready(outputs, started)
+        settling = _Settling(self._recipe.name, archive, brought, miss, look)
         if brought.program.level == 1 and archive.verify == "background":
             verification = self._checks.verification
             settling.verify = verification(scope.cache, request.described(), archive, brought)
@@ -114,17 +115,28 @@ class Bringing:
 
 
 class _Settling:
-    """Measures the first run of a program; then stores it if it is new, or has it verified.
+    """Notes how a program came, and its first run; then stores it, or has it verified.
 
     Attributes:
         verify: has the program verified, from a given time on; None for one that was traced.
     """
 
-    def __init__(self, name: str, archive: Archive, brought: Brought, look: Callable[[], Any]):
+    def __init__(
+        self,
+        name: str,
+        archive: Archive,
+        brought: Brought,
+        miss: Miss,
+        look: Callable[[], Any],
+    ):
         self._name, self._archive, self._brought, self._look = name, archive, brought, look
+        self._miss: Miss | None = miss
         self.verify: Callable[[float], None] | None = None
 
     def __call__(self) -> Any:
+        if self._miss is not None:
+            accounts.note(self._archive, self._name, self._brought, self._miss)
+            self._miss = None
         seconds = self._look()
         if seconds is LATER:
             return LATER

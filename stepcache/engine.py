@@ -418,6 +418,7 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
 
 
 _caches: dict[int, weakref.WeakSet[ProgramCache]] = {}
+_caching = threading.Lock()
 
 
 def _caches_for(recipe: Recipe, engine: Engine) -> weakref.WeakSet[ProgramCache]:
@@ -426,7 +427,7 @@ def _caches_for(recipe: Recipe, engine: Engine) -> weakref.WeakSet[ProgramCache]
     So a step that is made anew over the same function finds what an earlier one built.
     """
     number = recipe.identity.number
-    with _making:
+    with _caching:
         found = _caches.get(number)
         if found is None:
             found = _caches[number] = weakref.WeakSet()

@@ -34,6 +34,7 @@ from stepcache.programs.candidate import (
 )
 from stepcache.programs.disk.starts import Starts
 from stepcache.programs.disk.tier import DiskTier
+from stepcache.programs.fingerprint.installed_packages import look_at_modules
 from stepcache.programs.history import History, Row, script_name
 from stepcache.programs.question import Question
 
@@ -274,6 +275,10 @@ class Archive:
 
     def _prepare(self, label: str) -> None:
         rows = [row for row in self.history.last_run_of(label) if row.program]
+        if not jaxcompat.backends_are_initialized():  # Else the first call may be about to come.
+            for lookup in dict.fromkeys(row.lookup for row in rows if row.lookup):
+                for candidate in self._candidates(lookup):
+                    look_at_modules(candidate.used.modules, candidate.used.names)
         for key in dict.fromkeys((row.program, tuple(row.devices)) for row in rows):
             future: Future = Future()
             with self._lock:

@@ -44,7 +44,7 @@ class Used:
     Attributes:
         attributes: attributes of the user's objects that libraries read.
         modules: installed modules entered.
-        names: what their code reads of modules, by module.
+        names: what their code reads of modules, by module, with spaces between.
         files: files read, each as (base, path, path as it was): relative to the "source", to the
             "directory" that the process runs in, or "absolute".
         variables: environment variables read.
@@ -52,7 +52,7 @@ class Used:
 
     attributes: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
-    names: dict[str, list[str]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     files: list[tuple[str, str, str]] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
 

@@ -9,10 +9,11 @@ import functools
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 from stepcache import jaxcompat
@@ -29,6 +30,7 @@ from stepcache.programs.candidate import (
     differences,
     digest_facts,
 )
+from stepcache.programs.fingerprint import shared_traces
 from stepcache.programs.fingerprint.recording import Recording
 from stepcache.programs.question import Question
 from stepcache.programs.recipe import Recipe, Request
@@ -206,12 +208,19 @@ class Levels:
             tell: is told what the trace has told, as soon as that is known, in another thread.
         """
         with stopwatch.stage("hash"):
-            with self._lock:
-                recorded = self._recording
-            known = question.extend(question.used_by(recorded))
-            changes = self._changes_to(known.facts)
-            # Equal facts may share what JAX has traced inside the step before; others must not.
-            token = jaxcompat.ValueToken((self._number, digest_facts(known.facts)))
+            shared = shared_traces.begin() if question.is_alone() else None
+            try:
+                with self._lock:
+                    recorded = self._recording.with_all_of(shared[1]) if shared else self._recording
+                known = question.extend(question.used_by(recorded))
+                changes = self._changes_to(known.facts)
+                # What JAX has traced inside the step before is shared where the facts are equal.
+                values = (self._number, digest_facts(known.facts))
+                token = shared_traces.token(shared[0]) if shared else values
+            except BaseException:
+                if shared:
+                    shared_traces.end(None, set())
+                raise
         recording = Recording()
         together = find is not None
         if find is None:
@@ -231,7 +240,8 @@ class Levels:
                 telling.append(future)
                 yield
 
-        watched = _both(recording, jaxcompat.recording_context(token))
+        own = question.own_code() if shared else set()
+        watched = _watched_trace(recording, own if shared else None, token)
         program, staged = build(self._recipe, request, stopwatch, watched, compiling)
         program = replace(program, lowered=found.digest)
         if found.loaded:
@@ -324,8 +334,22 @@ def _watched(brought: Brought, facts: dict[str, str], used: Used, watch: bool) -
 
 
 @contextlib.contextmanager
-def _both(*contexts: Any) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+def _watched_trace(
+    recording: Recording, own: set[CodeType] | None, token: tuple[Hashable, ...]
+) -> Iterator[None]:
+    """Records a trace.
+
+    Args:
+        recording: what it used.
+        own: the code of a step that shares traces with others; None where it does not.
+        token: tells the traces that it may share from others.
+    """
+    complete = None
+    try:
+        with recording, jaxcompat.recording_context(jaxcompat.ValueToken(token)):
+            yield
+        complete = recording
+    finally:
+        if own is not None:
+            together = shared_traces.end(complete, own)
+            recording.codes |= together.codes

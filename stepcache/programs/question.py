@@ -19,6 +19,7 @@ import jax
 from stepcache.jaxcompat import inspection
 from stepcache.programs.candidate import Address, Used, digest_facts
 from stepcache.programs.fingerprint import installed_packages
+from stepcache.programs.fingerprint.names import names_of
 from stepcache.programs.fingerprint.origin import (
     INSTALLED,
     USER,
@@ -31,7 +32,7 @@ from stepcache.programs.fingerprint.recording import Recording
 from stepcache.programs.fingerprint.tokens import atom, plain_text
 from stepcache.programs.fingerprint.walk import Fingerprint, Walk
 from stepcache.programs.key import Key
-from stepcache.programs.layers import definition_of
+from stepcache.programs.layers import code_of, definition_of
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Leaf, short_type
 from stepcache.spanning import part_of, spans_processes
@@ -116,21 +117,31 @@ class Question:
 
     def _extended(self, walk: Walk, used: Used) -> Fingerprint:
         walk.read_attributes(used.attributes)
-        installed_packages.note_modules(walk, used.modules, used.names)
+        if walk.first_time(("names", id(used.names))):
+            walk.alive.append(used.names)
+            installed_packages.note_modules(walk, used.modules, used.names)
         for name in used.variables:
             walk.once(f"environment variable {name}", atom(os.environ.get(name)))
         for base, path, original in used.files:
             walk.once(f"file {path}", self._content(base, path, original))
         return walk.fingerprint()
 
+    def own_code(self) -> set[CodeType]:
+        """The code of the step's own function, with what is nested in it."""
+        code = code_of(definition_of(self._recipe.fun))
+        return set(names_of(code).codes) if code is not None else set()
+
+    def is_alone(self) -> bool:
+        """Whether no other code of the user's is known to be reached than the step's own."""
+        return self._walk().codes <= self.own_code()
+
     def used_by(self, recording: Recording) -> Used:
         """What a trace used."""
-        installed = [c for c in recording.codes if origin_of_file(c.co_filename) == INSTALLED]
-        names = {name for code in installed for name in (*code.co_names, *_strings(code))}
+        reads = installed_packages.reads_of(recording.codes)
         return Used(
-            sorted((self._walk().waiting() & names) | _asked_for(installed)),
-            installed_packages.entered_modules(installed),
-            installed_packages.names_read(installed),
+            sorted(reads.asked_for | self._walk().waiting() & reads.attributes),
+            reads.modules,
+            reads.names,
             [self._file_name(path) for path in sorted(recording.files)],
             sorted(recording.variables),
         )
@@ -186,19 +197,6 @@ def _explained_by_classes(codes: set[CodeType], walk: Walk) -> set[CodeType]:
             if known or origin_of_module(function.__module__) == INSTALLED:
                 explained.add(function.__code__)
     return explained
-
-
-def _asked_for(codes: Iterable[Any]) -> set[str]:
-    """Attributes that libraries look for in objects which may not have them."""
-    asking = [c for c in codes if not _ASKING.isdisjoint(c.co_names)]
-    return {name for code in asking for name in _strings(code)}
-
-
-_ASKING = frozenset(("getattr", "hasattr"))
-
-
-def _strings(code: Any) -> Iterable[str]:
-    return (each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
 
 
 def step_label(fun: Any) -> str:

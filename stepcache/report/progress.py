@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -20,8 +21,11 @@ class _Running:
     step: str
     stage: str
     started: float
-    timer: threading.Timer
+    shown: bool = False
     progress: Progress | None = None
+
+
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(slots=True)
@@ -37,6 +41,7 @@ class BuildProgress:
     console: Console | None = None
     _running: dict[int, _Running] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _watcher: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -52,21 +57,44 @@ class BuildProgress:
         with self._lock:
             running = self._running.get(event.build_id)
             if running is None:
-                timer = threading.Timer(self.after_seconds, self._show, [event.build_id])
-                timer.daemon = True
-                started = time.monotonic()
-                running = _Running(event.step, event.stage, started, timer)
+                running = _Running(event.step, event.stage, time.monotonic())
                 self._running[event.build_id] = running
-                timer.start()
+                self._watch()
             running.stage = event.stage
             if running.progress is not None:
                 running.progress.update(running.progress.task_ids[0], stage=event.stage)
+
+    def _watch(self) -> None:
+        if self._watcher is not None and self._watcher.is_alive():
+            return
+        watcher = threading.Thread(target=self._look, name="stepcache progress", daemon=True)
+        with contextlib.suppress(RuntimeError):  # No thread can be started, nor progress shown.
+            watcher.start()
+            self._watcher = watcher
+
+    def _look(self) -> None:
+        """Shows the builds that take long, until there have been no builds for a while."""
+        idle_until = time.monotonic() + self.after_seconds
+        while True:
+            time.sleep(min(self.after_seconds, _LOOK_SECONDS))
+            now = time.monotonic()
+            with self._lock:
+                if not self._running and now > idle_until:
+                    self._watcher = None
+                    return
+                long_ago = now - self.after_seconds
+                due = [n for n, r in self._running.items() if not r.shown and r.started <= long_ago]
+            if self._running:
+                idle_until = now + self.after_seconds
+            for build_id in due:
+                self._show(build_id)
 
     def _show(self, build_id: int) -> None:
         with self._lock:
             running = self._running.get(build_id)
             if running is None:
                 return
+            running.shown = True
             console = self.console or Console(stderr=True)
             if not console.is_terminal:
                 elapsed = time.monotonic() - running.started
@@ -93,7 +121,6 @@ class BuildProgress:
             running = self._running.pop(build_id, None)
         if running is None:
             return
-        running.timer.cancel()
         if running.progress is not None:
             running.progress.stop()
 

@@ -7,6 +7,7 @@ looked at, and what each name means that the code entered there reads of modules
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import itertools
@@ -15,7 +16,8 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,22 +40,92 @@ LATE = "put into "
 _WITH_STATE = frozenset(("jax", "jaxlib", "numpy", "stepcache"))
 
 
-def names_read(codes: Iterable[types.CodeType]) -> dict[str, list[str]]:
-    """The installed modules that some code objects come from, and what these read of modules.
+class _Read(NamedTuple):
+    """What one code object of an installed module reads.
 
-    Returns:
-        names by module; a module that no code was entered of is there only for its names.
+    Attributes:
+        code: itself, so that it keeps its identity.
+        module: the module that it comes from; None for a compiler's, and for others.
+        names: the names that it reads, by module.
+        attributes: all names and strings in it: what it may read of any object.
+        asked_for: those that it may ask of objects which do not have them.
     """
-    by_file = _modules_by_file()
+
+    code: types.CodeType
+    module: str | None
+    names: tuple[tuple[str, frozenset[str]], ...]
+    attributes: frozenset[str]
+    asked_for: frozenset[str]
+
+
+_reads: dict[int, _Read] = {}
+
+
+class Reads(NamedTuple):
+    """What some code objects of installed modules read, together.
+
+    Attributes:
+        modules: those that the code comes from.
+        names: what it reads of these and of others, by module, with spaces between.
+        attributes: all names and strings in it: what it may read of any object.
+        asked_for: those that it may ask of objects which do not have them.
+    """
+
+    modules: list[str]
+    names: dict[str, str]
+    attributes: frozenset[str]
+    asked_for: frozenset[str]
+
+
+_together: collections.OrderedDict[frozenset[int], Reads] = collections.OrderedDict()
+_REMEMBERED = 32
+
+
+def reads_of(codes: Iterable[types.CodeType]) -> Reads:
+    """What the code objects among some that come from installed modules read."""
+    installed = [code for code in codes if origin_of_file(code.co_filename) == INSTALLED]
+    key = frozenset(map(id, installed))
+    with _lock:
+        known = _together.get(key)
+        if known is None:
+            unknown = [code for code in installed if id(code) not in _reads]
+            by_file = _modules_by_file() if unknown else {}
+            for code in unknown:
+                _reads[id(code)] = _read_by(code, by_file)
+            known = _together[key] = _put_together([_reads[id(code)] for code in installed])
+            if len(_together) > _REMEMBERED:
+                _together.popitem(last=False)
+        return known
+
+
+def _put_together(reads: list[_Read]) -> Reads:
+    names: dict[str, set[str]] = {}
+    for read in reads:
+        for owner, each in read.names:
+            names.setdefault(owner, set()).update(each)
+    return Reads(
+        sorted({read.module for read in reads if read.module is not None}),
+        {owner: " ".join(sorted(each)) for owner, each in names.items()},
+        frozenset().union(*(read.attributes for read in reads)),
+        frozenset().union(*(read.asked_for for read in reads)),
+    )
+
+
+def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
+    module = by_file.get(code.co_filename)
     found: dict[str, set[str]] = {}
-    for code in codes:
-        name = by_file.get(code.co_filename)
-        if name is None or origin_of_file(code.co_filename) != INSTALLED or _is_compiler(name):
-            continue
-        read = found.setdefault(name, set())
-        read.add(code.co_qualname.partition(".")[0])
-        _add_names(found, name, vars(sys.modules[name]), code.co_names, 3)
-    return {name: sorted(read & vars(sys.modules[name]).keys()) for name, read in found.items()}
+    if module is not None and not _is_compiler(module):
+        found[module] = {code.co_qualname.partition(".")[0]}
+        _add_names(found, module, vars(sys.modules[module]), code.co_names, 3)
+        found[module] &= vars(sys.modules[module]).keys()
+    strings = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
+    asking = not _ASKING.isdisjoint(code.co_names)
+    names = tuple((owner, frozenset(each)) for owner, each in found.items())
+    attributes = frozenset((*code.co_names, *strings))
+    return _Read(code, module, names, attributes, frozenset(strings if asking else ()))
+
+
+_ASKING = frozenset(("getattr", "hasattr"))
 
 
 def _modules_by_file() -> dict[str, str]:
@@ -84,16 +156,7 @@ def _is_compiler(module: str) -> bool:
     return module.partition(".")[0] == "jaxlib"
 
 
-def entered_modules(codes: Iterable[types.CodeType]) -> list[str]:
-    """The installed modules that some code objects come from."""
-    by_file = _modules_by_file()
-    files = {code.co_filename for code in codes}
-    return sorted(
-        by_file[file] for file in files if file in by_file and origin_of_file(file) == INSTALLED
-    )
-
-
-def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, list[str]]) -> None:
+def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> None:
     """Notes the content of installed modules, and what was put into them since.
 
     What one process has looked at once is not looked at again as long as it holds the same objects.
@@ -118,7 +181,12 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, list[str]]
             found = _states.get(name)
             if found is None or found.module is not module:
                 found = _states[name] = _ModuleState(name, module)
-            found.note(walk, tuple(read))
+            found.note(walk, read)
+
+
+def look_at_modules(modules: Iterable[str], names: dict[str, str]) -> None:
+    """Looks at modules beforehand, so that `note_modules` finds them looked at."""
+    note_modules(Walk(), [name for name in modules if name in sys.modules], names)
 
 
 def _content(name: str) -> _Content:
@@ -195,12 +263,14 @@ class _Meaning(NamedTuple):
 class _Held:
     """The objects that some meanings were told by. While they are the same, so are the meanings.
 
-    Compared by identity, in loops that run in C: some four thousand objects for a small function.
+    Compared by identity, in loops that run in C: some ten thousand objects for a small function.
     """
 
     def __init__(self) -> None:
         self._classes: list[type] = []
         self._members: list[Any] = []
+        self._dicts: list[dict] = []
+        self._dict_items: list[Any] = []
         self._containers: list[Any] = []
         self._elements: list[Any] = []
         self._functions: list[types.FunctionType] = []
@@ -213,14 +283,18 @@ class _Held:
         if isinstance(value, type):
             values = list(vars(value).values())
             self._classes.append(value)
-            self._members.append(values)
+            self._members += values
         functions = [each for each in map(_function_in, values) if each is not None]
         containers = [each for each in values if type(each) in _CONTAINERS]
         for _ in range(_CONTAINERS_DEEP):
-            contents = list(map(_elements_of, containers))
-            self._containers += containers
-            self._elements += contents
-            inner = list(itertools.chain.from_iterable(contents))
+            dicts = [each for each in containers if type(each) is dict]
+            others = [each for each in containers if type(each) is not dict]
+            inner = [*_keys_and_values(dicts), *chain.from_iterable(others)]
+            changeable = [each for each in others if type(each) in _CHANGEABLE]
+            self._dicts += dicts
+            self._dict_items += _keys_and_values(dicts)
+            self._containers += changeable
+            self._elements += chain.from_iterable(changeable)
             functions += [each for each in inner if type(each) is types.FunctionType]
             containers = [each for each in inner if type(each) in _CONTAINERS]
         self._functions += functions
@@ -229,18 +303,35 @@ class _Held:
 
     def is_same(self) -> bool:
         """Whether nothing was replaced since."""
-        same = operator.is_
         return (
-            all(map(same, map(_CODE, self._functions), self._codes))
-            and all(map(same, map(_DEFAULTS, self._functions), self._defaults))
-            and all(map(_has_members, self._classes, self._members))
-            and all(map(_has_elements, self._containers, self._elements))
+            _are_same(map(_CODE, self._functions), self._codes)
+            and _are_same(map(_DEFAULTS, self._functions), self._defaults)
+            and _are_same(
+                chain.from_iterable(map(_VALUES, map(vars, self._classes))), self._members
+            )
+            and _are_same(_keys_and_values(self._dicts), self._dict_items)
+            and _are_same(chain.from_iterable(self._containers), self._elements)
         )
 
 
 _CODE, _DEFAULTS = operator.attrgetter("__code__"), operator.attrgetter("__defaults__")
-_CONTAINERS = frozenset((dict, list, set, frozenset, tuple))
+_VALUES, _ITEMS = operator.methodcaller("values"), operator.methodcaller("items")
+_CHANGEABLE = frozenset((list, set))
+_CONTAINERS = frozenset((dict, tuple, frozenset, *_CHANGEABLE))
 _CONTAINERS_DEEP = 4
+
+
+def _members_of(classes: list[type]) -> Iterator[Any]:
+    return chain.from_iterable(map(_VALUES, map(vars, classes)))
+
+
+def _keys_and_values(dicts: list[dict]) -> Iterator[Any]:
+    return chain.from_iterable(chain.from_iterable(map(_ITEMS, dicts)))
+
+
+def _are_same(found: Iterable[Any], known: list[Any]) -> bool:
+    now = list(found)
+    return len(now) == len(known) and all(map(operator.is_, now, known))
 
 
 def _function_in(value: Any) -> types.FunctionType | None:
@@ -250,22 +341,6 @@ def _function_in(value: Any) -> types.FunctionType | None:
     elif kind is staticmethod or kind is classmethod:
         value = value.__func__
     return value if type(value) is types.FunctionType else None
-
-
-def _elements_of(container: Any) -> list[Any]:
-    if type(container) is dict:
-        return [*container.keys(), *container.values()]
-    return list(container)
-
-
-def _has_members(cls: type, members: list[Any]) -> bool:
-    found = list(vars(cls).values())
-    return len(found) == len(members) and all(map(operator.is_, found, members))
-
-
-def _has_elements(container: Any, elements: list[Any]) -> bool:
-    found = _elements_of(container)
-    return len(found) == len(elements) and all(map(operator.is_, found, elements))
 
 
 class _ModuleState(_Held):
@@ -280,30 +355,33 @@ class _ModuleState(_Held):
         self.module = module
         self._name, self._space = name, vars(module)
         self._has_state = name.partition(".")[0] in _WITH_STATE
-        self._clear()
+        self._forget()
 
-    def _clear(self) -> None:
+    def _forget(self) -> None:
         super().__init__()
         self._meanings: dict[str, _Meaning] = {}
         self._unsteady: set[str] = set()
         self._names: list[str] = []
         self._values: list[Any] = []
-        self._digests: dict[tuple[str, ...], str] = {}
-        self._notable: dict[tuple[str, ...], tuple[_Meaning, ...]] = {}
+        self._digests: dict[str, str] = {}
+        self._notable: dict[str, tuple[_Meaning, ...]] = {}
 
-    def note(self, walk: Walk, read: tuple[str, ...]) -> None:
-        """Notes what some names of the module mean."""
+    def note(self, walk: Walk, read: str) -> None:
+        """Notes what some names of the module mean, given with spaces between."""
+        global _replacements
         if not self._is_as_it_was():
-            self._clear()
+            _replacements += 1
+            self._forget()
         known = self._digests.get(read)
         if known is None:
-            for name in read:
+            names = read.split()
+            for name in names:
                 if name not in self._meanings:
                     self._look_at(name)
-            meanings = [self._meanings[name] for name in read]
+            meanings = [self._meanings[name] for name in names]
             known = _digest(text for meaning in meanings for text in meaning.texts)
             notable = tuple(each for each in meanings if each.facts or each.values)
-            if self._unsteady.isdisjoint(read):
+            if self._unsteady.isdisjoint(names):
                 self._digests[read], self._notable[read] = known, notable
         else:
             notable = self._notable[read]
@@ -356,6 +434,14 @@ class _ModuleState(_Held):
 
 
 _states: dict[str, _ModuleState] = {}
+_replacements = 0
+
+
+def replacements() -> int:
+    """Rises whenever something in an installed module has been found replaced."""
+    return _replacements
+
+
 _GONE = object()
 
 
