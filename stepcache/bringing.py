@@ -13,7 +13,7 @@ from stepcache.errors import RecompileError, RecompileWarning, warn
 from stepcache.events import BuildFailed, Miss, StageStarted, recorder
 from stepcache.programs import accounts
 from stepcache.programs.archive import Answer, Archive, start_name
-from stepcache.programs.background import LATER, until_ready
+from stepcache.programs.background import LATER, builds, until_ready
 from stepcache.programs.build import Program, Stopwatch
 from stepcache.programs.checks import Checks
 from stepcache.programs.key import Key
@@ -69,10 +69,12 @@ class Bringing:
         try:
             common = (request, archive, stopwatch, before_trace)
             peers = scope.together(request.ranks)
-            if peers is None:
-                brought = self._levels.bring(*common, watch=watch)
-            else:
-                brought = bring_together(self._levels, self._recipe, *common, peers, watch=watch)
+            with builds.in_python():
+                if peers is None:
+                    brought = self._levels.bring(*common, watch=watch)
+                else:
+                    levels = self._levels
+                    brought = bring_together(levels, self._recipe, *common, peers, watch=watch)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise

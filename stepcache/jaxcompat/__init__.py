@@ -47,6 +47,7 @@ from stepcache.jaxcompat.stages import (
     forget_traces,
     jit,
     outline,
+    primitives_of,
     unhide_methods,
 )
 
@@ -80,6 +81,7 @@ __all__ = [
     "make_dispatcher",
     "must_delegate",
     "outline",
+    "primitives_of",
     "recording_context",
     "session_context",
     "setting",

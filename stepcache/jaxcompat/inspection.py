@@ -182,16 +182,19 @@ def process_environment() -> dict[str, str]:
     flags = [each for each in sys.argv if each.startswith(("--xla", "--jax_"))]
     if flags:
         facts["environment argv"] = " ".join(flags)
-    for name in _setting_names():
-        if name not in _IRRELEVANT:
-            facts[f"config {name}"] = repr(setting(name))
-    return facts
+    return facts | _settings_as_facts(tuple(map(setting, _relevant_settings())))
+
+
+@functools.lru_cache(maxsize=16, typed=True)
+def _settings_as_facts(values: tuple[Any, ...]) -> dict[str, str]:
+    names = _relevant_settings()
+    return {f"config {name}": repr(value) for name, value in zip(names, values, strict=True)}
 
 
 @functools.lru_cache(maxsize=1)
-def _setting_names() -> tuple[str, ...]:
+def _relevant_settings() -> tuple[str, ...]:
     values = jax_config.config._value_holders if PRIVATE_API else jax.config.values
-    return tuple(sorted(values))
+    return tuple(name for name in sorted(values) if name not in _IRRELEVANT)
 
 
 @functools.lru_cache(maxsize=4)

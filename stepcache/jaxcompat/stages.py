@@ -217,6 +217,20 @@ def captured_arrays(jaxpr: Any) -> list[Any]:
     return [const for const in seen.values() if hasattr(const, "nbytes")]
 
 
+def primitives_of(jaxpr: Any) -> set[str]:
+    """The names of the primitives in a trace, those of nested functions included."""
+    names: set[str] = set()
+    stack, visited = [jaxpr], set()
+    while stack:
+        current = stack.pop()
+        if id(current) not in visited:
+            visited.add(id(current))
+            for equation in getattr(current, "jaxpr", current).eqns:
+                names.add(equation.primitive.name)
+                stack.extend(jaxprs_in_params(equation.params))
+    return names
+
+
 def forget_traces(jitted: Any, fun: Callable) -> None:
     """Drops what JAX keeps for `fun`: its traces, and with them the modules they were lowered to.
 

@@ -62,6 +62,53 @@ def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
             thread.join()
 
 
+class Builds:
+    """Python's part of builds in progress, which jobs of workers stay out of the way of.
+
+    Python runs one thread at a time, so a job beside a trace would make it as much longer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._in_python = 0
+        self._none = threading.Event()
+        self._none.set()
+
+    def _add(self, number: int) -> None:
+        with self._lock:
+            self._in_python += number
+            if self._in_python:
+                self._none.clear()
+            else:
+                self._none.set()
+
+    @contextlib.contextmanager
+    def in_python(self) -> Iterator[None]:
+        """Open while a program is looked for and built."""
+        self._add(1)
+        try:
+            yield
+        finally:
+            self._add(-1)
+
+    @contextlib.contextmanager
+    def in_xla(self) -> Iterator[None]:
+        """Open, within `in_python`, while XLA compiles and Python is free."""
+        self._add(-1)
+        try:
+            yield
+        finally:
+            self._add(1)
+
+    def wait(self) -> None:
+        """Waits until no build is in Python, but not for long."""
+        self._none.wait(_LONGEST_STAGE_SECONDS)
+
+
+builds = Builds()
+_LONGEST_STAGE_SECONDS = 2.0
+
+
 class Worker:
     """Runs jobs one after the other in a thread of its own, which is there while there are jobs.
 
@@ -121,7 +168,10 @@ class Worker:
                     self._changed.notify_all()
                     return
                 jobs = list(self._jobs)
-            done = [self._try(job) for job in jobs]
+            done = []
+            for job in jobs:
+                builds.wait()
+                done.append(self._try(job))
             if not any(done):
                 time.sleep(self._poll_seconds)
 

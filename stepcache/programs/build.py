@@ -138,6 +138,7 @@ def build(
     stopwatch: Stopwatch,
     watched: _Context | None = None,
     compiling: Callable[[jaxcompat.Staged], _Context] | None = None,
+    is_seen: Callable[[jaxcompat.Staged], bool] = lambda staged: False,
 ) -> tuple[Program, jaxcompat.Staged]:
     """Builds the program of a call.
 
@@ -147,6 +148,7 @@ def build(
         stopwatch: times the stages.
         watched: held open while the user's function is traced and lowered.
         compiling: given the trace, what is held open while XLA compiles.
+        is_seen: given the trace, whether `watched` may be left before it is lowered.
 
     Returns:
         The program, and the trace that it was made from.
@@ -156,11 +158,14 @@ def build(
         CarryError: see `trace`.
     """
     with jaxcompat.tracing_context(request.mesh):
-        with watched or _NOTHING:
+        with contextlib.ExitStack() as watching:
+            watching.enter_context(watched or _NOTHING)
             with stopwatch.stage("trace"):
                 staged = trace(recipe, request)
             if not staged.can_be_held():
                 raise NotHoldable
+            if is_seen(staged):
+                watching.close()
             with stopwatch.stage("lower"):
                 staged.lower()
         with stopwatch.stage("compile"), compiling(staged) if compiling else _NOTHING:

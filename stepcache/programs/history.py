@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,9 @@ class History:
             self._rows += 1
             if self._rows == 1:
                 row = replace(row, seconds={"import": round(import_seconds, 4), **row.seconds})
-            line = (json.dumps(asdict(row)) + "\n").encode()
+            line = (
+                json.dumps({each.name: getattr(row, each.name) for each in fields(row)}) + "\n"
+            ).encode()
             if not self._writable or self._rows > _ROWS_A_RUN:
                 return
             try:

@@ -20,7 +20,7 @@ from stepcache import jaxcompat
 from stepcache.events import Captured, Change
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Answer, Archive
-from stepcache.programs.background import beside
+from stepcache.programs.background import beside, builds
 from stepcache.programs.build import Program, Stopwatch, build
 from stepcache.programs.candidate import (
     Address,
@@ -236,13 +236,14 @@ class Levels:
                 return traced
 
             hooked = storing.compiling_through(found) if storing.CAN_STORE else nullcontext()
-            with hooked, beside(note) as future:
+            with hooked, builds.in_xla(), beside(note) as future:
                 telling.append(future)
                 yield
 
         own = question.own_code() if shared else set()
         watched = _watched_trace(recording, own if shared else None, token)
-        program, staged = build(self._recipe, request, stopwatch, watched, compiling)
+        is_seen = shared_traces.was_lowered if shared else lambda staged: False
+        program, staged = build(self._recipe, request, stopwatch, watched, compiling, is_seen)
         program = replace(program, lowered=found.digest)
         if found.loaded:
             program.seconds["load"] = program.seconds.pop("compile")

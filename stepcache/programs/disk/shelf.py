@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepcache.errors import CacheDirectoryError, OptionError
 from stepcache.programs.disk import private
@@ -125,6 +125,14 @@ class Shelf:
                     got=repr(value),
                 )
         return self._entries / kind / digest
+
+    def stamp(self) -> Any:
+        """Differs from an earlier one where entries have come or gone since."""
+        stamps = []
+        for directory in private.listed(self._entries):
+            with contextlib.suppress(OSError):
+                stamps.append((directory.name, directory.stat().st_mtime_ns))
+        return sorted(stamps)
 
     def found(self, kind: str | None = None) -> Iterator[Found]:
         """The entries there are, of one kind or all. Files with other names are not ours."""

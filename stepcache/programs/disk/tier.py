@@ -39,6 +39,7 @@ _ATTEMPTS = 3
 _TOUCH_SECONDS = 60
 _MAX_QUARANTINED_BYTES = 1 << 30
 _REFUSALS_REMEMBERED = 256
+_PUBLISHES_UNSEEN = 256
 # The fault of the moment, not of the file or of the directory.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EAGAIN, errno.EINTR}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -97,6 +98,14 @@ class Refusal(NamedTuple):
     reason: str
 
 
+class _Seen(NamedTuple):
+    """What the entries came to when they were last looked through, and what was stored since."""
+
+    stamp: Any = None
+    size_bytes: int = 0
+    publishes: int = 0
+
+
 class DiskTier:
     """Named bytes in a directory that any number of processes and threads share.
 
@@ -137,6 +146,7 @@ class DiskTier:
         self._shelf = Shelf(directory, quarantine_bytes, clock)
         self._not_written_because: str | None = None
         self._read_only = False
+        self._seen = _Seen()
         # Bad entries that could not be moved away.
         self._shunned: set[tuple[str, str]] = set()
         try:
@@ -318,6 +328,7 @@ class DiskTier:
         if not self.writable:
             self._warn_of_it()
             return False
+        before = self._shelf.stamp()
         try:
             self._store(kind, digest, header, store(payload))
         except HeaderTooLargeError as error:
@@ -331,10 +342,29 @@ class DiskTier:
             return False
         self._shunned.discard((kind, digest))
         if self._max_bytes is not None:
-            for victim in self._victims(self._max_bytes, keep=(kind, digest)):
-                private.remove(victim.path)
+            self._make_room(self._max_bytes, before, (kind, digest))
         self._reached("evicted")
         return True
+
+    def _make_room(self, max_bytes: int, before: Any, keep: tuple[str, str]) -> None:
+        """Removes what has to leave for the bound to hold; looks through all only where it may not.
+
+        Args:
+            max_bytes: the bound.
+            before: the stamp of the entries before this one was stored.
+            keep: this one.
+        """
+        if before == self._seen.stamp and self._seen.publishes < _PUBLISHES_UNSEEN:
+            with contextlib.suppress(OSError):
+                size_bytes = self._seen.size_bytes + self._shelf.path(*keep).lstat().st_size
+                if size_bytes <= max_bytes:
+                    publishes = self._seen.publishes + 1
+                    self._seen = _Seen(self._shelf.stamp(), size_bytes, publishes)
+                    return
+        for victim in self._victims(max_bytes, keep=keep):
+            private.remove(victim.path)
+        size_bytes = sum(each.size_bytes for each in self._shelf.found())
+        self._seen = _Seen(self._shelf.stamp(), size_bytes, 0)
 
     def _store(self, kind: str, digest: str, header: dict[str, Any], stored: Stored) -> None:
         for attempt in range(_ATTEMPTS):

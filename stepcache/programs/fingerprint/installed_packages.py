@@ -368,10 +368,8 @@ class _ModuleState(_Held):
 
     def note(self, walk: Walk, read: str) -> None:
         """Notes what some names of the module mean, given with spaces between."""
-        global _replacements
         if not self._is_as_it_was():
-            _replacements += 1
-            self._forget()
+            self._look_again()
         known = self._digests.get(read)
         if known is None:
             names = read.split()
@@ -390,6 +388,15 @@ class _ModuleState(_Held):
             for path, value in meaning.values:
                 walk.value(path, value)
         walk.once(f"names of {self._name}", known)
+
+    def _look_again(self) -> None:
+        """Looks at all names anew, after some object was replaced: a cache may just have grown."""
+        global _replacements
+        before = self._meanings
+        self._forget()
+        for name in before:
+            self._look_at(name)
+        _replacements += any(self._meanings[name] != before[name] for name in before)
 
     def _is_as_it_was(self) -> bool:
         for name in self._unsteady:

@@ -6,6 +6,7 @@ Pure: bytecode in, names out. Nothing is looked up here, and nothing is run.
 from __future__ import annotations
 
 import dis
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -100,8 +101,9 @@ class Names:
         return not self.attributes.isdisjoint(DYNAMIC_ACCESS)
 
 
+@functools.lru_cache(maxsize=512)
 def names_of(code: CodeType) -> Names:
-    """The names that `code` reads."""
+    """The names that `code` reads. Not to be changed."""
     names = Names()
     _collect(code, names, set())
     return names

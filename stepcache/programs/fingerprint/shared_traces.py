@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import threading
 from types import CodeType
+from typing import Any
 
+from stepcache.jaxcompat import primitives_of
 from stepcache.programs.fingerprint import installed_packages
 from stepcache.programs.fingerprint.origin import INSTALLED, USER, origin_of_file
 from stepcache.programs.fingerprint.recording import Recording
@@ -19,6 +21,8 @@ _lock = threading.Lock()
 _active = False
 _epoch = 0
 _together = Recording()
+_primitives: set[str] = set()
+_lowered: set[str] = set()
 
 
 def begin() -> tuple[int, Recording] | None:
@@ -40,6 +44,16 @@ def token(epoch: int) -> tuple[str, int, int]:
     return "libraries", epoch, installed_packages.replacements()
 
 
+def was_lowered(staged: Any) -> bool:
+    """Whether all primitives in a trace have been lowered while that was recorded.
+
+    How a primitive is lowered is the libraries' affair, so it need not be recorded again.
+    """
+    global _primitives
+    _primitives = primitives_of(staged.jaxpr)
+    return _primitives <= _lowered
+
+
 def end(recording: Recording | None, own: set[CodeType]) -> Recording:
     """Ends a recording that shares traces.
 
@@ -56,7 +70,10 @@ def end(recording: Recording | None, own: set[CodeType]) -> Recording:
         together = _together if recording is None else _together.with_all_of(recording)
         if recording is None or not _is_of_libraries(recording, own):
             _epoch, _together = _epoch + 1, Recording()
-        elif not together.codes <= _together.codes | own:
+            _lowered.clear()
+            return together
+        _lowered.update(_primitives)
+        if not together.codes <= _together.codes | own:
             _together = Recording({c for c in together.codes if _is_installed(c)})
         return together
 
