@@ -66,7 +66,10 @@ class Miss:
         changes: what differs from the nearest signature known to this step, or from that run.
         advice: what to try.
         omitted: leaves that differ too, beyond those that `changes` describes.
-        since: for "other run", when that run built its program: seconds since the epoch.
+        since: when the earlier run built its program that this call is compared with: seconds since
+            the epoch.
+        stored: beside `changes`, what has changed since that run, so that its program was not
+            loaded without a trace.
         remedy: how the program was obtained, such as "built" or "loaded from disk, without a trace,
             in 0.10 s"; empty before that.
         unvouched: why a later run of this step will have to trace it, if it will.
@@ -81,6 +84,7 @@ class Miss:
     since: float | None = None
     unvouched: tuple[str, ...] = ()
     remedy: str = ""
+    stored: tuple[Change, ...] = ()
 
     def __str__(self) -> str:
         closest = "; the closest differs in:" if self.changes else ""
@@ -97,6 +101,9 @@ class Miss:
         more = len(self.changes[_MAX_CHANGES_SHOWN:]) + self.omitted
         if more:
             lines.append(f"  … and {counted(more, 'more change')}")
+        if self.stored:
+            lines.append(f"  since the run of {_readable_time(self.since)} these have changed:")
+            lines += [f"    {change}" for change in self.stored[:_MAX_CHANGES_SHOWN]]
         if self.remedy and self.remedy != "built":
             lines.append(f"  the program was {self.remedy}")
         lines += [f"  hint: {text}" for text in self.advice]

@@ -22,13 +22,17 @@ from jax.sharding import PartitionSpec as P
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
-    from jax._src import core
+    from jax._src import core, sharding_impls
     from jax._src import layout as layout_lib
+    from jax._src import lib as jax_lib
     from jax._src import mesh as mesh_lib
     from jax._src import partition_spec as spec_lib
 
+    xla_client: Any = getattr(jax_lib, "xla_client")  # noqa: B009  (a reexport, to type checkers)
     CAN_DESCRIBE = (
         hasattr(core, "ManualAxisType")
+        and hasattr(sharding_impls, "GSPMDSharding")
+        and hasattr(xla_client.HloSharding, "subgroup_with_device_ordering")
         and hasattr(core, "MemorySpace")
         and hasattr(layout_lib, "AutoLayout")
         and hasattr(layout_lib, "Layout")
@@ -353,9 +357,14 @@ def _of_kind(name: Any) -> dict[str, Any]:
 
 
 def _encode_sharding(sharding: Any, meshes: _Table) -> list[Any]:
-    """[mesh, spec, memory], or [memory] on one device"""
+    """[mesh, spec, memory], [tiles, order, last is replicated, memory], or [memory]
+
+    The first is by names, the second by tiles, the third on one device.
+    """
     if isinstance(sharding, SingleDeviceSharding):
         return [sharding.memory_kind]
+    if PRIVATE_API and isinstance(sharding, sharding_impls.GSPMDSharding):
+        return [*_encode_tiles(sharding._hlo_sharding), sharding.memory_kind]
     _known(sharding, NamedSharding, "a sharding")
     return [meshes.number(sharding.mesh), encode_spec(sharding.spec), sharding.memory_kind]
 
@@ -366,11 +375,37 @@ def _decode_sharding(row: Any, meshes: Sequence[Any], devices: Sequence[Any]) ->
     if not parts:
         (device,) = devices
         return SingleDeviceSharding(device, memory_kind=memory)
+    if len(parts) == 3:
+        listed = xla_client.DeviceList(tuple(devices))
+        by_tiles: Any = sharding_impls.GSPMDSharding
+        return by_tiles(listed, _decode_tiles(*parts, len(devices)), memory_kind=memory)
     number, spec = parts
     mesh = _at(meshes, number)
     if not isinstance(mesh, Mesh):
         raise ValueError("a sharding is on no devices")
     return NamedSharding(mesh, decode_spec(spec), memory_kind=memory)
+
+
+def _encode_tiles(sharding: Any) -> list[Any]:
+    """What XLA found for an argument or a result that has no sharding by names."""
+    if sharding.is_replicated():
+        return [[], [], False]
+    if not sharding.is_tiled() or sharding.subgroup_types():
+        raise NotStorable(f"it has a sharding by other things than tiles: {sharding}")
+    order = [int(device) for device in sharding.tile_assignment_devices()]
+    last = sharding.replicate_on_last_tile_dim()
+    return [list(sharding.tile_assignment_dimensions()), order, bool(last)]
+
+
+def _decode_tiles(tiles: Any, order: Any, last: Any, devices: int) -> Any:
+    sizes, numbers = _sizes(tiles), _sizes(order)
+    if not sizes:
+        return xla_client.HloSharding.replicate()
+    if sorted(numbers) != list(range(devices)) or math.prod(sizes) != devices or len(sizes) > 64:
+        raise ValueError("tiles that are not one for each device")
+    types = [xla_client.OpSharding.Type.REPLICATED] if _of(bool, last) else []
+    assignment = np.array(numbers, np.int64).reshape(sizes)
+    return xla_client.HloSharding.subgroup_with_device_ordering(assignment, subgroup_types=types)
 
 
 def _encode_layout(layout: Any) -> list[Any] | None:

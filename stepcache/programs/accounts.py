@@ -11,6 +11,7 @@ from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Brought
 from stepcache.programs.recipe import Request
 
+_OF_CALL = ("argument", "tree", "static", "options", "mesh")
 _EVENTS = {1: "loaded", 2: "relinked", 3: "built"}
 _REMEDIES = {
     1: "loaded from disk, without a trace",
@@ -23,8 +24,11 @@ def told(miss: Miss, answer: Answer) -> Miss:
     """A miss, with what the archive knows about it."""
     if answer.unvouched:
         miss = dataclasses.replace(miss, unvouched=answer.unvouched)
-    if miss.reason != "first call" or answer.since is None:
+    if answer.since is None:
         return miss
+    if miss.reason != "first call":
+        stored = tuple(each for each in answer.changes if each.part not in _OF_CALL)
+        return dataclasses.replace(miss, stored=stored, since=answer.since if stored else None)
     return dataclasses.replace(miss, reason="other run", changes=answer.changes, since=answer.since)
 
 

@@ -51,6 +51,7 @@ class Question:
     """
 
     def __init__(self, recipe: Recipe, request: Request):
+        self._attributes: set[str] = set()  # Those that libraries are known to read by now.
         self._recipe, self._key, self._paths = recipe, request.key, request.call.paths
         label, self._root = _label_and_root(recipe.fun)
         self._devices = _devices_in_order(self._key)
@@ -101,6 +102,7 @@ class Question:
 
     def extend(self, used: Used) -> Fingerprint:
         """As `with_used`, for good: the facts of the trace that this question leads to."""
+        self._attributes.update(used.attributes)
         return self._extended(self._walk(), used)
 
     def _walk(self) -> Walk:
@@ -138,8 +140,9 @@ class Question:
     def used_by(self, recording: Recording) -> Used:
         """What a trace used."""
         reads = installed_packages.reads_of(recording.codes)
+        named = (self._walk().waiting() | self._attributes) & reads.attributes
         return Used(
-            sorted(reads.asked_for | self._walk().waiting() & reads.attributes),
+            sorted(reads.asked_for | named),
             reads.modules,
             reads.names,
             [self._file_name(path) for path in sorted(recording.files)],

@@ -47,6 +47,15 @@ def origin_of_file(filename: str) -> str:
     return USER
 
 
+@functools.lru_cache(maxsize=8192)
+def package_of(filename: str) -> str:
+    """The top package of an installed file; of stepcache's own, wherever that is."""
+    if filename.startswith(_OWN_PACKAGE):
+        return "stepcache"
+    site = next((name for name in _SITE_NAMES if name in filename), None)
+    return filename.partition(site)[2].split(os.sep)[0] if site else ""
+
+
 def origin_of_module(name: str | None) -> str:
     """The origin of a module by its name, loaded or not."""
     if not name:
@@ -112,24 +121,43 @@ def file_of_module(name: str) -> str | None:
 
     Imports nothing, not even the packages that the module is in.
     """
-    path: str | None = None
-    search: list[str] | None = None
-    whole = ""
-    for part in name.split("."):
-        whole = f"{whole}.{part}" if whole else part
-        module = sys.modules.get(whole)
-        if module is not None:
-            path = getattr(module, "__file__", None)
-            search = list(getattr(module, "__path__", None) or ())
-            continue
+    top, *parts = name.split(".")
+    path, places = _file_and_places(sys.modules.get(top))
+    if top not in sys.modules:
         try:
-            spec = importlib.machinery.PathFinder.find_spec(whole, search)
+            spec = importlib.machinery.PathFinder.find_spec(top)
         except Exception:  # A finder of somebody else's.
             spec = None
         if spec is None:
             return None
-        path, search = spec.origin, list(spec.submodule_search_locations or ())
+        path, places = spec.origin, list(spec.submodule_search_locations or ())
+    for number, part in enumerate(parts, start=2):
+        module = sys.modules.get(".".join((top, *parts[: number - 1])))
+        if module is not None:
+            path, places = _file_and_places(module)
+        else:
+            path, places = _find_in(places, part)
     return path
+
+
+def _file_and_places(module: ModuleType | None) -> tuple[str | None, list[str]]:
+    """The file of a loaded module, and where modules inside it are looked for."""
+    return getattr(module, "__file__", None), list(getattr(module, "__path__", None) or ())
+
+
+def _find_in(places: list[str], name: str) -> tuple[str | None, list[str]]:
+    """The file of a module in a package, and where modules inside it would be."""
+    spaces = []
+    for place in places:
+        inside = os.path.join(place, name)  # noqa: PTH118  (many, on the way to a first call)
+        if os.path.isfile(initial := os.path.join(inside, "__init__.py")):  # noqa: PTH113, PTH118
+            return initial, [inside]
+        for suffix in importlib.machinery.all_suffixes():
+            if os.path.isfile(inside + suffix):  # noqa: PTH113
+                return inside + suffix, []
+        if os.path.isdir(inside):  # noqa: PTH112
+            spaces.append(inside)
+    return None, spaces
 
 
 def file_label(filename: str, module: str | None) -> str:

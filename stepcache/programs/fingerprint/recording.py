@@ -25,6 +25,7 @@ from stepcache.programs.fingerprint.origin import (
     USER,
     origin_of_file,
     origin_of_module,
+    package_of,
 )
 
 # Frameworks call the clock and the like for their own logs; it does not reach the trace.
@@ -231,19 +232,13 @@ def _responsible(frame: FrameType | None) -> str | None:
         origin = origin_of_file(filename)
         if origin == PYTHON and (_is_import(frame) or any(b in filename for b in _BYSTANDERS)):
             return None
-        package = _package(filename) if origin == INSTALLED else ""
+        package = package_of(filename) if origin == INSTALLED else ""
         if package in _FRAMEWORKS:
             return None
         if origin != PYTHON and package != "numpy":
             return f"{Path(filename).name}:{frame.f_code.co_qualname}"
         frame = frame.f_back
     return None
-
-
-def _package(filename: str) -> str:
-    parts = Path(filename).parts
-    site = next((name for name in ("site-packages", "dist-packages") if name in parts), None)
-    return parts[parts.index(site) + 1] if site else "stepcache"
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -456,7 +451,7 @@ class _Monitoring:
         if not getattr(_active, "stack", None):
             return None
         origin = origin_of_file(code.co_filename)
-        if origin == INSTALLED and _package(code.co_filename) in _FRAMEWORKS:
+        if origin == INSTALLED and package_of(code.co_filename) in _FRAMEWORKS:
             return sys.monitoring.DISABLE if self._users == 1 else None  # type: ignore[attr-defined]
         if isinstance(function, MethodDescriptorType):
             if type(first).__module__ in _SUSPECT_CLASSES:

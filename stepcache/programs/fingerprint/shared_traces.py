@@ -2,8 +2,9 @@
 
 JAX keeps the traces of nested functions, most of `jax.numpy` among them, and does not enter these
 again. So what they used is not seen a second time. Where nothing of the user's but the step's own
-function can be nested, what they used is the libraries', and the recordings of all such steps
-are taken together: each has used what any of them has. Other steps share no traces.
+function can be nested, these traces are the libraries'. Such steps share them, and each counts as
+having used what any of them has: as long as they use nothing but JAX. Once one has used another
+library, a file or the like, sharing begins anew. Other steps share no traces.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Any
 
 from stepcache.jaxcompat import primitives_of
 from stepcache.programs.fingerprint import installed_packages
-from stepcache.programs.fingerprint.origin import INSTALLED, USER, origin_of_file
+from stepcache.programs.fingerprint.origin import (
+    INSTALLED,
+    PYTHON,
+    origin_of_file,
+    package_of,
+)
 from stepcache.programs.fingerprint.recording import Recording
 
 _lock = threading.Lock()
@@ -41,7 +47,7 @@ def begin() -> tuple[int, Recording] | None:
 
 def token(epoch: int) -> tuple[str, int, int]:
     """Names the traces that may be shared: made since then, with the libraries as they are."""
-    return "libraries", epoch, installed_packages.replacements()
+    return "of libraries", epoch, installed_packages.replacements()
 
 
 def was_lowered(staged: Any) -> bool:
@@ -68,7 +74,7 @@ def end(recording: Recording | None, own: set[CodeType]) -> Recording:
     with _lock:
         _active = False
         together = _together if recording is None else _together.with_all_of(recording)
-        if recording is None or not _is_of_libraries(recording, own):
+        if recording is None or not _is_of_jax(recording, own):
             _epoch, _together = _epoch + 1, Recording()
             _lowered.clear()
             return together
@@ -82,8 +88,12 @@ def _is_installed(code: CodeType) -> bool:
     return origin_of_file(code.co_filename) == INSTALLED
 
 
-def _is_of_libraries(recording: Recording, own: set[CodeType]) -> bool:
-    """Whether a step used nothing but its own code and that of libraries."""
+def _is_of_jax(recording: Recording, own: set[CodeType]) -> bool:
+    """Whether a step used nothing but its own code, Python's and JAX's."""
     if recording.files or recording.variables or recording.impure or recording.unavailable:
         return False
-    return all(origin_of_file(code.co_filename) != USER for code in recording.codes - own)
+    others = (c for c in recording.codes - own if origin_of_file(c.co_filename) != PYTHON)
+    return all(package_of(code.co_filename) in _OF_JAX for code in others)
+
+
+_OF_JAX = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes", "stepcache"))

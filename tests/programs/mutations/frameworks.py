@@ -597,8 +597,7 @@ TREES = [
         arguments = (Model(jnp.ones(8), «2.0¦3.0»), np.arange(1, 9, dtype=np.float32))
         def step(model, x): return model(x)
         """,
-        "flatten",
-        vouched=False,
+        "2.0 → 3.0",
     ),
     Kind(
         "equinox_method",
@@ -610,8 +609,7 @@ TREES = [
         arguments = (Model(jnp.ones(8)), np.arange(1, 9, dtype=np.float32))
         def step(model, x): return model(x)
         """,
-        "flatten",
-        vouched=False,
+        "Model.__call__",
     ),
     Kind(
         "equinox_captured_activation",
@@ -620,8 +618,7 @@ TREES = [
         model = eqx.nn.MLP(8, 8, 4, 1, activation=jax.nn.«relu¦tanh», key=jax.random.key(0))
         def step(x): return model(x)
         """,
-        "flatten",
-        vouched=False,
+        "activation",
     ),
 ]
 
