@@ -29,9 +29,10 @@ if PRIVATE_API:
     from jax._src import partition_spec as spec_lib
 
     xla_client: Any = getattr(jax_lib, "xla_client")  # noqa: B009  (a reexport, to type checkers)
+    GSPMDSharding: Any = getattr(sharding_impls, "GSPMDSharding", None)
     CAN_DESCRIBE = (
         hasattr(core, "ManualAxisType")
-        and hasattr(sharding_impls, "GSPMDSharding")
+        and GSPMDSharding is not None
         and hasattr(xla_client.HloSharding, "subgroup_with_device_ordering")
         and hasattr(core, "MemorySpace")
         and hasattr(layout_lib, "AutoLayout")
@@ -363,7 +364,7 @@ def _encode_sharding(sharding: Any, meshes: _Table) -> list[Any]:
     """
     if isinstance(sharding, SingleDeviceSharding):
         return [sharding.memory_kind]
-    if PRIVATE_API and isinstance(sharding, sharding_impls.GSPMDSharding):
+    if PRIVATE_API and isinstance(sharding, GSPMDSharding):
         return [*_encode_tiles(sharding._hlo_sharding), sharding.memory_kind]
     _known(sharding, NamedSharding, "a sharding")
     return [meshes.number(sharding.mesh), encode_spec(sharding.spec), sharding.memory_kind]
@@ -377,8 +378,7 @@ def _decode_sharding(row: Any, meshes: Sequence[Any], devices: Sequence[Any]) ->
         return SingleDeviceSharding(device, memory_kind=memory)
     if len(parts) == 3:
         listed = xla_client.DeviceList(tuple(devices))
-        by_tiles: Any = sharding_impls.GSPMDSharding
-        return by_tiles(listed, _decode_tiles(*parts, len(devices)), memory_kind=memory)
+        return GSPMDSharding(listed, _decode_tiles(*parts, len(devices)), memory_kind=memory)
     number, spec = parts
     mesh = _at(meshes, number)
     if not isinstance(mesh, Mesh):

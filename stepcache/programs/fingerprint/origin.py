@@ -53,7 +53,7 @@ def package_of(filename: str) -> str:
     if filename.startswith(_OWN_PACKAGE):
         return "stepcache"
     site = next((name for name in _SITE_NAMES if name in filename), None)
-    return filename.partition(site)[2].split(os.sep)[0] if site else ""
+    return filename.partition(site)[2].partition(os.sep)[0] if site else ""
 
 
 def origin_of_module(name: str | None) -> str:
