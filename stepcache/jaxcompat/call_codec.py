@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ if PRIVATE_API:
     from jax._src import partition_spec as spec_lib
 
     xla_client: Any = getattr(jax_lib, "xla_client")  # noqa: B009  (a reexport, to type checkers)
-    GSPMDSharding: Any = getattr(sharding_impls, "GSPMDSharding", None)
+    GSPMDSharding = cast(Any, vars(sharding_impls).get("GSPMDSharding"))
     CAN_DESCRIBE = (
         hasattr(core, "ManualAxisType")
         and GSPMDSharding is not None

@@ -95,12 +95,16 @@ class ProgramCache:
         max_memory_programs: bound on the number of programs in memory.
         min_build_seconds: a program that was built faster than that is not kept on disk.
         verify: what happens before a program is trusted that was loaded without a trace.
-            "background" traces the step in a thread while its first calls run, and raises
-            `StaleProgramError` at the next call if that gives another program; "before" traces it
-            first, so that only compiling is saved; "off" trusts the fingerprint.
+            "background" traces the step in a thread, when some ten steps have run, and raises
+            `StaleProgramError` at the next call if that gives another program. An entry that one
+            start has verified is verified again at its 2nd, 4th, 8th … start only; a process that
+            ends earlier leaves it to the next. "before" traces the step first, so that only
+            compiling is saved; "off" trusts the fingerprint. By default `STEPCACHE_VERIFY`, or
+            "background".
         check_every: compare what a step depends on (globals, captured values, code) with what it
-            was when its program was traced, at every so many calls, and raise `StaleProgramError`
-            where it differs. It takes JAX's C++ dispatcher out of the way. None never does.
+            was when its program was traced, at every so many calls. Where that has changed, the
+            step is traced again, and `StaleProgramError` raised if it lowers to something else.
+            It takes JAX's C++ dispatcher out of the way. None never compares.
 
     Raises:
         OptionError: a bound that is not positive, or an unknown `verify`.
@@ -121,7 +125,7 @@ class ProgramCache:
         max_bytes: int | None = None,
         max_memory_programs: int = 4096,
         min_build_seconds: float = 0.0,
-        verify: Literal["background", "before", "off"] = "background",
+        verify: Literal["background", "before", "off"] | None = None,
         check_every: int | None = None,
     ):
         for name, bound in (
@@ -131,7 +135,7 @@ class ProgramCache:
         ):
             if bound is not None and bound < 1:
                 raise OptionError(f"{name} must be positive", where="ProgramCache", got=repr(bound))
-        if verify not in VERIFY:
+        if verify is not None and verify not in VERIFY:
             raise OptionError(
                 "unknown verify",
                 where="ProgramCache",
@@ -154,7 +158,7 @@ class ProgramCache:
             _open_archive,
             directory,
             max_bytes or _DEFAULT_DISK_BYTES,
-            verify,
+            verify or _default_verify(),
             min_build_seconds,
         )
         if directory is not USER_DIRECTORY:
@@ -289,6 +293,15 @@ def _open_archive(
     except CacheDirectoryError as error:
         warn(f"Programs are not kept on disk: {error}", StepCacheWarning)
         return None
+
+
+def _default_verify() -> str:
+    asked = os.environ.get("STEPCACHE_VERIFY", "") or VERIFY[0]
+    if asked not in VERIFY:
+        expected = ", ".join(map(repr, VERIFY))
+        warn(f"STEPCACHE_VERIFY is {asked!r}, and not one of {expected}", StepCacheWarning)
+        return VERIFY[0]
+    return asked
 
 
 def default_directory() -> Path | None:

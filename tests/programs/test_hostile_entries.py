@@ -34,8 +34,9 @@ def scale(state, batch):
 
 def run(directory):
     cache = sc.ProgramCache(directory, verify="off")
-    step = sc.step(scale)
-    with sc.Session(cache=cache):
+    step = sc.step(scale, batch="batch")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with sc.Session(mesh, cache=cache):
         state, _ = step({"w": np.float32(2)}, np.ones(8, np.float32))
     cache.flush()
     assert state["w"] == 16
@@ -173,6 +174,16 @@ def placed(devices):
     return change
 
 
+def tiled(*parts):
+    """Shardings by tiles, as XLA gives them."""
+
+    def change(found):
+        found.call["shardings"] = [[*parts, "device"] for _ in found.call["shardings"]]
+        return found
+
+    return change
+
+
 def deep(count):
     value: Any = "leaf"
     for _ in range(count):
@@ -213,6 +224,12 @@ CALLS = {
     "a device of text": placed(["0"] * 8),
     "a device twice": placed([0] * 8),
     "a device less": placed([*range(7)]),
+    "tiles of more than the devices": tiled([4, 4], list(range(8)), False),
+    "tiles of a device twice": tiled([8], [0, 1, 2, 3, 4, 5, 6, 6], False),
+    "tiles of no device": tiled([8], [0, 1, 2, 3, 4, 5, 6, 8], False),
+    "tiles of a negative size": tiled([-8], list(range(8)), False),
+    "tiles of texts": tiled(["8"], list(range(8)), False),
+    "tiles said by a number": tiled([8], list(range(8)), 1),
     "no devices": placed([]),
     "shardings on no devices": placed(None),
     "a mesh of more than there is": call(meshes=[[["x"], [8], ["Auto"], [0], None]]),
