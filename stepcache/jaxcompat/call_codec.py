@@ -377,8 +377,10 @@ def _decode_sharding(row: Any, meshes: Sequence[Any], devices: Sequence[Any]) ->
         (device,) = devices
         return SingleDeviceSharding(device, memory_kind=memory)
     if len(parts) == 3:
+        tiles, order, last = parts
         listed = xla_client.DeviceList(tuple(devices))
-        return GSPMDSharding(listed, _decode_tiles(*parts, len(devices)), memory_kind=memory)
+        by_tiles = _decode_tiles(tiles, order, last, len(devices))
+        return GSPMDSharding(listed, by_tiles, memory_kind=memory)
     number, spec = parts
     mesh = _at(meshes, number)
     if not isinstance(mesh, Mesh):
