@@ -1,4 +1,4 @@
-"""What runs beside the calls: whatever happens to it, the call is right and nothing waits for it."""
+"""What runs beside the calls: whatever happens to it, the call is right and does not hang."""
 
 import gc
 import logging
