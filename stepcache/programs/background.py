@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import jax
 
 from stepcache import jaxcompat
+from stepcache.programs.disk import journal
 from stepcache.weak_objects import WeakObjects
 
 _POLL_SECONDS = 0.005
@@ -280,6 +281,7 @@ _workers: WeakObjects[Worker] = WeakObjects()
 def _stop_all() -> None:
     for worker in sorted(_workers, key=lambda worker: worker._droppable, reverse=True):
         worker.stop()
+    journal.take_own_away()
 
 
 def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
