@@ -129,7 +129,8 @@ class Worker:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
-            except _NO_THREAD:
+            except _NO_THREAD as error:
+                _log.info("%s: no thread can be started now: %s", self._name, error)
                 return False
             self._thread = thread
         return True

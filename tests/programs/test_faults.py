@@ -7,6 +7,7 @@ in all cases.
 
 import contextlib
 import faulthandler
+import gc
 import inspect
 import itertools
 import logging
@@ -60,14 +61,14 @@ def codes_of(*owners):
     return found
 
 
-# Not the boundary itself, nor what opens a directory or waits for its user.
+# Not the two boundaries, of the archive and of a thread, nor what opens a directory.
 WATCHED = codes_of(
     archive.Archive,
     bringing._Settling,
     checks.Checks.verification,
     checks.Checks._verify,
     background.until_ready,
-    *(getattr(background.Worker, name) for name in ("submit", "_start", "_run", "_work", "_try")),
+    *(getattr(background.Worker, name) for name in ("submit", "_start", "_work", "_try")),
     *(getattr(background.Worker, name) for name in ("take", "_drop", "_is_alive")),
     *(getattr(tier.DiskTier, name) for name in ("read", "loading", "publish", "_store")),
     *(getattr(tier.DiskTier, name) for name in ("_examine", "_read_header", "_has_killed")),
@@ -111,14 +112,16 @@ def process(directory, injection=None, *, ahead=True):
 
     Args:
         directory: with the first of the programs.
-        injection: a context manager, open from the making of the step to its second call.
+        injection: a context manager, open from the making of the session to the verification.
         ahead: whether what is preloaded is there at the first call.
     """
     cache = sc.ProgramCache(directory)
     module = types.ModuleType("faults")
     module.__file__ = str(directory / "faults.py")
-    with sc.Session(cache=cache):
-        with injection or contextlib.nullcontext():
+    gc.collect()  # Steps that are there are preloaded, too.
+    with injection or contextlib.nullcontext():
+        session = sc.Session(cache=cache)
+        with session:
             exec(compile(SOURCE, module.__file__, "exec"), module.__dict__)
             if ahead:
                 cache.archive()._preloader.flush()
@@ -126,6 +129,7 @@ def process(directory, injection=None, *, ahead=True):
                 assert float(module.step(np.ones(size, np.float32))[-1]) == 3
             cache.flush()
             cache.archive().verifier.flush()
+    with session:
         for size in (3, 4, 5):
             assert float(module.step(np.ones(size, np.float32))[-1]) == 3
     cache.flush()
@@ -207,6 +211,7 @@ def what_goes_wrong(directory, place, fault, ahead, caplog):
 def test_a_fault_at_any_line_is_no_matter_of_the_call(every, first, tmp_path, caplog):
     places = places_of(first, tmp_path)
     assert len(places) > 200
+    caplog.set_level(logging.INFO, "stepcache")
     cases = list(itertools.product(places, FAULTS))[::every]
     wrong = []
     for number, (place, fault) in enumerate(cases):
