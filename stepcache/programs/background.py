@@ -312,6 +312,7 @@ def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
                 return LATER
             return None if array.is_deleted() else round(time.perf_counter() - started, 4)
         except RuntimeError:  # It was donated to another call at this moment.
+            _log.info("the first run of a program could not be timed", exc_info=True)
             return None
 
     return look

@@ -103,6 +103,7 @@ class Injection:
     def __exit__(self, *_):
         sys.settrace(None)
         threading.settrace(None)
+        self.place = None  # Threads that are idle are traced until they end.
 
 
 def process(directory, injection=None, *, ahead=True):
