@@ -5,6 +5,7 @@ to do after its first run.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from stepcache.programs.pods.together import bring_together
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.scope import Scope, recompiles_forbidden
 
+_log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
 
 
@@ -108,12 +110,15 @@ class Bringing:
         if unsettled is None:
             return
         archive, brought, miss = unsettled
-        look = until_ready(outputs, started)
-        settling = _Settling(self._recipe.name, archive, brought, miss, look)
-        if brought.program.level == 1 and archive.verify == "background":
-            verification = self._checks.verification
-            settling.verify = verification(scope.cache, request.described(), archive, brought)
-        archive.worker.submit(settling)
+        try:
+            look = until_ready(outputs, started)
+            settling = _Settling(self._recipe.name, archive, brought, miss, look)
+            if brought.program.level == 1 and archive.verify == "background":
+                verification = self._checks.verification
+                settling.verify = verification(scope.cache, request.described(), archive, brought)
+            archive.worker.submit(settling)
+        except Exception:  # The call has its outputs.
+            _log.exception("a program of %s is neither stored nor verified", self._recipe.name)
 
 
 class _Settling:

@@ -47,8 +47,9 @@ from stepcache.programs.signature import Call, Unreadable
 from stepcache.residence import PassesVariables, Repeat, Use, passes_variables
 from stepcache.scope import Scope, current_scope
 from stepcache.sharding import mesh_identity
+from stepcache.weak_objects import WeakObjects
 
-_making = threading.Lock()
+_making = threading.RLock()  # One engine may make another.
 
 
 class Engine:
@@ -364,7 +365,7 @@ class Engine:
         if "over_buffers" in self.__dict__:
             self.over_buffers.clear()
         self.levels.forget()
-        for cache in list(self._caches):
+        for cache in self._caches:
             cache.release(self.number)
         self._not_holdable.clear()
         self.dispatcher.clear()
@@ -375,15 +376,15 @@ class Engine:
         """How many programs of the step are held."""
         over_buffers = self.__dict__.get("over_buffers")
         more = over_buffers.programs() if over_buffers is not None else 0
-        return more + sum(cache.programs_of(self) for cache in list(self._caches))
+        return more + sum(cache.programs_of(self) for cache in self._caches)
 
 
-_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+_live: WeakObjects[Engine] = WeakObjects()
 
 
 def preload_all(cache: ProgramCache) -> None:
     """Starts loading, for all steps there are, what the last run of this script used of them."""
-    for engine in list(_live):
+    for engine in _live:
         engine.preload(cache)
 
 
@@ -417,11 +418,11 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     return (*alive.run(*args, **kwargs), False)
 
 
-_caches: dict[int, weakref.WeakSet[ProgramCache]] = {}
+_caches: dict[int, WeakObjects[ProgramCache]] = {}
 _caching = threading.Lock()
 
 
-def _caches_for(recipe: Recipe, engine: Engine) -> weakref.WeakSet[ProgramCache]:
+def _caches_for(recipe: Recipe, engine: Engine) -> WeakObjects[ProgramCache]:
     """The caches that hold programs of a function: these live, as in `jax.jit`, with the function.
 
     So a step that is made anew over the same function finds what an earlier one built.
@@ -430,13 +431,13 @@ def _caches_for(recipe: Recipe, engine: Engine) -> weakref.WeakSet[ProgramCache]
     with _caching:
         found = _caches.get(number)
         if found is None:
-            found = _caches[number] = weakref.WeakSet()
+            found = _caches[number] = WeakObjects()
             weakref.finalize(recipe.fun if recipe.identity.shared else engine, _release, number)
         return found
 
 
 def _release(number: int) -> None:
-    for cache in list(_caches.pop(number, ())):
+    for cache in _caches.pop(number, ()):
         cache.release(number)
 
 

@@ -16,6 +16,7 @@ from stepcache.programs.cache import ProgramCache
 from stepcache.programs.pods.peers import Peers
 from stepcache.programs.signature import Path
 from stepcache.sharding import Placer, processes_of
+from stepcache.weak_objects import WeakObjects
 
 recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "recompiles_forbidden", default=False
@@ -51,7 +52,7 @@ class Scope:
     closed: bool = False
     built: bool = False
     matched: set[int] = field(default_factory=set)
-    seen: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+    seen: WeakObjects = field(default_factory=WeakObjects)
     shown: tuple[str, ...] = ()
 
     @property

@@ -13,6 +13,7 @@ FLOORS = {
     "errors": 0,
     "units": 0,
     "events": 0,
+    "weak_objects": 0,
     "jaxcompat": 0,
     "sharding": 1,
     "spanning": 1,

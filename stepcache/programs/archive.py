@@ -12,17 +12,16 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 
 from stepcache import jaxcompat
 from stepcache.events import Change
 from stepcache.jaxcompat import Runnable, storing
-from stepcache.programs.background import LATER, Worker
+from stepcache.programs.background import LATER, Job, Worker
 from stepcache.programs.candidate import (
     Address,
     Candidate,
@@ -43,6 +42,40 @@ _RUNS_COMPARED = 8
 _PRELOADED_AT_MOST = 256
 
 _log = logging.getLogger("stepcache")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _no_matter_of_the_step(
+    what: str, instead: Callable[[], R]
+) -> Callable[
+    [Callable[Concatenate[Archive, P], R]],
+    Callable[Concatenate[Archive, P], R],
+]:
+    """What a method of the archive raises is logged, and the step goes on as without the archive.
+
+    Args:
+        what: the method could not do, for the log.
+        instead: gives what is returned then.
+    """
+
+    def guarded(method: Callable[Concatenate[Archive, P], R]) -> Any:
+        @functools.wraps(method)
+        def call(archive: Archive, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(archive, *args, **kwargs)
+            except Exception:
+                _log.exception("stepcache could not %s", what)
+                return instead()
+
+        return call
+
+    return guarded
+
+
+def _nothing() -> Any:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +124,19 @@ class Archive:
         self.verifier = Worker("stepcache verify", droppable=True, poll_seconds=0.05)
         self._preloader = Worker("stepcache preload", droppable=True, poll_seconds=0.01)
         self._lock = threading.Lock()
-        self._preloaded: dict[tuple[str, tuple[int, ...]], Future] = {}
+        self._preloaded: dict[tuple[str, tuple[int, ...]], Job] = {}
         self._taken: set[tuple[str, tuple[int, ...]]] = set()
         self._asked_for: set[str] = set()
 
     # ---- level 1: without a trace --------------------------------------------------------------
 
+    @_no_matter_of_the_step("look for a program", Answer)
     def answer(self, question: Question) -> Answer:
         """Looks for a candidate. Reads files, imports nothing, and runs nothing of the user's.
 
         The entry that is read is named by all that is known before a trace, so that its candidates
         differ only in what a trace tells of: files, variables, attributes that libraries read.
         """
-        try:
-            return self._answer(question)
-        except Exception:
-            _log.exception("stepcache could not look for %s", question.address.label)
-            return Answer()
-
-    def _answer(self, question: Question) -> Answer:
         if question.base.blames:
             return Answer(unvouched=question.base.blames)
         candidates = self._candidates(question.address.lookup)
@@ -147,6 +174,7 @@ class Archive:
         changes = differences(nearest.told, question.with_used(nearest.used).facts)
         return Answer(None, nearest.created_time, changes)
 
+    @_no_matter_of_the_step("load a program", _nothing)
     def load(self, candidate: Candidate, address: Address, in_tree: Any) -> Runnable | None:
         """Loads the program of a candidate; None where that cannot be done.
 
@@ -173,28 +201,26 @@ class Archive:
         except OSError:
             return ""
 
+    @_no_matter_of_the_step("read a program", bytes)
     def executable_bytes(self, digest: str) -> bytes:
         """A stored executable, to be given to another process; empty where there is none."""
         entry = self.tier.read("program", digest)
         return entry.payload if entry is not None else b""
 
+    @_no_matter_of_the_step("store a program", _nothing)
     def keep(self, address: Address, candidate: Candidate, data: bytes) -> None:
         """Stores what another process built and this one has loaded."""
-        try:
-            if self.tier.publish("program", candidate.program, {"label": address.label}, data):
-                self._add_candidate(address, candidate)
-        except Exception:
-            _log.exception("stepcache could not store %s", address.label)
+        if self.tier.publish("program", candidate.program, {"label": address.label}, data):
+            self._add_candidate(address, candidate)
 
     def _executable(self, digest: str, devices: Sequence[Any]) -> Any:
         key = (digest, tuple(device.id for device in devices))
         with self._lock:
             ahead = self._preloaded.pop(key, None)
             self._taken.add(key)
-        if ahead is not None and not ahead.cancel():
-            loaded = self._preloader.outcome_of(ahead)
-            if loaded is not None:
-                return loaded
+        loaded = self._preloader.take(ahead) if ahead is not None else None
+        if loaded is not None:
+            return loaded
         return self._read_executable(digest, lambda data: storing.load_executable(data, devices))
 
     def _read_executable(self, digest: str, load: Callable[[bytes], Any]) -> Any:
@@ -211,21 +237,20 @@ class Archive:
 
     # ---- level 2: without compiling ------------------------------------------------------------
 
+    @_no_matter_of_the_step("load a program", _nothing)
     def find(self, digest: str, load: Callable[[bytes], Any]) -> Any:
         """The executable of what XLA is about to be given; None where there is none."""
         return self._read_executable(digest, load)
 
     # ---- level 3: keeping what was built -------------------------------------------------------
 
+    @_no_matter_of_the_step("store a program", _nothing)
     def publish(self, publication: Publication) -> None:
-        """Stores a program. What goes wrong is logged, and is no matter of the step's."""
-        label = publication.address.label
+        """Stores a program."""
         try:
             self._publish(publication)
         except storing.NotStorable as error:
-            _log.warning("%s will have to be traced again: %s", label, error)
-        except Exception:
-            _log.exception("stepcache could not store %s", label)
+            _log.warning("%s will have to be traced again: %s", publication.address.label, error)
 
     def _publish(self, publication: Publication) -> None:
         address, digest = publication.address, publication.digest
@@ -250,6 +275,7 @@ class Archive:
         about, payload = pack_candidates(address.label, candidates)
         self.tier.publish("step", address.lookup, about, payload)
 
+    @_no_matter_of_the_step("remove a wrong program", _nothing)
     def forget(self, address: Address, candidate: Candidate) -> None:
         """Drops a candidate that a trace has proved wrong."""
         self.starts.forget(start_name(address, candidate))
@@ -265,6 +291,7 @@ class Archive:
 
     # ---- loading beforehand --------------------------------------------------------------------
 
+    @_no_matter_of_the_step("load programs beforehand", _nothing)
     def preload(self, label: str) -> None:
         """Starts loading, in the background, what the last run of this script used of a step."""
         with self._lock:
@@ -280,35 +307,25 @@ class Archive:
                 for candidate in self._candidates(lookup):
                     look_at_modules(candidate.used.modules, candidate.used.names)
         for key in dict.fromkeys((row.program, tuple(row.devices)) for row in rows):
-            future: Future = Future()
             with self._lock:
-                if key in self._taken or len(self._preloaded) >= _PRELOADED_AT_MOST:
-                    continue
-                self._preloaded[key] = future
-            self._preloader.submit(functools.partial(self._load_ahead, *key, future))
+                known = key in self._taken or key in self._preloaded
+                if not known and len(self._preloaded) < _PRELOADED_AT_MOST:
+                    work = functools.partial(self._load_ahead, *key)
+                    self._preloaded[key] = self._preloader.submit(work)
 
-    def _load_ahead(self, digest: str, numbers: tuple[int, ...], future: Future) -> Any:
+    def _load_ahead(self, digest: str, numbers: tuple[int, ...]) -> Any:
         """Loads a program once JAX's backend has been started by somebody else, at their moment."""
-        if future.cancelled():
-            return None
         if not jaxcompat.backends_are_initialized():
             return LATER
-        if not future.set_running_or_notify_cancel():
+        by_number = {device.id: device for device in jax.devices()}
+        if not set(numbers) <= by_number.keys():
             return None
-        loaded = None
-        try:
-            by_number = {device.id: device for device in jax.devices()}
-            if set(numbers) <= by_number.keys():
-                devices = tuple(by_number[number] for number in numbers)
-                loaded = self._read_executable(
-                    digest, lambda data: storing.load_executable(data, devices)
-                )
-        finally:
-            future.set_result(loaded)
-        return None
+        devices = tuple(by_number[number] for number in numbers)
+        return self._read_executable(digest, lambda data: storing.load_executable(data, devices))
 
     # ---- the ledger ----------------------------------------------------------------------------
 
+    @_no_matter_of_the_step("write its ledger", _nothing)
     def note(self, event: str, step: str, label: str, **details: Any) -> None:
         """Writes a row of this run."""
         now = self.history.clock()

@@ -7,18 +7,21 @@ import collections
 import contextlib
 import ctypes
 import logging
+import operator
 import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
 
 from stepcache import jaxcompat
+from stepcache.programs.disk import journal
+from stepcache.weak_objects import WeakObjects
 
 _POLL_SECONDS = 0.005
 _IDLE_SECONDS = 0.5
@@ -36,7 +39,8 @@ LATER: Any = object()
 def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
     """Runs `work` in another thread, under this thread's settings of JAX, while the body runs.
 
-    Where no thread can be started, `work` runs here, after the body.
+    Where no thread can be started, `work` runs here, after the body. After it the future is done,
+    unless its thread was ended: ask it with a timeout of 0.
     """
     settings = jaxcompat.carried_settings()
     future: Future[T] = Future()
@@ -51,7 +55,7 @@ def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
     thread = threading.Thread(target=run, name="stepcache beside", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # Too many threads, or Python is about to end.
+    except _NO_THREAD:
         thread = None
     try:
         yield future
@@ -109,6 +113,22 @@ builds = Builds()
 _LONGEST_STAGE_SECONDS = 2.0
 
 
+_NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """What a worker has to do.
+
+    Attributes:
+        work: does it; returns `LATER` for as long as it is not due.
+        outcome: what it returned; None before that, and where it raised.
+    """
+
+    work: Callable[[], Any]
+    outcome: Any = None
+
+
 class Worker:
     """Runs jobs one after the other in a thread of its own, which is there while there are jobs.
 
@@ -129,34 +149,49 @@ class Worker:
     def _forget(self) -> None:
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._jobs: collections.deque[Callable[[], Any]] = collections.deque()
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._running: Job | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
 
-    def submit(self, job: Callable[[], Any]) -> None:
-        """Has a job run: a function that returns `LATER` for as long as it is not due."""
+    def submit(self, work: Callable[[], Any]) -> Job:
+        """Has `work` done in the background. It returns `LATER` for as long as it is not due.
+
+        Where no thread can be started, it waits for the next job, for `flush`, or for the end.
+        """
+        job = Job(work)
         if os.getpid() != self._pid:
             self._forget()  # The jobs are the parent's, and its thread is not here.
         with self._changed:
-            if self._stopping:
-                return
-            self._jobs.append(job)
-            self._changed.notify_all()
-            self._start()
+            if not self._stopping:
+                self._jobs.append(job)
+                self._changed.notify_all()
+                self._start()
+        return job
 
-    def _start(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
+    def _start(self) -> bool:
+        """Starts the thread if it is not there. Returns whether it is."""
+        if not self._is_alive():
             # Not joined by Python's own end, which has no time limit; `stop` is called before it.
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:
-                return  # The jobs wait for the next one, for `flush`, or for the end.
+            except _NO_THREAD as error:
+                _log.info("%s: no thread can be started now: %s", self._name, error)
+                return False
             self._thread = thread
+        return True
+
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
-        with contextlib.suppress(_Interrupted):
+        try:
             self._work()
+        except _Interrupted:
+            pass
+        except BaseException:
+            _log.exception("%s: the thread ended; its jobs wait for another one", self._name)
 
     def _work(self) -> None:
         while True:
@@ -175,25 +210,36 @@ class Worker:
             if not any(done):
                 time.sleep(self._poll_seconds)
 
-    def _try(self, job: Callable[[], Any]) -> bool:
+    def _try(self, job: Job) -> bool:
         """Runs a job; False where it is not due yet."""
+        with self._changed:
+            if job not in self._jobs:
+                return True  # It was taken back, or dropped.
+            self._running = job
         outcome = None
         try:
-            outcome = job()
+            outcome = job.work()
         except _Interrupted:
             pass
         except BaseException:
             _log.exception("%s: a job failed", self._name)
-        if outcome is LATER:
-            return False
         with self._changed:
-            with contextlib.suppress(ValueError):  # `stop` may have dropped it.
-                self._jobs.remove(job)
+            self._running = None
             self._changed.notify_all()
+            if outcome is LATER:
+                return False
+            job.outcome = outcome
+            self._drop(job)
         return True
+
+    def _drop(self, job: Job) -> None:
+        with contextlib.suppress(ValueError):
+            self._jobs.remove(job)
 
     def flush(self) -> None:
         """Waits until all jobs have run that are there now."""
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             waiting = list(self._jobs)
         while waiting:
@@ -201,25 +247,27 @@ class Worker:
                 waiting = [job for job in waiting if job in self._jobs]
                 if not waiting:
                     return
-                self._start()
-                inline = self._thread is None
-                if not inline:
+                started = self._start()
+                if started:
                     self._changed.wait(_IDLE_SECONDS)
-            if inline:
+            if not started:
                 for job in waiting:
                     self._try(job)
                 time.sleep(self._poll_seconds)
 
-    def outcome_of(self, future: Future[T]) -> T | None:
-        """The result of what a job of this worker promised; None where the job did not keep it."""
-        while not future.done():
-            with self._changed:
-                thread = self._thread
-            if thread is None or not thread.is_alive():
-                break
-            with contextlib.suppress(TimeoutError):
-                future.result(_IDLE_SECONDS)
-        return future.result() if future.done() and future.exception() is None else None
+    def take(self, job: Job) -> Any:
+        """Takes a job back, once it is done if it is being done.
+
+        Returns:
+            What it returned. None where it had not begun, or failed: it is not tried again.
+        """
+        if os.getpid() != self._pid:
+            return job.outcome
+        with self._changed:
+            self._drop(job)
+            while self._running is job and self._is_alive():
+                self._changed.wait(_IDLE_SECONDS)
+        return job.outcome
 
     def stop(self) -> None:
         """Ends the work: runs what is left, or drops it."""
@@ -253,28 +301,38 @@ def _interrupt(thread: threading.Thread) -> None:
 
 @contextlib.contextmanager
 def _interruptions_unreported() -> Iterator[None]:
-    """Keeps Python from reporting an interruption that met a callback of the garbage collector."""
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        if unraisable.exc_type is not _Interrupted:
-            before(unraisable)
-
-    sys.unraisablehook = hook
+    """Keeps Python from reporting an interruption that met a callback of the garbage collector, or
+    the first or last instructions of a thread.
+    """
+    places = ((sys, "unraisablehook"), (threading, "excepthook"))
+    before = [getattr(*place) for place in places]
+    hooks = [_without_interruptions(each) for each in before]
+    for place, hook in zip(places, hooks, strict=True):
+        setattr(*place, hook)
     try:
         yield
     finally:
-        if sys.unraisablehook is hook:
-            sys.unraisablehook = before
+        for place, hook, old in zip(places, hooks, before, strict=True):
+            if getattr(*place) is hook:
+                setattr(*place, old)
 
 
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+def _without_interruptions(report: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def hook(raised: Any) -> None:
+        if raised.exc_type is not _Interrupted:
+            report(raised)
+
+    return hook
+
+
+_workers: WeakObjects[Worker] = WeakObjects()
 
 
 @atexit.register
 def _stop_all() -> None:
     for worker in sorted(_workers, key=lambda worker: worker._droppable, reverse=True):
         worker.stop()
+    journal.take_own_away()
 
 
 def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
@@ -294,9 +352,18 @@ def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
         array = each if hasattr(each, "is_ready") else array
 
     def look() -> Any:
-        if array is None or array.is_deleted() or not threading.main_thread().is_alive():
+        if array is None or not threading.main_thread().is_alive():
             return None
-        return round(time.perf_counter() - started, 4) if array.is_ready() else LATER
+        try:
+            # In one go, so that no other thread of Python can delete the array between the two: on
+            # JAX 0.10, `is_ready` of a deleted array ends the process.
+            over = any(map(operator.call, (array.is_deleted, array.is_ready)))
+            if not over:
+                return LATER
+            return None if array.is_deleted() else round(time.perf_counter() - started, 4)
+        except RuntimeError:  # It was donated to another call at this moment.
+            _log.info("the first run of a program could not be timed", exc_info=True)
+            return None
 
     return look
 

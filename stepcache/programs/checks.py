@@ -121,7 +121,8 @@ class Checks:
             request: the call whose program has just come.
             brought: that program.
         """
-        earlier = list(self._latest)
+        with self._lock:
+            earlier = list(self._latest)
         if brought.changes and not self._warned:
             for each in reversed(earlier):
                 if self._retraced(each.request, each.out_tree).digest != each.digest:
@@ -135,8 +136,9 @@ class Checks:
                     break
         program = brought.program
         if program.lowered:
-            out_tree = program.run.out_tree
-            self._latest.append(_Lowered(request.described(), program.lowered, out_tree))
+            lowered = _Lowered(request.described(), program.lowered, program.run.out_tree)
+            with self._lock:
+                self._latest.append(lowered)
 
     # ---- by a trace in the background ----------------------------------------------------------
 
@@ -194,8 +196,10 @@ class Checks:
             archive.starts.note_verified(start_name(address, candidate))
         else:
             archive.forget(address, candidate)
-            self._drop(cache, request.key)
-            self._make_stale(changes)
+            try:
+                self._drop(cache, request.key)
+            finally:
+                self._make_stale(changes)
 
     def _is_as_it_was(self, request: Request, candidate: Candidate) -> bool:
         """Whether what a loaded program depends on has not changed since it was loaded."""

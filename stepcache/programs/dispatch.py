@@ -8,11 +8,11 @@ session, a fork.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from stepcache import jaxcompat
+from stepcache.weak_objects import WeakObjects
 
 _SIGNATURES_PER_STEP = 4096
 
@@ -61,12 +61,12 @@ class Dispatcher:
         return self.call._cache_size() if jaxcompat.PRIVATE_API else 0
 
 
-_live: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
+_live: WeakObjects[Dispatcher] = WeakObjects()
 
 
 def clear_all() -> None:
     """Sends the next call of every step through Python."""
-    for dispatcher in list(_live):
+    for dispatcher in _live:
         dispatcher.clear()
 
 

@@ -231,7 +231,10 @@ class Levels:
         @contextlib.contextmanager
         def compiling(staged: jaxcompat.Staged) -> Iterator[None]:
             def note() -> Traced:
-                traced = self._traced(request, question, recording, staged)
+                try:
+                    traced = self._traced(request, question, recording, staged)
+                except Exception as error:
+                    traced = self._untold(error)
                 tell(traced)
                 return traced
 
@@ -248,7 +251,12 @@ class Levels:
         if found.loaded:
             program.seconds["load"] = program.seconds.pop("compile")
             program = replace(program, level=2)
-        traced = telling[0].result()
+        try:
+            traced = telling[0].result(timeout=0)
+        except Exception as error:
+            if together:
+                raise  # The other processes were not told.
+            traced = self._untold(error)
         outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
         brought = Brought(program, answer, traced.unvouched, changes=changes)
         if together or archive is not None:
@@ -263,22 +271,25 @@ class Levels:
         """What a trace has told."""
         with self._lock:
             self._recording = recorded = self._recording.with_all_of(recording)
-        try:
-            used = question.used_by(recorded)
-            facts = dict(question.extend(used).facts)
-            unvouched = question.blames_of(recorded)
-            # What the trace itself changed, as a count of its calls, is no change after it.
-            self._remember(facts | question.values_now(used))
-        except Exception as error:
-            _log.exception("%s cannot be stored to start without a trace", self._recipe.name)
-            why = f"looking at what it depends on raised {type(error).__name__}"
-            return Traced({}, Used(), None, (why,))
+        used = question.used_by(recorded)
+        facts = dict(question.extend(used).facts)
+        unvouched = question.blames_of(recorded)
+        # What the trace itself changed, as a count of its calls, is no change after it.
+        self._remember(facts | question.values_now(used))
         tree = None
         try:
             tree = storing.encode_tree(staged.out_tree, request.key.signature.tree)
         except storing.NotStorable as error:
             unvouched = (*unvouched, str(error))
         return Traced(facts, used, None if unvouched else tree, unvouched)
+
+    def _untold(self, error: Exception) -> Traced:
+        """What is known of a trace where looking at what it depends on raised."""
+        _log.error(
+            "%s cannot be stored to start without a trace", self._recipe.name, exc_info=error
+        )
+        why = f"looking at what it depends on raised {type(error).__name__}"
+        return Traced({}, Used(), None, (why,))
 
     def _changes_to(self, facts: dict[str, str]) -> tuple[Change, ...]:
         """What has changed in this process since the step was last traced, or loaded."""

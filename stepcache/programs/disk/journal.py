@@ -6,6 +6,7 @@ marker whose process is gone says that the entry took its loader down.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -113,6 +114,21 @@ class Marker:
     process: Process
 
 
+_own: dict[Path, int] = {}
+"""The markers that are there now, and the processes that put them there: a fork copies this."""
+
+
+def take_own_away() -> None:
+    """Takes away the markers of this process, which is about to end in good order.
+
+    What a thread may still be loading is not to blame for the end.
+    """
+    for path, pid in list(_own.items()):
+        if pid == os.getpid():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
 class Journal:
     """The markers in a directory.
 
@@ -132,10 +148,12 @@ class Journal:
             os.close(os.open(path, CREATE_FLAGS, 0o600))
         except OSError:
             return None
+        _own[path] = os.getpid()
         return path
 
     def unmark(self, path: Path) -> bool:
         """Takes a marker away. Returns whether it was this call that did."""
+        _own.pop(path, None)
         try:
             path.unlink()
         except OSError:

@@ -1,0 +1,382 @@
+"""What runs beside the calls: whatever happens to it, the call is right and does not hang."""
+
+import gc
+import logging
+import threading
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache import jaxcompat
+from stepcache.programs import background
+from stepcache.programs.background import LATER, Worker, until_ready
+from stepcache.programs.fingerprint.recording import Recording
+from stepcache.weak_objects import WeakObjects
+
+LIMIT_SECONDS = 30
+stored = pytest.mark.skipif(
+    not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
+)
+
+
+def within_limit(work):
+    """What `work` returns; an error where that takes too long."""
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(work()), daemon=True)
+    thread.start()
+    thread.join(LIMIT_SECONDS)
+    assert not thread.is_alive(), "it waits for ever"
+    assert outcomes, "it raised"
+    return outcomes[0]
+
+
+@pytest.fixture
+def worker():
+    worker = Worker("stepcache test", droppable=False)
+    yield worker
+    within_limit(worker.stop)
+
+
+@pytest.fixture
+def no_threads(monkeypatch):
+    """No thread of stepcache can be started."""
+    start = threading.Thread.start
+
+    def fail(thread):
+        if thread.name.startswith("stepcache"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+
+
+def end_thread(monkeypatch, worker):
+    """Has the worker's thread die of what is no job's fault."""
+    with monkeypatch.context() as patch:
+
+        def die(worker):
+            raise MemoryError("no room for the list of jobs")
+
+        patch.setattr(Worker, "_work", die)
+        job = worker.submit(lambda: 3)
+        thread = worker._thread
+        assert thread is not None
+        thread.join(LIMIT_SECONDS)
+    return job
+
+
+# ---- jobs --------------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_taken_back_before_it_begins_never_runs(worker):
+    begun, go_on = threading.Event(), threading.Event()
+    worker.submit(lambda: begun.set() or go_on.wait(LIMIT_SECONDS))
+    assert begun.wait(LIMIT_SECONDS)
+    ran = []
+    job = worker.submit(lambda: ran.append(1))
+    assert within_limit(lambda: worker.take(job)) is None
+    go_on.set()
+    worker.flush()
+    assert not ran
+
+
+def test_a_job_that_is_not_due_is_taken_back(worker):
+    job = worker.submit(lambda: LATER)
+    assert within_limit(lambda: worker.take(job)) is None
+    within_limit(worker.flush)
+
+
+def test_taking_a_job_back_waits_until_it_is_done(worker):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        assert go_on.wait(LIMIT_SECONDS)
+        return 3
+
+    job = worker.submit(work)
+    assert begun.wait(LIMIT_SECONDS)
+    threading.Timer(0.05, go_on.set).start()
+    assert within_limit(lambda: worker.take(job)) == 3
+
+
+def test_a_job_that_fails_is_logged_and_nothing_waits_for_it(worker, caplog):
+    def work():
+        raise SystemExit("of a job")
+
+    job, later = worker.submit(work), worker.submit(lambda: 4)
+    worker.flush()
+    assert (worker.take(job), worker.take(later)) == (None, 4)
+    assert "a job failed" in caplog.text and "of a job" in caplog.text
+
+
+def test_nothing_waits_for_a_thread_that_has_died(worker, monkeypatch, caplog):
+    job = end_thread(monkeypatch, worker)
+    assert "no room for the list of jobs" in caplog.text
+    assert within_limit(lambda: worker.take(job)) is None
+    job = end_thread(monkeypatch, worker)
+    within_limit(worker.flush)
+    assert job.outcome == 3, "another thread runs what is left"
+
+
+def test_a_thread_that_has_died_while_it_ran_a_job(worker, monkeypatch):
+    def die(worker):
+        worker._running = worker._jobs[0]
+        raise MemoryError
+
+    monkeypatch.setattr(Worker, "_work", die)
+    job = worker.submit(lambda: 3)
+    assert within_limit(lambda: worker.take(job)) is None
+
+
+def test_jobs_run_where_no_thread_can_be_started(worker, monkeypatch, no_threads):
+    job = worker.submit(lambda: 3)
+    within_limit(worker.flush)
+    assert job.outcome == 3
+
+
+def test_jobs_run_where_the_thread_has_died_and_none_can_be_started(worker, monkeypatch):
+    job = end_thread(monkeypatch, worker)
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(background.threading.Thread, "start", _only_ours(fail))
+        within_limit(worker.flush)
+    assert job.outcome == 3
+
+
+def _only_ours(fail):
+    start = threading.Thread.start
+    return lambda t: fail(t) if t.name.startswith("stepcache") else start(t)
+
+
+def test_an_interruption_outside_a_job_is_not_reported(monkeypatch, capfd):
+    begun = threading.Event()
+
+    def spin(worker):
+        begun.set()
+        while True:
+            pass
+
+    monkeypatch.setattr(Worker, "_run", spin)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    worker = Worker("stepcache test", droppable=True)
+    worker.submit(lambda: None)
+    assert begun.wait(LIMIT_SECONDS)
+    within_limit(worker.stop)
+    assert capfd.readouterr().err == ""
+    assert threading.excepthook is threading.__excepthook__
+
+
+# ---- a step where no thread can be started -----------------------------------------------------
+
+SOURCE = """
+@sc.step
+def step(x):
+    return x * 2 + 1
+"""
+
+
+def life(source, tmp_path, **names):
+    """The module that `source` makes in a process of its own, as far as a step can tell."""
+    module = types.ModuleType("life_of_threads")
+    path = tmp_path / "life_of_threads.py"
+    path.write_text(source)
+    module.__dict__.update(names, jax=jax, jnp=jnp, np=np, sc=sc, __file__=str(path))
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return module
+
+
+def cache_in(tmp_path, **options):
+    return sc.ProgramCache(tmp_path / "programs", **{"verify": "off", **options})
+
+
+@stored
+def test_a_program_is_built_stored_and_loaded_without_any_thread(tmp_path, no_threads):
+    for loads in (0, 1):
+        cache = cache_in(tmp_path, verify="background")
+        with sc.Session(cache=cache):
+            step = life(SOURCE, tmp_path).step
+            assert step(np.ones(8))[0] == 3
+        within_limit(cache.flush)
+        assert step.stats().loads == loads, step.last_miss
+
+
+@stored
+def test_a_call_needs_nothing_of_a_trace_that_could_not_be_looked_at(tmp_path, monkeypatch, caplog):
+    """The thread beside the compilation is ended before it has told anything."""
+    from stepcache.programs.levels import Levels
+
+    def fail(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Levels, "_traced", fail)
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        step = life(SOURCE, tmp_path).step
+        assert step(np.ones(8))[0] == 3
+    assert "no room" in caplog.text
+    assert "MemoryError" in str(step.last_miss)
+
+
+@stored
+def test_what_traces_recorded_is_put_together_by_one_thread_at_a_time(tmp_path, monkeypatch):
+    put_together, meeting = Recording.with_all_of, threading.Barrier(2)
+    met = []
+
+    def meet(recorded, other):
+        try:
+            meeting.wait(0.5)
+            met.append(1)
+        except threading.BrokenBarrierError:
+            pass
+        return put_together(recorded, other)
+
+    monkeypatch.setattr(Recording, "with_all_of", meet)
+    cache = cache_in(tmp_path)
+    session = sc.Session(cache=cache)
+    with session:
+        step = life(SOURCE, tmp_path).step
+
+    def call(size):
+        with session:
+            assert step(np.ones(size))[0] == 3
+
+    threads = [threading.Thread(target=call, args=(size,)) for size in (3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    cache.flush()
+    assert not met and step.stats().compiles == 2
+
+
+# ---- outputs that cannot be asked --------------------------------------------------------------
+
+KEYS = {
+    "alone": "jax.random.split(key)[0]",
+    "last": "(jnp.ones(3), jax.random.split(key)[0])",
+    "nested": "{'a': [jnp.ones(3), {'b': (jax.random.split(key, 4),)}], 'c': None}",
+}
+
+
+@stored
+@pytest.mark.parametrize("place", KEYS)
+def test_a_step_that_returns_a_random_key_is_stored(place, tmp_path, caplog):
+    source = f"@sc.step\ndef step(key):\n    return {KEYS[place]}\n"
+    outputs = []
+    for loads in (0, 1):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            step = life(source, tmp_path).step
+            leaves = jax.tree.leaves(step(jax.random.key(3)))
+            outputs.append([np.asarray(jax.random.key_data(leaves[-1]))])
+        cache.flush()
+        assert step.stats().loads == loads, step.last_miss
+    np.testing.assert_array_equal(*outputs)
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("deleted", ["deleted", "donated", "deleted between two looks"])
+def test_outputs_that_are_gone_cannot_be_timed(deleted):
+    array = jnp.arange(8.0) + 1
+    look = until_ready({"a": array}, time.perf_counter())
+    if deleted == "donated":
+        jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    elif deleted == "deleted":
+        array.delete()
+    else:
+        jax.block_until_ready(array)
+        assert look() is not LATER
+        array.delete()
+    assert look() is None
+
+
+# ---- what a check in the background has found --------------------------------------------------
+
+
+def test_two_calls_at_once_do_not_both_raise_what_a_check_has_found():
+    checks = sc.step(lambda x: x)._engine.checks
+    checks.stale = sc.StaleProgramError("a program is wrong", ())
+
+    class Taken:
+        """The lock, where another thread has come first."""
+
+        def __enter__(self):
+            checks.stale = None
+
+        def __exit__(self, *_):
+            pass
+
+    checks._lock = Taken()
+    checks.raise_if_stale()
+
+
+# ---- weak sets ---------------------------------------------------------------------------------
+
+
+class Thing:
+    pass
+
+
+def test_weak_objects_can_be_listed_while_others_are_added():
+    kept = [Thing() for _ in range(8)]
+    objects = WeakObjects()
+    for each in kept:
+        objects.add(each)
+        objects.add(each)
+    for each in objects:
+        kept.append(Thing())
+        objects.add(kept[-1])
+        assert each in objects
+    del each
+    assert len(objects) == 16
+    del kept[4:]
+    gc.collect()
+    assert list(objects) == kept and Thing() not in objects
+
+
+def test_weak_objects_of_many_threads():
+    objects, errors, ended = WeakObjects(), [], threading.Event()
+    kept = [Thing() for _ in range(50)]
+    for each in kept:
+        objects.add(each)
+
+    def add():
+        while not ended.is_set():
+            for each in [Thing() for _ in range(50)]:
+                objects.add(each)
+
+    def look():
+        try:
+            for _ in range(3000):
+                assert len([each for each in objects if each is not None]) >= 50
+        except BaseException as error:
+            errors.append(error)
+
+    adding = [threading.Thread(target=add, daemon=True) for _ in range(2)]
+    looking = [threading.Thread(target=look, daemon=True) for _ in range(2)]
+    for thread in (*adding, *looking):
+        thread.start()
+    for thread in looking:
+        thread.join(LIMIT_SECONDS)
+    ended.set()
+    for thread in adding:
+        thread.join(LIMIT_SECONDS)
+    assert not errors and not any(thread.is_alive() for thread in (*adding, *looking))
+
+
+def test_no_weak_set_is_shared_by_threads():
+    """`WeakObjects` is used everywhere: a `WeakSet` cannot be listed while others add to it."""
+    from pathlib import Path
+
+    package = Path(sc.__file__).parent
+    named = [path.name for path in package.rglob("*.py") if "WeakSet" in path.read_text()]
+    assert named == ["weak_objects.py"]
