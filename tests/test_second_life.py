@@ -482,16 +482,19 @@ def test_a_program_is_verified_in_the_background(tmp_path):
 
 
 def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypatch):
-    """A hole in the fingerprint, made on purpose: all facts are taken for equal."""
+    """A hole in the fingerprint, made on purpose: all numbers are taken for equal."""
     template = """
     RATE = {rate}
     @sc.step
     def step(x):
         return x * RATE
     """
-    from stepcache.programs import archive
+    from stepcache.programs.fingerprint import walk
 
-    monkeypatch.setattr(archive, "agree", lambda told, found: True)
+    atom = walk.atom
+    monkeypatch.setattr(
+        walk, "atom", lambda value: "a number" if type(value) is float else atom(value)
+    )
     before = len(recorder.recent(Verified))
     cache = cache_in(tmp_path)
     with sc.Session(cache=cache):
@@ -890,7 +893,7 @@ OPTIONS = """
 def test_an_option_that_is_changed_is_one_change(before, after, change, tmp_path):
     for options in (before, after):
         cache = cache_in(tmp_path)
-        with sc.Session(cache=cache, data_axis=None):
+        with sc.Session(cache=cache):
             step = life(OPTIONS.format(options=options), cache, tmp_path).step
             step(jnp.ones(3), jnp.ones(3))
         cache.flush()
@@ -914,7 +917,7 @@ def test_what_a_carry_donates_is_part_of_what_is_looked_up(tmp_path):
     donated = []
     for names in (["a", "b"], ["b", "a"]):
         cache = cache_in(tmp_path)
-        with sc.Session(cache=cache, data_axis=None):
+        with sc.Session(cache=cache):
             step = life(source.format(names=names), cache, tmp_path).step
             given = jnp.ones(3), jnp.ones(3)
             step(*given)
