@@ -81,7 +81,7 @@ class Bringing:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
         own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
-        self._checks.compare(request, brought)
+        self._checks.compare(scope.cache, request, brought)
         if archive is not None and brought.address is not None:
             self._unsettled[request.key] = (archive, brought, miss)
         accounts.account(self._ledger, name, build_id, request, brought, miss, own_seconds)

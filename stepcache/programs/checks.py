@@ -114,15 +114,16 @@ class Checks:
 
     # ---- at the next program -------------------------------------------------------------------
 
-    def compare(self, request: Request, brought: Brought) -> None:
+    def compare(self, cache: ProgramCache, request: Request, brought: Brought) -> None:
         """Warns if a program is no longer what a trace gives, where something has changed since.
 
         Args:
+            cache: that the programs are in.
             request: the call whose program has just come.
             brought: that program.
         """
         with self._lock:
-            earlier = list(self._latest)
+            earlier = [each for each in self._latest if cache.peek(each.request.key) is not None]
         if brought.changes and not self._warned:
             for each in reversed(earlier):
                 if self._retraced(each.request, each.out_tree).digest != each.digest:

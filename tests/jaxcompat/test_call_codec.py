@@ -149,9 +149,10 @@ class Unknown:
 )
 def test_what_is_not_known_is_not_stored(field, value):
     if value == ["XLA's own"]:
+        from jax._src.lib import xla_client
         from jax._src.sharding_impls import GSPMDSharding
 
-        value = [GSPMDSharding.get_replicated(tuple(jax.devices()[:1]))]
+        value = [GSPMDSharding(jax.devices()[:1], xla_client.HloSharding.manual())]
     with pytest.raises((NotStorable, ValueError)):
         encode_call(call([aval((8,))]) | {field: value}, [], jax.devices()[:1])
 

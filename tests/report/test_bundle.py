@@ -290,7 +290,7 @@ SPOILED = {
     "a file that is none": lambda packed: using(packed, files=["/etc/passwd"]),
     "a file of two texts": lambda packed: using(packed, files=[["source", "a"]]),
     "a file of a number": lambda packed: using(packed, files=[["source", "a", 1]]),
-    "names that are no lists": lambda packed: using(packed, names={"os": "path"}),
+    "names that are no text": lambda packed: using(packed, names={"os": ["path"]}),
     "a module that is none": lambda packed: using(packed, modules=[b"os"]),
     "a negative device": lambda packed: [{**packed[0], "devices": [-1]}],
     "a time that is none": lambda packed: [{**packed[0], "created_time": "now"}],

@@ -93,7 +93,7 @@ def test_max_staleness_counts_the_steps_after_the_one_that_found_it_current(k):
     store.write(other)
     assert "which max_staleness or max_age allows" in store.why()
     assert [store.read() for _ in range(k)] == [0] * k
-    assert f"it has served {k} steps" in store.why()
+    assert f"it has served {k} step" in store.why()
     assert store.read() == 1
     assert store.fetches == 2
     for _ in range(3):
