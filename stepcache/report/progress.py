@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ class _Running:
     stage: str
     started: float
     timer: threading.Timer
+    thread: int
     progress: Progress | None = None
 
 
@@ -54,8 +56,8 @@ class BuildProgress:
             if running is None:
                 timer = threading.Timer(self.after_seconds, self._show, [event.build_id])
                 timer.daemon = True
-                started = time.monotonic()
-                running = _Running(event.step, event.stage, started, timer)
+                started, thread = time.monotonic(), threading.get_ident()
+                running = _Running(event.step, event.stage, started, timer, thread)
                 self._running[event.build_id] = running
                 timer.start()
             running.stage = event.stage
@@ -65,7 +67,7 @@ class BuildProgress:
     def _show(self, build_id: int) -> None:
         with self._lock:
             running = self._running.get(build_id)
-            if running is None:
+            if running is None or _is_in_debugger(running.thread):
                 return
             console = self.console or Console(stderr=True)
             if not console.is_terminal:
@@ -83,6 +85,10 @@ class BuildProgress:
                 TimeElapsedColumn(),
                 console=console,
                 transient=True,
+                # Else rich puts its own in the place of sys.stdout and sys.stderr, and what a step
+                # prints to one goes to the other.
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
             progress.add_task("", step=running.step, stage=running.stage)
             progress.start()
@@ -96,6 +102,16 @@ class BuildProgress:
         running.timer.cancel()
         if running.progress is not None:
             running.progress.stop()
+
+
+def _is_in_debugger(thread: int) -> bool:
+    """Whether a thread is stopped in pdb, or another debugger made of `bdb`, which prompts."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "bdb":
+            return True
+        frame = frame.f_back
+    return False
 
 
 recorder.subscribe(BuildProgress())
