@@ -135,7 +135,7 @@ class ThreadProfile:
     """`sys.setprofile` in this thread, beside a Python profiler that is there already.
 
     Args:
-        profile: gets the events first.
+        profile: a function made for this purpose. Gets the events first.
     """
 
     def __init__(self, profile: Callable[[Any, Any, Any], None]):
@@ -144,18 +144,14 @@ class ThreadProfile:
         if self._before is not None and not callable(self._before):
             return  # Written in C: no Python function can call it.
         users = getattr(self._before, "_stepcache_users", self._before)
-        if users is None:
 
-            def function(frame: Any, event: Any, argument: Any) -> None:
-                profile(frame, event, argument)
-        else:
+        def both(frame: Any, event: Any, argument: Any) -> None:
+            profile(frame, event, argument)
+            users(frame, event, argument)
 
-            def function(frame: Any, event: Any, argument: Any) -> None:
-                profile(frame, event, argument)
-                users(frame, event, argument)
-
-        function._stepcache_users = users
-        self._function = function
+        # One call more for each event would be a fifth of the time of a trace.
+        self._function = profile if users is None else both
+        self._function._stepcache_users = users
 
     def start(self) -> bool:
         """False where a profiler written in C is active, which stays."""

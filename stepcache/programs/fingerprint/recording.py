@@ -135,10 +135,10 @@ _collections = _process_hooks.CollectionHook(_begin_collection, _end_collection)
 
 def _enter(code: CodeType, frame: FrameType) -> bool:
     """Notes code; False where the same code may yet be entered in a way that counts."""
-    if code in _collections.codes:
-        return True
     if not _current():
         return False
+    if code in _collections.codes:
+        return True
     if code in _ENVIRON:
         _note_variables(code, frame)
         return False
@@ -261,7 +261,7 @@ def _package(filename: str) -> str:
 
 
 def _audit(event: str, arguments: tuple) -> None:
-    if not _current():
+    if not getattr(_active, "stack", None):
         return
     if event == "open":
         _opened(*arguments[:2])
@@ -409,7 +409,8 @@ def _py_start(code: CodeType, offset: int) -> Any:
 
 
 def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> Any:
-    if not _current():
+    # Called a hundred thousand times in a trace: a function more here would be seen in its seconds.
+    if not getattr(_active, "stack", None):
         return None
     origin = origin_of_file(code.co_filename)
     if origin == INSTALLED and _package(code.co_filename) in _FRAMEWORKS:
