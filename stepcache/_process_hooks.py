@@ -143,7 +143,7 @@ class ThreadProfile:
         self._function: Any = None
         if self._before is not None and not callable(self._before):
             return  # Written in C: no Python function can call it.
-        users = getattr(self._before, "_stepcache_users", self._before)
+        users: Any = getattr(self._before, "_stepcache_users", self._before)
 
         def both(frame: Any, event: Any, argument: Any) -> None:
             profile(frame, event, argument)
