@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "stepcache"
 
 # Longest prefix wins. A file that stands on no floor fails the test.
 FLOORS = {
+    "_process_hooks": 0,
     "errors": 0,
     "units": 0,
     "events": 0,

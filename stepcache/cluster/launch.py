@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from stepcache._process_hooks import signals_handled
 from stepcache.cluster.output import LAG_SECONDS, Event, Output, signal_name
 from stepcache.errors import StepCacheError
 from stepcache.units import readable_ranks
@@ -207,16 +208,8 @@ def _signals_told(events: SimpleQueue[Event]) -> Iterator[None]:
     def tell(number: int, _: object) -> None:
         events.put(Event("asked", -1, number, time.monotonic()))
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in numbers:
-            if before[number] != signal.SIG_IGN:
-                signal.signal(number, tell)
+    with signals_handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), tell):
         yield
-    finally:
-        for number in numbers:
-            signal.signal(number, before[number])
 
 
 @contextlib.contextmanager

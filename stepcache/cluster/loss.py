@@ -9,7 +9,6 @@ the seconds for which JAX's abort is put off.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import logging
@@ -24,7 +23,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from stepcache.cluster.aborts import is_aborting, put_off_aborts
+from stepcache import _process_hooks
+from stepcache._process_hooks import is_aborting
 from stepcache.cluster.connections import (
     accepted_at,
     connected_by,
@@ -85,8 +85,8 @@ class Watch:
         self.service.put(f"{_WHO}/{self.rank}", plain.pack(about))
         # Not a daemon: Python's end must not find a thread inside JAX.
         threading.Thread(target=self._run, name="stepcache pod", daemon=False).start()
-        atexit.register(self._leave)
-        put_off_aborts()
+        _process_hooks.at_exit(self._leave)
+        _process_hooks.put_off_aborts()
 
     @classmethod
     def of_this_process(cls, service: Service) -> Watch:
@@ -216,6 +216,7 @@ class Watch:
             self._note((), None, "heartbeats have stopped, and JAX ends this process")
         else:
             self._note([0], None, f"its coordination service does not answer ({why})")
+        _process_hooks.pass_on_abort()
 
     # ---- all the time ----------------------------------------------------------------------------
 
@@ -231,7 +232,11 @@ class Watch:
                 elif turn % 2 and is_aborting():  # Milliseconds, where there are many threads.
                     raise Unreachable("JAX ends this process")
         except Unreachable as error:
-            if threading.main_thread().is_alive() and not self._is_shut_down(error):
+            if not threading.main_thread().is_alive():
+                return
+            if self._is_shut_down(error):
+                _process_hooks.restore_aborts()
+            else:
                 self.service_has_gone(first_line(error))
 
     def _is_shut_down(self, error: Unreachable) -> bool:

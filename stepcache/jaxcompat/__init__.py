@@ -34,14 +34,14 @@ from stepcache.jaxcompat.contexts import (
     setting,
     tracing_context,
 )
-from stepcache.jaxcompat.dispatcher import hide_frames, make_dispatcher
+from stepcache.jaxcompat.dispatcher import make_dispatcher
+from stepcache.jaxcompat.hooks import call_on_clear_caches, hide_frames
 from stepcache.jaxcompat.private import PRIVATE_API
 from stepcache.jaxcompat.stages import (
     FloatingPointCheckError,
     InvalidInputError,
     Runnable,
     Staged,
-    call_on_clear_caches,
     captured_arrays,
     explain_floating_point_error,
     forget_traces,

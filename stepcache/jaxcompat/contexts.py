@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
 from jax.extend.core import get_opaque_trace_state
 
+from stepcache.jaxcompat.hooks import call_on_changed_settings
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
@@ -132,27 +133,14 @@ def _watch_settings() -> tuple[tuple[str, ...], ValueToken]:
     def global_values() -> Iterable[Hashable]:
         return (h.get_global() if h in local_holders else h.value for h in holders)
 
-    def refresh(*_) -> None:
+    def refresh() -> None:
         _settings_context.set_global(mark(global_values()))
         overridden = any(holder.get_local() is not unset for holder in local_holders)
         local = mark(holder.value for holder in holders) if overridden else unset
         _settings_context._obj.set_local(local)
 
-    def then_refresh(hook: Callable | None) -> Callable:
-        def hooks(value: Any) -> None:
-            if hook is not None:
-                hook(value)
-            refresh()
-
-        return hooks
-
     defaults = ValueToken(tuple(global_values()))
-    for holder in holders:
-        if holder in local_holders:
-            holder._update_global_hook = then_refresh(holder._update_global_hook)
-            holder._update_thread_local_hook = then_refresh(holder._update_thread_local_hook)
-        else:
-            holder._update_hook = then_refresh(holder._update_hook)
+    call_on_changed_settings(holders, refresh)
     return names, defaults
 
 

@@ -1,8 +1,7 @@
-"""JAX's C++ dispatcher over our own miss callback, and the frames that errors do not show."""
+"""JAX's C++ dispatcher over our own miss callback."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ if PRIVATE_API:
     from stepcache.jaxcompat.private import (
         _jax,
         pxla,
-        source_info_util,
         traceback_util,
         tree_util,
     )
@@ -45,10 +43,3 @@ def make_dispatcher(
     dispatcher._fun = fun  # Where JAX's NaN check of a hit looks for the function to call eagerly.
     dispatcher.__name__, dispatcher.__wrapped__ = name, fun  # Where JAX looks for source and name.
     return dispatcher
-
-
-def hide_frames(directory: str) -> None:
-    """Takes the files below `directory` for JAX's own: no user's code, in errors and metadata."""
-    if PRIVATE_API:
-        traceback_util.register_exclusion(directory)
-        source_info_util.register_exclusion(directory + os.sep)

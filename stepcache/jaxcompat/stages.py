@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -265,29 +264,3 @@ def explain_floating_point_error(error: Any, fun: Any, args: tuple, kwargs: dict
     if getattr(fun, "_apply_primitive", False):  # It is one operation already.
         raise FloatingPointError(f"invalid value ({error.ty}) encountered in {fun.__qualname__}")
     api_util.maybe_recursive_nan_check(error, fun, args, kwargs)
-
-
-class _ClearedWithCaches:
-    """What JAX calls in `jax.clear_caches()`."""
-
-    def __init__(self, clear: Callable[[], None]):
-        self._clear = weakref.WeakMethod(clear)
-
-    def cache_clear(self) -> None:
-        clear = self._clear()
-        if clear is not None:
-            clear()
-
-    def cache_info(self) -> None:
-        """JAX asks its caches for this when it is debugged; there is nothing to say."""
-
-    def cache_keys(self) -> list:
-        return []
-
-
-def call_on_clear_caches(clear: Callable[[], None]) -> object:
-    """Has `jax.clear_caches()` call a bound method, as long as the returned object lives."""
-    registered = _ClearedWithCaches(clear)
-    if PRIVATE_API:
-        util.register_cache(registered, "stepcache")
-    return registered

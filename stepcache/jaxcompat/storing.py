@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,12 +22,14 @@ from stepcache.jaxcompat.call_codec import (
     decode_call,
     encode_call,
 )
+from stepcache.jaxcompat.hooks import CAN_COMPILE_THROUGH, Find, Load, compiling_through
 from stepcache.jaxcompat.private import PRIVATE_API
 from stepcache.jaxcompat.stages import Runnable, Staged, outline
 from stepcache.jaxcompat.tree_codec import decode_tree, encode_tree
 
 __all__ = [
     "CAN_STORE",
+    "Find",
     "NotStorable",
     "assemble",
     "compiling_through",
@@ -43,17 +44,14 @@ __all__ = [
 ]
 
 if PRIVATE_API:
-    from jax._src import cache_key, compiler
+    from jax._src import compiler
     from jax._src import lib as jax_lib
     from jax._src.interpreters import pxla
 
     xla_client: Any = getattr(jax_lib, "xla_client")  # noqa: B009  (a reexport, to type checkers)
 
     CAN_STORE = (
-        hasattr(cache_key, "get")
-        and hasattr(cache_key, "_hash_accelerator_config")
-        and hasattr(compiler, "compile_or_get_cached")
-        and hasattr(compiler, "backend_compile_and_load")
+        CAN_COMPILE_THROUGH
         and hasattr(compiler, "get_compile_options")
         and hasattr(pxla, "UnloadedMeshExecutable")
         and hasattr(jax.tree_util.PyTreeDef, "from_node_data_and_children")
@@ -66,33 +64,6 @@ else:
 # ---- compiling, with a store in between --------------------------------------------------------
 
 Device = Any
-Load = Callable[[bytes], Any]
-Find = Callable[[str, Load], Any]
-
-
-class _Compiling(threading.local):
-    find: Find | None = None
-
-
-_compiling = _Compiling()
-_hook_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def compiling_through(find: Find) -> Iterator[None]:
-    """Asks `find` before XLA compiles in this thread, and keeps JAX's persistent cache out.
-
-    Args:
-        find: is given a digest of all that XLA is given (module, options, flags, versions,
-            topology, as JAX's own cache key has them), and a function that loads an executable of
-            this kind from bytes. Returns the loaded executable, or None to have it compiled.
-    """
-    _install_hook()
-    before, _compiling.find = _compiling.find, find
-    try:
-        yield
-    finally:
-        _compiling.find = before
 
 
 def lowered_digest(staged: Staged) -> str:
@@ -112,64 +83,6 @@ def lowered_digest(staged: Staged) -> str:
 
 class _DigestKnown(Exception):
     """The digest of what XLA would be given is known, and that is all that was wanted."""
-
-
-def _install_hook() -> None:
-    with _hook_lock:
-        original = compiler.compile_or_get_cached
-        if getattr(original, "_stepcache", False):
-            return
-
-        def compile_or_get_cached(
-            backend,
-            computation,
-            devices,
-            options,
-            host_callbacks,
-            executable_devices,
-            *rest,
-            **named,
-        ):
-            find = _compiling.find
-            if find is None or host_callbacks:
-                return original(
-                    backend,
-                    computation,
-                    devices,
-                    options,
-                    host_callbacks,
-                    executable_devices,
-                    *rest,
-                    **named,
-                )
-
-            def load(data: bytes) -> Any:
-                return backend.deserialize_executable(data, executable_devices, options)
-
-            digest = cache_key.get(computation, devices, options, backend).rpartition("-")[2]
-            loaded = find(digest, load)
-            if loaded is not None:
-                return loaded
-            return compiler.backend_compile_and_load(
-                backend, computation, executable_devices, options, host_callbacks
-            )
-
-        compile_or_get_cached._stepcache = True
-        compiler.compile_or_get_cached = compile_or_get_cached
-        original_hash = cache_key._hash_accelerator_config
-
-        def hash_accelerator_config(hasher, accelerators, *rest):
-            """XLA's fingerprint of the topology of a pod differs between its processes."""
-            if _compiling.find is None or not _span_processes(accelerators):
-                return original_hash(hasher, accelerators, *rest)
-            for device in accelerators.flat:
-                hasher.update(f"{device.device_kind} {device.process_index};".encode())
-
-        cache_key._hash_accelerator_config = hash_accelerator_config
-
-
-def _span_processes(devices: Any) -> bool:
-    return len({device.process_index for device in devices.flat}) > 1
 
 
 # ---- executables ------------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import ctypes
 import logging
 import operator
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from stepcache import jaxcompat
+from stepcache import _process_hooks, jaxcompat
 from stepcache.programs.disk import journal
 from stepcache.weak_objects import WeakObjects
 
@@ -282,7 +280,8 @@ class Worker:
             self._changed.notify_all()
             thread = self._thread
         limit = time.monotonic() + _STOP_SECONDS
-        with _interruptions_unreported():
+        # One that met a callback of the garbage collector has nobody to catch it.
+        with _process_hooks.unreported(_Interrupted):
             while thread is not None and thread.is_alive() and time.monotonic() < limit:
                 if self._droppable:
                     _interrupt(thread)
@@ -299,36 +298,10 @@ def _interrupt(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(_Interrupted))
 
 
-@contextlib.contextmanager
-def _interruptions_unreported() -> Iterator[None]:
-    """Keeps Python from reporting an interruption that met a callback of the garbage collector, or
-    the first or last instructions of a thread.
-    """
-    places = ((sys, "unraisablehook"), (threading, "excepthook"))
-    before = [getattr(*place) for place in places]
-    hooks = [_without_interruptions(each) for each in before]
-    for place, hook in zip(places, hooks, strict=True):
-        setattr(*place, hook)
-    try:
-        yield
-    finally:
-        for place, hook, old in zip(places, hooks, before, strict=True):
-            if getattr(*place) is hook:
-                setattr(*place, old)
-
-
-def _without_interruptions(report: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def hook(raised: Any) -> None:
-        if raised.exc_type is not _Interrupted:
-            report(raised)
-
-    return hook
-
-
 _workers: WeakObjects[Worker] = WeakObjects()
 
 
-@atexit.register
+@_process_hooks.at_exit
 def _stop_all() -> None:
     for worker in sorted(_workers, key=lambda worker: worker._droppable, reverse=True):
         worker.stop()
@@ -366,31 +339,3 @@ def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
             return None
 
     return look
-
-
-@contextlib.contextmanager
-def quick_switching() -> Iterator[None]:
-    """Has Python switch between threads often, so that others need not wait for this one.
-
-    A setting of the whole process: restored when the last that asked for it leaves, unless somebody
-    else has set it meanwhile.
-    """
-    global _switching_now, _usual_seconds
-    with _switching:
-        _switching_now += 1
-        if _switching_now == 1:
-            _usual_seconds = sys.getswitchinterval()
-            sys.setswitchinterval(min(_usual_seconds, _SWITCH_SECONDS))
-    try:
-        yield
-    finally:
-        with _switching:
-            _switching_now -= 1
-            if not _switching_now and sys.getswitchinterval() <= _SWITCH_SECONDS * 1.01:
-                sys.setswitchinterval(_usual_seconds)
-
-
-_SWITCH_SECONDS = 0.00005
-_switching = threading.Lock()
-_switching_now = 0
-_usual_seconds = 0.0

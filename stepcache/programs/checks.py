@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from stepcache import jaxcompat
+from stepcache._process_hooks import quick_switching
 from stepcache.errors import StaleProgramError, StaleProgramWarning, warn
 from stepcache.events import Change, Verified, recorder
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, start_name
-from stepcache.programs.background import LATER, quick_switching
+from stepcache.programs.background import LATER
 from stepcache.programs.build import Program, trace
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.candidate import Candidate, agree, differences

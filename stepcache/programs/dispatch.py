@@ -7,11 +7,10 @@ session, a fork.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-from stepcache import jaxcompat
+from stepcache import _process_hooks, jaxcompat
 from stepcache.weak_objects import WeakObjects
 
 _SIGNATURES_PER_STEP = 4096
@@ -87,8 +86,7 @@ class _Fork:
             clear_all()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_Fork.before, after_in_child=_Fork.in_child)
+_process_hooks.at_fork(_Fork.before, _Fork.in_child)
 
 
 def forked_with_jax_running() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ class _Running:
     step: str
     stage: str
     started: float
+    thread: int
     shown: bool = False
     progress: Progress | None = None
 
@@ -57,7 +59,8 @@ class BuildProgress:
         with self._lock:
             running = self._running.get(event.build_id)
             if running is None:
-                running = _Running(event.step, event.stage, time.monotonic())
+                started, thread = time.monotonic(), threading.get_ident()
+                running = _Running(event.step, event.stage, started, thread)
                 self._running[event.build_id] = running
                 self._watch()
             running.stage = event.stage
@@ -92,7 +95,7 @@ class BuildProgress:
     def _show(self, build_id: int) -> None:
         with self._lock:
             running = self._running.get(build_id)
-            if running is None:
+            if running is None or _is_in_debugger(running.thread):
                 return
             running.shown = True
             console = self.console or Console(stderr=True)
@@ -111,6 +114,10 @@ class BuildProgress:
                 TimeElapsedColumn(),
                 console=console,
                 transient=True,
+                # Else rich puts its own in the place of sys.stdout and sys.stderr, and what a step
+                # prints to one goes to the other.
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
             progress.add_task("", step=running.step, stage=running.stage)
             progress.start()
@@ -123,6 +130,16 @@ class BuildProgress:
             return
         if running.progress is not None:
             running.progress.stop()
+
+
+def _is_in_debugger(thread: int) -> bool:
+    """Whether a thread is stopped in pdb, or another debugger made of `bdb`, which prompts."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "bdb":
+            return True
+        frame = frame.f_back
+    return False
 
 
 recorder.subscribe(BuildProgress())

@@ -238,22 +238,6 @@ def test_all_monitoring_tools_are_taken():
     assert inner.__code__ in recording.codes
 
 
-def test_what_the_garbage_collector_calls_is_not_the_traces():
-    import gc
-
-    def callback(phase, info):
-        """Code of the user's that a collection would enter."""
-
-    gc.callbacks.append(callback)
-    try:
-        with Recording() as recording:
-            assert not gc.isenabled()
-            kept = [[] for _ in range(100_000)]
-        assert len(kept) and gc.isenabled() and callback.__code__ not in recording.codes
-    finally:
-        gc.callbacks.remove(callback)
-
-
 def test_import_hooks_are_not_the_traces(monkeypatch):
     """As setuptools puts one there, and each editable install."""
 

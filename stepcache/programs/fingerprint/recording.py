@@ -8,16 +8,17 @@ would be called for each of them, so it waits for the first call of what may ope
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, MethodDescriptorType, ModuleType
 from typing import Any
 
+from stepcache import _process_hooks
 from stepcache.programs.fingerprint.impure import why_impure
 from stepcache.programs.fingerprint.origin import (
     INSTALLED,
@@ -66,6 +67,7 @@ class Recording:
         files: paths of the files opened for reading; relative ones as they were given.
         variables: names of environment variables asked for.
         impure: what it called that makes it valid for this run only.
+        unavailable: why it has not been watched, or not to its end; None if it has.
     """
 
     codes: set[CodeType] = field(default_factory=set)
@@ -73,18 +75,27 @@ class Recording:
     variables: set[str] = field(default_factory=set)
     impure: dict[str, None] = field(default_factory=dict)
     unavailable: str | None = None
+    _stop: Callable[[], str | None] | None = field(default=None, init=False, repr=False)
 
     def __enter__(self) -> Recording:
-        _collector.pause()
         stack = _active.__dict__.setdefault("stack", [])
+        if not stack:
+            _active.collecting = False
+        _collections.start()
         stack.append(self)
-        self.unavailable = _start()
+        try:
+            self._stop = _start()
+        except _NotWatched as error:
+            self.unavailable = str(error)
         return self
 
     def __exit__(self, *exception) -> None:
         _active.stack.pop()
-        _stop()
-        _collector.resume()
+        if self._stop is not None:
+            self.unavailable = self._stop() or self.unavailable
+        if _active.collecting:
+            self.unavailable = "the end of a garbage collection was not told while it was traced"
+        _collections.stop()
 
     def with_all_of(self, other: Recording) -> Recording:
         """What this trace and another one used, in a new recording."""
@@ -97,38 +108,38 @@ class Recording:
         )
 
 
-class _Collector:
-    """Python's garbage collector. What it calls in the middle of a trace is not the trace's."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._recordings = 0
-        self._was_enabled = False
-
-    def pause(self) -> None:
-        with self._lock:
-            self._recordings += 1
-            if self._recordings == 1:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-
-    def resume(self) -> None:
-        with self._lock:
-            self._recordings -= 1
-            if not self._recordings and self._was_enabled:
-                gc.enable()
+class _NotWatched(Exception):
+    """A trace cannot be watched; the message says why."""
 
 
-_collector = _Collector()
 _active = threading.local()
 
 
-def _current() -> list[Recording]:
-    return getattr(_active, "stack", ())  # type: ignore[return-value]
+def _current() -> Sequence[Recording]:
+    """The recordings of this thread; none while Python collects garbage.
+
+    Callbacks and finalizers that a collection calls in the middle of a trace are not the trace's.
+    """
+    return () if getattr(_active, "collecting", False) else getattr(_active, "stack", ())
+
+
+def _begin_collection() -> None:
+    _active.collecting = True
+
+
+def _end_collection() -> None:
+    _active.collecting = False
+
+
+_collections = _process_hooks.CollectionHook(_begin_collection, _end_collection)
 
 
 def _enter(code: CodeType, frame: FrameType) -> bool:
     """Notes code; False where the same code may yet be entered in a way that counts."""
+    if not _current():
+        return False
+    if code in _collections.codes:
+        return True
     if code in _ENVIRON:
         _note_variables(code, frame)
         return False
@@ -243,15 +254,6 @@ def _responsible(frame: FrameType | None) -> str | None:
 
 # ---- files ------------------------------------------------------------------------------------
 
-_listening = False
-
-
-def _listen_for_files() -> None:
-    global _listening
-    if not _listening:
-        _listening = True
-        sys.addaudithook(_audit)
-
 
 def _audit(event: str, arguments: tuple) -> None:
     if not getattr(_active, "stack", None):
@@ -297,21 +299,32 @@ _SYSTEM_FILES = ("/proc/", "/sys/", "/dev/")
 # ---- the two ways to see calls ----------------------------------------------------------------
 
 
-def _start() -> str | None:
-    """Begins to watch this thread; says why that is not possible, if it is not."""
+def _start() -> Callable[[], str | None]:
+    """Begins to watch this thread.
+
+    Returns:
+        What ends that, and says why this thread was not watched to the end, or None.
+
+    Raises:
+        _NotWatched: it cannot be watched at all.
+    """
     if sys.version_info >= (3, 12):
-        _listen_for_files()
-        return _monitoring.start()
-    profilers = _active.__dict__.setdefault("profilers", [])
-    before = sys.getprofile()
-    profilers.append(before)
-    if before is not None and not callable(before):
-        return "a profiler written in C is active, so that its trace cannot be watched"
-    sys.setprofile(_profiler(profilers[0]))  # The first may be the user's; the others are ours.
-    return None
+        _process_hooks.audit(_audit)
+        if not _monitor.start():
+            raise _NotWatched(
+                "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
+            )
+        return lambda: None if _monitor.stop() else "the process was forked while it was traced"
+    profile = _process_hooks.ThreadProfile(_profiler())
+    if not profile.start():
+        raise _NotWatched("a profiler written in C is active, so that its trace cannot be watched")
+    return lambda: None if profile.stop() else _ANOTHER_PROFILER
 
 
-def _profiler(before: Any) -> Any:
+_ANOTHER_PROFILER = "another profiler was set while it was traced, and may have hidden a part of it"
+
+
+def _profiler() -> Callable[[FrameType, Any, Any], None]:
     # By their identities, for hashing code looks at all of it; and kept, so that those stay theirs.
     seen: dict[int, Any] = {}
 
@@ -322,7 +335,7 @@ def _profiler(before: Any) -> Any:
             if identity(code) not in seen and _enter(code, frame):
                 seen[identity(code)] = code
                 if _names_an_opener(code, frame.f_globals):
-                    _listen_for_files()
+                    _process_hooks.audit(_audit)
         elif event == "c_call":
             owner = argument.__self__
             kind = type(owner)
@@ -331,31 +344,19 @@ def _profiler(before: Any) -> Any:
             known = argument if kind is ModuleType else owner if kind is type else kind
             if identity(known) in seen:
                 return
+            if known is sys.setprofile and frame.f_globals is not vars(_process_hooks):
+                for recording in _active.stack:
+                    recording.unavailable = _ANOTHER_PROFILER
+                return
             if _may_open_files(known):
-                _listen_for_files()
+                _process_hooks.audit(_audit)
             suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
             if known.__module__ in suspects:
                 _call(argument, frame)
             else:
                 seen[identity(known)] = known
 
-    if before is None:
-        return profile
-
-    def both(frame: FrameType, event: Any, argument: Any) -> None:
-        profile(frame, event, argument)
-        before(frame, event, argument)
-
-    return both
-
-
-def _stop() -> None:
-    if sys.version_info >= (3, 12):
-        _monitoring.stop()
-    else:
-        before = _active.profilers.pop()
-        if before is None or callable(before):
-            sys.setprofile(before)
+    return profile
 
 
 _SUSPECT_MODULES = frozenset(
@@ -396,71 +397,27 @@ def _names_an_opener(code: CodeType, module: dict[str, Any]) -> bool:
 _SUSPECT_CLASSES = frozenset(("random", "datetime", "numpy.random.mtrand"))
 
 
-class _Monitoring:
-    """`sys.monitoring` on behalf of all threads that record."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._tool: int | None = None
-
-    def start(self) -> str | None:
-        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
-        with self._lock:
-            self._users += 1
-            if self._tool is not None:  # What was seen before has to be seen once more.
-                monitoring.restart_events()
-                return None
-            for tool in (4, 3, 1):
-                try:
-                    monitoring.use_tool_id(tool, "stepcache")
-                except ValueError:
-                    continue
-                self._tool = tool
-                break
-            else:
-                return (
-                    "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
-                )
-            events = monitoring.events
-            monitoring.register_callback(self._tool, events.PY_START, self._py_start)
-            monitoring.register_callback(self._tool, events.CALL, self._on_call)
-            monitoring.set_events(self._tool, events.PY_START | events.CALL)
-            monitoring.restart_events()
-            return None
-
-    def stop(self) -> None:
-        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
-        with self._lock:
-            self._users -= 1
-            if self._users or self._tool is None:
-                return
-            monitoring.set_events(self._tool, 0)
-            monitoring.free_tool_id(self._tool)
-            self._tool = None
-
-    def _py_start(self, code: CodeType, offset: int) -> Any:
-        if not getattr(_active, "stack", None):
-            return None
-        if not _enter(code, sys._getframe(1)):
-            return None
-        # One thread recording is the rule; where two do, each must see the code for itself.
-        return sys.monitoring.DISABLE if self._users == 1 else None  # type: ignore[attr-defined]
-
-    def _on_call(self, code: CodeType, offset: int, function: Any, first: Any) -> Any:
-        if not getattr(_active, "stack", None):
-            return None
-        origin = origin_of_file(code.co_filename)
-        if origin == INSTALLED and package_of(code.co_filename) in _FRAMEWORKS:
-            return sys.monitoring.DISABLE if self._users == 1 else None  # type: ignore[attr-defined]
-        if isinstance(function, MethodDescriptorType):
-            if type(first).__module__ in _SUSPECT_CLASSES:
-                _call(getattr(first, function.__name__), sys._getframe(1))
-            return None
-        module = getattr(function, "__module__", None)
-        if (module is None or module in _SUSPECT_MODULES) and not hasattr(function, "__code__"):
-            _call(function, sys._getframe(1))
+def _py_start(code: CodeType, offset: int) -> Any:
+    if not _current() or not _enter(code, sys._getframe(1)):
         return None
+    return _monitor.disable(code)
 
 
-_monitoring = _Monitoring()
+def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> Any:
+    # Called a hundred thousand times in a trace: a function more here would be seen in its seconds.
+    if not getattr(_active, "stack", None):
+        return None
+    origin = origin_of_file(code.co_filename)
+    if origin == INSTALLED and package_of(code.co_filename) in _FRAMEWORKS:
+        return _monitor.disable(code)
+    if isinstance(function, MethodDescriptorType):
+        if type(first).__module__ in _SUSPECT_CLASSES:
+            _call(getattr(first, function.__name__), sys._getframe(1))
+        return None
+    module = getattr(function, "__module__", None)
+    if (module is None or module in _SUSPECT_MODULES) and not hasattr(function, "__code__"):
+        _call(function, sys._getframe(1))
+    return None
+
+
+_monitor = _process_hooks.CallMonitor(_py_start, _on_call)

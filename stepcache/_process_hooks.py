@@ -1,0 +1,412 @@
+"""Every change that stepcache makes to the whole process or to a whole thread, and how it ends.
+
+docs/process.md lists them for users. What is changed inside JAX stands in `jaxcompat/hooks.py`.
+Each hook calls what it found in its place, and takes only itself away: where somebody has set
+something else meanwhile, that stays.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable)
+
+# ---- the switch interval ------------------------------------------------------------------------
+
+# In microseconds as Python keeps it, and no round number: what a user sets is told from it.
+_SWITCH_SECONDS = 0.000053
+
+
+class _Switching:
+    """How many ask for quick switching, and what to go back to."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        self.usual: float | None = None
+        self.ours = 0.0
+
+    def start(self) -> None:
+        self.users += 1
+        usual = sys.getswitchinterval()
+        if self.users == 1 and usual > _SWITCH_SECONDS:
+            sys.setswitchinterval(_SWITCH_SECONDS)
+            self.usual, self.ours = usual, sys.getswitchinterval()
+
+    def stop(self) -> None:
+        self.users -= 1
+        if not self.users:
+            self.restore()
+
+    def restore(self) -> None:
+        if self.usual is not None and sys.getswitchinterval() == self.ours:
+            sys.setswitchinterval(self.usual)
+        self.usual = None
+
+
+_switching = _Switching()
+
+
+@contextlib.contextmanager
+def quick_switching() -> Iterator[None]:
+    """Has Python switch between threads often, so that others need not wait for this one.
+
+    The interval is restored when the last that asked for it leaves, unless somebody else has set it
+    meanwhile.
+    """
+    switching = _switching
+    with switching.lock:
+        switching.start()
+    try:
+        yield
+    finally:
+        if switching is _switching:  # Else this is a forked child, which has it restored already.
+            with switching.lock:
+                switching.stop()
+
+
+# ---- garbage collections ------------------------------------------------------------------------
+
+
+class CollectionHook:
+    """Tells of garbage collections: before and after everything else that they call.
+
+    Args:
+        begin: called in the thread that collects, before the other callbacks and finalizers.
+        end: called after them; not where another callback that removes itself has Python skip it.
+    """
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]):
+        def first(phase: str, info: Any) -> None:
+            if phase == "start":
+                begin()
+
+        def last(phase: str, info: Any) -> None:
+            if phase == "stop":
+                end()
+
+        self._first, self._last = first, last
+        self.codes = frozenset((first.__code__, last.__code__, begin.__code__, end.__code__))
+        self.reset()
+        _reset_in_child.append(self.reset)
+
+    def reset(self) -> None:
+        """Takes the callbacks away, and forgets who asked for them."""
+        self._lock = threading.Lock()
+        self._users = 0
+        self._remove()
+
+    def start(self) -> None:
+        """Puts the callbacks there, unless they are."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                gc.callbacks.insert(0, self._first)
+                gc.callbacks.append(self._last)
+
+    def stop(self) -> None:
+        """Takes them away once all who started have stopped."""
+        with self._lock:
+            self._users = max(self._users - 1, 0)
+            if not self._users:
+                self._remove()
+
+    def _remove(self) -> None:
+        for callback in (self._first, self._last):
+            with contextlib.suppress(ValueError):
+                gc.callbacks.remove(callback)
+
+
+# ---- calls --------------------------------------------------------------------------------------
+
+
+class ThreadProfile:
+    """`sys.setprofile` in this thread, beside a Python profiler that is there already.
+
+    Args:
+        profile: a function made for this purpose. Gets the events first.
+    """
+
+    def __init__(self, profile: Callable[[Any, Any, Any], None]):
+        self._before = sys.getprofile()
+        self._function: Any = None
+        if self._before is not None and not callable(self._before):
+            return  # Written in C: no Python function can call it.
+        users: Any = getattr(self._before, "_stepcache_users", self._before)
+
+        def both(frame: Any, event: Any, argument: Any) -> None:
+            profile(frame, event, argument)
+            users(frame, event, argument)
+
+        # One call more for each event would be a fifth of the time of a trace.
+        self._function = profile if users is None else both
+        self._function._stepcache_users = users
+
+    def start(self) -> bool:
+        """False where a profiler written in C is active, which stays."""
+        if self._function is None:
+            return False
+        sys.setprofile(self._function)
+        return True
+
+    def stop(self) -> bool:
+        """Goes back to the profiler of before; False where another was set, which stays."""
+        if self._function is None or sys.getprofile() is not self._function:
+            return False
+        sys.setprofile(self._before)
+        return True
+
+
+class CallMonitor:
+    """One tool of `sys.monitoring`, of Python 3.12, for all threads that watch calls.
+
+    A place that is disabled stays so for the tool's number, whoever has it next. Python can enable
+    all places again only for all tools at once (`restart_events`), which would disturb the others;
+    here the code in question forgets the tool instead.
+
+    Args:
+        on_start: callback of `PY_START`.
+        on_call: callback of `CALL`.
+    """
+
+    _TOOLS = (4, 3)  # The other numbers belong to debuggers, coverage, profilers and optimizers.
+
+    def __init__(self, on_start: Callable, on_call: Callable):
+        self._on_start, self._on_call = on_start, on_call
+        self._tools: list[int] = []
+        self._disabled: dict[int, CodeType] = {}
+        self.reset()
+        _reset_in_child.append(self.reset)
+
+    def reset(self) -> None:
+        """Stops, whoever has started."""
+        self._lock = threading.Lock()
+        self._users = 0
+        self._release()
+
+    def start(self) -> bool:
+        """Has all calls seen, also where they were disabled; False if no tool is free."""
+        with self._lock:
+            # What the first user has disabled, a second one has to see: by a second tool, which
+            # disables nothing and serves all users.
+            if len(self._tools) <= min(self._users, 1) and not self._take():
+                return False
+            self._users += 1
+            return True
+
+    def stop(self) -> bool:
+        """Ends what one `start` began; False in a process that was forked since."""
+        with self._lock:
+            if not self._users:
+                return False
+            self._users -= 1
+            if not self._users:
+                self._release()
+            return True
+
+    def disable(self, code: CodeType) -> Any:
+        """What a callback returns for a place in `code` that it need not see again."""
+        if len(self._tools) != 1:
+            return None
+        self._disabled[id(code)] = code
+        return sys.monitoring.DISABLE  # type: ignore[attr-defined]
+
+    def _take(self) -> bool:
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        for tool in self._TOOLS:
+            with contextlib.suppress(ValueError):
+                monitoring.use_tool_id(tool, "stepcache")
+                break
+        else:
+            return False
+        self._tools.append(tool)
+        events = monitoring.events
+        monitoring.register_callback(tool, events.PY_START, self._on_start)
+        monitoring.register_callback(tool, events.CALL, self._on_call)
+        monitoring.set_events(tool, events.PY_START | events.CALL)
+        return True
+
+    def _release(self) -> None:
+        if not self._tools:
+            return
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        events = monitoring.events
+        for tool in self._tools:
+            monitoring.set_events(tool, 0)
+        first = self._tools[0]
+        for code in self._disabled.values():  # Python forgets disabled places with the last event.
+            monitoring.set_local_events(first, code, events.PY_START)
+            monitoring.set_local_events(first, code, 0)
+        for tool in self._tools:
+            monitoring.register_callback(tool, events.PY_START, None)
+            monitoring.register_callback(tool, events.CALL, None)
+            monitoring.free_tool_id(tool)
+        self._tools, self._disabled = [], {}
+
+
+_audited: set[Callable] = set()
+
+
+def audit(hook: Callable[[str, tuple], None]) -> None:
+    """Adds an audit hook, once. Python has no way to take it away."""
+    if hook not in _audited:
+        _audited.add(hook)
+        sys.addaudithook(hook)
+
+
+# ---- the end of the process, and forks ----------------------------------------------------------
+
+
+def at_exit(function: F) -> F:
+    """Has a function called when Python ends."""
+    atexit.register(function)
+    return function
+
+
+def at_fork(before: Callable[[], None], in_child: Callable[[], None]) -> None:
+    """Has functions called before `os.fork`, and after it in the child."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=before, after_in_child=in_child)
+
+
+@contextlib.contextmanager
+def unreported(kind: type[BaseException]) -> Iterator[None]:
+    """Keeps Python from reporting exceptions of one kind that nobody could catch."""
+    places: list[tuple[Any, str]] = [(sys, "unraisablehook"), (threading, "excepthook")]
+    before = [getattr(owner, name) for owner, name in places]
+    hooks = [_without(kind, each) for each in before]
+    for (owner, name), hook in zip(places, hooks, strict=True):
+        setattr(owner, name, hook)
+    try:
+        yield
+    finally:
+        for (owner, name), hook, old in zip(places, hooks, before, strict=True):
+            if getattr(owner, name) is hook:
+                setattr(owner, name, old)
+
+
+def _without(kind: type[BaseException], report: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def hook(raised: Any) -> None:
+        if raised.exc_type is not kind:
+            report(raised)
+
+    return hook
+
+
+_reset_in_child: list[Callable[[], None]] = []
+
+
+def _reset() -> None:
+    """Undoes in a forked child what threads asked for that are not there."""
+    global _switching
+    _switching.restore()
+    _switching = _Switching()
+    for reset in _reset_in_child:
+        reset()
+    restore_aborts()
+
+
+at_fork(lambda: None, _reset)
+
+
+# ---- signals ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def signals_handled(numbers: Sequence[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handles signals, but for those that the process was started to ignore."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number in numbers:
+            if before[number] != signal.SIG_IGN:
+                signal.signal(number, handler)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, before[number])
+
+
+# When JAX notices that the coordinator of a pod has gone, or that a process has been silent for the
+# heartbeat time-out, a thread of its own aborts each process. There is no hook before that, as
+# jaxlib's callback cannot be a Python function: so the abort itself is put off.
+
+_THREADS = Path("/proc/self/task")
+# A handler of a signal runs with that signal blocked, and no other.
+_IN_THE_HANDLER = f"SigBlk:\t{1 << (signal.SIGABRT - 1):016x}"
+_BYTES_OF_SIGACTION = 512  # More than any system takes.
+_aborts_before: Any = None
+
+
+def put_off_aborts() -> None:
+    """Has an abort wait for six seconds, and then go on, so that nothing hangs.
+
+    The signal's handler is the C library's `sleep`, the number of the signal being its argument.
+    """
+    global _aborts_before
+    if _aborts_before is None:
+        library = ctypes.CDLL(None)
+        before = ctypes.create_string_buffer(_BYTES_OF_SIGACTION)
+        library.sigaction(signal.SIGABRT, None, before)
+        library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        library.signal.restype = ctypes.c_void_p
+        library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
+        _aborts_before = before
+
+
+def restore_aborts() -> None:
+    """Has aborts do what they did before, unless somebody else has set a handler meanwhile."""
+    global _aborts_before
+    if _aborts_before is None:
+        return
+    library = ctypes.CDLL(None)
+    now = ctypes.create_string_buffer(_BYTES_OF_SIGACTION)
+    library.sigaction(signal.SIGABRT, None, now)
+    if _handler(now) == ctypes.cast(library.sleep, ctypes.c_void_p).value:
+        library.sigaction(signal.SIGABRT, _aborts_before, None)
+    _aborts_before = None
+
+
+def pass_on_abort() -> None:
+    """Has an abort that is being put off reach the handler of before, such as faulthandler's.
+
+    The signal that is sent here waits until the handler that sleeps returns.
+    """
+    if _aborts_before is None or not _handler(_aborts_before):
+        return
+    library = ctypes.CDLL(None)
+    threads = _aborting_threads()
+    if threads and hasattr(library, "tgkill"):
+        restore_aborts()
+        for thread in threads:
+            library.tgkill(os.getpid(), thread, signal.SIGABRT)
+
+
+def is_aborting() -> bool:
+    """Whether an abort is being put off just now, where Linux shows that."""
+    return bool(_aborting_threads())
+
+
+def _aborting_threads() -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in _THREADS.iterdir():
+            with contextlib.suppress(OSError):
+                if _IN_THE_HANDLER in (thread / "status").read_text():
+                    found.append(int(thread.name))
+    return found
+
+
+def _handler(action: Any) -> int | None:
+    """The C function of a `struct sigaction`, whose first field it is; None for the default."""
+    return ctypes.c_void_p.from_buffer(action).value

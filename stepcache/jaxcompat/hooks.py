@@ -1,0 +1,214 @@
+"""Every change that stepcache makes inside JAX, and how it ends.
+
+docs/process.md lists them for users. Functions of JAX are replaced only while a program is compiled
+through `compiling_through`; settings are hooked for as long as stepcache is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from stepcache.jaxcompat.private import PRIVATE_API
+
+if PRIVATE_API:
+    from jax._src import cache_key, compiler
+
+    from stepcache.jaxcompat.private import source_info_util, traceback_util, util
+
+    CAN_COMPILE_THROUGH = (
+        hasattr(cache_key, "get")
+        and hasattr(cache_key, "_hash_accelerator_config")
+        and hasattr(compiler, "compile_or_get_cached")
+        and hasattr(compiler, "backend_compile_and_load")
+    )
+else:
+    CAN_COMPILE_THROUGH = False
+
+# ---- compiling, with a store in between --------------------------------------------------------
+
+Load = Callable[[bytes], Any]
+Find = Callable[[str, Load], Any]
+
+
+class _Compiling(threading.local):
+    find: Find | None = None
+
+
+_compiling = _Compiling()
+
+
+@contextlib.contextmanager
+def compiling_through(find: Find) -> Iterator[None]:
+    """Asks `find` before XLA compiles in this thread, and keeps JAX's persistent cache out.
+
+    Args:
+        find: is given a digest of all that XLA is given (module, options, flags, versions,
+            topology, as JAX's own cache key has them), and a function that loads an executable of
+            this kind from bytes. Returns the loaded executable, or None to have it compiled.
+    """
+    before, _compiling.find = _compiling.find, find
+    try:
+        with _compile.replaced(), _hash.replaced():
+            yield
+    finally:
+        _compiling.find = before
+
+
+class _Replacement:
+    """A function in the place of one of a module of JAX, while somebody needs it there.
+
+    Args:
+        module: of JAX.
+        name: of its function.
+        over: makes the replacement over the function that is found, which it may call.
+    """
+
+    def __init__(self, module: Any, name: str, over: Callable[[Callable], Callable]):
+        self._module, self._name, self._over = module, name, over
+        self._lock = threading.Lock()
+        self._users = 0
+        self._found: Any = None
+        self._ours: Any = None
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Replaces the function; other threads get through to what was found.
+
+        Where somebody has replaced ours in turn, theirs stays, and calls ours.
+        """
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._found = getattr(self._module, self._name)
+                self._ours = self._over(self._found)
+                setattr(self._module, self._name, self._ours)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users and getattr(self._module, self._name) is self._ours:
+                    setattr(self._module, self._name, self._found)
+
+
+def _compile_over(found: Callable) -> Callable:
+    def compile_or_get_cached(
+        backend,
+        computation,
+        devices,
+        options,
+        host_callbacks,
+        executable_devices,
+        *rest,
+        **named,
+    ):
+        find = _compiling.find
+        if find is None or host_callbacks:
+            return found(
+                backend,
+                computation,
+                devices,
+                options,
+                host_callbacks,
+                executable_devices,
+                *rest,
+                **named,
+            )
+
+        def load(data: bytes) -> Any:
+            return backend.deserialize_executable(data, executable_devices, options)
+
+        digest = cache_key.get(computation, devices, options, backend).rpartition("-")[2]
+        loaded = find(digest, load)
+        if loaded is not None:
+            return loaded
+        return compiler.backend_compile_and_load(
+            backend, computation, executable_devices, options, host_callbacks
+        )
+
+    return compile_or_get_cached
+
+
+def _hash_over(found: Callable) -> Callable:
+    def hash_accelerator_config(hasher, accelerators, *rest):
+        """XLA's fingerprint of the topology of a pod differs between its processes."""
+        if _compiling.find is None or not _span_processes(accelerators):
+            return found(hasher, accelerators, *rest)
+        for device in accelerators.flat:
+            hasher.update(f"{device.device_kind} {device.process_index};".encode())
+
+    return hash_accelerator_config
+
+
+def _span_processes(devices: Any) -> bool:
+    return len({device.process_index for device in devices.flat}) > 1
+
+
+if CAN_COMPILE_THROUGH:
+    _compile = _Replacement(compiler, "compile_or_get_cached", _compile_over)
+    _hash = _Replacement(cache_key, "_hash_accelerator_config", _hash_over)
+
+
+# ---- settings, caches, tracebacks --------------------------------------------------------------
+
+
+def call_on_changed_settings(holders: Iterable[Any], changed: Callable[[], None]) -> None:
+    """Has a function called after settings of JAX have changed, for all threads or for one.
+
+    Args:
+        holders: what JAX keeps the settings in.
+        changed: called after the hook that a setting had before.
+    """
+
+    def then_changed(hook: Callable | None) -> Callable:
+        def hooks(value: Any) -> None:
+            if hook is not None:
+                hook(value)
+            changed()
+
+        return hooks
+
+    for holder in holders:
+        if hasattr(holder, "get_local"):
+            holder._update_global_hook = then_changed(holder._update_global_hook)
+            holder._update_thread_local_hook = then_changed(holder._update_thread_local_hook)
+        else:
+            holder._update_hook = then_changed(holder._update_hook)
+
+
+class _ClearedWithCaches:
+    """What JAX calls in `jax.clear_caches()`."""
+
+    def __init__(self, clear: Callable[[], None]):
+        self._clear = weakref.WeakMethod(clear)
+
+    def cache_clear(self) -> None:
+        clear = self._clear()
+        if clear is not None:
+            clear()
+
+    def cache_info(self) -> None:
+        """JAX asks its caches for this when it is debugged; there is nothing to say."""
+
+    def cache_keys(self) -> list:
+        return []
+
+
+def call_on_clear_caches(clear: Callable[[], None]) -> object:
+    """Has `jax.clear_caches()` call a bound method, as long as the returned object lives."""
+    registered = _ClearedWithCaches(clear)
+    if PRIVATE_API:
+        util.register_cache(registered, "stepcache")
+    return registered
+
+
+def hide_frames(directory: str) -> None:
+    """Takes the files below `directory` for JAX's own: no user's code, in errors and metadata."""
+    if PRIVATE_API:
+        traceback_util.register_exclusion(directory)
+        source_info_util.register_exclusion(directory + os.sep)
