@@ -10,6 +10,7 @@ import operator
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -311,8 +312,10 @@ def _stop_all() -> None:
 def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
     """Waits for the outputs of a program, one look at a time.
 
+    One output stands for all, and is held weakly: whoever drops it frees it.
+
     Args:
-        outputs: of the program, in any tree; one of them stands for all.
+        outputs: of the program, in any tree.
         started: when it was called, by `time.perf_counter`.
 
     Returns:
@@ -320,11 +323,12 @@ def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
         took; None where that cannot be told any more, or the main thread has ended.
     """
     # Random keys are arrays that cannot be asked. Of a step with a carry, what comes after it.
-    array: Any = None
-    for each in jax.tree.leaves(outputs):
-        array = each if hasattr(each, "is_ready") else array
+    leaves = [each for each in jax.tree.leaves(outputs) if hasattr(each, "is_ready")]
+    output: Callable[[], Any] = weakref.ref(leaves[-1]) if leaves else lambda: None
+    del leaves
 
     def look() -> Any:
+        array = output()
         if array is None or not threading.main_thread().is_alive():
             return None
         try:
@@ -338,4 +342,5 @@ def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
             _log.info("the first run of a program could not be timed", exc_info=True)
             return None
 
-    return look
+    first = look()
+    return look if first is LATER else lambda: first

@@ -284,19 +284,34 @@ def test_a_step_that_returns_a_random_key_is_stored(place, tmp_path, caplog):
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("deleted", ["deleted", "donated", "deleted between two looks"])
+class Late:
+    """An output that is not there at the first look."""
+
+    def __init__(self, array):
+        self.array, self.looks = array, 0
+
+    def is_deleted(self):
+        return self.array.is_deleted()
+
+    def is_ready(self):
+        self.looks += 1
+        return self.looks > 1 and self.array.is_ready()
+
+
+@pytest.mark.parametrize("deleted", ["deleted", "donated"])
 def test_outputs_that_are_gone_cannot_be_timed(deleted):
-    array = jnp.arange(8.0) + 1
-    look = until_ready({"a": array}, time.perf_counter())
+    output = Late(jnp.arange(8.0) + 1)
+    look = until_ready({"a": output}, time.perf_counter())
     if deleted == "donated":
-        jax.jit(lambda x: x + 1, donate_argnums=0)(array)
-    elif deleted == "deleted":
-        array.delete()
+        jax.jit(lambda x: x + 1, donate_argnums=0)(output.array)
     else:
-        jax.block_until_ready(array)
-        assert look() is not LATER
-        array.delete()
+        output.array.delete()
     assert look() is None
+
+
+def test_outputs_that_are_there_at_once_are_timed_at_once():
+    look = until_ready(jax.block_until_ready(jnp.ones(3)), time.perf_counter())
+    assert look() > 0
 
 
 # ---- what a check in the background has found --------------------------------------------------
