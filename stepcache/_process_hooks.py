@@ -112,8 +112,9 @@ class CollectionHook:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                gc.callbacks.insert(0, self._first)
+                # In this order: a collection in between must not begin without an end.
                 gc.callbacks.append(self._last)
+                gc.callbacks.insert(0, self._first)
 
     def stop(self) -> None:
         """Takes them away once all who started have stopped."""
@@ -176,8 +177,8 @@ class CallMonitor:
     here the code in question forgets the tool instead.
 
     Args:
-        on_start: callback of `PY_START`.
-        on_call: callback of `CALL`.
+        on_start: callback of `PY_START`, of all code.
+        on_call: callback of `CALL`, of the code given to `see_calls_from`.
     """
 
     _TOOLS = (4, 3)  # The other numbers belong to debuggers, coverage, profilers and optimizers.
@@ -185,7 +186,8 @@ class CallMonitor:
     def __init__(self, on_start: Callable, on_call: Callable):
         self._on_start, self._on_call = on_start, on_call
         self._tools: list[int] = []
-        self._disabled: dict[int, CodeType] = {}
+        self._touched: dict[int, CodeType] = {}
+        self._calling: set[int] = set()
         self.reset()
         _reset_in_child.append(self.reset)
 
@@ -196,7 +198,7 @@ class CallMonitor:
         self._release()
 
     def start(self) -> bool:
-        """Has all calls seen, also where they were disabled; False if no tool is free."""
+        """Has all code that is entered seen, also where that was disabled; False without a tool."""
         with self._lock:
             # What the first user has disabled, a second one has to see: by a second tool, which
             # disables nothing and serves all users.
@@ -219,8 +221,16 @@ class CallMonitor:
         """What a callback returns for a place in `code` that it need not see again."""
         if len(self._tools) != 1:
             return None
-        self._disabled[id(code)] = code
+        self._touched[id(code)] = code
         return sys.monitoring.DISABLE  # type: ignore[attr-defined]
+
+    def see_calls_from(self, code: CodeType) -> None:
+        """Has the calls seen that some code makes, until the last user stops."""
+        if id(code) not in self._calling:
+            self._touched[id(code)] = code
+            self._calling.add(id(code))
+            monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+            monitoring.set_local_events(self._tools[0], code, monitoring.events.CALL)
 
     def _take(self) -> bool:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
@@ -234,7 +244,7 @@ class CallMonitor:
         events = monitoring.events
         monitoring.register_callback(tool, events.PY_START, self._on_start)
         monitoring.register_callback(tool, events.CALL, self._on_call)
-        monitoring.set_events(tool, events.PY_START | events.CALL)
+        monitoring.set_events(tool, events.PY_START)
         return True
 
     def _release(self) -> None:
@@ -245,14 +255,14 @@ class CallMonitor:
         for tool in self._tools:
             monitoring.set_events(tool, 0)
         first = self._tools[0]
-        for code in self._disabled.values():  # Python forgets disabled places with the last event.
+        for code in self._touched.values():  # Python forgets disabled places with the last event.
             monitoring.set_local_events(first, code, events.PY_START)
             monitoring.set_local_events(first, code, 0)
         for tool in self._tools:
             monitoring.register_callback(tool, events.PY_START, None)
             monitoring.register_callback(tool, events.CALL, None)
             monitoring.free_tool_id(tool)
-        self._tools, self._disabled = [], {}
+        self._tools, self._touched, self._calling = [], {}, set()
 
 
 _audited: set[Callable] = set()

@@ -19,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import jax
 
 from stepcache import jaxcompat
+from stepcache._process_hooks import quick_switching
 from stepcache.events import Change
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs.background import LATER, Job, Worker
@@ -248,7 +249,8 @@ class Archive:
     def publish(self, publication: Publication) -> None:
         """Stores a program."""
         try:
-            self._publish(publication)
+            with quick_switching():
+                self._publish(publication)
         except storing.NotStorable as error:
             _log.warning("%s will have to be traced again: %s", publication.address.label, error)
 

@@ -52,17 +52,19 @@ def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
             future.set_exception(error)
 
     thread = threading.Thread(target=run, name="stepcache beside", daemon=True)
-    try:
-        thread.start()
-    except _NO_THREAD:
-        thread = None
-    try:
-        yield future
-    finally:
-        if thread is None:
-            run()
-        else:
-            thread.join()
+    # This thread comes back from XLA while the other one is in Python.
+    with _process_hooks.quick_switching():
+        try:
+            thread.start()
+        except _NO_THREAD:
+            thread = None
+        try:
+            yield future
+        finally:
+            if thread is None:
+                run()
+            else:
+                thread.join()
 
 
 class Builds:

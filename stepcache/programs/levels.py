@@ -71,16 +71,26 @@ class Brought:
 
 
 class _Found:
-    """What there was for a lowered module: on disk, or from another process."""
+    """What there was for a lowered module: on disk, or from another process.
+
+    Attributes:
+        to_xla: called when XLA is about to take over, which leaves Python to others.
+    """
 
     def __init__(self, find: storing.Find):
         self._find = find
         self.digest, self.loaded = "", False
+        self.to_xla: Callable[[], None] = lambda: None
 
     def __call__(self, digest: str, load: Callable[[bytes], Any]) -> Any:
+        def load_by_xla(data: bytes) -> Any:
+            self.to_xla()
+            return load(data)
+
         self.digest = digest
-        executable = self._find(digest, load)
+        executable = self._find(digest, load_by_xla)
         self.loaded = executable is not None
+        self.to_xla()
         return executable
 
 
@@ -207,22 +217,33 @@ class Levels:
                 is given, what was built can be handed to other processes.
             tell: is told what the trace has told, as soon as that is known, in another thread.
         """
-        with stopwatch.stage("hash"):
-            shared = shared_traces.begin() if question.is_alone() else None
-            try:
-                with self._lock:
-                    recorded = self._recording.with_all_of(shared[1]) if shared else self._recording
-                known = question.extend(question.used_by(recorded))
-                changes = self._changes_to(known.facts)
-                # What JAX has traced inside the step before is shared where the facts are equal.
-                values = (self._number, digest_facts(known.facts))
-                token = shared_traces.token(shared[0]) if shared else values
-            except BaseException:
-                if shared:
-                    shared_traces.end(None, set())
-                raise
-        recording = Recording()
+        brought = None
+        while brought is None:
+            brought = self._traced_once(request, archive, question, answer, stopwatch, find, tell)
+        return _watched(*brought, watch)
+
+    def _traced_once(
+        self,
+        request: Request,
+        archive: Archive | None,
+        question: Question,
+        answer: Answer,
+        stopwatch: Stopwatch,
+        find: storing.Find | None,
+        tell: Callable[[Traced], None],
+    ) -> tuple[Brought, dict[str, str], Used] | None:
+        """See `trace`; None where a part of it was made with the libraries as they were before."""
         together = find is not None
+        with stopwatch.stage("hash"):
+            with self._lock:
+                recorded = self._recording
+            known = question.extend(question.used_by(recorded))
+            changes = self._changes_to(known.facts)
+            # What JAX has traced inside the step before is shared where the facts are equal.
+            values = (self._number, digest_facts(known.facts))
+            own = question.own_code()
+            shared = shared_traces.begin() if question.is_alone() and not together else None
+        recording = Recording()
         if find is None:
             find = archive.find if archive is not None else lambda digest, load: None
         found = _Found(find)
@@ -238,13 +259,20 @@ class Levels:
                 tell(traced)
                 return traced
 
-            hooked = storing.compiling_through(found) if storing.CAN_STORE else nullcontext()
-            with hooked, builds.in_xla(), beside(note) as future:
-                telling.append(future)
-                yield
+            def to_xla() -> None:
+                if not telling:
+                    in_xla.enter_context(builds.in_xla())
+                    telling.append(in_xla.enter_context(beside(note)))
 
-        own = question.own_code() if shared else set()
-        watched = _watched_trace(recording, own if shared else None, token)
+            with contextlib.ExitStack() as in_xla:
+                found.to_xla = to_xla
+                with storing.compiling_through(found) if storing.CAN_STORE else nullcontext():
+                    if not storing.CAN_STORE:
+                        to_xla()
+                    yield
+                to_xla()  # JAX had compiled it before.
+
+        watched = _watched_trace(recording, own if shared else None, shared or values)
         is_seen = shared_traces.was_lowered if shared else lambda staged: False
         program, staged = build(self._recipe, request, stopwatch, watched, compiling, is_seen)
         program = replace(program, lowered=found.digest)
@@ -257,13 +285,15 @@ class Levels:
             if together:
                 raise  # The other processes were not told.
             traced = self._untold(error)
+        if shared and shared_traces.is_outdated(shared, looked=bool(traced.facts)):
+            return None
         outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
         brought = Brought(program, answer, traced.unvouched, changes=changes)
         if together or archive is not None:
             brought = _to_store(brought, question.address, found, archive, traced, outline)
         if together:
             brought = replace(brought, outline=outline())
-        return _watched(brought, traced.facts, traced.used, watch)
+        return brought, traced.facts, traced.used
 
     def _traced(
         self, request: Request, question: Question, recording: Recording, staged: jaxcompat.Staged
@@ -363,5 +393,4 @@ def _watched_trace(
         complete = recording
     finally:
         if own is not None:
-            together = shared_traces.end(complete, own)
-            recording.codes |= together.codes
+            recording.entered |= shared_traces.end(complete, own)

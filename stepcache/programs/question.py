@@ -139,7 +139,7 @@ class Question:
 
     def used_by(self, recording: Recording) -> Used:
         """What a trace used."""
-        reads = installed_packages.reads_of(recording.codes)
+        reads = installed_packages.reads_of(recording.entered.values())
         named = (self._walk().waiting() | self._attributes) & reads.attributes
         return Used(
             sorted(reads.asked_for | named),
@@ -154,13 +154,16 @@ class Question:
         blames = [*self._walk().blames, *recording.impure]
         if recording.unavailable:
             blames.append(recording.unavailable)
-        unknown = recording.codes - self._walk().codes
+        unknown = {
+            code
+            for code in recording.entered.values()
+            if origin_of_file(code.co_filename) == USER and code.co_name != "<module>"
+        } - self._walk().codes
         if any(code.co_filename.startswith("<") for code in unknown):
             unknown -= _explained_by_classes(unknown, self._walk())
         for code in unknown:
-            if origin_of_file(code.co_filename) == USER and code.co_name != "<module>":
-                where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
-                blames.append(f"{where}: the trace went through it, but nothing known leads to it")
+            where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
+            blames.append(f"{where}: the trace went through it, but nothing known leads to it")
         return tuple(blames)
 
     def _file_name(self, path: str) -> tuple[str, str, str]:

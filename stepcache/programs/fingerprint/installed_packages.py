@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import hashlib
 import itertools
 import operator
@@ -167,6 +168,7 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
         modules: those that a trace entered.
         names: what it read of these and of others.
     """
+    global _replacements
     for name in modules:
         walk.once(f"module {name}", _content(name).digest)
         walk.distribution(name)
@@ -180,6 +182,7 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
         with _lock:
             found = _states.get(name)
             if found is None or found.module is not module:
+                _replacements += found is not None
                 found = _states[name] = _ModuleState(name, module)
             found.note(walk, read)
 
@@ -274,8 +277,7 @@ class _Held:
         self._containers: list[Any] = []
         self._elements: list[Any] = []
         self._functions: list[types.FunctionType] = []
-        self._codes: list[Any] = []
-        self._defaults: list[Any] = []
+        self._parts: list[Any] = []
 
     def hold(self, value: Any) -> None:
         """Adds a value, with what can be replaced inside it."""
@@ -298,14 +300,13 @@ class _Held:
             functions += [each for each in inner if type(each) is types.FunctionType]
             containers = [each for each in inner if type(each) in _CONTAINERS]
         self._functions += functions
-        self._codes += map(_CODE, functions)
-        self._defaults += map(_DEFAULTS, functions)
+        self._parts += gc.get_referents(*functions)
 
     def is_same(self) -> bool:
         """Whether nothing was replaced since."""
         return (
-            _are_same(map(_CODE, self._functions), self._codes)
-            and _are_same(map(_DEFAULTS, self._functions), self._defaults)
+            # Code, defaults and more at once: to ask for `__code__` calls audit hooks each time.
+            _are_same(gc.get_referents(*self._functions), self._parts)
             and _are_same(
                 chain.from_iterable(map(_VALUES, map(vars, self._classes))), self._members
             )
@@ -314,15 +315,10 @@ class _Held:
         )
 
 
-_CODE, _DEFAULTS = operator.attrgetter("__code__"), operator.attrgetter("__defaults__")
 _VALUES, _ITEMS = operator.methodcaller("values"), operator.methodcaller("items")
 _CHANGEABLE = frozenset((list, set))
 _CONTAINERS = frozenset((dict, tuple, frozenset, *_CHANGEABLE))
 _CONTAINERS_DEEP = 4
-
-
-def _members_of(classes: list[type]) -> Iterator[Any]:
-    return chain.from_iterable(map(_VALUES, map(vars, classes)))
 
 
 def _keys_and_values(dicts: list[dict]) -> Iterator[Any]:
@@ -368,8 +364,7 @@ class _ModuleState(_Held):
 
     def note(self, walk: Walk, read: str) -> None:
         """Notes what some names of the module mean, given with spaces between."""
-        if not self._is_as_it_was():
-            self._look_again()
+        self.look()
         known = self._digests.get(read)
         if known is None:
             names = read.split()
@@ -389,9 +384,11 @@ class _ModuleState(_Held):
                 walk.value(path, value)
         walk.once(f"names of {self._name}", known)
 
-    def _look_again(self) -> None:
-        """Looks at all names anew, after some object was replaced: a cache may just have grown."""
+    def look(self) -> None:
+        """Looks at all names anew where some object was replaced: a cache may just have grown."""
         global _replacements
+        if self._is_as_it_was():
+            return
         before = self._meanings
         self._forget()
         for name in before:
@@ -442,6 +439,13 @@ class _ModuleState(_Held):
 
 _states: dict[str, _ModuleState] = {}
 _replacements = 0
+
+
+def look_again() -> None:
+    """Looks at all that was looked at before."""
+    with _lock:
+        for state in _states.values():
+            state.look()
 
 
 def replacements() -> int:

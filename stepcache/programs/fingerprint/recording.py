@@ -63,14 +63,14 @@ class Recording:
     """What a trace used.
 
     Attributes:
-        codes: the code objects entered.
+        entered: the code objects entered, by their identities, for hashing code looks at all of it.
         files: paths of the files opened for reading; relative ones as they were given.
         variables: names of environment variables asked for.
         impure: what it called that makes it valid for this run only.
         unavailable: why it has not been watched, or not to its end; None if it has.
     """
 
-    codes: set[CodeType] = field(default_factory=set)
+    entered: dict[int, CodeType] = field(default_factory=dict)
     files: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
     impure: dict[str, None] = field(default_factory=dict)
@@ -97,10 +97,15 @@ class Recording:
             self.unavailable = "the end of a garbage collection was not told while it was traced"
         _collections.stop()
 
+    @property
+    def codes(self) -> set[CodeType]:
+        """The code objects entered; those of other definitions of the same text are equal."""
+        return set(self.entered.values())
+
     def with_all_of(self, other: Recording) -> Recording:
         """What this trace and another one used, in a new recording."""
         return Recording(
-            self.codes | other.codes,
+            self.entered | other.entered,
             self.files | other.files,
             self.variables | other.variables,
             self.impure | other.impure,
@@ -134,16 +139,19 @@ def _end_collection() -> None:
 _collections = _process_hooks.CollectionHook(_begin_collection, _end_collection)
 
 
+_counted: dict[int, CodeType] = {}
+"""Code of libraries that has counted in some trace, by identity: so it does in each."""
+
+
 def _enter(code: CodeType, frame: FrameType) -> bool:
     """Notes code; False where the same code may yet be entered in a way that counts."""
-    if not _current():
-        return False
     if code in _collections.codes:
         return True
     if code in _ENVIRON:
         _note_variables(code, frame)
         return False
-    if code.co_filename.startswith("<"):  # Made by exec: whose it is, its globals tell.
+    made = code.co_filename.startswith("<")
+    if made:  # By exec: whose it is, its globals tell.
         name = frame.f_globals.get("__name__", "")
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
             return True
@@ -152,8 +160,10 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         return False
     if origin == USER and _is_bystander(frame):
         return False
+    if origin != USER and not made:
+        _counted[id(code)] = code
     for recording in _current():
-        recording.codes.add(code)
+        recording.entered[id(code)] = code
     return True
 
 
@@ -332,9 +342,16 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         # Called millions of times: what was seen before has to leave by the first lines.
         if event == "call":
             code = frame.f_code
-            if identity(code) not in seen and _enter(code, frame):
+            if identity(code) in seen:
+                return
+            recordings = _current()
+            if recordings and identity(code) in _counted:
+                for recording in recordings:
+                    recording.entered[identity(code)] = code
                 seen[identity(code)] = code
-                if _names_an_opener(code, frame.f_globals):
+            elif recordings and _enter(code, frame):
+                seen[identity(code)] = code
+                if not _is_of_imports(code) and _names_an_opener(code, frame.f_globals):
                     _process_hooks.audit(_audit)
         elif event == "c_call":
             owner = argument.__self__
@@ -349,6 +366,8 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
                     recording.unavailable = _ANOTHER_PROFILER
                 return
             if _may_open_files(known):
+                if _is_of_imports(frame.f_code):
+                    return
                 _process_hooks.audit(_audit)
             suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
             if known.__module__ in suspects:
@@ -359,14 +378,19 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
     return profile
 
 
+def _is_of_imports(code: CodeType) -> bool:
+    """Whether code is of Python's import system, which opens no files on a trace's behalf."""
+    return code.co_filename.startswith("<frozen importlib")
+
+
 _SUSPECT_MODULES = frozenset(
     ("time", "posix", "nt", "_thread", "_socket", "_random", "_posixsubprocess", "_uuid")
 )
 
 
 _READ_NO_FILES = frozenset(
-    "builtins sys gc atexit time _thread re math operator _operator functools _functools itertools "
-    "collections _collections _abc weakref _weakref numpy jax jaxlib flax optax".split()
+    "builtins sys gc atexit time _thread re _sre math operator _operator functools _functools "
+    "itertools collections _collections _abc weakref _weakref numpy jax jaxlib flax optax".split()
 )
 
 
@@ -398,26 +422,31 @@ _SUSPECT_CLASSES = frozenset(("random", "datetime", "numpy.random.mtrand"))
 
 
 def _py_start(code: CodeType, offset: int) -> Any:
-    if not _current() or not _enter(code, sys._getframe(1)):
+    recordings = _current()
+    if not recordings:
         return None
+    if id(code) in _counted:
+        for recording in recordings:
+            recording.entered[id(code)] = code
+    elif not _enter(code, sys._getframe(1)):
+        return None
+    # What frameworks call is not looked at.
+    package = package_of(code.co_filename) if origin_of_file(code.co_filename) == INSTALLED else ""
+    if package not in _FRAMEWORKS:
+        _monitor.see_calls_from(code)
     return _monitor.disable(code)
 
 
-def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> Any:
-    # Called a hundred thousand times in a trace: a function more here would be seen in its seconds.
+def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> None:
     if not getattr(_active, "stack", None):
-        return None
-    origin = origin_of_file(code.co_filename)
-    if origin == INSTALLED and package_of(code.co_filename) in _FRAMEWORKS:
-        return _monitor.disable(code)
+        return
     if isinstance(function, MethodDescriptorType):
         if type(first).__module__ in _SUSPECT_CLASSES:
             _call(getattr(first, function.__name__), sys._getframe(1))
-        return None
+        return
     module = getattr(function, "__module__", None)
     if (module is None or module in _SUSPECT_MODULES) and not hasattr(function, "__code__"):
         _call(function, sys._getframe(1))
-    return None
 
 
 _monitor = _process_hooks.CallMonitor(_py_start, _on_call)

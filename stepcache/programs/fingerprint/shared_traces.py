@@ -26,28 +26,36 @@ from stepcache.programs.fingerprint.recording import Recording
 _lock = threading.Lock()
 _active = False
 _epoch = 0
-_together = Recording()
+_together: dict[int, CodeType] = {}
 _primitives: set[str] = set()
 _lowered: set[str] = set()
 
 
-def begin() -> tuple[int, Recording] | None:
+def begin() -> tuple[str, int, int] | None:
     """Begins a recording that shares traces; None while another thread makes one.
 
     Returns:
-        What tells the traces that may be shared from others, and what was used by them.
+        What tells the traces that may be shared from others: made since some trace used more than
+        JAX, and since something in a library was found replaced.
     """
     global _active
     with _lock:
         if _active:
             return None
         _active = True
-        return _epoch, _together
+        return "of libraries", _epoch, installed_packages.replacements()
 
 
-def token(epoch: int) -> tuple[str, int, int]:
-    """Names the traces that may be shared: made since then, with the libraries as they are."""
-    return "of libraries", epoch, installed_packages.replacements()
+def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
+    """Whether the libraries were other ones when the traces were made that a step shared.
+
+    Args:
+        token: from `begin`.
+        looked: whether what the step used of the libraries has been looked at since then.
+    """
+    if not looked:
+        installed_packages.look_again()
+    return token[2] != installed_packages.replacements()
 
 
 def was_lowered(staged: Any) -> bool:
@@ -60,7 +68,7 @@ def was_lowered(staged: Any) -> bool:
     return _primitives <= _lowered
 
 
-def end(recording: Recording | None, own: set[CodeType]) -> Recording:
+def end(recording: Recording | None, own: set[CodeType]) -> dict[int, CodeType]:
     """Ends a recording that shares traces.
 
     Args:
@@ -68,20 +76,20 @@ def end(recording: Recording | None, own: set[CodeType]) -> Recording:
         own: the code of the step's own function.
 
     Returns:
-        What all of them have used.
+        The code that the others have entered.
     """
     global _active, _epoch, _together
     with _lock:
         _active = False
-        together = _together if recording is None else _together.with_all_of(recording)
+        others = _together
         if recording is None or not _is_of_jax(recording, own):
-            _epoch, _together = _epoch + 1, Recording()
+            _epoch, _together = _epoch + 1, {}
             _lowered.clear()
-            return together
-        _lowered.update(_primitives)
-        if not together.codes <= _together.codes | own:
-            _together = Recording({c for c in together.codes if _is_installed(c)})
-        return together
+        else:
+            _lowered.update(_primitives)
+            entered = recording.entered.items()
+            _together = others | {key: code for key, code in entered if _is_installed(code)}
+        return others
 
 
 def _is_installed(code: CodeType) -> bool:
@@ -92,8 +100,9 @@ def _is_of_jax(recording: Recording, own: set[CodeType]) -> bool:
     """Whether a step used nothing but its own code, Python's and JAX's."""
     if recording.files or recording.variables or recording.impure or recording.unavailable:
         return False
-    others = (c for c in recording.codes - own if origin_of_file(c.co_filename) != PYTHON)
-    return all(package_of(code.co_filename) in _OF_JAX for code in others)
+    entered = recording.entered.values()
+    others = (code for code in entered if origin_of_file(code.co_filename) != PYTHON)
+    return all(package_of(code.co_filename) in _OF_JAX or code in own for code in others)
 
 
 _OF_JAX = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes", "stepcache"))
