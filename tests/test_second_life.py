@@ -739,6 +739,32 @@ def test_a_payload_that_xla_refuses_is_a_miss(tmp_path):
     assert levels(step.stats()) == BUILT
 
 
+def test_a_library_patched_between_two_steps_that_share_traces(tmp_path, monkeypatch):
+    """The second takes nothing that was traced for the first, and is not stored as if unpatched."""
+    from jax._src.numpy import reductions
+
+    def source(factor):
+        return f"""
+        @sc.step
+        def step(x):
+            return jnp.var(x) * {factor}
+        """
+
+    x, cache = np.arange(6.0, dtype=np.float32), cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        for factor in (1, 2):
+            assert life(source(factor), cache, tmp_path).step(x) == np.var(x) * factor
+        mean = reductions.mean
+        monkeypatch.setattr(reductions, "mean", lambda *args, **kwargs: mean(*args, **kwargs) + 1)
+        patched = np.float32(np.mean((x - x.mean() - 1) ** 2))
+        assert life(source(4), cache, tmp_path).step(x) == patched * 4
+        monkeypatch.undo()
+    cache.flush()
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        assert life(source(4), cache, tmp_path).step(x) == np.var(x) * 4
+
+
 def test_one_build_and_one_load_however_many_threads(tmp_path, monkeypatch):
     source = """
     @sc.step

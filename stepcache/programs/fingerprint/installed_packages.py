@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import gc
 import hashlib
 import itertools
 import operator
@@ -17,13 +16,13 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepcache.programs.fingerprint import instances
 from stepcache.programs.fingerprint.classes import is_foreign
+from stepcache.programs.fingerprint.held import CONTAINERS, Held
 from stepcache.programs.fingerprint.origin import (
     INSTALLED,
     USER,
@@ -175,11 +174,14 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
         package = name.partition(".")[0]
         if package not in TRUSTED and _has_compiled_code(package):
             walk.blame(f"package {package}", "it has compiled code, which may read anything")
-    for name, read in names.items():
-        module = sys.modules.get(name)
-        if module is None:
-            continue
-        with _lock:
+    if not names:
+        return
+    with _lock:
+        look_again()
+        for name, read in names.items():
+            module = sys.modules.get(name)
+            if module is None:
+                continue
             found = _states.get(name)
             if found is None or found.module is not module:
                 _replacements += found is not None
@@ -263,83 +265,7 @@ class _Meaning(NamedTuple):
     values: list[tuple[str, Any]]
 
 
-class _Held:
-    """The objects that some meanings were told by. While they are the same, so are the meanings.
-
-    Compared by identity, in loops that run in C: some ten thousand objects for a small function.
-    """
-
-    def __init__(self) -> None:
-        self._classes: list[type] = []
-        self._members: list[Any] = []
-        self._dicts: list[dict] = []
-        self._dict_items: list[Any] = []
-        self._containers: list[Any] = []
-        self._elements: list[Any] = []
-        self._functions: list[types.FunctionType] = []
-        self._parts: list[Any] = []
-
-    def hold(self, value: Any) -> None:
-        """Adds a value, with what can be replaced inside it."""
-        values = [value]
-        if isinstance(value, type):
-            values = list(vars(value).values())
-            self._classes.append(value)
-            self._members += values
-        functions = [each for each in map(_function_in, values) if each is not None]
-        containers = [each for each in values if type(each) in _CONTAINERS]
-        for _ in range(_CONTAINERS_DEEP):
-            dicts = [each for each in containers if type(each) is dict]
-            others = [each for each in containers if type(each) is not dict]
-            inner = [*_keys_and_values(dicts), *chain.from_iterable(others)]
-            changeable = [each for each in others if type(each) in _CHANGEABLE]
-            self._dicts += dicts
-            self._dict_items += _keys_and_values(dicts)
-            self._containers += changeable
-            self._elements += chain.from_iterable(changeable)
-            functions += [each for each in inner if type(each) is types.FunctionType]
-            containers = [each for each in inner if type(each) in _CONTAINERS]
-        self._functions += functions
-        self._parts += gc.get_referents(*functions)
-
-    def is_same(self) -> bool:
-        """Whether nothing was replaced since."""
-        return (
-            # Code, defaults and more at once: to ask for `__code__` calls audit hooks each time.
-            _are_same(gc.get_referents(*self._functions), self._parts)
-            and _are_same(
-                chain.from_iterable(map(_VALUES, map(vars, self._classes))), self._members
-            )
-            and _are_same(_keys_and_values(self._dicts), self._dict_items)
-            and _are_same(chain.from_iterable(self._containers), self._elements)
-        )
-
-
-_VALUES, _ITEMS = operator.methodcaller("values"), operator.methodcaller("items")
-_CHANGEABLE = frozenset((list, set))
-_CONTAINERS = frozenset((dict, tuple, frozenset, *_CHANGEABLE))
-_CONTAINERS_DEEP = 4
-
-
-def _keys_and_values(dicts: list[dict]) -> Iterator[Any]:
-    return chain.from_iterable(chain.from_iterable(map(_ITEMS, dicts)))
-
-
-def _are_same(found: Iterable[Any], known: list[Any]) -> bool:
-    now = list(found)
-    return len(now) == len(known) and all(map(operator.is_, now, known))
-
-
-def _function_in(value: Any) -> types.FunctionType | None:
-    kind = type(value)
-    if kind is property:
-        value = value.fget
-    elif kind is staticmethod or kind is classmethod:
-        value = value.__func__
-    return value if type(value) is types.FunctionType else None
-
-
-class _ModuleState(_Held):
+class _ModuleState:
     """What this process knows of the names in one installed module.
 
     Args:
@@ -354,7 +280,7 @@ class _ModuleState(_Held):
         self._forget()
 
     def _forget(self) -> None:
-        super().__init__()
+        self.held = Held()
         self._meanings: dict[str, _Meaning] = {}
         self._unsteady: set[str] = set()
         self._names: list[str] = []
@@ -363,8 +289,13 @@ class _ModuleState(_Held):
         self._notable: dict[str, tuple[_Meaning, ...]] = {}
 
     def note(self, walk: Walk, read: str) -> None:
-        """Notes what some names of the module mean, given with spaces between."""
-        self.look()
+        """Notes what some names of the module mean, given with spaces between.
+
+        To be called after `look_again`.
+        """
+        for name in self._unsteady:
+            self._meanings.pop(name, None)
+        self._unsteady.clear()
         known = self._digests.get(read)
         if known is None:
             names = read.split()
@@ -387,7 +318,7 @@ class _ModuleState(_Held):
     def look(self) -> None:
         """Looks at all names anew where some object was replaced: a cache may just have grown."""
         global _replacements
-        if self._is_as_it_was():
+        if self.has_its_names() and self.held.is_same():
             return
         before = self._meanings
         self._forget()
@@ -395,12 +326,10 @@ class _ModuleState(_Held):
             self._look_at(name)
         _replacements += any(self._meanings[name] != before[name] for name in before)
 
-    def _is_as_it_was(self) -> bool:
-        for name in self._unsteady:
-            self._meanings.pop(name, None)
-        self._unsteady.clear()
+    def has_its_names(self) -> bool:
+        """Whether its names are those of the same objects as before."""
         found = map(self._space.get, self._names, itertools.repeat(_GONE))
-        return all(map(operator.is_, found, self._values)) and self.is_same()
+        return all(map(operator.is_, found, self._values))
 
     def _look_at(self, name: str) -> None:
         """Finds out what a name means, and holds on to what that was told by."""
@@ -425,7 +354,10 @@ class _ModuleState(_Held):
             notes.once(path, text)
         self._meanings[name] = _Meaning(tuple(texts), notes.facts, notes.values)
         if self._is_steady(value):
-            self.hold(value)
+            held = Held()
+            held.hold(value)
+            self.held.add(held)
+            _all_held.add(held)
         else:
             self._unsteady.add(name)
 
@@ -438,14 +370,21 @@ class _ModuleState(_Held):
 
 
 _states: dict[str, _ModuleState] = {}
+_all_held = Held()
 _replacements = 0
 
 
 def look_again() -> None:
     """Looks at all that was looked at before."""
+    global _all_held
     with _lock:
+        if _all_held.is_same() and all(map(_ModuleState.has_its_names, _states.values())):
+            return
         for state in _states.values():
             state.look()
+        _all_held = Held()
+        for state in _states.values():
+            _all_held.add(state.held)
 
 
 def replacements() -> int:
@@ -463,7 +402,7 @@ def _is_held_whole(value: Any) -> bool:
         staticmethod,
         classmethod,
         property,
-        *_CONTAINERS,
+        *CONTAINERS,
         *_DESCRIPTORS,
     )
     return plain_text(value) is not None or callable(value) or isinstance(value, kinds)
@@ -550,7 +489,7 @@ def _meaning(walk: Any, path: str, value: Any, has_state: bool) -> str:
         return value.__name__
     if (text := plain_text(value)) is not None:
         return text
-    if kind in _CONTAINERS:
+    if kind in CONTAINERS:
         return _meaning_of_container(walk, path, value, has_state)
     if is_foreign(value):
         walk.value(path, value)

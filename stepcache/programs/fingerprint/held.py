@@ -1,0 +1,81 @@
+"""Whether objects still hold the same objects as when they were looked at.
+
+Told by identity, and nearly all of it in C: a small step leads to some fifty thousand objects of
+the libraries that it uses, and that nothing in them was replaced is asked at each miss.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import types
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+CONTAINERS = frozenset((dict, list, tuple, set, frozenset))
+_CHANGEABLE = frozenset((list, set))
+_CONTAINERS_DEEP = 4
+_ITEMS = operator.methodcaller("items")
+
+
+class Held:
+    """Classes, functions and containers, with what could be replaced inside them."""
+
+    def __init__(self) -> None:
+        self._owners: list[Any] = []
+        self._inside: list[Any] = []
+        self._dicts: list[dict] = []
+        self._items: list[Any] = []
+
+    def hold(self, value: Any) -> None:
+        """Adds a value: of a class its members, of a function its code and defaults."""
+        values, owners = [value], []
+        if isinstance(value, type):
+            values = list(vars(value).values())
+            owners += gc.get_referents(vars(value))  # The dictionary behind the proxy.
+        owners += (each for each in map(_function_in, values) if each is not None)
+        containers = [each for each in values if type(each) in CONTAINERS]
+        for _ in range(_CONTAINERS_DEEP):
+            dicts = [each for each in containers if type(each) is dict]
+            others = [each for each in containers if type(each) is not dict]
+            inner = [*_keys_and_values(dicts), *chain.from_iterable(others)]
+            self._dicts += dicts
+            self._items += _keys_and_values(dicts)
+            owners += (each for each in others if type(each) in _CHANGEABLE)
+            owners += (each for each in inner if type(each) is types.FunctionType)
+            containers = [each for each in inner if type(each) in CONTAINERS]
+        self._owners += owners
+        self._inside += gc.get_referents(*owners)
+
+    def add(self, other: Held) -> None:
+        """Adds all that another one holds."""
+        self._owners += other._owners
+        self._inside += other._inside
+        self._dicts += other._dicts
+        self._items += other._items
+
+    def is_same(self) -> bool:
+        """Whether nothing was replaced since."""
+        # A function's `__code__` is not asked for: that calls audit hooks each time.
+        return are_same(gc.get_referents(*self._owners), self._inside) and are_same(
+            list(_keys_and_values(self._dicts)), self._items
+        )
+
+
+def are_same(now: list[Any], known: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(now) == len(known) and all(map(operator.is_, now, known))
+
+
+def _keys_and_values(dicts: Iterable[dict]) -> Iterable[Any]:
+    return chain.from_iterable(chain.from_iterable(map(_ITEMS, dicts)))
+
+
+def _function_in(value: Any) -> types.FunctionType | None:
+    kind = type(value)
+    if kind is property:
+        value = value.fget
+    elif kind is staticmethod or kind is classmethod:
+        value = value.__func__
+    return value if type(value) is types.FunctionType else None
