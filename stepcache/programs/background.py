@@ -75,13 +75,14 @@ class Builds:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._in_python = 0
+        self._in_python, self._latest = 0, 0.0
         self._none = threading.Event()
         self._none.set()
 
     def _add(self, number: int) -> None:
         with self._lock:
             self._in_python += number
+            self._latest = time.perf_counter()
             if self._in_python:
                 self._none.clear()
             else:
@@ -104,6 +105,10 @@ class Builds:
             yield
         finally:
             self._add(1)
+
+    def quiet_since(self) -> float:
+        """When a build was last in Python, by `time.perf_counter`; now, while one is."""
+        return time.perf_counter() if self._in_python else self._latest
 
     def wait(self) -> None:
         """Waits until no build is in Python, but not for long."""

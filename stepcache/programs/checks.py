@@ -22,7 +22,7 @@ from stepcache.errors import StaleProgramError, StaleProgramWarning, warn
 from stepcache.events import Change, Verified, recorder
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, start_name
-from stepcache.programs.background import LATER
+from stepcache.programs.background import LATER, builds
 from stepcache.programs.build import Program, trace
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.candidate import Candidate, agree, differences
@@ -37,6 +37,7 @@ _log = logging.getLogger("stepcache")
 # A call that was under way may still tell the dispatcher about a stale program: it is cleared so
 # many times, so far apart, or until the error has been raised.
 _STALE_ROUNDS, _STALE_SECONDS = 100, 0.05
+_QUIET_SECONDS, _LONGEST_WAIT_SECONDS = 0.2, 20.0
 # So many of a step's latest programs are traced anew when something has changed.
 _JUDGED_AGAIN = 4
 
@@ -163,7 +164,10 @@ class Checks:
 
         def verify_at(due: float) -> None:
             def job() -> Any:
-                if time.perf_counter() < due:
+                now = time.perf_counter()
+                # It would hold up the steps that are being started.
+                quiet = builds.quiet_since() + _QUIET_SECONDS
+                if now < due or now < min(quiet, due + _LONGEST_WAIT_SECONDS):
                     return LATER
                 with settings, quick_switching():
                     self._verify(cache, request, archive, brought)

@@ -28,13 +28,13 @@ class Held:
         self._dicts: list[dict] = []
         self._items: list[Any] = []
 
-    def hold(self, value: Any) -> None:
-        """Adds a value: of a class its members, of a function its code and defaults."""
-        values, owners = [value], []
-        if isinstance(value, type):
-            values = list(vars(value).values())
-            owners += gc.get_referents(vars(value))  # The dictionary behind the proxy.
-        owners += (each for each in map(_function_in, values) if each is not None)
+    def hold(self, values: Iterable[Any]) -> None:
+        """Adds values: of a class its members, of a function its code and defaults."""
+        values = list(values)
+        spaces = [vars(each) for each in values if isinstance(each, type)]
+        owners = gc.get_referents(*spaces)  # The dictionaries behind the proxies.
+        values += chain.from_iterable(space.values() for space in spaces)
+        owners += filter(None, map(_function_in, values))
         containers = [each for each in values if type(each) in CONTAINERS]
         for _ in range(_CONTAINERS_DEEP):
             dicts = [each for each in containers if type(each) is dict]
@@ -42,8 +42,8 @@ class Held:
             inner = [*_keys_and_values(dicts), *chain.from_iterable(others)]
             self._dicts += dicts
             self._items += _keys_and_values(dicts)
-            owners += (each for each in others if type(each) in _CHANGEABLE)
-            owners += (each for each in inner if type(each) is types.FunctionType)
+            owners += [each for each in others if type(each) in _CHANGEABLE]
+            owners += [each for each in inner if type(each) is types.FunctionType]
             containers = [each for each in inner if type(each) in CONTAINERS]
         self._owners += owners
         self._inside += gc.get_referents(*owners)

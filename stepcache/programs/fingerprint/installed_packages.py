@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ def _is_compiler(module: str) -> bool:
     return module.partition(".")[0] == "jaxlib"
 
 
-def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> None:
+def note_modules(walk: Walk, modules: Sequence[str], names: dict[str, str]) -> None:
     """Notes the content of installed modules, and what was put into them since.
 
     What one process has looked at once is not looked at again as long as it holds the same objects.
@@ -167,6 +167,25 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
         modules: those that a trace entered.
         names: what it read of these and of others.
     """
+    with _lock:
+        if names:
+            look_again()
+        not_loaded = tuple(name for name in names if name not in sys.modules)
+        key = (tuple(modules), tuple(names.items()), not_loaded)
+        facts = _noted.get(key)
+        if facts is None:
+            notes = Walk()
+            if not _note(notes, modules, names) or notes.blames:
+                _note(walk, modules, names)
+                return
+            if len(_noted) >= _REMEMBERED:
+                _noted.clear()
+            facts = _noted[key] = notes.facts
+        walk.facts.update(facts)
+
+
+def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
+    """See `note_modules`. Returns whether it stays so until something is found replaced."""
     global _replacements
     for name in modules:
         walk.once(f"module {name}", _content(name).digest)
@@ -174,19 +193,17 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
         package = name.partition(".")[0]
         if package not in TRUSTED and _has_compiled_code(package):
             walk.blame(f"package {package}", "it has compiled code, which may read anything")
-    if not names:
-        return
-    with _lock:
-        look_again()
-        for name, read in names.items():
-            module = sys.modules.get(name)
-            if module is None:
-                continue
-            found = _states.get(name)
-            if found is None or found.module is not module:
-                _replacements += found is not None
-                found = _states[name] = _ModuleState(name, module)
-            found.note(walk, read)
+    lasting = True
+    for name, read in names.items():
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        found = _states.get(name)
+        if found is None or found.module is not module:
+            _replacements += found is not None
+            found = _states[name] = _ModuleState(name, module)
+        lasting = found.note(walk, read) and lasting
+    return lasting
 
 
 def look_at_modules(modules: Iterable[str], names: dict[str, str]) -> None:
@@ -218,12 +235,22 @@ def _read(path: str) -> _Content:
         content = b""
     if not content:
         return _Content("absent", frozenset())
-    found = _GLOBAL.findall(content) if path.endswith(".py") and b" global " in content else ()
-    names = (name.strip().decode(errors="replace") for each in found for name in each.split(b","))
-    return _Content(hashlib.sha256(content).hexdigest()[:16], frozenset(names))
+    varying = frozenset(_assigned_globals(content)) if path.endswith(".py") else frozenset()
+    return _Content(hashlib.sha256(content).hexdigest()[:16], varying)
 
 
-_GLOBAL = re.compile(rb"^\s+global +([\w, ]+)", re.MULTILINE)
+def _assigned_globals(source: bytes) -> Iterator[str]:
+    """The names in the `global` statements of a module. They stand at the begin of a line."""
+    at = source.find(_GLOBAL)
+    while at >= 0:
+        if not source[source.rfind(b"\n", 0, at) + 1 : at].strip():
+            names = re.match(rb"[\w, ]*", source[at + len(_GLOBAL) :][:_LONGEST_STATEMENT])
+            for name in names[0].split(b",") if names else ():
+                yield name.strip().decode(errors="replace")
+        at = source.find(_GLOBAL, at + 1)
+
+
+_GLOBAL, _LONGEST_STATEMENT = b"global ", 1 << 12
 _lock = threading.RLock()
 _contents: dict[str, _Content] = {}
 
@@ -288,10 +315,13 @@ class _ModuleState:
         self._digests: dict[str, str] = {}
         self._notable: dict[str, tuple[_Meaning, ...]] = {}
 
-    def note(self, walk: Walk, read: str) -> None:
+    def note(self, walk: Walk, read: str) -> bool:
         """Notes what some names of the module mean, given with spaces between.
 
         To be called after `look_again`.
+
+        Returns:
+            Whether that lasts until something is found replaced.
         """
         for name in self._unsteady:
             self._meanings.pop(name, None)
@@ -299,9 +329,7 @@ class _ModuleState:
         known = self._digests.get(read)
         if known is None:
             names = read.split()
-            for name in names:
-                if name not in self._meanings:
-                    self._look_at(name)
+            self._look_at([name for name in names if name not in self._meanings])
             meanings = [self._meanings[name] for name in names]
             known = _digest(text for meaning in meanings for text in meaning.texts)
             notable = tuple(each for each in meanings if each.facts or each.values)
@@ -314,6 +342,7 @@ class _ModuleState:
             for path, value in meaning.values:
                 walk.value(path, value)
         walk.once(f"names of {self._name}", known)
+        return read in self._digests and not any(meaning.values for meaning in notable)
 
     def look(self) -> None:
         """Looks at all names anew where some object was replaced: a cache may just have grown."""
@@ -322,8 +351,7 @@ class _ModuleState:
             return
         before = self._meanings
         self._forget()
-        for name in before:
-            self._look_at(name)
+        self._look_at(before)
         _replacements += any(self._meanings[name] != before[name] for name in before)
 
     def has_its_names(self) -> bool:
@@ -331,20 +359,27 @@ class _ModuleState:
         found = map(self._space.get, self._names, itertools.repeat(_GONE))
         return all(map(operator.is_, found, self._values))
 
-    def _look_at(self, name: str) -> None:
-        """Finds out what a name means, and holds on to what that was told by."""
+    def _look_at(self, names: Iterable[str]) -> None:
+        """Finds out what names mean, and holds on to what that was told by."""
+        held = Held()
+        held.hold([self._space[name] for name in names if self._find_meaning(name)])
+        self.held.add(held)
+        _all_held.add(held)
+
+    def _find_meaning(self, name: str) -> bool:
+        """Finds out what a name means. Returns whether to hold on to its value."""
         notes: Any = _Notes()
         value = self._space.get(name, _GONE)
         kinds: Any = (types.FunctionType, type, types.ModuleType)
         fixed = isinstance(value, kinds) and value.__name__.endswith(name)  # Its definition.
         if self._has_state and not fixed and name in _content(self._name).varying:
             self._meanings[name] = _Meaning((f"{name} varies",), {}, [])
-            return
+            return False
         self._names.append(name)
         self._values.append(value)
         if value is _GONE:
             self._meanings[name] = _Meaning((f"{name} gone",), {}, [])
-            return
+            return False
         path = f"{self._name}.{name}"
         text = _meaning(notes, path, value, self._has_state)
         texts = [f"{name} {text}"]
@@ -353,13 +388,10 @@ class _ModuleState:
         elif _is_told(name, value, text, self._name.partition(".")[0]):
             notes.once(path, text)
         self._meanings[name] = _Meaning(tuple(texts), notes.facts, notes.values)
-        if self._is_steady(value):
-            held = Held()
-            held.hold(value)
-            self.held.add(held)
-            _all_held.add(held)
-        else:
+        if not self._is_steady(value):
             self._unsteady.add(name)
+            return False
+        return True
 
     def _is_steady(self, value: Any) -> bool:
         """Whether `hold` sees everything that could change what a value means."""
@@ -371,6 +403,7 @@ class _ModuleState:
 
 _states: dict[str, _ModuleState] = {}
 _all_held = Held()
+_noted: dict[Hashable, dict[str, str]] = {}
 _replacements = 0
 
 
@@ -380,6 +413,7 @@ def look_again() -> None:
     with _lock:
         if _all_held.is_same() and all(map(_ModuleState.has_its_names, _states.values())):
             return
+        _noted.clear()
         for state in _states.values():
             state.look()
         _all_held = Held()
@@ -432,6 +466,9 @@ def _told_class(walk: Any, cls: type, has_state: bool) -> str:
     name = f"{cls.__module__}.{cls.__qualname__}"
     for attribute, value in sorted(_members(cls)):
         text = _name_of_function(value)
+        if text is not None and value.__module__ == cls.__module__ and text.endswith(attribute):
+            texts.append(f"{attribute} {text}")  # Most are such.
+            continue
         if text is None:
             if isinstance(value, type):
                 continue
@@ -466,12 +503,17 @@ def _digest(texts: Iterable[str]) -> str:
 
 def _name_of_function(value: Any) -> str | None:
     """The name of a function that is an installed package's own, or None: the usual case, fast."""
-    if type(value) is not types.FunctionType or value.__defaults__:
+    if type(value) is not types.FunctionType:
         return None
     filename = value.__code__.co_filename
     if filename.startswith("<") or origin_of_file(filename) == USER:
         return None
-    return f"{value.__module__}.{value.__qualname__}"
+    return _name_with_defaults(value)
+
+
+def _name_with_defaults(function: types.FunctionType) -> str:
+    defaults = plain_text(function.__defaults__) if function.__defaults__ else None
+    return f"{defaults or ''}{function.__module__}.{function.__qualname__}"
 
 
 def _meaning(walk: Any, path: str, value: Any, has_state: bool) -> str:
@@ -483,8 +525,7 @@ def _meaning(walk: Any, path: str, value: Any, has_state: bool) -> str:
         if is_foreign(value):
             walk.value(path, value)
             return "the user's"
-        defaults = plain_text(value.__defaults__ or ()) or ""
-        return f"{defaults.removesuffix('()')}{value.__module__}.{value.__qualname__}"
+        return _name_with_defaults(value)
     if kind is types.ModuleType:
         return value.__name__
     if (text := plain_text(value)) is not None:
