@@ -3,7 +3,8 @@
 1. *No trace*: a question asked before the trace finds a candidate that agrees with every fact.
 2. *No compile*: what was lowered has the digest of a stored executable.
 3. *Build*: nothing was found; what was compiled is stored, in the background, once it has been
-   loaded again as another process would load it.
+   loaded again as another process would load it. A process that is about to end leaves that to
+   the next start, which traces and compiles again what does not load.
 """
 
 from __future__ import annotations
@@ -259,7 +260,8 @@ class Archive:
         if "compile" in publication.seconds:
             data = publication.data or publication.serialized()
             with self.tier.loading("program", digest):
-                storing.load_executable(data, storing.program_devices(publication.run))
+                if threading.main_thread().is_alive():  # Else the process waits to end.
+                    storing.load_executable(data, storing.program_devices(publication.run))
                 if not self.tier.publish("program", digest, {"label": address.label}, data):
                     return
         if publication.traced.tree is not None:

@@ -338,42 +338,56 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
     # By their identities, for hashing code looks at all of it; and kept, so that those stay theirs.
     seen: dict[int, Any] = {}
 
-    def profile(frame: FrameType, event: Any, argument: Any, identity: Any = id) -> None:
-        # Called millions of times: what was seen before has to leave by the first lines.
-        if event == "call":
-            code = frame.f_code
-            if identity(code) in seen:
-                return
-            recordings = _current()
-            if recordings and identity(code) in _counted:
-                for recording in recordings:
-                    recording.entered[identity(code)] = code
-                seen[identity(code)] = code
-            elif recordings and _enter(code, frame):
-                seen[identity(code)] = code
-                if not _is_of_imports(code) and _names_an_opener(code, frame.f_globals):
-                    _process_hooks.audit(_audit)
-        elif event == "c_call":
-            owner = argument.__self__
-            kind = type(owner)
-            if identity(kind) in seen:
-                return
-            known = argument if kind is ModuleType else owner if kind is type else kind
-            if identity(known) in seen:
-                return
-            if known is sys.setprofile and frame.f_globals is not vars(_process_hooks):
-                for recording in _active.stack:
-                    recording.unavailable = _ANOTHER_PROFILER
-                return
-            if _may_open_files(known):
-                if _is_of_imports(frame.f_code):
-                    return
+    def entered(code: CodeType, frame: FrameType) -> None:
+        recordings = _current()
+        if recordings and id(code) in _counted:
+            for recording in recordings:
+                recording.entered[id(code)] = code
+            seen[id(code)] = code
+        elif recordings and _enter(code, frame):
+            seen[id(code)] = code
+            if not _is_of_imports(code) and _names_an_opener(code, frame.f_globals):
                 _process_hooks.audit(_audit)
-            suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
-            if known.__module__ in suspects:
-                _call(argument, frame)
-            else:
-                seen[identity(known)] = known
+
+    def called(function: Any, frame: FrameType) -> None:
+        owner = function.__self__
+        kind = type(owner)
+        known = function if kind is ModuleType else owner if kind is type else kind
+        if id(known) in seen:
+            return
+        if known is sys.setprofile and frame.f_globals is not vars(_process_hooks):
+            for recording in _active.stack:
+                recording.unavailable = _ANOTHER_PROFILER
+            return
+        if _may_open_files(known):
+            if _is_of_imports(frame.f_code):
+                return
+            _process_hooks.audit(_audit)
+        suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
+        if known.__module__ in suspects:
+            _call(function, frame)
+        else:
+            seen[id(known)] = known
+
+    def profile(
+        frame: FrameType,
+        event: str,
+        argument: Any,
+        # Called millions of times: no name is looked up, and texts of Python's own are compared by
+        # identity.
+        seen: Any = seen,
+        identity: Any = id,
+        kind_of: Any = type,
+        call: str = sys.intern("call"),
+        c_call: str = sys.intern("c_call"),
+    ) -> None:
+        if event is call:
+            if identity(frame.f_code) not in seen:
+                entered(frame.f_code, frame)
+        elif event is c_call:
+            if identity(argument) in seen or identity(kind_of(argument.__self__)) in seen:
+                return
+            called(argument, frame)
 
     return profile
 
