@@ -373,18 +373,15 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         frame: FrameType,
         event: str,
         argument: Any,
-        # Called millions of times: no name is looked up, and texts of Python's own are compared by
-        # identity.
+        # Called millions of times: no name is looked up.
         seen: Any = seen,
         identity: Any = id,
         kind_of: Any = type,
-        call: str = sys.intern("call"),
-        c_call: str = sys.intern("c_call"),
     ) -> None:
-        if event is call:
+        if event == "call":
             if identity(frame.f_code) not in seen:
                 entered(frame.f_code, frame)
-        elif event is c_call:
+        elif event == "c_call":
             if identity(argument) in seen or identity(kind_of(argument.__self__)) in seen:
                 return
             called(argument, frame)
