@@ -2,9 +2,9 @@
 
 1. *No trace*: a question asked before the trace finds a candidate that agrees with every fact.
 2. *No compile*: what was lowered has the digest of a stored executable.
-3. *Build*: nothing was found; what was compiled is stored, in the background, once it has been
-   loaded again as another process would load it. A process that is about to end leaves that to
-   the next start, which traces and compiles again what does not load.
+3. *Build*: nothing was found; what was compiled is stored, in the background. Soon after it is
+   loaded again, as another process would load it, and discarded if it does not load. A process that
+   ends before leaves that to the next start.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from stepcache import jaxcompat
 from stepcache._process_hooks import quick_switching
 from stepcache.events import Change
 from stepcache.jaxcompat import Runnable, storing
-from stepcache.programs.background import LATER, Job, Worker
+from stepcache.programs.background import LATER, Job, Worker, builds
 from stepcache.programs.candidate import (
     Address,
     Candidate,
@@ -42,6 +43,7 @@ from stepcache.programs.question import Question
 CANDIDATES_KEPT = 8
 _RUNS_COMPARED = 8
 _PRELOADED_AT_MOST = 256
+_LOADED_AGAIN_SECONDS = 1.0
 
 _log = logging.getLogger("stepcache")
 
@@ -259,13 +261,20 @@ class Archive:
         address, digest = publication.address, publication.digest
         if "compile" in publication.seconds:
             data = publication.data or publication.serialized()
-            with self.tier.loading("program", digest):
-                if threading.main_thread().is_alive():  # Else the process waits to end.
-                    storing.load_executable(data, storing.program_devices(publication.run))
-                if not self.tier.publish("program", digest, {"label": address.label}, data):
-                    return
+            if not self.tier.publish("program", digest, {"label": address.label}, data):
+                return
+            devices = storing.program_devices(publication.run)
+            due = time.perf_counter() + _LOADED_AGAIN_SECONDS
+            self.verifier.submit(functools.partial(self._load_again, digest, devices, due))
         if publication.traced.tree is not None:
             self._add_candidate(address, publication.candidate(self.history.clock()))
+
+    def _load_again(self, digest: str, devices: tuple[Any, ...], due: float) -> Any:
+        """Loads what was stored as another process would, and discards what does not load."""
+        if time.perf_counter() < max(due, builds.quiet_since()):
+            return LATER
+        self._read_executable(digest, lambda data: storing.load_executable(data, devices))
+        return None
 
     def _add_candidate(self, address: Address, candidate: Candidate) -> None:
         others = self._others(address, candidate)
