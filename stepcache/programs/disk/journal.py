@@ -144,20 +144,22 @@ class Journal:
     def mark(self, kind: str, digest: str) -> Path | None:
         """Notes that this process is about to load an entry; None where it cannot be noted."""
         path = self._directory / f"{kind}.{digest}.{unique_name()}"
+        _own[path] = os.getpid()  # For as long as it may be there: a thread may end anywhere.
         try:
             os.close(os.open(path, CREATE_FLAGS, 0o600))
         except OSError:
+            _own.pop(path, None)
             return None
-        _own[path] = os.getpid()
         return path
 
     def unmark(self, path: Path) -> bool:
         """Takes a marker away. Returns whether it was this call that did."""
-        _own.pop(path, None)
         try:
             path.unlink()
         except OSError:
             return False
+        finally:
+            _own.pop(path, None)
         return True
 
     def killers(self, kind: str, digest: str) -> list[Marker]:
