@@ -52,7 +52,7 @@ def test_the_language_model_explains_what_the_readme_says(tmp_path):
 
 
 # Each of these is a dozen fresh processes, and minutes.
-ROUNDS = {"restart": 5, "first_steps": 11, "pod_start": 7}
+ROUNDS = {"restart": 5, "first_steps": 11, "pod_start": 7, "small_steps": 5}
 
 
 @pytest.mark.parametrize("result", sorted((ROOT / "benchmarks" / "results").glob("*.json")))
@@ -80,6 +80,28 @@ def test_the_figures_of_pods_are_those_of_two_results():
             assert seconds == f"{row['median_seconds']:.1f}"
             ratios = "{ratio:.2f} × ({ratio_low:.2f} … {ratio_high:.2f})".format(**row)
             assert ratio == ("" if name.endswith("`jax.jit`") else ratios)
+
+
+def test_the_figures_of_small_steps_are_those_of_the_results():
+    """Of each Python: seconds, the ratio to them, and by how much later the process ends."""
+    lines = README[README.index("| many steps, or a large one |") :].split("\n\n")[0].splitlines()[2:]
+    results = sorted((ROOT / "benchmarks" / "results").glob("small_steps-*.json"))
+    for number, result in enumerate(results):
+        measured = {
+            (row["case"], row["contender"]): row for row in json.loads(result.read_text())["rows"]
+        }
+        assert len(lines) == len({case for case, _ in measured}) // 2
+        for line in lines:
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            warm = name.endswith("warm")
+            plain = "jax.jit, persistent cache" if warm else "jax.jit, nothing stored"
+            ours = "stepcache, third start" if warm else "stepcache, nothing stored"
+            ends = [measured[f"end, {name}", each]["median_seconds"] for each in (plain, ours)]
+            assert cells[3 * number : 3 * number + 3] == [
+                f"{measured[name, plain]['median_seconds']:.2f}",
+                "{ratio:.2f} × ({ratio_low:.2f} … {ratio_high:.2f})".format(**measured[name, ours]),
+                f"{ends[1] - ends[0]:+.1f}",
+            ]
 
 
 # Of each table: what its header says, the benchmark, and the contenders of its columns of ratios.
