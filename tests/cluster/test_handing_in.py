@@ -89,3 +89,47 @@ def test_what_does_not_divide_is_said(tmp_path):
     """
     for rank in succeeded(run_pod(tmp_path, script, 2, devices=2)):
         assert "does not divide" in rank.said("error")[0] and "size 6" in rank.said("error")[0]
+
+
+EVERY_KIND = """
+def global_array(value):
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), value)
+KINDS = {
+    "none": lambda n: None, "int": lambda n: n, "float": lambda n: float(n), "bool": lambda n: True,
+    "numpy scalar": lambda n: np.float32(n), "numpy": lambda n: np.full(3, n, np.float32),
+    "key": lambda n: jax.random.key(n), "old key": lambda n: jax.random.PRNGKey(n),
+    "local": lambda n: jnp.full(3, float(n)), "tree": lambda n: {"a": n, "b": np.float32(n)},
+}
+@sc.step(carry="state", batch="batch", static_argnames=("train",))
+def step(state, batch, extra=None, train=True):
+    is_key = hasattr(extra, "dtype") and jnp.issubdtype(extra.dtype, jax.dtypes.prng_key)
+    if is_key:
+        extra = jax.random.key_data(extra) * 0
+    total = sum(jnp.sum(x).astype(jnp.float32) for x in jax.tree.leaves(extra))
+    return state + batch.sum(), total * (1 if train else 2)
+made = {"plain": lambda: jnp.zeros(()), "host": lambda: np.zeros((), np.float32),
+        "variables": lambda: sc.Variables(np.zeros((), np.float32))}
+batches = {"host": np.ones(2, np.float32), "global": global_array(np.ones(2, np.float32))}
+with sc.Session(mesh):
+    for state_kind, make in made.items():
+        for batch_kind, batch in batches.items():
+            for kind, value in KINDS.items():
+                for how in ("positional", "keyword", "static"):
+                    state = make()
+                    for number in range(10):
+                        if how == "positional":
+                            state, total = step(state, batch, value(number))
+                        else:
+                            state, total = step(state, batch, extra=value(number), train=how != "static")
+                    result = state.value if state_kind == "variables" else state
+                    assert float(result) == 20.0 * SCALE, (state_kind, batch_kind, kind, how, result)
+say("misses", step.stats().misses)
+"""
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_kind_of_argument_over_ten_calls(tmp_path, count):
+    """Scalars, keys and local arrays stay host values on each process, whatever the others are."""
+    script = EVERY_KIND.replace("SCALE", str(count))
+    ranks = succeeded(run_pod(tmp_path, script, count))
+    assert len({tuple(rank.said("misses")) for rank in ranks}) == 1

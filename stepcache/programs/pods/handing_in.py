@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -32,26 +33,37 @@ class HandingIn:
         self._token = token
         self._tree = request.call.signature.tree
         self._parts = [
-            (index, value.shape, value.dtype, placed)
+            (index, type(value), value.shape, value.dtype, placed)
             for index, (value, placed) in enumerate(
                 zip(request.call.leaves, request.placed, strict=True)
             )
-            if placed is not None and isinstance(value, np.ndarray)
+            if placed is not None and _is_handed_in(value)
         ]
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """The arguments with arrays over all processes; None for a call that is not alike."""
-        if jaxcompat.session_context.value is not self._token:
+        """The arguments with arrays over all processes; None where nothing becomes one of those,
+        and for a call that is not alike.
+        """
+        if not self._parts or jaxcompat.session_context.value is not self._token:
             return None
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         if tree != self._tree:
             return None
-        for index, shape, dtype, placed in self._parts:
+        for index, kind, shape, dtype, placed in self._parts:
             value = leaves[index]
-            if type(value) is not np.ndarray or (value.shape, value.dtype) != (shape, dtype):
+            if type(value) is not kind or (value.shape, value.dtype) != (shape, dtype):
+                return None
+            if not _is_handed_in(value):
                 return None
             leaves[index] = spanning(value, placed.sharding, placed.shape)
         return tree.unflatten(leaves)
+
+
+def _is_handed_in(value: Any) -> bool:
+    """Whether a value is this process's own, and no Python scalar: so that types stay weak."""
+    if isinstance(value, jax.Array):
+        return value.is_fully_addressable
+    return isinstance(value, np.ndarray | np.generic)
 
 
 def handed_in(request: Request) -> Call:
@@ -59,16 +71,18 @@ def handed_in(request: Request) -> Call:
 
     In one process that is the call as it came: the program places its leaves itself. Over several,
     leaves that the session places are this process's parts of arrays, or the whole of replicated
-    ones. Python scalars stay what they are, so that their types stay weak.
+    ones.
     """
     call = request.call
     if not is_of_pod(request):
         return call
     leaves = [
         spanning(value, placed.sharding, placed.shape)
-        if placed is not None and isinstance(value, jax.Array | np.ndarray | np.generic)
+        if placed is not None and _is_handed_in(value)
         else value
         for value, placed in zip(call.leaves, request.placed, strict=True)
     ]
+    if all(map(operator.is_, leaves, call.leaves)):
+        return call
     args, kwargs = call.signature.tree.unflatten(leaves)
     return replace(call, leaves=leaves, args=args, kwargs=kwargs)
