@@ -739,6 +739,34 @@ def test_a_payload_that_xla_refuses_is_a_miss(tmp_path):
     assert levels(step.stats()) == BUILT
 
 
+def test_what_does_not_load_again_is_discarded_soon_after_it_is_stored(tmp_path, monkeypatch):
+    from stepcache.jaxcompat import storing
+    from stepcache.programs import archive
+
+    def fail(data, devices):
+        raise RuntimeError("Function wrapped_abs not found")
+
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    monkeypatch.setattr(archive, "_LOADED_AGAIN_SECONDS", 0.0)
+    cache = cache_in(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(storing, "load_executable", fail)
+        with sc.Session(cache=cache):
+            assert life(source, cache, tmp_path).step(np.ones(8))[0] == 2
+        cache.flush()
+        cache.archive().verifier.flush()
+    assert not list(cache.archive().tier.entries("program"))
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        step = life(source, cache, tmp_path).step
+        assert step(np.ones(8))[0] == 2
+    assert levels(step.stats()) == BUILT
+
+
 def test_a_library_patched_between_two_steps_that_share_traces(tmp_path, monkeypatch):
     """The second takes nothing that was traced for the first, and is not stored as if unpatched."""
     from jax._src.numpy import reductions
