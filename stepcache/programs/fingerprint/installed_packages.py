@@ -439,7 +439,10 @@ def _is_held_whole(value: Any) -> bool:
         *CONTAINERS,
         *_DESCRIPTORS,
     )
-    return plain_text(value) is not None or callable(value) or isinstance(value, kinds)
+    if plain_text(value) is not None or callable(value) or isinstance(value, kinds):
+        return True
+    kind = type(value)  # A mere mark has neither attributes nor slots.
+    return not kind.__dictoffset__ and kind.__basicsize__ == object.__basicsize__
 
 
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
