@@ -739,6 +739,28 @@ def test_a_payload_that_xla_refuses_is_a_miss(tmp_path):
     assert levels(step.stats()) == BUILT
 
 
+def test_what_a_trace_compiles_by_itself_is_no_matter_of_ours(tmp_path):
+    """JAX's functions that we replace while we compile are not taken for somebody's patches."""
+    source = """
+    traced = []
+    @sc.step
+    def step(x):
+        traced.append(1)
+        with jax.ensure_compile_time_eval():
+            constant = jnp.sin(jnp.arange(SIZE, dtype=jnp.float32)).sum()
+        return x * constant
+    """
+    for expected in (BUILT, WITHOUT_A_TRACE):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            for size in ("17", "19"):
+                module = life(source.replace("SIZE", size), cache, tmp_path)
+                module.step(np.ones(8))
+                assert levels(module.step.stats()) == expected
+                assert len(module.traced) == (expected == BUILT)
+        cache.flush()
+
+
 def test_what_does_not_load_again_is_discarded_soon_after_it_is_stored(tmp_path, monkeypatch):
     from stepcache.jaxcompat import storing
     from stepcache.programs import archive

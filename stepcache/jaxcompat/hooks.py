@@ -149,6 +149,14 @@ def _span_processes(devices: Any) -> bool:
     return len({device.process_index for device in devices.flat}) > 1
 
 
+REPLACED = frozenset(
+    (
+        ("jax._src.compiler", "compile_or_get_cached"),
+        ("jax._src.cache_key", "_hash_accelerator_config"),
+    )
+)
+"""Module and name of the functions that are replaced while a program is compiled."""
+
 if CAN_COMPILE_THROUGH:
     _compile = _Replacement(compiler, "compile_or_get_cached", _compile_over)
     _hash = _Replacement(cache_key, "_hash_accelerator_config", _hash_over)

@@ -20,6 +20,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepcache.jaxcompat.hooks import REPLACED
 from stepcache.programs.fingerprint import instances
 from stepcache.programs.fingerprint.classes import is_foreign
 from stepcache.programs.fingerprint.held import CONTAINERS, Held
@@ -372,7 +373,8 @@ class _ModuleState:
         value = self._space.get(name, _GONE)
         kinds: Any = (types.FunctionType, type, types.ModuleType)
         fixed = isinstance(value, kinds) and value.__name__.endswith(name)  # Its definition.
-        if self._has_state and not fixed and name in _content(self._name).varying:
+        varies = not fixed and name in _content(self._name).varying
+        if self._has_state and (varies or (self._name, name) in REPLACED):
             self._meanings[name] = _Meaning((f"{name} varies",), {}, [])
             return False
         self._names.append(name)
