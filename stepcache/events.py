@@ -12,12 +12,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import jax.monitoring
 
-from stepcache.units import counted
+from stepcache.units import counted, html_table, readable_bytes
 
 _log = logging.getLogger("stepcache")
 
@@ -275,6 +275,27 @@ class StepStats:
     own_seconds: float = 0.0
     moved_bytes: int = 0
     programs: int = 0
+
+    def _told(self) -> dict[str, str]:
+        """What there is to tell: counts and times that are not zero, and always the first ones."""
+        told = {}
+        for name in (each.name for each in fields(self)):
+            value, (what, _, unit) = getattr(self, name), name.rpartition("_")
+            if unit == "seconds":
+                text = f"{value:.3f} s"
+            else:
+                text = readable_bytes(value) if unit == "bytes" else str(value)
+            if value or name in ("misses", "traces", "compiles", "loads"):
+                told[f"{what} time" if unit == "seconds" else what or name] = text
+        return told
+
+    def __str__(self) -> str:
+        told = self._told()
+        names, values = max(map(len, told)), max(map(len, told.values()))
+        return "\n".join(f"{name:{names}}  {text:>{values}}" for name, text in told.items())
+
+    def _repr_html_(self) -> str:
+        return html_table("", self._told())
 
 
 RecordedEvent = TypeVar("RecordedEvent", bound=Event)

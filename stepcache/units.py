@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import html
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def readable_bytes(size: int) -> str:
@@ -41,3 +42,13 @@ def readable_ranks(ranks: Iterable[int]) -> str:
             spans.append([rank, rank])
     texts = (str(low) if low == high else f"{low}–{high}" for low, high in spans)
     return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(texts)}"
+
+
+def html_table(caption: str, rows: Mapping[str, str]) -> str:
+    """Names and texts as a table, for notebooks."""
+    cells = "".join(
+        f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+        f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
+        for name, text in rows.items()
+    )
+    return f"<table><caption>{html.escape(caption)}</caption>{cells}</table>"

@@ -17,3 +17,19 @@ from stepcache.units import counted
 )
 def test_counted(count, noun, text):
     assert counted(count, noun) == text
+
+
+def test_stats_are_read_as_a_table():
+    import stepcache as sc
+
+    stats = sc.StepStats(misses=2, traces=1, loads=1, trace_seconds=0.25, moved_bytes=1_500_000)
+    assert str(stats).splitlines() == [
+        "misses            2",
+        "traces            1",
+        "compiles          0",
+        "loads             1",
+        "trace time  0.250 s",
+        "moved        1.5 MB",
+    ]
+    assert "<td style='text-align:left'>0.250 s</td>" in stats._repr_html_()
+    assert repr(stats).startswith("StepStats(misses=2, ")
