@@ -84,7 +84,9 @@ def test_the_figures_of_pods_are_those_of_two_results():
 
 def test_the_figures_of_small_steps_are_those_of_the_results():
     """Of each Python: seconds, the ratio to them, and by how much later the process ends."""
-    lines = README[README.index("| many steps, or a large one |") :].split("\n\n")[0].splitlines()[2:]
+    lines = (
+        README[README.index("| many steps, or a large one |") :].split("\n\n")[0].splitlines()[2:]
+    )
     results = sorted((ROOT / "benchmarks" / "results").glob("small_steps-*.json"))
     for number, result in enumerate(results):
         measured = {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,6 @@ MODEL = """
     import json, sys
     import jax, optax
     from flax import nnx
-    from stepcache.programs.fingerprint.walk import Walk
 
     class Block(nnx.Module):
         def __init__(self, rngs):
@@ -255,3 +255,24 @@ def test_names_that_could_be_mistaken_for_one_another_stay_apart():
     one, other = Settings(a=1), Settings(a=1)
     one.a, other.a = 2, 3
     assert fingerprint(one) != fingerprint(other) != fingerprint(Settings(a=1))
+
+
+def test_another_module_in_the_place_of_one_that_was_looked_at(monkeypatch):
+    """As by a reload by hand: what was noted of the first says nothing of the second."""
+    from stepcache.programs.fingerprint import installed_packages
+
+    def noted():
+        walk = Walk()
+        installed_packages.note_modules(walk, ["jax._src.nn.functions"], names)
+        return walk.facts
+
+    module = sys.modules["jax._src.nn.functions"]
+    names = {"jax._src.nn.functions": "gelu relu"}
+    before = noted()
+    assert noted() == before
+    other = types.ModuleType(module.__name__)
+    other.__dict__.update(vars(module), gelu=len)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, other)
+        assert noted() != before
+    assert noted() == before

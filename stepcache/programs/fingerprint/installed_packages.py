@@ -187,7 +187,6 @@ def note_modules(walk: Walk, modules: Sequence[str], names: dict[str, str]) -> N
 
 def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
     """See `note_modules`. Returns whether it stays so until something is found replaced."""
-    global _replacements
     for name in modules:
         walk.once(f"module {name}", _content(name).digest)
         walk.distribution(name)
@@ -200,8 +199,7 @@ def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
         if module is None:
             continue
         found = _states.get(name)
-        if found is None or found.module is not module:
-            _replacements += found is not None
+        if found is None:
             found = _states[name] = _ModuleState(name, module)
         lasting = found.note(walk, read) and lasting
     return lasting
@@ -411,9 +409,14 @@ _replacements = 0
 
 def look_again() -> None:
     """Looks at all that was looked at before."""
-    global _all_held
+    global _all_held, _replacements
     with _lock:
-        if _all_held.is_same() and all(map(_ModuleState.has_its_names, _states.values())):
+        others = [name for name in _states if sys.modules.get(name) is not _states[name].module]
+        for name in others:
+            del _states[name]
+        _replacements += len(others)
+        names_hold = all(map(_ModuleState.has_its_names, _states.values()))
+        if not others and names_hold and _all_held.is_same():
             return
         _noted.clear()
         for state in _states.values():
