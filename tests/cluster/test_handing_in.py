@@ -120,9 +120,11 @@ with sc.Session(mesh):
                         if how == "positional":
                             state, total = step(state, batch, value(number))
                         else:
-                            state, total = step(state, batch, extra=value(number), train=how != "static")
+                            more = dict(extra=value(number), train=how != "static")
+                            state, total = step(state, batch, **more)
                     result = state.value if state_kind == "variables" else state
-                    assert float(result) == 20.0 * SCALE, (state_kind, batch_kind, kind, how, result)
+                    which = (state_kind, batch_kind, kind, how, result)
+                    assert float(result) == 20.0 * SCALE, which
 say("misses", step.stats().misses)
 """
 
