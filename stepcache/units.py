@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 
@@ -52,3 +54,8 @@ def html_table(caption: str, rows: Mapping[str, str]) -> str:
         for name, text in rows.items()
     )
     return f"<table><caption>{html.escape(caption)}</caption>{cells}</table>"
+
+
+def terminal_width() -> int:
+    """Columns of the terminal; 100 where the output goes elsewhere."""
+    return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100

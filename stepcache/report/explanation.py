@@ -6,13 +6,14 @@ import io
 import os
 import pathlib
 import secrets
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from stepcache import jaxcompat
@@ -23,10 +24,8 @@ from stepcache.programs.placement import moved_bytes
 from stepcache.programs.recipe import Request
 from stepcache.programs.signature import Leaf, Parameters, Path, Unreadable, short_sharding
 from stepcache.sharding import Placed, Role
-from stepcache.units import counted, readable_bytes
+from stepcache.units import counted, readable_bytes, terminal_width
 from stepcache.variables.plan import Plan
-
-_TEXT_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,7 @@ class Explanation:
         delegated: why the call would go to `jax.jit` as it is; None where it would not.
         stored: whether a call that misses finds its program on disk, without a trace.
         variables: a line for each of the `Variables` that the call passes.
+        variable_leaves: how many leaves these have together.
         plan: the transfers that it needs for them.
         rank: the index of this process among those of the mesh.
         processes: how many those are; they have to agree before a new program runs.
@@ -86,6 +86,7 @@ class Explanation:
     delegated: str | None = None
     stored: bool = False
     variables: tuple[str, ...] = ()
+    variable_leaves: int = 0
     plan: Plan = field(default_factory=Plan)
     rank: int = 0
     processes: int = 1
@@ -102,11 +103,10 @@ class Explanation:
         if self.miss is not None:
             parts.append(Text(str(self.miss)))
         lines = (*self._variable_rows(), *self._rows(), *self._footer())
-        parts += [Text(line) for line in lines]
-        return Group(*parts)
+        return Group(*parts, *map(_Line, lines))
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=_TEXT_WIDTH, color_system=None)
+        console = Console(file=io.StringIO(), width=terminal_width(), color_system=None)
         console.print(self)
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
         return "\n".join(line.rstrip() for line in lines)
@@ -178,7 +178,9 @@ class Explanation:
 
     def _footer(self) -> Iterable[str]:
         where = f"mesh {self.mesh}" if self.mesh else "no mesh: as jax.jit places them"
-        leaves = counted(len(self.arguments), "leaf")
+        leaves = counted(len(self.arguments) + self.variable_leaves, "leaf")
+        if self.variable_leaves:
+            leaves += f", {self.variable_leaves} of variables"
         yield f"{leaves}; {where}; {readable_bytes(self.moved_bytes)} moved."
         if self.processes > 1:
             then = ", which agree on a new program before it runs" if self.miss else ""
@@ -190,6 +192,20 @@ class Explanation:
                 f"captured by closure: {captured.name}, {captured.type}, "
                 f"{readable_bytes(captured.size_bytes)} inside the program"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of text, indented by more where it wraps."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
+        indent = " " * (len(self.text) - len(self.text.lstrip()) + 4)
+        wrapped = textwrap.wrap(
+            self.text, options.max_width, subsequent_indent=indent, break_on_hyphens=False
+        )
+        yield from map(Text, wrapped)
 
 
 def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
@@ -225,6 +241,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         program.captured if program else (),
         stored=stored,
         variables=tuple(use.told()) if use else (),
+        variable_leaves=sum(len(each.layout.slots) for each in use.variables) if use else 0,
         plan=use.plan() if use else Plan(),
         rank=jax.process_index() if len(request.ranks) > 1 else 0,
         processes=max(1, len(request.ranks)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -21,9 +20,8 @@ from stepcache.report.environment import Part
 from stepcache.report.inventory import Build, Checked, Details, Inventory, Item
 from stepcache.report.moving import Exported, Imported
 from stepcache.report.runs import Happening, Run, in_order, in_words
-from stepcache.units import counted, readable_bytes
+from stepcache.units import counted, readable_bytes, terminal_width
 
-_WIDTH_WITHOUT_TERMINAL = 100
 _NAME_WIDTH, _GAP = 20, 2
 _FACTS_SHOWN = 4
 _CHANGES_SHOWN = 12
@@ -37,19 +35,13 @@ _EVENTS = {
 }
 
 
-def _width() -> int:
-    if sys.stdout.isatty():
-        return shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
-    return _WIDTH_WITHOUT_TERMINAL
-
-
 def show(shown: RenderableType) -> None:
     """Prints: as wide as the terminal. Without one tables have 100 columns, and lines no end."""
     if sys.stdout.isatty():
         Console(highlight=False).print(shown)
         return
     file = io.StringIO()
-    console = Console(file=file, width=_width(), color_system=None, highlight=False)
+    console = Console(file=file, width=terminal_width(), color_system=None, highlight=False)
     console.print(shown, soft_wrap=True)
     for line in file.getvalue().splitlines():
         click.echo(line.rstrip().encode(errors="replace").decode())
@@ -68,7 +60,7 @@ def _table(
         name: max(map(len, cells)) for name, *cells in zip(columns, columns, *rows, strict=True)
     }
     if cut:
-        spare = _width() - sum(widths.values()) - _GAP * (len(widths) - 1)
+        spare = terminal_width() - sum(widths.values()) - _GAP * (len(widths) - 1)
         widths[cut] = max(min(widths[cut], _NAME_WIDTH), min(widths[cut], widths[cut] + spare))
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for name, width in widths.items():
@@ -127,7 +119,7 @@ def inventory(found: Inventory, items: Sequence[Item]) -> RenderableType:
         return _line(f"{found.directory} holds no programs.")
     now = time.time()
     columns = ["what", "digest", "builds", "size", "built", "took", "last used", "programs"]
-    shown = len(columns) if _width() >= _WIDTH_WITHOUT_TERMINAL else -1
+    shown = len(columns) if terminal_width() >= 100 else -1
     table = _table(
         columns[:shown],
         [_cells(item, now)[:shown] for item in items],

@@ -85,3 +85,12 @@ def test_rendering_helpers():
     ]
     assert _tail("a/b") == "a/b"
     assert _tail("state/" + "layer/" * 20 + "kernel") == "…/layer/layer/layer/layer/kernel"
+
+
+def test_leaves_of_variables_are_counted_and_what_wraps_is_indented():
+    state = sc.Variables({"w": np.ones((4, 3)), "b": np.ones(3)}, name="a_name_" * 12)
+    step = sc.step(lambda state, batch: (state, batch.sum()), carry="state")
+    lines = str(step.explain(state, np.ones(5))).splitlines()
+    assert lines[-1].startswith("3 leaves, 2 of variables; ")
+    first = next(n for n, line in enumerate(lines) if line.startswith("  state: Variables("))
+    assert lines[first + 1].startswith("      ") and max(map(len, lines)) <= 100
