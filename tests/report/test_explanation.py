@@ -88,7 +88,7 @@ def test_rendering_helpers():
 
 
 def test_leaves_of_variables_are_counted_and_what_wraps_is_indented():
-    state = sc.Variables({"w": np.ones((4, 3)), "b": np.ones(3)}, name="a_name_" * 12)
+    state = sc.Variables({"w": np.ones((4, 3)), "b": np.ones(3)}, name="a_name_" * 6)
     step = sc.step(lambda state, batch: (state, batch.sum()), carry="state")
     lines = str(step.explain(state, np.ones(5))).splitlines()
     assert lines[-1].startswith("3 leaves, 2 of variables; ")
