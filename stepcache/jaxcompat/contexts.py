@@ -184,6 +184,15 @@ def is_tracing() -> bool:
     return get_opaque_trace_state(convention="flax") != _TOP_TRACE_STATE
 
 
+def keeps_what_is_read() -> bool:
+    """True inside a transformation that would keep a value read now as a constant.
+
+    `jax.eval_shape` is one: JAX gives its trace to `jax.jit` of the same function.
+    `jax.ensure_compile_time_eval` asks for constants, and without jit nothing is kept.
+    """
+    return is_tracing() and not (setting("eager_constant_folding") or jit_is_disabled())
+
+
 def must_delegate() -> bool:
     """True under settings whose checks live in JAX's own call path."""
     names = ["jax_debug_key_reuse", "jax_enable_pgle"]

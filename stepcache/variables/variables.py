@@ -16,7 +16,7 @@ from stepcache.errors import VariablesError
 from stepcache.sharding import current_placer, current_reader, mesh_identity
 from stepcache.units import counted, readable_bytes
 from stepcache.variables import checkpoints
-from stepcache.variables.describing import check_not_tracing, joined, matching
+from stepcache.variables.describing import check_not_kept, check_not_tracing, joined, matching
 from stepcache.variables.masters import Held, Master, Reader, hold
 from stepcache.variables.packing import Layout, Packed, Slot, bytes_per_device
 from stepcache.variables.plan import Transfer
@@ -112,7 +112,13 @@ class Variables:
 
     @property
     def value(self) -> Any:
-        """The tree, as it is now: a whole version, in arrays that are yours to keep or donate."""
+        """The tree, as it is now: a whole version, in arrays that are yours to keep or donate.
+
+        Raises:
+            VariablesError: this is inside a transformation, which would keep the value as a
+                constant and not see later writes; or the value is lost.
+        """
+        check_not_kept(self.name)
         try:  # Not under the lock: a step on another thread may build its program for minutes.
             leaves = self._held.copies()
         except (RuntimeError, ValueError):  # Such a step has just taken the buffers for its own.
@@ -258,6 +264,20 @@ class Variables:
                 hint="make them inside the session that uses them, or assign their value to "
                 "variables made there",
             )
+
+    @property
+    def __jax_array__(self):
+        """JAX looks for this in whatever is used as an array.
+
+        Raises:
+            VariablesError: always.
+        """
+        raise VariablesError(
+            "variables are no array, nor a tree of arrays",
+            where=self.name,
+            hint="pass them as an argument of a step, whose function sees their tree; elsewhere "
+            "use .value",
+        )
 
     def __reduce__(self):
         raise VariablesError(
