@@ -32,6 +32,9 @@ from stepcache.variables.transfer import Meter
 from stepcache.variables.wire import error_bound
 
 
+LOST = "the value is lost"
+
+
 class Reader(NamedTuple):
     """Who takes a value, and what for.
 
@@ -293,6 +296,24 @@ class Held:
             return leaves
         own = {id(array) for array in shared}
         return [transfer.copy(leaf) if id(leaf) in own else leaf for leaf in leaves]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a buffer has gone: a program has taken it for its own, and has not returned."""
+        return any(array.is_deleted() for array in self.master.arrays())
+
+    def check_not_lost(self, name: str) -> None:
+        """Whether there is a value. Under the lock, where no program is at work on it.
+
+        Raises:
+            VariablesError: there is none.
+        """
+        if self.is_lost:
+            raise VariablesError(
+                f"{LOST}: a program had taken its buffers, and failed",
+                where=name,
+                hint="assign(...) or restore(...) a value that was kept",
+            )
 
     def put(self, leaves: Sequence[Any], session: Any) -> None:
         """Makes other leaves the value; of random keys, their data will do."""

@@ -153,7 +153,8 @@ def read(
         sources = [buffers[number] for number in exact]
         targets = part.read_ahead(sources) if ahead else part.read(sources)
         for number, host, source, target in zip(exact, part.on_host, sources, targets, strict=True):
-            buffers[number] = target
+            # What stays on the devices is copied: the step may use up what it takes.
+            buffers[number] = copy(source) if target is source else target
             if host is not None:
                 meter.add(HOST_LINK, _bytes_of(source))
                 meter.add(DEVICE_LINK, _bytes_of(target) - _bytes_of(source))

@@ -18,7 +18,7 @@ from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, current_reader
 from stepcache.variables import transfer
 from stepcache.variables.masters import Held, InHostMemory, Reader, hold
-from stepcache.variables.packing import Packed
+from stepcache.variables.packing import Layout, Packed
 from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
 from stepcache.variables.transfer import Meter
 
@@ -58,7 +58,13 @@ class Updates:
 
         Returns:
             What moved.
+
+        Raises:
+            VariablesError: the value, or the optimizer's state, is lost.
         """
+        held.check_not_lost(self._name)
+        if self.state is not None:
+            self.state.check_not_lost(self._name)
         meter = Meter()
         summed = self._sum.add(leaves, meter)
         if summed is None:
@@ -84,17 +90,31 @@ class Updates:
     def ready_state(self, held: Held) -> Held:
         """The optimizer's state, made of the value if there is none yet."""
         if self.state is None:
-            name = f"{self._name}/optimizer"
-            if self._on_host:
-                with jax.default_device(_host_device(self._name)):
-                    value = held.layout.tree.unflatten(map(np.asarray, held.look()[0]))
-                    state = self._write.optimizer.init(value)
-                    self.state = hold(name, state, Replicated(), None, Read())
-            else:
-                value = held.layout.tree.unflatten(held.look()[0])
-                state = self._write.optimizer.init(value)
-                self.state = hold(name, state, self._placement, self._placer, Read())
+            self.state = self._initial_state(held.layout, held.look()[0])
         return self.state
+
+    def state_to_restore(self, held: Held) -> Held:
+        """The optimizer's state to be overwritten: as it is, or made of what a lost value was."""
+        if self.state is None and held.is_lost:
+            zeros = [np.zeros(slot.shape, slot.dtype) for slot in held.layout.slots]
+            return self._initial_state(
+                held.layout, transfer.unpack(transfer.pack(zeros, held.layout))[0]
+            )
+        return self.ready_state(held)
+
+    def _initial_state(self, layout: Layout, leaves: Sequence[Any]) -> Held:
+        name, optimizer = f"{self._name}/optimizer", self._write.optimizer
+        if not self._on_host:
+            state = optimizer.init(layout.tree.unflatten(leaves))
+            return hold(name, state, self._placement, self._placer, Read())
+        with jax.default_device(_host_device(self._name)):
+            state = optimizer.init(layout.tree.unflatten(map(np.asarray, leaves)))
+            return hold(name, state, Replicated(), None, Read())
+
+    def forget_lost_state(self) -> None:
+        """Lets go of a state that a failed push took with it: the next one begins anew."""
+        if self.state is not None and self.state.is_lost:
+            self.state = None
 
 
 class _Sum:

@@ -17,7 +17,7 @@ from stepcache.sharding import current_placer, current_reader, mesh_identity
 from stepcache.units import counted, readable_bytes
 from stepcache.variables import checkpoints
 from stepcache.variables.describing import check_not_kept, check_not_tracing, joined, matching
-from stepcache.variables.masters import Held, Master, Reader, hold
+from stepcache.variables.masters import LOST, Held, Master, Reader, hold
 from stepcache.variables.packing import Layout, Packed, Slot, bytes_per_device
 from stepcache.variables.plan import Transfer
 from stepcache.variables.policy import Placement, Read, Replicated, Write, check_policies
@@ -38,8 +38,12 @@ class Variables:
 
     Pass it to a step in the place of the tree: the step's function sees the tree. Named in `carry`,
     it takes the value that the step returns for it, its version is raised by one, and the same
-    object comes back; else it is read only. A step that raises leaves value and version as they
-    were.
+    object comes back; else it is read only.
+
+    A step that raises before its program runs leaves value and version as they were. A program that
+    fails while it runs has used up the buffers of what it carries. The value is lost then, unless
+    its master copy is in host memory: `.value`, `push`, `save` and steps raise `VariablesError`
+    until `assign` or `restore` gives another one.
 
     Args:
         tree: any pytree of arrays: dicts, flax modules and states, optax states, equinox modules.
@@ -123,22 +127,19 @@ class Variables:
             leaves = self._held.copies()
         except (RuntimeError, ValueError):  # Such a step has just taken the buffers for its own.
             with self.lock:
-                self._check_not_lost()
+                self._held.check_not_lost(self.name)
                 leaves = self._held.copies()
         self.master.looked_at(current_reader())
         return self.layout.tree.unflatten(leaves)
 
-    def _check_not_lost(self) -> None:
-        if any(array.is_deleted() for array in self.master.arrays()):
-            raise VariablesError(
-                "the value is lost: a program had taken its buffers, and failed",
-                where=self.name,
-                hint="assign(...) or restore(...) a value that was kept",
-            )
-
     def block_until_ready(self) -> Variables:
-        """Waits until the value has been computed."""
+        """Waits until the value has been computed.
+
+        Raises:
+            VariablesError: it is lost.
+        """
         with self.lock:
+            self._held.check_not_lost(self.name)
             jax.block_until_ready(self.master.arrays())
         return self
 
@@ -146,6 +147,8 @@ class Variables:
 
     def assign(self, tree: Any) -> None:
         """Takes another value.
+
+        Where a failed `push` lost the optimizer's state too, the state begins anew.
 
         Args:
             tree: of the same structure, shapes and dtypes.
@@ -157,6 +160,7 @@ class Variables:
         leaves = matching(self.name, self.layout, tree, "assigned")
         with self.lock:
             self._held.put(leaves, current_reader())
+            self._updates.forget_lost_state()
 
     def push(self, update: Any) -> None:
         """Does with an update what the `Write` policy says.
@@ -166,7 +170,8 @@ class Variables:
                 optimizer.
 
         Raises:
-            VariablesError: a leaf is missing or new, or has another shape or dtype.
+            VariablesError: a leaf is missing or new, or has another shape or dtype; or the value is
+                lost.
         """
         check_not_tracing("updates cannot be pushed", self.name)
         if self.write.mode == "assign":
@@ -186,11 +191,13 @@ class Variables:
             directory: where to; what is there is replaced when all is written.
 
         Raises:
-            VariablesError: `directory` is a URL.
+            VariablesError: `directory` is a URL, or the value is lost.
         """
         with self.lock:
             version, value = self.version, self.value
             state = self._updates.state
+            if state is not None:
+                state.check_not_lost(self.name)
         slots, leaves = list(self.layout.slots), jax.tree_util.tree_leaves(value)
         if state is not None:
             slots += _state_slots(state)
@@ -211,7 +218,7 @@ class Variables:
         check_not_tracing("variables cannot be restored", self.name)
         with self.lock:
             apply = self.write.mode == "apply"
-            state = self._updates.ready_state(self._held) if apply else None
+            state = self._updates.state_to_restore(self._held) if apply else None
             slots = [*self.layout.slots, *(_state_slots(state) if state else ())]
             leaves, version = checkpoints.restore(directory, slots, self.name)
             count = len(self.layout.slots)
@@ -219,6 +226,7 @@ class Variables:
             self._held.put(leaves[:count], current_reader())
             if state is not None:
                 state.put(leaves[count:], current_reader())
+                self._updates.state = state
 
     # ---- for the engine ------------------------------------------------------------------------
 
@@ -228,7 +236,12 @@ class Variables:
             return self.master.plan(self.name, reader)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
-        """The value as a program takes it. To be called, and used, under the lock."""
+        """The value as a program takes it. To be called, and used, under the lock.
+
+        Raises:
+            VariablesError: it is lost.
+        """
+        self._held.check_not_lost(self.name)
         return self.master.take(reader, meter)
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
@@ -297,6 +310,10 @@ class Variables:
             "value": f"{leaves} in {buffers}, {readable_bytes(self.nbytes)}",
             "placement": str(self.placement),
         }
+        if self.lock.acquire(blocking=False):  # Else a step is at work, and may have the buffers.
+            if self._held.is_lost:
+                told["value"] += f", {LOST}"
+            self.lock.release()
         for memory, size in bytes_per_device(self.master.arrays()).items():
             told[memory] = f"{readable_bytes(size)} per device"
         if self.read != Read():

@@ -11,9 +11,9 @@ import stepcache as sc
 X = np.ones(4, np.float32)
 
 
-def table(placement=sc.Replicated()):
+def table(**options):
     tree = {"large": np.full(LARGE, 2, np.float32), "a": np.float32(3)}
-    return sc.Variables(tree, placement=placement, name="table")
+    return sc.Variables(tree, name="table", **options)
 
 
 READERS = {
@@ -33,7 +33,7 @@ READERS = {
 @pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()], ids=str)
 @pytest.mark.parametrize("reader", READERS)
 def test_a_value_that_is_read_inside_a_transformation_is_an_error(reader, placement):
-    variables = table(placement)
+    variables = table(placement=placement)
     with pytest.raises(sc.VariablesError, match="constant") as raised:
         READERS[reader](variables)(jnp.asarray(X))
     assert raised.value.where == "table"
@@ -117,7 +117,7 @@ def test_eval_shape_keeps_its_trace_for_jit():
 
 @pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()], ids=str)
 def test_a_value_is_read_where_it_does_not_stay(placement):
-    variables = table(placement)
+    variables = table(placement=placement)
     step = sc.step(scaled)
 
     @jax.jit
