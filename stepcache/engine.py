@@ -26,7 +26,7 @@ from stepcache.errors import (
     StepCacheWarning,
     warn,
 )
-from stepcache.events import Evicted, Miss, Moved, recorder
+from stepcache.events import Evicted, Miss, recorder
 from stepcache.jaxcompat import inspection
 from stepcache.over_buffers import over_buffers, shapes_in
 from stepcache.programs import accounts
@@ -167,7 +167,7 @@ class Engine:
         moved = use.meter.link_bytes
         if moved:
             self.ledger.count(moved_bytes=sum(moved.values()))
-            recorder.emit(Moved(self.recipe.name, tuple(moved.items())))
+            use.meter.emit(self.recipe.name)
 
     def use(self, args: tuple, kwargs: dict) -> Use | None:
         """The `Variables` that a call passes; None where it passes none."""

@@ -28,12 +28,14 @@ class ContextToken:
         placer: of a session: its mesh and rules, or None.
         reader: of a session: tells it from others that read and write variables.
         peers: of a session: the other processes of its mesh, or None.
+        max_step_bytes: of a session: what a call may move, or None for no bound.
     """
 
     __slots__ = ("__weakref__",)
     placer: Any = None
     reader: Any = None
     peers: Any = None
+    max_step_bytes: int | None = None
 
 
 class ValueToken(ContextToken):

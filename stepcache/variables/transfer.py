@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stepcache import jaxcompat
+from stepcache.events import Moved, recorder
 from stepcache.spanning import placed, spans_processes
 from stepcache.variables.packing import Buffer, Layout, Packed
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, is_coded, is_gathered, parts_of
@@ -118,6 +119,15 @@ class Meter:
     def add(self, link: str, size_bytes: int) -> None:
         if size_bytes:
             self.link_bytes[link] = self.link_bytes.get(link, 0) + size_bytes
+
+    def emit(self, mover: str) -> None:
+        """Records what has moved, if anything has.
+
+        Args:
+            mover: the name of the step, or of the variables.
+        """
+        if self.link_bytes:
+            recorder.emit(Moved(mover, tuple(self.link_bytes.items())))
 
 
 def read(

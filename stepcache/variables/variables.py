@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from stepcache.errors import VariablesError
-from stepcache.sharding import current_placer, current_reader, mesh_identity
+from stepcache.sharding import current_max_bytes, current_placer, current_reader, mesh_identity
 from stepcache.units import counted, readable_bytes
 from stepcache.variables import checkpoints
 from stepcache.variables.describing import check_not_kept, check_not_tracing, joined, matching
 from stepcache.variables.masters import LOST, Held, Master, Reader, hold
 from stepcache.variables.packing import Layout, Packed, Slot, bytes_per_device
-from stepcache.variables.plan import Transfer
+from stepcache.variables.plan import Plan, Transfer, check_bytes
 from stepcache.variables.policy import Placement, Read, Replicated, Write, check_policies
 from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
@@ -85,7 +87,8 @@ class Variables:
         self._placer = current_placer()
         self.mesh: Mesh | None = self._placer.mesh if self._placer else None
         self._prefix = name or ""
-        self._held = hold(self.name, tree, placement, self._placer, read, self._prefix)
+        made = Meter()  # Not recorded: nobody asks what it takes to make them.
+        self._held = hold(self.name, tree, placement, self._placer, read, made, self._prefix)
         self._updates = Updates(self.name, write, placement, self._placer)
 
     @property
@@ -123,12 +126,16 @@ class Variables:
                 constant and not see later writes; or the value is lost.
         """
         check_not_kept(self.name)
-        try:  # Not under the lock: a step on another thread may build its program for minutes.
-            leaves = self._held.copies()
-        except (RuntimeError, ValueError):  # Such a step has just taken the buffers for its own.
-            with self.lock:
-                self._held.check_not_lost(self.name)
-                leaves = self._held.copies()
+        with self._moving("value") as meter:
+            try:  # Not under the lock: a step on another thread may build its program for minutes.
+                leaves = self._held.copies(meter)
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # Such a step has just taken the buffers for its own.
+                with self.lock:
+                    self._held.check_not_lost(self.name)
+                    leaves = self._held.copies(meter)
         self.master.looked_at(current_reader())
         return self.layout.tree.unflatten(leaves)
 
@@ -155,11 +162,12 @@ class Variables:
 
         Raises:
             VariablesError: a leaf is missing or new, or has another shape or dtype.
+            TransferBudgetError: it would move more than the session allows.
         """
         check_not_tracing("variables cannot be assigned", self.name)
         leaves = matching(self.name, self.layout, tree, "assigned")
-        with self.lock:
-            self._held.put(leaves, current_reader())
+        with self.lock, self._moving("assign", self._held) as meter:
+            self._held.put(leaves, current_reader(), meter)
             self._updates.forget_lost_state()
 
     def push(self, update: Any) -> None:
@@ -172,6 +180,7 @@ class Variables:
         Raises:
             VariablesError: a leaf is missing or new, or has another shape or dtype; or the value is
                 lost.
+            TransferBudgetError: it would move more than the session allows.
         """
         check_not_tracing("updates cannot be pushed", self.name)
         if self.write.mode == "assign":
@@ -179,8 +188,8 @@ class Variables:
             return
         exact = self.write.mode == "add"
         leaves = matching(self.name, self.layout, update, "pushed", dtypes=exact)
-        with self.lock:
-            self._updates.push(leaves, self._held)
+        with self.lock, self._moving("push") as meter:
+            self._updates.push(leaves, self._held, meter)
 
     # ---- keeping ---------------------------------------------------------------------------------
 
@@ -201,7 +210,8 @@ class Variables:
         slots, leaves = list(self.layout.slots), jax.tree_util.tree_leaves(value)
         if state is not None:
             slots += _state_slots(state)
-            leaves += state.look()[0]
+            with self._moving("save") as meter:
+                leaves += state.look(meter)[0]
         checkpoints.save(directory, slots, leaves, version)
 
     def restore(self, directory: str | os.PathLike) -> None:
@@ -214,19 +224,42 @@ class Variables:
         Raises:
             VariablesError: `directory` is a URL, there is nothing to read, or a leaf is missing,
                 new, or of another type.
+            TransferBudgetError: it would move more than the session allows.
         """
         check_not_tracing("variables cannot be restored", self.name)
-        with self.lock:
-            apply = self.write.mode == "apply"
-            state = self._updates.state_to_restore(self._held) if apply else None
+        apply = self.write.mode == "apply"
+        held = (self._held, *((self._updates.state,) if apply and self._updates.state else ()))
+        with self.lock, self._moving("restore", *held) as meter:
+            state = self._updates.state_to_restore(self._held, meter) if apply else None
             slots = [*self.layout.slots, *(_state_slots(state) if state else ())]
             leaves, version = checkpoints.restore(directory, slots, self.name)
             count = len(self.layout.slots)
             self.master.version = max(self.version, version - 1)
-            self._held.put(leaves[:count], current_reader())
+            self._held.put(leaves[:count], current_reader(), meter)
             if state is not None:
-                state.put(leaves[count:], current_reader())
+                state.put(leaves[count:], current_reader(), meter)
                 self._updates.state = state
+
+    @contextlib.contextmanager
+    def _moving(self, what: str, *written: Held) -> Iterator[Meter]:
+        """Gives a meter for what moves outside of steps, and records that in the end.
+
+        Args:
+            what: the method that moves it.
+            written: what it writes, to be judged by what the session allows.
+
+        Raises:
+            TransferBudgetError: it would move more.
+        """
+        reader, planned = Reader(current_reader()), Counter()
+        for each in written:
+            planned.update(Plan(each.master.plan_put(self.name, reader)).bytes_by_transfer)
+        check_bytes(f"{self.name}.{what}", planned, current_max_bytes())
+        meter = Meter()
+        try:
+            yield meter
+        finally:
+            meter.emit(self.name)
 
     # ---- for the engine ------------------------------------------------------------------------
 

@@ -364,7 +364,7 @@ def test_a_push_that_fails_while_it_runs_loses_the_optimizer_state_too(saved, tm
     assert_same(kept, variables.value)
     variables.push(one)
     assert variables.value["w"].tolist() == [5] * 3
-    assert variables._updates.state.copies()[0].tolist() == [summed + 1] * 3
+    assert variables._updates.state.master.packed.buffers[0].tolist() == [summed + 1] * 3
     fails()
 
 
@@ -380,7 +380,7 @@ def test_a_lost_value_is_restored_with_a_state_that_was_not_made_yet(tmp_path):
     first.save(tmp_path)
     for buffer in variables.master.arrays():
         buffer.delete()
-    with pytest.raises(sc.VariablesError, match="nothing|no|not"):
+    with pytest.raises(sc.VariablesError, match="elsewhere"):
         variables.restore(tmp_path / "elsewhere")
     says_it_is_lost(lambda: variables.value)
     variables.restore(tmp_path)
