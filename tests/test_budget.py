@@ -428,7 +428,7 @@ def writers():
 
 
 @pytest.mark.parametrize("mesh", [True, False], ids=["eight", "no mesh"])
-@pytest.mark.parametrize(("placement", "write"), writers())
+@pytest.mark.parametrize(("placement", "write"), list(writers()))
 def test_a_push_moves_what_is_judged_and_is_told_of(placement, write, mesh, eight, moved):
     place = {"mesh": eight} if mesh else {}
     update = jax.tree.map(jnp.asarray, tree(0.5))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -153,8 +153,6 @@ class InHostMemory:
     """
 
     def __init__(self, packed: Packed, layout: HostLayout, policy: Read, meter: Meter):
-        if policy.cache == "host":  # The master is there already.
-            policy = replace(policy, cache=None, max_staleness=0, max_age=None)
         self._layout, self._policy = layout, policy
         self._packed = transfer.write(packed, layout, meter)
         self._copies = Copies(policy)
@@ -238,7 +236,7 @@ class InHostMemory:
         self._copies.keep(self.version, packed, exact=True)
 
     def _reads_ahead(self) -> bool:
-        return self._policy.prefetch > 0 and self._policy.cache is None
+        return self._policy.prefetch and self._policy.cache is None
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         if self._reads_ahead():

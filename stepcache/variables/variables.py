@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from stepcache.errors import VariablesError
+from stepcache.errors import UnmatchedRuleWarning, VariablesError, warn
 from stepcache.sharding import current_max_bytes, current_placer, current_reader, mesh_identity
 from stepcache.units import counted, readable_bytes
 from stepcache.variables import checkpoints
@@ -22,9 +22,17 @@ from stepcache.variables.describing import check_not_kept, check_not_tracing, jo
 from stepcache.variables.masters import LOST, Held, Master, Reader, hold
 from stepcache.variables.packing import Layout, Packed, Slot, bytes_per_device
 from stepcache.variables.plan import Plan, Transfer, check_bytes
-from stepcache.variables.policy import Placement, Read, Replicated, Write, check_policies
+from stepcache.variables.policy import (
+    Placement,
+    Read,
+    Replicated,
+    Sharded,
+    Write,
+    check_policies,
+)
 from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
+from stepcache.variables.wire import check_wire
 
 _numbers = itertools.count(1)
 _STATE = "optimizer state/"
@@ -58,7 +66,8 @@ class Variables:
         name: what to call it in plans and messages, and what its paths begin with for rules.
 
     Raises:
-        VariablesError: a leaf is no array.
+        VariablesError: a leaf is no array, or the devices do not know the type of a wire.
+        OptionError: a policy has an option that would do nothing under this placement.
         PlacementError: a leaf cannot be placed as asked.
 
     Small leaves of one dtype and sharding share one buffer, which the program slices inside XLA, as
@@ -79,6 +88,8 @@ class Variables:
     ):
         check_not_tracing("variables cannot be made", name or "Variables")
         check_policies(placement, read, write)
+        for wire in (read.wire, write.wire):
+            check_wire(wire, name or "Variables")
         Variables.made = True
         self.number = next(_numbers)
         self.name = name or f"variables{self.number}"
@@ -89,7 +100,23 @@ class Variables:
         self._prefix = name or ""
         made = Meter()  # Not recorded: nobody asks what it takes to make them.
         self._held = hold(self.name, tree, placement, self._placer, read, made, self._prefix)
+        self._warn_of_rules()
         self._updates = Updates(self.name, write, placement, self._placer)
+
+    def _warn_of_rules(self) -> None:
+        """Warns of the placement's own rules that match no leaf."""
+        on_device = getattr(self.placement, "on_device", self.placement)
+        if not isinstance(on_device, Sharded):
+            return
+        paths = self.paths()
+        matched = set(map(on_device.rules.match, paths))
+        examples = ", ".join(paths[:3])
+        for index, (pattern, spec) in enumerate(on_device.rules.rules):
+            if index not in matched:
+                warn(
+                    f"rule {pattern!r}, {spec}, matches no leaf of {self.name} ({examples}, …)",
+                    UnmatchedRuleWarning,
+                )
 
     @property
     def layout(self) -> Layout:

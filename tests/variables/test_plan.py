@@ -73,7 +73,7 @@ def rules_for(draw, tree, mesh):
 
 READS = st.builds(
     sc.Read,
-    cache=st.sampled_from([None, "device", "host"]),
+    cache=st.sampled_from([None, "device"]),
     prefetch=st.sampled_from([0, 0, 1]),
     route=st.sampled_from(["auto", "each", "fanout", "gather"]),
 )
