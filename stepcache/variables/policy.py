@@ -54,7 +54,8 @@ class Sharded:
 
     Attributes:
         rules: `Rules`, or pairs of a regex and a `PartitionSpec`. The regex is searched in the path
-            of a leaf, its keys joined by `/`; a leaf that no rule matches is replicated.
+            of a leaf: the name of the variables, empty for those without one, and the leaf's keys,
+            joined by `/`. A leaf that no rule matches is replicated.
     """
 
     rules: Rules
