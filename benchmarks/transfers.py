@@ -191,7 +191,7 @@ def hiding(devices: int, busy: Callable, route: str, megabytes: int, **settings)
     reads = {
         "no read": sc.Read(cache="device"),
         "a read": sc.Read(route=route),
-        "fetched ahead": sc.Read(route=route, prefetch=1),
+        "fetched ahead": sc.Read(route=route, prefetch=True),
     }
     with session(devices):
         x = jax.device_put(x, jax.NamedSharding(sc.current_session().mesh, jax.P("data")))

@@ -24,7 +24,7 @@ from stepcache.events import Moved
 STEPS, PUSH_EVERY, HOST, DEVICES = 40, 5, "host ↔ device", "device ↔ device"
 EXACT = {
     "cache=None": sc.Read(),
-    "prefetch=1": sc.Read(prefetch=1),
+    "prefetch=True": sc.Read(prefetch=True),
     'route="each"': sc.Read(route="each"),
     'route="fanout"': sc.Read(route="fanout"),
     'cache="device"': sc.Read(cache="device"),

@@ -26,13 +26,14 @@ from stepcache.errors import (
     StepCacheWarning,
     warn,
 )
-from stepcache.events import Evicted, Miss, Moved, recorder
+from stepcache.events import Evicted, Miss, recorder
 from stepcache.jaxcompat import inspection
 from stepcache.over_buffers import over_buffers, shapes_in
 from stepcache.programs import accounts
 from stepcache.programs import signature as signatures
 from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import ProgramCache
+from stepcache.programs.carry import check_tied
 from stepcache.programs.checks import Checks
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.key import Key
@@ -114,15 +115,20 @@ class Engine:
             check_budget(scope, self.recipe.name, request, None)
             self._warn_of_unnamed_batch(scope, request)
             program = self._find(scope, request)
+            missed = program is None
             if program is not None:
                 self.ledger.count(hits=1)
             else:
                 program = self._obtain(scope, request, started, explicit=False)
+            watched = (
+                scope.count_hits or scope.cache.check_every or scope.max_step_bytes is not None
+            )
+            if missed or not watched:  # Else it may be one hit of many, which nothing slows down.
+                check_tied(self.recipe, request, program.run)
             self.checks.every(scope.cache, request, program)
             outputs, fast_path = self._execute(scope, request, program)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
-        watched = scope.count_hits or scope.cache.check_every or scope.max_step_bytes is not None
         through_python = watched or scope.closed or self.checks.stale is not None
         plain = not (request.call.signature.statics or through_python)
         if plain and is_of_pod(request):
@@ -167,7 +173,7 @@ class Engine:
         moved = use.meter.link_bytes
         if moved:
             self.ledger.count(moved_bytes=sum(moved.values()))
-            recorder.emit(Moved(self.recipe.name, tuple(moved.items())))
+            use.meter.emit(self.recipe.name)
 
     def use(self, args: tuple, kwargs: dict) -> Use | None:
         """The `Variables` that a call passes; None where it passes none."""

@@ -49,7 +49,9 @@ class PlacementError(StepCacheError, ValueError):
 
 
 class CarryError(StepCacheError, TypeError):
-    """The step's first output does not have the tree, shapes and dtypes of its carry."""
+    """The step's first output does not have the tree, shapes and dtypes of its carry; or an array
+    that the step writes over is passed in several places.
+    """
 
 
 class CacheDirectoryError(StepCacheError):

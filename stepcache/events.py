@@ -210,9 +210,10 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A call moved values of variables, as their policies say.
+    """A call moved values of variables, as their policies say; or a use of them outside of one did.
 
     Attributes:
+        step: the name of the step; of `push`, `assign` and the like that of the variables.
         link_bytes: bytes that crossed each link.
     """
 

@@ -200,10 +200,11 @@ class Use:
         return self._given(lambda each, carried: each.described())
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments inside another transformation, where values are constants.
+        """The arguments inside another transformation, with values in the place of variables.
 
         Raises:
-            VariablesError: variables are carried, and cannot be written there.
+            VariablesError: variables are carried, and cannot be written there; or the
+                transformation would keep their values as constants.
         """
         if self.carried:
             raise VariablesError(
@@ -211,6 +212,15 @@ class Use:
                 where=self._recipe.name,
                 got=repr(self.variables[0]),
                 hint="pass their .value, and assign what comes back",
+            )
+        if jaxcompat.keeps_what_is_read():
+            raise VariablesError(
+                "variables are passed inside another transformation, which would keep their values "
+                "as constants and not see later writes",
+                where=self._recipe.name,
+                got=", ".join(map(repr, self.variables)),
+                hint="call the step outside of it, or pass .value as an argument of the function "
+                "that is transformed",
             )
         args = tuple(map(_values_in, self._args))
         return args, {name: _values_in(tree) for name, tree in self._kwargs.items()}

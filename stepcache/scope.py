@@ -136,6 +136,11 @@ class ScopeToken(jaxcompat.ContextToken):
         scope = self.scope()
         return scope.peers if scope is not None else None
 
+    @property
+    def max_step_bytes(self) -> int | None:
+        scope = self.scope()
+        return scope.max_step_bytes if scope is not None else None
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

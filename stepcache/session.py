@@ -68,11 +68,12 @@ class Session:
         count_hits: count every hit in `step.stats()`. Keeps JAX's C++ dispatcher out of the way,
             which costs a trip through Python each call.
         max_step_bytes: bytes that one call may move between memories, for its arguments and its
-            variables. A call that would move more raises `TransferBudgetError`, before it does; 0
-            forbids all transfers. Keeps the dispatcher out of the way, as `count_hits` does. Calls
-            that only JAX can judge go to `jax.jit` whole, and are not bounded: those inside another
-            transformation, and those with an argument that no cached program can hold (a mutable
-            reference), of which only the variables count.
+            variables. A call that would move more raises `TransferBudgetError`, before it does, and
+            so do `push`, `assign` and `restore` of variables; 0 forbids all transfers. Keeps the
+            dispatcher out of the way, as `count_hits` does. Calls that only JAX can judge go to
+            `jax.jit` whole, and are not bounded: those inside another transformation, and those
+            with an argument that no cached program can hold (a mutable reference), of which only
+            the variables count.
         agree_timeout: seconds that the processes of a pod wait for one that has not come to agree
             on a new program.
 

@@ -295,6 +295,12 @@ def current_reader() -> object | None:
     return token.reader if token is not None else None
 
 
+def current_max_bytes() -> int | None:
+    """What a call may move in the innermost session of this thread; None for no bound."""
+    token = jaxcompat.session_context.value
+    return token.max_step_bytes if token is not None else None
+
+
 class Company(Protocol):
     """The other processes of a session's mesh, to those who have to do something with them."""
 

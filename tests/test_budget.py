@@ -5,6 +5,7 @@ import gc
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.events import Moved, recorder
+from stepcache.variables.plan import HOST_LINK
 
 V = 4 * 10_000
 
@@ -334,9 +336,11 @@ def test_a_copy_that_is_kept_costs_nothing_more(eight, moved):
         look(kept)
     with sc.Session(eight, max_step_bytes=0):
         assert float(look(kept)) == 10_000
+    with sc.Session(eight, max_step_bytes=V):
         kept.assign(np.zeros(10_000, np.float32))
+    with sc.Session(eight, max_step_bytes=0):
         assert float(look(kept)) == 0
-    assert len(moved) == 1
+    assert [event.step for event in moved] == ["<lambda>", "moments"]
 
 
 def test_what_is_read_ahead_counts(eight):
@@ -393,3 +397,126 @@ def test_without_jit_the_bound_holds_for_variables(eight):
         with pytest.raises(sc.TransferBudgetError):
             adder()(state, placed(eight, "data"))
         assert state.version == 0
+
+
+# ---- writes outside of steps -----------------------------------------------------------------
+
+
+def tree(scale=1.0):
+    return {"w": np.full(10_000, scale, np.float32), "b": np.full(3, scale, np.float32)}
+
+
+WRITES = {
+    "assign": sc.Write(),
+    "add": sc.Write(mode="add"),
+    "apply": sc.Write(mode="apply", optimizer=optax.adam(1e-3)),
+    "coded": sc.Write(mode="add", wire="bf16"),
+}
+WRITTEN = {
+    "on the host": sc.OnHost(),
+    "on the host, computed there": sc.OnHost(update="host"),
+    "on the devices": sc.Replicated(),
+}
+
+
+def writers():
+    for placement in WRITTEN:
+        for write in WRITES:
+            # A code is for updates that cross to a host that computes.
+            if write != "coded" or placement == "on the host, computed there":
+                yield placement, write
+
+
+@pytest.mark.parametrize("mesh", [True, False], ids=["eight", "no mesh"])
+@pytest.mark.parametrize(("placement", "write"), list(writers()))
+def test_a_push_moves_what_is_judged_and_is_told_of(placement, write, mesh, eight, moved):
+    place = {"mesh": eight} if mesh else {}
+    update = jax.tree.map(jnp.asarray, tree(0.5))
+    with sc.Session(**place):
+        variables = sc.Variables(
+            tree(), placement=WRITTEN[placement], write=WRITES[write], name="moments"
+        )
+        variables.push(update)  # Makes the optimizer's state.
+    moved.clear()
+    with sc.Session(**place):
+        variables.push(update)
+    total = sum(size for event in moved for _, size in event.link_bytes)
+    assert (total > 0) is (placement == "on the host" or "computed" in placement)
+    assert all(event.step == "moments" for event in moved) and len(moved) == (total > 0)
+    moved.clear()
+    if total:
+        version, before = variables.version, variables.value
+        with sc.Session(**place, max_step_bytes=total - 1):
+            with pytest.raises(sc.TransferBudgetError) as raised:
+                variables.push(update)
+        error = raised.value
+        assert (error.needed_bytes, error.max_step_bytes) == (total, total - 1)
+        assert error.what.startswith("moments.") and "moments" in error.where
+        assert not moved and variables.version == version
+        jax.tree.map(np.testing.assert_array_equal, before, variables.value)
+    with sc.Session(**place, max_step_bytes=total):
+        variables.push(update)
+    assert sum(size for event in moved for _, size in event.link_bytes) == total
+
+
+def test_a_push_that_only_adds_up_moves_nothing(eight, moved):
+    write = sc.Write(mode="add", every=3)
+    with sc.Session(eight, max_step_bytes=0):
+        variables = sc.Variables(tree(), placement=sc.OnHost(), write=write, name="moments")
+        for _ in range(2):
+            variables.push(tree())
+        for _ in range(2):
+            with pytest.raises(sc.TransferBudgetError):
+                variables.push(tree())
+    assert not moved and variables.version == 0
+    with sc.Session(eight):
+        variables.push(tree())
+    assert len(moved) == 1 and float(variables.value["b"][0]) == 4
+
+
+def test_the_first_push_of_an_optimizer_counts_its_state(eight, moved):
+    write = sc.Write(mode="apply", optimizer=optax.adam(1e-3))
+    with sc.Session(eight, max_step_bytes=0):
+        variables = sc.Variables(tree(), placement=sc.OnHost(), write=write, name="moments")
+        with pytest.raises(sc.TransferBudgetError):
+            variables.push(tree())
+    assert not moved
+    with sc.Session(eight):
+        variables.push(tree())
+        variables.push(tree())
+    first, second = (sum(size for _, size in event.link_bytes) for event in moved)
+    assert first > second > 0
+
+
+def test_an_assignment_is_judged_and_told_of(eight, moved):
+    with sc.Session(eight, max_step_bytes=V - 1):
+        state = hosted()
+        for write in (state.assign, state.push):
+            with pytest.raises(sc.TransferBudgetError) as raised:
+                write(np.zeros(10_000, np.float32))
+            assert raised.value.needed_bytes == V and "moments" in raised.value.where
+        assert not moved and state.version == 0 and float(state.value[0]) == 1
+    with sc.Session(eight, max_step_bytes=V):
+        state.assign(np.zeros(10_000, np.float32))
+    assert moved == [Moved("moments", ((HOST_LINK, V),))]
+
+
+def test_restoring_is_judged_and_told_of(eight, moved, tmp_path):
+    with sc.Session(eight):
+        write = sc.Write(mode="apply", optimizer=optax.sgd(0.1, momentum=0.9))
+        value = np.ones(10_000, np.float32)
+        state = sc.Variables(value, placement=sc.OnHost(), write=write, name="moments")
+        state.push(value)
+        state.save(tmp_path)
+        kept = state.value
+        state.assign(np.zeros(10_000, np.float32))
+    moved.clear()
+    with sc.Session(eight, max_step_bytes=2 * V - 1):
+        with pytest.raises(sc.TransferBudgetError) as raised:
+            state.restore(tmp_path)
+        assert raised.value.needed_bytes == 2 * V and not moved
+        assert float(state.value[0]) == 0
+    with sc.Session(eight, max_step_bytes=2 * V):
+        state.restore(tmp_path)
+    assert moved == [Moved("moments", ((HOST_LINK, 2 * V),))]
+    np.testing.assert_array_equal(kept, state.value)

@@ -28,12 +28,14 @@ class ContextToken:
         placer: of a session: its mesh and rules, or None.
         reader: of a session: tells it from others that read and write variables.
         peers: of a session: the other processes of its mesh, or None.
+        max_step_bytes: of a session: what a call may move, or None for no bound.
     """
 
     __slots__ = ("__weakref__",)
     placer: Any = None
     reader: Any = None
     peers: Any = None
+    max_step_bytes: int | None = None
 
 
 class ValueToken(ContextToken):
@@ -182,6 +184,15 @@ def is_tracing() -> bool:
     if PRIVATE_API:
         return not core.trace_state_clean()
     return get_opaque_trace_state(convention="flax") != _TOP_TRACE_STATE
+
+
+def keeps_what_is_read() -> bool:
+    """True inside a transformation that would keep a value read now as a constant.
+
+    `jax.eval_shape` is one: JAX gives its trace to `jax.jit` of the same function.
+    `jax.ensure_compile_time_eval` asks for constants, and without jit nothing is kept.
+    """
+    return is_tracing() and not (setting("eager_constant_folding") or jit_is_disabled())
 
 
 def must_delegate() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,25 @@ class Runnable(NamedTuple):
         if PRIVATE_API:
             return self.executable.xla_extension_executable()
         return self.executable.runtime_executable()
+
+    def taken_arguments(self) -> dict[int, bool]:
+        """The flat arguments that the program takes, and for each whether it writes over it.
+
+        JAX drops arguments that are not used, and donates only what an output can take. Empty where
+        the private API is out of reach, or the platform does not show its module.
+        """
+        kept = getattr(self.executable, "_kept_var_idx", None)
+        modules = self.xla_executable.hlo_modules() if kept is not None else ()
+        if kept is None or not modules:
+            return {}
+        header = modules[0].to_string().partition("\n")[0]
+        overwritten = {int(number) for number in _ALIASED_PARAMETER.findall(header)}
+        numbers = enumerate(index - len(self.const_args) for index in sorted(kept))
+        return {index: number in overwritten for number, index in numbers}
+
+
+# In the header of a module: `input_output_alias={ {0}: (2, {}, may-alias) }`.
+_ALIASED_PARAMETER = re.compile(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 
 
 class Staged:

@@ -48,6 +48,33 @@ def check_carry(
     return pins + [None] * (len(staged.out_avals) - offset)
 
 
+def check_tied(recipe: Recipe, request: Request, run: jaxcompat.Runnable) -> None:
+    """Checks that no array which the program writes over is there twice in a call.
+
+    JAX refuses it without naming the arguments, and 0.10.2 dies of it on several devices.
+
+    Raises:
+        CarryError: one is.
+    """
+    call = request.call
+    found: dict[tuple[int, Any], list[int]] = {}
+    for index, (value, leaf) in enumerate(zip(call.leaves, request.leaves, strict=True)):
+        if isinstance(value, jax.Array):  # What goes to another place is copied on its way.
+            found.setdefault((id(value), leaf.sharding), []).append(index)
+    tied = [indices for indices in found.values() if len(indices) > 1]
+    overwrites = run.taken_arguments() if tied else {}
+    for indices in tied:
+        taken = [index for index in indices if index in overwrites]
+        if len(taken) > 1 and any(overwrites[index] for index in taken):
+            raise CarryError(
+                f"{recipe.name} is given the same array in several places, and writes over it",
+                where=", ".join(call.paths[index].text for index in taken),
+                expected="an array of its own for each leaf that is carried or donated",
+                got=str(request.leaves[taken[0]]),
+                hint="pass a copy in one of the places, by jax.tree.map(jnp.copy, ...)",
+            )
+
+
 def _carried_tree(recipe: Recipe, call: Call, name: str) -> Any:
     try:
         return jax.tree_util.tree_structure(call.argument(name))

@@ -141,3 +141,19 @@ def check_not_tracing(what: str, where: str) -> None:
             hint="do it outside of jax.jit, jax.grad, jax.vmap and the like; a step writes what it "
             "carries",
         )
+
+
+def check_not_kept(where: str) -> None:
+    """Whether a value that is read now is not kept by a transformation as a constant.
+
+    Raises:
+        VariablesError: it would be.
+    """
+    if jaxcompat.keeps_what_is_read():
+        raise VariablesError(
+            "the value is read inside a transformation, which would keep it as a constant and not "
+            "see later writes",
+            where=where,
+            hint="pass the variables as an argument of the step, or .value as an argument of the "
+            "function that is transformed",
+        )

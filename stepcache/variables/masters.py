@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -30,6 +30,8 @@ from stepcache.variables.policy import OnHost, Placement, Read
 from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
 from stepcache.variables.wire import error_bound
+
+LOST = "the value is lost"
 
 
 class Reader(NamedTuple):
@@ -56,7 +58,15 @@ class Master(Protocol):
     version: int
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        """What a call is going to move."""
+        """What a call of a step is going to move."""
+        ...
+
+    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        """What `take` is going to move."""
+        ...
+
+    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        """What `put` is going to move."""
         ...
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
@@ -71,7 +81,7 @@ class Master(Protocol):
         """Starts to read what the next step is going to take, where the policy says so."""
         ...
 
-    def current(self) -> Packed:
+    def current(self, meter: Meter) -> Packed:
         """The value on the devices, to be looked at."""
         ...
 
@@ -99,6 +109,11 @@ class OnDevices:
         there = ("devices", "devices", "none", "it lives there", reader.arguments)
         return (Transfer(variable, self.version, *there, extent=self._extent),)
 
+    plan_take = plan
+
+    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        return ()
+
     @functools.cached_property
     def _extent(self) -> Extent:
         return extent_of(self.packed.buffers)
@@ -117,7 +132,7 @@ class OnDevices:
     def ahead(self, reader: Reader, meter: Meter) -> None:
         """Nothing is to be read."""
 
-    def current(self) -> Packed:
+    def current(self, meter: Meter) -> Packed:
         return self.packed
 
     def looked_at(self, session: Any) -> None:
@@ -134,45 +149,35 @@ class InHostMemory:
         packed: the value, on the devices.
         layout: how it lies on the hosts.
         policy: how it is read.
+        meter: counts what moves.
     """
 
-    def __init__(self, packed: Packed, layout: HostLayout, policy: Read):
-        if policy.cache == "host":  # The master is there already.
-            policy = replace(policy, cache=None, max_staleness=0, max_age=None)
+    def __init__(self, packed: Packed, layout: HostLayout, policy: Read, meter: Meter):
         self._layout, self._policy = layout, policy
-        self._packed = transfer.write(packed, layout, Meter())
+        self._packed = transfer.write(packed, layout, meter)
         self._copies = Copies(policy)
         self.version = 0
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        copy, why = self._serving(reader)
-        planned = []
-        if copy is not None:
-            there = ("host", "devices", "none", why, reader.arguments)
-            planned.append(Transfer(variable, copy.version, *there, extent=self._extent))
-        else:
-            planned.append(self._reading(variable, self.version, reader))
-        version = self.version
+        planned = self.plan_take(variable, reader)
         if reader.carried:
-            version += 1
-            scattered = write_bytes(self._layout)
-            planned.append(
-                Transfer(
-                    variable,
-                    version,
-                    "devices",
-                    "host",
-                    "scatter",
-                    "every share crosses once",
-                    reader.arguments,
-                    scattered,
-                    extent=self._extent,
-                )
-            )
+            planned += self.plan_put(variable, reader)
         if self._reads_ahead():
-            ahead = ", ahead of the next step"
-            planned.append(self._reading(variable, version, reader, ahead))
-        return tuple(planned)
+            version, ahead = self.version + reader.carried, ", ahead of the next step"
+            planned += (self._reading(variable, version, reader, ahead),)
+        return planned
+
+    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        copy, why = self._serving(reader)
+        if copy is None:
+            return (self._reading(variable, self.version, reader),)
+        there = ("host", "devices", "none", why, reader.arguments)
+        return (Transfer(variable, copy.version, *there, extent=self._extent),)
+
+    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        way = ("devices", "host", "scatter", "every share crosses once", reader.arguments)
+        moved = write_bytes(self._layout)
+        return (Transfer(variable, self.version + 1, *way, moved, extent=self._extent),)
 
     def _serving(self, reader: Reader) -> tuple[Any, str]:
         copy, why = self._copies.serving(reader.session, self.version)
@@ -231,17 +236,17 @@ class InHostMemory:
         self._copies.keep(self.version, packed, exact=True)
 
     def _reads_ahead(self) -> bool:
-        return self._policy.prefetch > 0 and self._policy.cache is None
+        return self._policy.prefetch and self._policy.cache is None
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         if self._reads_ahead():
             exact = self._wire(reader) is None
             self._copies.ahead(self.version, self._read(reader, meter, ahead=True), exact=exact)
 
-    def current(self) -> Packed:
+    def current(self, meter: Meter) -> Packed:
         if self._is_beside_its_devices:
             return transfer.look(self._packed, self._layout)
-        return transfer.read(self._packed, self._layout, "gather", None, Meter())
+        return transfer.read(self._packed, self._layout, "gather", None, meter)
 
     @functools.cached_property
     def _is_beside_its_devices(self) -> bool:
@@ -282,19 +287,37 @@ class Held:
     layout: Layout
     master: Master
 
-    def look(self) -> tuple[list[jax.Array], list[jax.Array]]:
+    def look(self, meter: Meter) -> tuple[list[jax.Array], list[jax.Array]]:
         """The leaves, and those of them that are buffers of the master."""
-        return transfer.unpack(self.master.current())
+        return transfer.unpack(self.master.current(meter))
 
-    def copies(self) -> list[jax.Array]:
+    def copies(self, meter: Meter) -> list[jax.Array]:
         """The leaves in arrays of their own, which nobody else is going to donate."""
-        leaves, shared = self.look()
+        leaves, shared = self.look(meter)
         if not isinstance(self.master, OnDevices):
             return leaves
         own = {id(array) for array in shared}
         return [transfer.copy(leaf) if id(leaf) in own else leaf for leaf in leaves]
 
-    def put(self, leaves: Sequence[Any], session: Any) -> None:
+    @property
+    def is_lost(self) -> bool:
+        """Whether a buffer has gone: a program has taken it for its own, and has not returned."""
+        return any(array.is_deleted() for array in self.master.arrays())
+
+    def check_not_lost(self, name: str) -> None:
+        """Whether there is a value. Under the lock, where no program is at work on it.
+
+        Raises:
+            VariablesError: there is none.
+        """
+        if self.is_lost:
+            raise VariablesError(
+                f"{LOST}: a program had taken its buffers, and failed",
+                where=name,
+                hint="assign(...) or restore(...) a value that was kept",
+            )
+
+    def put(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         """Makes other leaves the value; of random keys, their data will do."""
         buffers = self.master.arrays()
         leaves = [
@@ -303,7 +326,7 @@ class Held:
             else leaf
             for slot, leaf in zip(self.layout.slots, leaves, strict=True)
         ]
-        self.master.put(transfer.pack(leaves, self.layout), session, Meter())
+        self.master.put(transfer.pack(leaves, self.layout), session, meter)
 
 
 def hold(
@@ -312,6 +335,7 @@ def hold(
     placement: Placement,
     placer: Placer | None,
     policy: Read,
+    meter: Meter,
     prefix: str = "",
 ) -> Held:
     """Takes copies of a tree's arrays, and puts them where they are to live.
@@ -330,7 +354,7 @@ def hold(
     if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
         _check_for_pod(name, placement, policy)
     on_host = host_layout(layout, mesh, placement.memory_kind, name)
-    return Held(layout, InHostMemory(packed, on_host, policy))
+    return Held(layout, InHostMemory(packed, on_host, policy, meter))
 
 
 def _check_for_pod(name: str, placement: OnHost, policy: Read) -> None:

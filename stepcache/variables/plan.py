@@ -8,12 +8,14 @@ TensorFlow*, Goldsborough 2016, Fig. 5c).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.sharding import Sharding
 
+from stepcache.errors import TransferBudgetError
 from stepcache.variables.packing import Buffer
 from stepcache.variables.shares import HostLayout
 from stepcache.variables.wire import coded_bytes, codes
@@ -95,6 +97,42 @@ class Plan:
         """Bytes over all links."""
         return sum(self.link_bytes.values())
 
+    @property
+    def bytes_by_transfer(self) -> dict[str, int]:
+        """Bytes over all links, by variable and route."""
+        sums: dict[str, int] = {}
+        for transfer in self.transfers:
+            name = f"{transfer.variable} ({transfer.route})"
+            sums[name] = sums.get(name, 0) + transfer.bytes
+        return sums
+
+
+def check_bytes(mover: str, needed: Mapping[str, int], max_bytes: int | None) -> None:
+    """Whether no more is going to move than a session allows.
+
+    Args:
+        mover: what would move it.
+        needed: bytes of each of the things that would move.
+        max_bytes: the bound, or None.
+
+    Raises:
+        TransferBudgetError: more is.
+    """
+    total = sum(needed.values())
+    if max_bytes is None or total <= max_bytes:
+        return
+    dearest = sorted(needed.items(), key=lambda item: -item[1])[:3]
+    raise TransferBudgetError(
+        f"{mover} would move more than max_step_bytes allows",
+        total,
+        max_bytes,
+        where=", ".join(f"{name}: {size} bytes" for name, size in dearest if size),
+        expected=f"at most {max_bytes} bytes",
+        got=f"{total} bytes",
+        hint="step.explain(...) shows all that a step moves; place arguments beforehand, let Read "
+        "keep a copy, or write less often",
+    )
+
 
 def extent_of(buffers: Iterable[Any]) -> Extent:
     """The extent of a value.
@@ -155,6 +193,16 @@ def read_bytes(
 def write_bytes(layout: HostLayout) -> tuple[tuple[str, int], ...]:
     """Bytes that cross each link when a value is written: every share, once."""
     return _links(sum(_bytes_held(host) for host in layout.on_host if host is not None), 0)
+
+
+def update_bytes(leaves: Iterable[Any], wire: str | None) -> tuple[tuple[str, int], ...]:
+    """Bytes that cross when the leaves of an update go to a host that computes with them."""
+    crossing = sum(
+        coded_bytes(wire, leaf.size, 1) if wire and codes(wire, leaf.dtype) else leaf.nbytes
+        for leaf in leaves
+        if isinstance(leaf, jax.Array)
+    )
+    return _links(crossing, 0)
 
 
 def _links(host_link: int, device_link: int) -> tuple[tuple[str, int], ...]:

@@ -54,7 +54,8 @@ class Sharded:
 
     Attributes:
         rules: `Rules`, or pairs of a regex and a `PartitionSpec`. The regex is searched in the path
-            of a leaf, its keys joined by `/`; a leaf that no rule matches is replicated.
+            of a leaf: the name of the variables, empty for those without one, and the leaf's keys,
+            joined by `/`. A leaf that no rule matches is replicated.
     """
 
     rules: Rules
@@ -116,15 +117,15 @@ class Read:
 
     Attributes:
         cache: None reads them anew for each call of a step; "device" keeps a copy in the devices'
-            memory, "host" in the memory of the reader's host, for masters in another process. A
-            copy is valid while its version is current: a write makes it invalid at once, for all
-            readers of the process.
+            memory, "host" in the memory of the reader's host, for masters in another process:
+            there is no such placement yet, and the others refuse it. A copy is valid while its
+            version is current: a write makes it invalid at once, for all readers of the process.
         max_staleness: a copy may serve so many more steps after the one that fetched it, before it
             is asked whether its version is still current.
         max_age: the same in seconds; both bounds hold where both are given.
-        prefetch: how many steps ahead a read is started, while earlier steps compute. It takes
-            device memory for a copy of each version that is ahead. Where a copy is kept there is
-            nothing to read ahead, and it has no effect.
+        prefetch: whether the read for the next step is started while a step computes. It takes
+            device memory for one more copy. Where a copy is kept there is nothing to read ahead,
+            and it has no effect.
         route: how one value reaches several devices. "each": every device copies all of it from the
             host; "fanout": one device does, and gives it to the others; "gather": every device
             copies its share, and they gather the rest from each other, by a program that waits for
@@ -144,7 +145,7 @@ class Read:
     cache: Literal["device", "host"] | None = None
     max_staleness: int = 0
     max_age: float | None = None
-    prefetch: int = 0
+    prefetch: bool = False
     route: Literal["auto", "each", "fanout", "gather"] = "auto"
     wire: Literal["bf16", "fp8", "int8"] | None = None
 
@@ -152,12 +153,20 @@ class Read:
         _check("Read", "cache", self.cache, CACHES)
         _check("Read", "route", self.route, ROUTES)
         _check("Read", "wire", self.wire, WIRES)
-        for name in ("max_staleness", "prefetch"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise OptionError(
-                    f"{name} counts steps", where="Read", expected="an int ≥ 0", got=repr(value)
-                )
+        value = self.max_staleness
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise OptionError(
+                "max_staleness counts steps", where="Read", expected="an int ≥ 0", got=repr(value)
+            )
+        if not isinstance(self.prefetch, int) or self.prefetch not in (0, 1):
+            raise OptionError(
+                "prefetch says whether the next step's read is started ahead",
+                where="Read",
+                expected="True or False",
+                got=repr(self.prefetch),
+                hint="a read further ahead than the next step is not supported",
+            )
+        object.__setattr__(self, "prefetch", bool(self.prefetch))
         if self.max_age is not None and not _is_positive(self.max_age):
             raise OptionError(
                 "max_age is a time in seconds",
@@ -184,7 +193,8 @@ class Write:
             gradients, to `optimizer`, which runs where the master copy lives.
         optimizer: an `optax.GradientTransformation`, for mode "apply".
         every: so many updates are added up before they are written as one.
-        wire: how updates are coded on the way, as in `Read`.
+        wire: how updates are coded on the way, as in `Read`: those that are added or applied under
+            `OnHost(update="host")`.
 
     Raises:
         OptionError: a field has no such value, or two of them contradict each other.
@@ -229,10 +239,10 @@ class Write:
 
 
 def check_policies(placement: object, read: object, write: object) -> None:
-    """Whether these are policies, and not their names or classes.
+    """Whether these are policies, and not their names or classes, and go together.
 
     Raises:
-        OptionError: one of them is not.
+        OptionError: one of them is not, or has an option that would do nothing.
     """
     rows = (("placement", placement, Placement), ("read", read, Read), ("write", write, Write))
     for name, given, kinds in rows:
@@ -244,6 +254,37 @@ def check_policies(placement: object, read: object, write: object) -> None:
                 expected=" or ".join(f"{getattr(kind, '__name__', kind)}(...)" for kind in kinds),
                 got=repr(given),
             )
+    assert isinstance(read, Read) and isinstance(write, Write)
+    on_host = isinstance(placement, OnHost)
+    if read.cache == "host":
+        there = "host" if on_host else "devices"
+        raise _idle(
+            "read",
+            'cache="host"',
+            f"the master copy is on the {there} already",
+            'say cache="device" to keep a copy on the devices' if on_host else "leave it out",
+        )
+    if read.wire is not None and not on_host:
+        raise _idle(
+            "read",
+            f"wire={read.wire!r}",
+            "the master copy is on the devices already, and no read crosses a link",
+            "leave it out, or say placement=OnHost()",
+        )
+    computes = isinstance(placement, OnHost) and placement.update == "host"
+    if write.wire is not None and (write.mode == "assign" or not computes):
+        raise _idle(
+            "write",
+            f"wire={write.wire!r}",
+            "only updates that the host adds or applies are coded on their way to it",
+            'leave it out, or say mode="add" or "apply" and placement=OnHost(update="host")',
+        )
+
+
+def _idle(policy: str, option: str, why: str, hint: str) -> OptionError:
+    return OptionError(
+        f"{option} would do nothing: {why}", where=f"Variables({policy}=...)", hint=hint
+    )
 
 
 def _changed(policy: Any, fields: Iterable[str]) -> str:

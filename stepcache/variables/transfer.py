@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stepcache import jaxcompat
+from stepcache.events import Moved, recorder
 from stepcache.spanning import placed, spans_processes
 from stepcache.variables.packing import Buffer, Layout, Packed
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, is_coded, is_gathered, parts_of
@@ -119,6 +120,15 @@ class Meter:
         if size_bytes:
             self.link_bytes[link] = self.link_bytes.get(link, 0) + size_bytes
 
+    def emit(self, mover: str) -> None:
+        """Records what has moved, if anything has.
+
+        Args:
+            mover: the name of the step, or of the variables.
+        """
+        if self.link_bytes:
+            recorder.emit(Moved(mover, tuple(self.link_bytes.items())))
+
 
 def read(
     packed: Packed,
@@ -153,7 +163,8 @@ def read(
         sources = [buffers[number] for number in exact]
         targets = part.read_ahead(sources) if ahead else part.read(sources)
         for number, host, source, target in zip(exact, part.on_host, sources, targets, strict=True):
-            buffers[number] = target
+            # What stays on the devices is copied: the step may use up what it takes.
+            buffers[number] = copy(source) if target is source else target
             if host is not None:
                 meter.add(HOST_LINK, _bytes_of(source))
                 meter.add(DEVICE_LINK, _bytes_of(target) - _bytes_of(source))

@@ -15,10 +15,11 @@ import numpy as np
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.sharding import Placer, current_reader
+from stepcache.sharding import Placer, current_max_bytes, current_reader
 from stepcache.variables import transfer
 from stepcache.variables.masters import Held, InHostMemory, Reader, hold
-from stepcache.variables.packing import Packed
+from stepcache.variables.packing import Layout, Packed
+from stepcache.variables.plan import Plan, Transfer, check_bytes, update_bytes
 from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
 from stepcache.variables.transfer import Meter
 
@@ -49,23 +50,32 @@ class Updates:
         """Updates that have been pushed, and are not written yet."""
         return self._sum.count
 
-    def push(self, leaves: Sequence[Any], held: Held) -> Meter:
+    def push(self, leaves: Sequence[Any], held: Held, meter: Meter) -> None:
         """Takes an update, and writes what there is, if it is time. Under the variables' lock.
 
         Args:
             leaves: of the update.
             held: the value.
+            meter: counts what moves.
 
-        Returns:
-            What moved.
+        Raises:
+            VariablesError: the value, or the optimizer's state, is lost.
+            TransferBudgetError: it would move more than the session allows. What it takes to make
+                the optimizer's state counts, but is not judged.
         """
-        meter = Meter()
+        held.check_not_lost(self._name)
+        if self.state is not None:
+            self.state.check_not_lost(self._name)
+        reader = Reader(current_reader(), carried=True)
+        self._check_budget(leaves, held, reader)
+        if self._write.mode == "apply" and self._sum.is_last and self.state is None:
+            self.ready_state(held, meter)
+            self._check_budget(leaves, held, reader)
         summed = self._sum.add(leaves, meter)
         if summed is None:
-            return meter
+            return
+        state = self.state or _NOTHING
         update = held.layout.tree.unflatten(summed)
-        state = self.ready_state(held) if self._write.mode == "apply" else _NOTHING
-        reader = Reader(current_reader(), carried=True)
         if self._on_host:
             assert isinstance(held.master, InHostMemory)
             with jax.default_device(_host_device(self._name)):
@@ -79,22 +89,49 @@ class Updates:
                 held.master.put(value, reader.session, meter)
         if state is not _NOTHING:
             state.master.put(new_state, reader.session, meter)
-        return meter
 
-    def ready_state(self, held: Held) -> Held:
+    def _check_budget(self, leaves: Sequence[Any], held: Held, reader: Reader) -> None:
+        """Whether a push moves no more than the session allows."""
+        planned = []
+        if self._on_host:
+            way = ("devices", "host", "update", "the host computes", ())
+            moved = update_bytes(leaves, self._write.wire)
+            planned.append(Transfer(self._name, held.master.version + 1, *way, moved))
+        elif self._sum.is_last:
+            for name, each in ((self._name, held), (f"{self._name}/optimizer", self.state)):
+                if each is not None:
+                    planned += each.master.plan_take(name, reader)
+                    planned += each.master.plan_put(name, reader)
+        needed = Plan(tuple(planned)).bytes_by_transfer
+        check_bytes(f"{self._name}.push", needed, current_max_bytes())
+
+    def ready_state(self, held: Held, meter: Meter) -> Held:
         """The optimizer's state, made of the value if there is none yet."""
         if self.state is None:
-            name = f"{self._name}/optimizer"
-            if self._on_host:
-                with jax.default_device(_host_device(self._name)):
-                    value = held.layout.tree.unflatten(map(np.asarray, held.look()[0]))
-                    state = self._write.optimizer.init(value)
-                    self.state = hold(name, state, Replicated(), None, Read())
-            else:
-                value = held.layout.tree.unflatten(held.look()[0])
-                state = self._write.optimizer.init(value)
-                self.state = hold(name, state, self._placement, self._placer, Read())
+            self.state = self._initial_state(held.layout, held.look(meter)[0], meter)
         return self.state
+
+    def state_to_restore(self, held: Held, meter: Meter) -> Held:
+        """The optimizer's state to be overwritten: as it is, or made of what a lost value was."""
+        if self.state is None and held.is_lost:
+            zeros = [np.zeros(slot.shape, slot.dtype) for slot in held.layout.slots]
+            blank = transfer.unpack(transfer.pack(zeros, held.layout))[0]
+            return self._initial_state(held.layout, blank, meter)
+        return self.ready_state(held, meter)
+
+    def _initial_state(self, layout: Layout, leaves: Sequence[Any], meter: Meter) -> Held:
+        name, optimizer = f"{self._name}/optimizer", self._write.optimizer
+        if not self._on_host:
+            state = optimizer.init(layout.tree.unflatten(leaves))
+            return hold(name, state, self._placement, self._placer, Read(), meter)
+        with jax.default_device(_host_device(self._name)):
+            state = optimizer.init(layout.tree.unflatten(map(np.asarray, leaves)))
+            return hold(name, state, Replicated(), None, Read(), meter)
+
+    def forget_lost_state(self) -> None:
+        """Lets go of a state that a failed push took with it: the next one begins anew."""
+        if self.state is not None and self.state.is_lost:
+            self.state = None
 
 
 class _Sum:
@@ -109,6 +146,11 @@ class _Sum:
         self._write, self._on_host = write, on_host
         self._leaves: list[Any] | None = None
         self.count = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next update is written, with those before it."""
+        return self.count + 1 >= self._write.every
 
     def add(self, leaves: Sequence[Any], meter: Meter) -> list[Any] | None:
         """Adds an update.
@@ -127,9 +169,8 @@ class _Sum:
         if self._leaves is not None:
             add = np.add if self._on_host else jnp.add
             new = [add(a, b) for a, b in zip(self._leaves, new, strict=True)]
-        self.count += 1
-        if self.count < self._write.every:
-            self._leaves = new
+        if not self.is_last:
+            self._leaves, self.count = new, self.count + 1
             return None
         self._leaves, self.count = None, 0
         return new
@@ -192,4 +233,4 @@ def _host_device(where: str) -> Any:
         ) from None
 
 
-_NOTHING = hold("nothing", (), Replicated(), None, Read())
+_NOTHING = hold("nothing", (), Replicated(), None, Read(), Meter())

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from stepcache.errors import VariablesError
-from stepcache.sharding import current_placer, current_reader, mesh_identity
+from stepcache.errors import UnmatchedRuleWarning, VariablesError, warn
+from stepcache.sharding import current_max_bytes, current_placer, current_reader, mesh_identity
 from stepcache.units import counted, readable_bytes
 from stepcache.variables import checkpoints
-from stepcache.variables.describing import check_not_tracing, joined, matching
-from stepcache.variables.masters import Held, Master, Reader, hold
+from stepcache.variables.describing import check_not_kept, check_not_tracing, joined, matching
+from stepcache.variables.masters import LOST, Held, Master, Reader, hold
 from stepcache.variables.packing import Layout, Packed, Slot, bytes_per_device
-from stepcache.variables.plan import Transfer
-from stepcache.variables.policy import Placement, Read, Replicated, Write, check_policies
+from stepcache.variables.plan import Plan, Transfer, check_bytes
+from stepcache.variables.policy import (
+    Placement,
+    Read,
+    Replicated,
+    Sharded,
+    Write,
+    check_policies,
+)
 from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
+from stepcache.variables.wire import check_wire
 
 _numbers = itertools.count(1)
 _STATE = "optimizer state/"
@@ -38,8 +48,12 @@ class Variables:
 
     Pass it to a step in the place of the tree: the step's function sees the tree. Named in `carry`,
     it takes the value that the step returns for it, its version is raised by one, and the same
-    object comes back; else it is read only. A step that raises leaves value and version as they
-    were.
+    object comes back; else it is read only.
+
+    A step that raises before its program runs leaves value and version as they were. A program that
+    fails while it runs has used up the buffers of what it carries. The value is lost then, unless
+    its master copy is in host memory: `.value`, `push`, `save` and steps raise `VariablesError`
+    until `assign` or `restore` gives another one.
 
     Args:
         tree: any pytree of arrays: dicts, flax modules and states, optax states, equinox modules.
@@ -52,7 +66,8 @@ class Variables:
         name: what to call it in plans and messages, and what its paths begin with for rules.
 
     Raises:
-        VariablesError: a leaf is no array.
+        VariablesError: a leaf is no array, or the devices do not know the type of a wire.
+        OptionError: a policy has an option that would do nothing under this placement.
         PlacementError: a leaf cannot be placed as asked.
 
     Small leaves of one dtype and sharding share one buffer, which the program slices inside XLA, as
@@ -73,6 +88,8 @@ class Variables:
     ):
         check_not_tracing("variables cannot be made", name or "Variables")
         check_policies(placement, read, write)
+        for wire in (read.wire, write.wire):
+            check_wire(wire, name or "Variables")
         Variables.made = True
         self.number = next(_numbers)
         self.name = name or f"variables{self.number}"
@@ -81,8 +98,25 @@ class Variables:
         self._placer = current_placer()
         self.mesh: Mesh | None = self._placer.mesh if self._placer else None
         self._prefix = name or ""
-        self._held = hold(self.name, tree, placement, self._placer, read, self._prefix)
+        made = Meter()  # Not recorded: nobody asks what it takes to make them.
+        self._held = hold(self.name, tree, placement, self._placer, read, made, self._prefix)
+        self._warn_of_rules()
         self._updates = Updates(self.name, write, placement, self._placer)
+
+    def _warn_of_rules(self) -> None:
+        """Warns of the placement's own rules that match no leaf."""
+        on_device = getattr(self.placement, "on_device", self.placement)
+        if not isinstance(on_device, Sharded):
+            return
+        paths = self.paths()
+        matched = set(map(on_device.rules.match, paths))
+        examples = ", ".join(paths[:3])
+        for index, (pattern, spec) in enumerate(on_device.rules.rules):
+            if index not in matched:
+                warn(
+                    f"rule {pattern!r}, {spec}, matches no leaf of {self.name} ({examples}, …)",
+                    UnmatchedRuleWarning,
+                )
 
     @property
     def layout(self) -> Layout:
@@ -112,27 +146,34 @@ class Variables:
 
     @property
     def value(self) -> Any:
-        """The tree, as it is now: a whole version, in arrays that are yours to keep or donate."""
-        try:  # Not under the lock: a step on another thread may build its program for minutes.
-            leaves = self._held.copies()
-        except (RuntimeError, ValueError):  # Such a step has just taken the buffers for its own.
-            with self.lock:
-                self._check_not_lost()
-                leaves = self._held.copies()
+        """The tree, as it is now: a whole version, in arrays that are yours to keep or donate.
+
+        Raises:
+            VariablesError: this is inside a transformation, which would keep the value as a
+                constant and not see later writes; or the value is lost.
+        """
+        check_not_kept(self.name)
+        with self._moving("value") as meter:
+            try:  # Not under the lock: a step on another thread may build its program for minutes.
+                leaves = self._held.copies(meter)
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # Such a step has just taken the buffers for its own.
+                with self.lock:
+                    self._held.check_not_lost(self.name)
+                    leaves = self._held.copies(meter)
         self.master.looked_at(current_reader())
         return self.layout.tree.unflatten(leaves)
 
-    def _check_not_lost(self) -> None:
-        if any(array.is_deleted() for array in self.master.arrays()):
-            raise VariablesError(
-                "the value is lost: a program had taken its buffers, and failed",
-                where=self.name,
-                hint="assign(...) or restore(...) a value that was kept",
-            )
-
     def block_until_ready(self) -> Variables:
-        """Waits until the value has been computed."""
+        """Waits until the value has been computed.
+
+        Raises:
+            VariablesError: it is lost.
+        """
         with self.lock:
+            self._held.check_not_lost(self.name)
             jax.block_until_ready(self.master.arrays())
         return self
 
@@ -141,16 +182,20 @@ class Variables:
     def assign(self, tree: Any) -> None:
         """Takes another value.
 
+        Where a failed `push` lost the optimizer's state too, the state begins anew.
+
         Args:
             tree: of the same structure, shapes and dtypes.
 
         Raises:
             VariablesError: a leaf is missing or new, or has another shape or dtype.
+            TransferBudgetError: it would move more than the session allows.
         """
         check_not_tracing("variables cannot be assigned", self.name)
         leaves = matching(self.name, self.layout, tree, "assigned")
-        with self.lock:
-            self._held.put(leaves, current_reader())
+        with self.lock, self._moving("assign", self._held) as meter:
+            self._held.put(leaves, current_reader(), meter)
+            self._updates.forget_lost_state()
 
     def push(self, update: Any) -> None:
         """Does with an update what the `Write` policy says.
@@ -160,7 +205,9 @@ class Variables:
                 optimizer.
 
         Raises:
-            VariablesError: a leaf is missing or new, or has another shape or dtype.
+            VariablesError: a leaf is missing or new, or has another shape or dtype; or the value is
+                lost.
+            TransferBudgetError: it would move more than the session allows.
         """
         check_not_tracing("updates cannot be pushed", self.name)
         if self.write.mode == "assign":
@@ -168,8 +215,8 @@ class Variables:
             return
         exact = self.write.mode == "add"
         leaves = matching(self.name, self.layout, update, "pushed", dtypes=exact)
-        with self.lock:
-            self._updates.push(leaves, self._held)
+        with self.lock, self._moving("push") as meter:
+            self._updates.push(leaves, self._held, meter)
 
     # ---- keeping ---------------------------------------------------------------------------------
 
@@ -180,15 +227,18 @@ class Variables:
             directory: where to; what is there is replaced when all is written.
 
         Raises:
-            VariablesError: `directory` is a URL.
+            VariablesError: `directory` is a URL, or the value is lost.
         """
         with self.lock:
             version, value = self.version, self.value
             state = self._updates.state
+            if state is not None:
+                state.check_not_lost(self.name)
         slots, leaves = list(self.layout.slots), jax.tree_util.tree_leaves(value)
         if state is not None:
             slots += _state_slots(state)
-            leaves += state.look()[0]
+            with self._moving("save") as meter:
+                leaves += state.look(meter)[0]
         checkpoints.save(directory, slots, leaves, version)
 
     def restore(self, directory: str | os.PathLike) -> None:
@@ -201,18 +251,42 @@ class Variables:
         Raises:
             VariablesError: `directory` is a URL, there is nothing to read, or a leaf is missing,
                 new, or of another type.
+            TransferBudgetError: it would move more than the session allows.
         """
         check_not_tracing("variables cannot be restored", self.name)
-        with self.lock:
-            apply = self.write.mode == "apply"
-            state = self._updates.ready_state(self._held) if apply else None
+        apply = self.write.mode == "apply"
+        held = (self._held, *((self._updates.state,) if apply and self._updates.state else ()))
+        with self.lock, self._moving("restore", *held) as meter:
+            state = self._updates.state_to_restore(self._held, meter) if apply else None
             slots = [*self.layout.slots, *(_state_slots(state) if state else ())]
             leaves, version = checkpoints.restore(directory, slots, self.name)
             count = len(self.layout.slots)
             self.master.version = max(self.version, version - 1)
-            self._held.put(leaves[:count], current_reader())
+            self._held.put(leaves[:count], current_reader(), meter)
             if state is not None:
-                state.put(leaves[count:], current_reader())
+                state.put(leaves[count:], current_reader(), meter)
+                self._updates.state = state
+
+    @contextlib.contextmanager
+    def _moving(self, what: str, *written: Held) -> Iterator[Meter]:
+        """Gives a meter for what moves outside of steps, and records that in the end.
+
+        Args:
+            what: the method that moves it.
+            written: what it writes, to be judged by what the session allows.
+
+        Raises:
+            TransferBudgetError: it would move more.
+        """
+        reader, planned = Reader(current_reader()), Counter()
+        for each in written:
+            planned.update(Plan(each.master.plan_put(self.name, reader)).bytes_by_transfer)
+        check_bytes(f"{self.name}.{what}", planned, current_max_bytes())
+        meter = Meter()
+        try:
+            yield meter
+        finally:
+            meter.emit(self.name)
 
     # ---- for the engine ------------------------------------------------------------------------
 
@@ -222,7 +296,12 @@ class Variables:
             return self.master.plan(self.name, reader)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
-        """The value as a program takes it. To be called, and used, under the lock."""
+        """The value as a program takes it. To be called, and used, under the lock.
+
+        Raises:
+            VariablesError: it is lost.
+        """
+        self._held.check_not_lost(self.name)
         return self.master.take(reader, meter)
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
@@ -259,6 +338,20 @@ class Variables:
                 "variables made there",
             )
 
+    @property
+    def __jax_array__(self):
+        """JAX looks for this in whatever is used as an array.
+
+        Raises:
+            VariablesError: always.
+        """
+        raise VariablesError(
+            "variables are no array, nor a tree of arrays",
+            where=self.name,
+            hint="pass them as an argument of a step, whose function sees their tree; elsewhere "
+            "use .value",
+        )
+
     def __reduce__(self):
         raise VariablesError(
             "variables are neither pickled nor copied: they are one place, known to many",
@@ -277,6 +370,10 @@ class Variables:
             "value": f"{leaves} in {buffers}, {readable_bytes(self.nbytes)}",
             "placement": str(self.placement),
         }
+        if self.lock.acquire(blocking=False):  # Else a step is at work, and may have the buffers.
+            if self._held.is_lost:
+                told["value"] += f", {LOST}"
+            self.lock.release()
         for memory, size in bytes_per_device(self.master.arrays()).items():
             told[memory] = f"{readable_bytes(size)} per device"
         if self.read != Read():

@@ -5,6 +5,7 @@ A buffer that the code would not make smaller goes as it is: integers, and float
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepcache.errors import VariablesError
+from stepcache.errors import VariablesError, first_line
 
 BLOCK = 256
 """Values that share one scale."""
@@ -83,19 +84,27 @@ def decode(wire: str, coded: Sequence[Any], shape: Sequence[int], dtype: Any, xp
 
 
 def check_wire(wire: str | None, where: str) -> None:
-    """Whether the devices of this process can decode a wire.
+    """Whether the devices of this process know the type of a wire.
 
     Raises:
-        VariablesError: they cannot.
+        VariablesError: they do not.
     """
-    if wire != "fp8":
-        return
-    try:
-        jax.jit(lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32))(jnp.ones(1))
-    except Exception as error:
+    why = why_no_fp8() if wire == "fp8" else ""
+    if why:
         raise VariablesError(
             "the devices have no fp8",
             where=where,
             expected='wire="bf16" or "int8"',
-            got=f"{type(error).__name__}: {error}",
-        ) from None
+            got=why,
+        )
+
+
+@functools.cache
+def why_no_fp8() -> str:
+    """Why the devices cannot convert from and to fp8; empty if they can."""
+    fp8 = _TYPES["fp8"]
+    try:
+        jax.jit(lambda x: x.astype(fp8).astype(jnp.float32)).lower(np.ones(1, np.float32)).compile()
+    except Exception as error:
+        return first_line(error)
+    return ""

@@ -38,7 +38,7 @@ PLACES = {
     "nowhere": (None, sc.Replicated()),
     "one device": ("one_device_mesh", sc.OnHost()),
     "replicated": ("mesh", sc.Replicated()),
-    "sharded": ("mesh", sc.Sharded([("^w$", P("data", "model"))])),
+    "sharded": ("mesh", sc.Sharded([("/w$", P("data", "model"))])),
     "on the host": ("mesh", sc.OnHost()),
 }
 

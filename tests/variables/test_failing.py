@@ -1,4 +1,5 @@
-"""A step that raises leaves the values and versions of its variables as they were."""
+"""A step that raises leaves the values and versions of its variables as they were, or says that a
+value is lost: its program had used up the buffers when it failed."""
 
 import contextlib
 import threading
@@ -6,6 +7,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from comparing import assert_same, copied
 from states import LARGE
@@ -268,6 +270,171 @@ def test_a_value_that_is_lost_is_told_and_can_be_assigned():
     variables.assign(kept)
     with unchanged(variables):
         pass
+
+
+def refuse_above_one(x):
+    if x > 1:
+        raise ValueError("the user's own callback")
+    return np.float32(x)
+
+
+def checked(x):
+    """`x`, by a program that fails while it runs where it is above 1."""
+    return jax.pure_callback(refuse_above_one, jax.ShapeDtypeStruct((), np.float32), x)
+
+
+def says_it_is_lost(what, name="table"):
+    with pytest.raises(sc.VariablesError, match="the value is lost") as raised:
+        what()
+    assert raised.value.where == name
+    assert "assign(...)" in raised.value.hint and "restore(...)" in raised.value.hint
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 3])
+def test_everything_says_that_a_value_is_lost(calls_before, tmp_path):
+    @sc.step(carry="state")
+    def step(state, x):
+        return jax.tree.map(lambda leaf: leaf + checked(x), state), x
+
+    read = sc.step(lambda x, state: x + state["w"])
+    start = {"w": np.zeros(3, np.float32), "large": np.zeros(LARGE, np.float32)}
+    variables = sc.Variables(start, name="table", write=sc.Write(mode="add", every=2))
+    read(np.float32(1), variables)
+    for _ in range(calls_before):
+        step(variables, np.float32(1))
+    kept, version = variables.value, variables.version
+    variables.save(tmp_path)
+    assert "lost" not in repr(variables)
+    for bring_back in (lambda: variables.assign(kept), lambda: variables.restore(tmp_path)):
+        with pytest.raises(Exception, match="the user's own callback"):
+            step(variables, np.float32(2))
+        assert "the value is lost" in repr(variables) and "the value is lost" in str([variables])
+        for _ in range(2):
+            says_it_is_lost(lambda: variables.value)
+            says_it_is_lost(lambda: step(variables, np.float32(1)))
+            says_it_is_lost(lambda: step(variables, 1))
+            says_it_is_lost(lambda: read(np.float32(1), variables))
+            says_it_is_lost(lambda: variables.push(kept))
+            says_it_is_lost(lambda: variables.save(tmp_path))
+            says_it_is_lost(variables.block_until_ready)
+        assert variables.version == version
+        bring_back()
+        version = variables.version
+        assert "lost" not in repr(variables)
+        assert_same(kept, variables.value)
+        step(variables, np.float32(1))
+        version += 1
+        variables.assign(kept)
+        version += 1
+
+
+def failing_optimizer():
+    """Adds updates up in its state, by a program that fails where they are above 1."""
+
+    def update(updates, state, params=None):
+        summed = jax.tree.map(jnp.add, state, updates)
+        return jax.tree.map(lambda u: u + checked(u.max()), updates), summed
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_push_that_fails_while_it_runs_loses_the_optimizer_state_too(saved, tmp_path):
+    write = sc.Write(mode="apply", optimizer=failing_optimizer())
+    variables = sc.Variables({"w": np.ones(3, np.float32)}, name="table", write=write)
+    one = {"w": np.ones(3, np.float32)}
+    variables.push(one)
+    variables.save(tmp_path)
+    kept = variables.value
+    assert kept["w"].tolist() == [3] * 3
+
+    def fails():
+        with pytest.raises(Exception, match="the user's own callback"):
+            variables.push({"w": np.full(3, 2, np.float32)})
+        says_it_is_lost(lambda: variables.push(one))
+        says_it_is_lost(lambda: variables.save(tmp_path))
+
+    fails()
+    if saved:
+        variables.restore(tmp_path)
+        summed = 1
+    else:
+        variables.assign(kept)  # The state begins anew.
+        summed = 0
+    assert_same(kept, variables.value)
+    variables.push(one)
+    assert variables.value["w"].tolist() == [5] * 3
+    assert variables._updates.state.master.packed.buffers[0].tolist() == [summed + 1] * 3
+    fails()
+
+
+def test_a_lost_value_is_restored_with_a_state_that_was_not_made_yet(tmp_path):
+    tree_of_ones = {"w": np.ones(3, np.float32), "b": np.ones(2, np.float32)}
+
+    def made():
+        write = sc.Write(mode="apply", optimizer=optax.ema(0.5, debias=False))
+        return sc.Variables(tree_of_ones, name="table", write=write)
+
+    first, variables = made(), made()
+    first.push(tree_of_ones)
+    first.save(tmp_path)
+    for buffer in variables.master.arrays():
+        buffer.delete()
+    with pytest.raises(sc.VariablesError, match="elsewhere"):
+        variables.restore(tmp_path / "elsewhere")
+    says_it_is_lost(lambda: variables.value)
+    variables.restore(tmp_path)
+    assert_same(first.value, variables.value)
+    for each in (first, variables):
+        each.push(tree_of_ones)
+    assert_same(first.value, variables.value)
+
+
+@pytest.mark.parametrize("read", [sc.Read(), sc.Read(cache="device"), sc.Read(prefetch=1)], ids=str)
+def test_a_master_in_host_memory_is_not_lost(read):
+    """Random keys stay on the devices, and are copied all the same."""
+
+    @sc.step(carry="state")
+    def step(state, x):
+        return {"w": state["w"] + checked(x), "key": jax.random.fold_in(state["key"], 1)}
+
+    tree = {"w": np.ones(3, np.float32), "key": jax.random.key(0)}
+    variables = sc.Variables(tree, placement=sc.OnHost(), read=read)
+    for _ in range(2):
+        step(variables, np.float32(1))
+        kept = variables.value
+        with pytest.raises(Exception, match="the user's own callback"):
+            jax.block_until_ready(step(variables, np.float32(2)))
+        assert_same(kept, variables.value)
+
+
+def test_a_step_that_only_reads_loses_nothing_when_it_fails():
+    step = sc.step(lambda x, state: checked(x) + state["w"])
+    variables = sc.Variables({"w": np.ones(3, np.float32)}, name="table")
+    with pytest.raises(Exception, match="the user's own callback"):
+        jax.block_until_ready(step(np.float32(2), variables))
+    assert variables.value["w"].tolist() == [1] * 3 and "lost" not in repr(variables)
+
+
+def test_a_value_that_another_thread_works_on_is_not_called_lost():
+    """Its buffers are gone for the while of a step."""
+    shown = []
+
+    def look(x):
+        thread = threading.Thread(target=lambda: shown.append(repr(variables)))
+        thread.start()
+        thread.join(30)
+        return np.float32(x)
+
+    @sc.step(carry="state")
+    def step(state, x):
+        y = jax.pure_callback(look, jax.ShapeDtypeStruct((), np.float32), x)
+        return jax.tree.map(lambda leaf: leaf + y, state), y
+
+    variables = sc.Variables({"w": np.ones(3, np.float32)}, name="table")
+    for _ in range(3):
+        jax.block_until_ready(step(variables, np.float32(1)))
+    assert len(shown) == 3 and not any("lost" in text for text in shown)
 
 
 def test_an_interrupt_lets_go_of_the_variables():

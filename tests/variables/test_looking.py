@@ -324,42 +324,6 @@ def test_the_session_of_a_step_counts_for_its_calls(mesh):
     assert only(variables.value["w"]) == 1
 
 
-# ---- inside other transformations ------------------------------------------------------------
-
-
-def test_variables_that_are_read_are_constants_inside_a_transformation():
-    table = sc.Variables({"large": np.full(LARGE, 2, np.float32), "a": np.float32(3)})
-    scaled = sc.step(lambda x, table: (x * table["a"] + table["large"].sum()).sum())
-    x = np.ones(4, np.float32)
-    expected = float(scaled(x, table))
-    assert float(jax.jit(lambda x: scaled(x, table))(x)) == expected
-    assert jax.grad(lambda x: scaled(x, table))(x).tolist() == [3] * 4
-    assert jax.grad(lambda x: scaled(x, table=table))(x).tolist() == [3] * 4
-    assert jax.vmap(lambda x: scaled(x, table))(x).shape == (4,)
-    assert float(jax.jit(lambda x: table.value["a"] * x.sum())(x)) == 12
-    for _ in range(2):
-        assert float(scaled(x, table)) == expected
-    assert table.version == 0 and only(table.value["a"]) == 3
-
-
-def test_variables_that_are_carried_are_an_error_inside_a_transformation():
-    variables = sc.Variables({"w": np.ones(3, np.float32)}, name="table")
-    step = sc.step(lambda state, x: (state, (state["w"] * x).sum()), carry="state")
-    x = np.ones(3, np.float32)
-    for transformed in (
-        jax.jit(lambda x: step(variables, x)[1]),
-        jax.grad(lambda x: step(variables, x)[1]),
-        jax.vmap(lambda x: step(variables, x)[1]),
-        sc.step(lambda x: step(variables, x)[1]),
-    ):
-        with pytest.raises(sc.VariablesError, match="carried inside") as raised:
-            transformed(x)
-        assert "table" in raised.value.got and ".value" in raised.value.hint
-    assert variables.version == 0
-    step(variables, x)
-    assert variables.version == 1
-
-
 # ---- how they are passed ---------------------------------------------------------------------
 
 

@@ -10,17 +10,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
-from stepcache.variables import policy
+from stepcache.variables import policy, wire
 
 ADAM = optax.adam(1e-3)
 
 
 @pytest.mark.parametrize("cache", policy.CACHES)
 @pytest.mark.parametrize("route", policy.ROUTES)
-@pytest.mark.parametrize("wire", policy.WIRES)
-def test_every_legal_word_is_accepted(cache, route, wire):
-    read = sc.Read(cache=cache, route=route, wire=wire)
-    assert (read.cache, read.route, read.wire) == (cache, route, wire)
+@pytest.mark.parametrize("coded", policy.WIRES)
+def test_every_legal_word_is_accepted(cache, route, coded):
+    read = sc.Read(cache=cache, route=route, wire=coded)
+    assert (read.cache, read.route, read.wire) == (cache, route, coded)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,11 @@ def test_every_legal_word_is_accepted(cache, route, wire):
         ({"max_staleness": 1.5}, "max_staleness", "an int ≥ 0"),
         ({"max_staleness": True}, "max_staleness", "an int ≥ 0"),
         ({"max_staleness": None}, "max_staleness", "an int ≥ 0"),
-        ({"prefetch": -1}, "prefetch", "an int ≥ 0"),
-        ({"prefetch": "1"}, "prefetch", "an int ≥ 0"),
+        ({"prefetch": -1}, "prefetch", "True or False"),
+        ({"prefetch": 3}, "prefetch", "True or False"),
+        ({"prefetch": 1.0}, "prefetch", "True or False"),
+        ({"prefetch": "1"}, "prefetch", "True or False"),
+        ({"prefetch": None}, "prefetch", "True or False"),
         ({"max_age": 0}, "max_age", "a number > 0"),
         ({"max_age": -1.0}, "max_age", "a number > 0"),
         ({"max_age": float("nan")}, "max_age", "a number > 0"),
@@ -155,6 +158,9 @@ def test_rules_may_be_given_as_pairs():
         (sc.OnHost(), "on the host (pinned_host), read replicated"),
         (sc.Read(), "Read()"),
         (sc.Read(cache="device", max_age=2.0), "Read(cache='device', max_age=2.0)"),
+        (sc.Read(prefetch=True), "Read(prefetch=True)"),
+        (sc.Read(prefetch=1), "Read(prefetch=True)"),
+        (sc.Read(prefetch=0), "Read()"),
         (sc.Write(mode="add", every=2), "Write(mode='add', every=2)"),
     ],
     ids=str,
@@ -182,6 +188,82 @@ def test_variables_take_policies_and_nothing_else(option):
     with pytest.raises(sc.OptionError) as raised:
         sc.Variables({"w": np.ones(2)}, **option)
     assert raised.value.where == f"Variables({name}=...)"
+
+
+ADDED = {"mode": "add", "wire": "bf16"}
+IDLE = {
+    "a copy of the host on the host": ({"read": sc.Read(cache="host")}, sc.OnHost()),
+    "a copy on the host of devices": ({"read": sc.Read(cache="host")}, sc.Replicated()),
+    "a coded read of devices": ({"read": sc.Read(wire="bf16")}, sc.Replicated()),
+    "a coded read of split leaves": ({"read": sc.Read(wire="int8")}, sc.Sharded([("w", P())])),
+    "a coded write to devices": ({"write": sc.Write(**ADDED)}, sc.Replicated()),
+    "a coded write beside devices": ({"write": sc.Write(**ADDED)}, sc.OnHost()),
+    "a coded assignment": ({"write": sc.Write(wire="int8")}, sc.OnHost(update="host")),
+}
+
+
+@pytest.mark.parametrize("idle", IDLE)
+def test_an_option_that_would_do_nothing_is_refused(idle, mesh):
+    option, placement = IDLE[idle]
+    (name,) = option
+    with sc.Session(mesh), pytest.raises(sc.OptionError, match="nothing") as raised:
+        sc.Variables({"w": np.ones(2)}, placement=placement, name="table", **option)
+    error = raised.value
+    assert error.where == f"Variables({name}=...)" and error.hint
+    assert ("cache=" in error.what) == ("copy" in idle)
+    assert ("wire=" in error.what) == ("coded" in idle)
+
+
+def test_options_that_do_something_are_accepted():
+    host = sc.OnHost(update="host")
+    for options in (
+        {"read": sc.Read(cache="device", wire="int8"), "placement": sc.OnHost()},
+        {"write": sc.Write(**ADDED), "placement": host},
+        {"read": sc.Read(cache="device")},
+        {"read": sc.Read(prefetch=True)},
+    ):
+        sc.Variables({"w": np.ones(2)}, **options)
+
+
+def test_a_wire_that_the_devices_do_not_know_is_refused(monkeypatch):
+    tried = []
+
+    def without_fp8():
+        tried.append(1)
+        return "XlaRuntimeError: f8e4m3fn is not supported"
+
+    monkeypatch.setattr(wire, "why_no_fp8", without_fp8)
+    wired = (
+        {"read": sc.Read(wire="fp8"), "placement": sc.OnHost()},
+        {"write": sc.Write(mode="add", wire="fp8"), "placement": sc.OnHost(update="host")},
+    )
+    for options in wired:
+        with pytest.raises(sc.VariablesError, match="fp8") as raised:
+            sc.Variables({"w": np.ones(2)}, name="table", **options)
+        error = raised.value
+        assert error.where == "table" and "bf16" in error.expected
+        assert "f8e4m3fn is not supported" in error.got
+    assert len(tried) == 2
+    sc.Variables({"w": np.ones(2)}, read=sc.Read(wire="int8"), placement=sc.OnHost())
+    monkeypatch.undo()
+    for options in wired:
+        sc.Variables({"w": np.ones(2)}, **options)
+    assert len(tried) == 2
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_rule_of_a_placement_that_matches_no_leaf_is_told_of(on_host, mesh):
+    sharded = sc.Sharded([("kernel", P(None, "model")), ("karnel", P("data")), ("b", P("data"))])
+    write = sc.Write(mode="apply", optimizer=ADAM)
+    placement = sc.OnHost(on_device=sharded) if on_host else sharded
+    tree = {"kernel": np.ones((4, 4), np.float32), "b": np.ones(8, np.float32)}
+    with sc.Session(mesh):
+        with pytest.warns(sc.UnmatchedRuleWarning) as caught:
+            variables = sc.Variables(tree, placement=placement, write=write, name="model")
+        variables.push(tree)  # Whose optimizer's state has leaves of its own.
+    (said,) = (str(each.message) for each in caught)
+    assert "'karnel'" in said and "no leaf of model" in said and "model/kernel" in said
+    assert caught[0].filename == __file__
 
 
 def test_the_policies_in_force_are_shown():

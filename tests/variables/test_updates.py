@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
 
-RULES = [("^w$", P("data"))]
+RULES = [("w$", P("data"))]
 PLACEMENTS = {
     "on the devices": sc.Replicated(),
     "on the host": sc.OnHost(),
