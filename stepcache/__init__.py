@@ -37,6 +37,7 @@ from stepcache.report.explanation import Explanation
 from stepcache.session import Session, current_session, no_recompile
 from stepcache.sharding import Rules
 from stepcache.step import Step, step
+from stepcache.variables.checkpoints import restore, save
 from stepcache.variables.policy import OnHost, Read, Replicated, Sharded, Write
 from stepcache.variables.variables import Variables
 
@@ -78,6 +79,8 @@ __all__ = [
     "current_session",
     "no_recompile",
     "recorder",
+    "restore",
+    "save",
     "step",
 ]
 

@@ -16,16 +16,16 @@ from stepcache.errors import VariablesError
 from stepcache.sharding import current_placer, current_reader, mesh_identity
 from stepcache.units import counted, readable_bytes
 from stepcache.variables import checkpoints
+from stepcache.variables.checkpoints import Parts
 from stepcache.variables.describing import check_not_tracing, joined, matching
 from stepcache.variables.masters import Held, Master, Reader, hold
-from stepcache.variables.packing import Layout, Packed, Slot, bytes_per_device
+from stepcache.variables.packing import Layout, Packed, bytes_per_device
 from stepcache.variables.plan import Transfer
 from stepcache.variables.policy import Placement, Read, Replicated, Write, check_policies
 from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
 
 _numbers = itertools.count(1)
-_STATE = "optimizer state/"
 
 
 def any_variables() -> bool:
@@ -174,45 +174,85 @@ class Variables:
     # ---- keeping ---------------------------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes value and version, and an optimizer's state, to a directory of orbax's.
+        """Writes value and version, optimizer state and pending updates to a directory.
+
+        Short for `stepcache.save(directory, value=self)`, which says what may be replaced, and what
+        happens at a crash.
 
         Args:
-            directory: where to; what is there is replaced when all is written.
+            directory: where to; a checkpoint that is there is replaced when all is written.
 
         Raises:
-            VariablesError: `directory` is a URL.
+            VariablesError: `directory` is a URL, or holds something else than a checkpoint.
         """
-        with self.lock:
-            version, value = self.version, self.value
-            state = self._updates.state
-        slots, leaves = list(self.layout.slots), jax.tree_util.tree_leaves(value)
-        if state is not None:
-            slots += _state_slots(state)
-            leaves += state.look()[0]
-        checkpoints.save(directory, slots, leaves, version)
+        checkpoints.save(directory, value=self)
 
     def restore(self, directory: str | os.PathLike) -> None:
         """Takes the value that `save` wrote, from any mesh and placement; it is a write.
 
+        Short for `stepcache.restore(directory, value=self)`.
+
         Args:
-            directory: where `save` wrote. Its version is that of the value then, or the next one
-                here, whichever is later: versions never go back.
+            directory: where `save` wrote, or orbax's `StandardCheckpointer` a tree of the same
+                paths. The version is that of the value then, or the next one here, whichever is
+                later: versions never go back.
 
         Raises:
             VariablesError: `directory` is a URL, there is nothing to read, or a leaf is missing,
                 new, or of another type.
         """
-        check_not_tracing("variables cannot be restored", self.name)
-        with self.lock:
-            apply = self.write.mode == "apply"
-            state = self._updates.ready_state(self._held) if apply else None
-            slots = [*self.layout.slots, *(_state_slots(state) if state else ())]
-            leaves, version = checkpoints.restore(directory, slots, self.name)
-            count = len(self.layout.slots)
-            self.master.version = max(self.version, version - 1)
-            self._held.put(leaves[:count], current_reader())
-            if state is not None:
-                state.put(leaves[count:], current_reader())
+        checkpoints.restore(directory, value=self)
+
+    def parts(self) -> Parts:
+        """What a checkpoint is to hold. To be called under the lock."""
+        trees = {"": self.value}
+        about = {"version": self.version, "mode": self.write.mode, "pending": self._updates.pending}
+        if (state := self._updates.state) is not None:
+            trees["optimizer"] = state.layout.tree.unflatten(state.copies())
+        if (pending := self._updates.pending_leaves) is not None:
+            trees["pending"] = self.layout.tree.unflatten(pending)
+        return Parts(trees, about)
+
+    def wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
+        """What is to be restored of a checkpoint.
+
+        Args:
+            stored: the parts that it has.
+            about: what it knows about the variables; empty where it was written of something else.
+            partial: whether what it lacks may stay as it is.
+        """
+        wanted = Parts({"": _templates(self.layout)})
+        same = about.get("mode") == self.write.mode
+        if "pending" in stored and same:
+            wanted.trees["pending"] = _templates(self.layout)
+        # A checkpoint without a state is one of before the first push, which makes it.
+        unmade = "optimizer" not in stored and (same or partial)
+        if self.write.mode == "apply" and not unmade:
+            with self.lock:
+                before = self._updates.state
+                wanted.state = self._updates.ready_state(self._held)
+                self._updates.state = before  # Until all has been read.
+            wanted.trees["optimizer"] = _templates(wanted.state.layout)
+        return wanted
+
+    def put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
+        """Takes what was restored. To be called under the lock.
+
+        Args:
+            wanted: as `wanted_parts` gave it, and what the checkpoint knows about the variables.
+            restored: the leaves of each part; None for those that stay as they are.
+        """
+        about, reader = wanted.about, current_reader()
+        if any(leaf is not None for leaf in restored[""]) or not restored[""]:
+            self.master.version = max(self.version, about.get("version", 0) - 1)
+            self._held.put(_filled(restored[""], self._held), reader)
+        if (state := wanted.state) is not None:
+            state.put(_filled(restored["optimizer"], state), reader)
+            self._updates.state = state
+        elif about.get("mode") == "apply":
+            self._updates.state = None
+        if about:
+            self._updates.resume(restored.get("pending"), about["pending"])
 
     # ---- for the engine ------------------------------------------------------------------------
 
@@ -303,8 +343,18 @@ class Variables:
         return f"<table><caption>Variables</caption>{rows}</table>"
 
 
-def _state_slots(state: Held) -> list[Slot]:
-    return [slot._replace(path=f"{_STATE}{slot.path}") for slot in state.layout.slots]
+def _templates(layout: Layout) -> Any:
+    """The tree, of what its leaves are and where they belong."""
+    slots = layout.slots
+    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in slots]
+    return layout.tree.unflatten(leaves)
+
+
+def _filled(leaves: list[Any], held: Held) -> list[Any]:
+    """Leaves, with those of now in the place of None."""
+    if all(leaf is not None for leaf in leaves):
+        return leaves
+    return [now if leaf is None else leaf for leaf, now in zip(leaves, held.copies(), strict=True)]
 
 
 def _mesh_text(mesh: Mesh | None) -> str:
