@@ -64,6 +64,8 @@ def check_replaceable(path: Path) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError:
+        if not os.path.lexists(path):
+            return
         raise _occupied(path, "a file") from None
     others = [name for name in names if not _ORBAX_NAMES.fullmatch(name)]
     if path in (Path.cwd(), *Path.cwd().parents):

@@ -161,9 +161,7 @@ def storable(leaf: Leaf, *, copied: bool) -> Any:
     if is_number(value):
         return np.asarray(value) if isinstance(value, bool | complex) else value
     if not isinstance(value, jax.Array):
-        array = np.asarray(value)
-        array = array.astype(array.dtype.newbyteorder("="), copy=copied)
-        return array
+        return np.array(value) if copied else np.asarray(value)
     value = jax.random.key_data(value) if is_key(value) else value
     if jax.process_count() > 1 and value.is_fully_addressable:  # Orbax writes global arrays only.
         return np.asarray(value)
@@ -172,9 +170,11 @@ def storable(leaf: Leaf, *, copied: bool) -> Any:
 
 def compatible(stored: Kind, leaf: Leaf) -> bool:
     """Whether what was stored can be the leaf."""
-    wanted = kind_of(leaf)
+    if is_key(leaf.value):  # Orbax stores keys as their data, and does not say so.
+        data = jax.eval_shape(jax.random.key_data, leaf.value)
+        return stored in (kind_of(leaf), Kind(data.dtype.name, data.shape))
     if not is_number(leaf.value):
-        return stored == wanted
+        return stored == kind_of(leaf)
     if stored.shape or stored.dtype.startswith("key<"):
         return False
     dtype, kind = jnp.dtype(stored.dtype), type(leaf.value)
@@ -216,6 +216,12 @@ def like(template: Any, read: Any) -> Any:
         return read
     where = sharding_for(template)
     return jnp.asarray(read) if where is None else jax.device_put(read, where)
+
+
+def empty_like(template: Any) -> Any:
+    """What would be read of an array without elements, which orbax does not store."""
+    data = jax.eval_shape(jax.random.key_data, template) if is_key(template) else template
+    return np.zeros(data.shape, data.dtype)
 
 
 def _keys(data: Any, template: Any) -> Any:

@@ -33,6 +33,7 @@ from stepcache.variables.checkpoint_tree import (
     Leaf,
     Name,
     compatible,
+    empty_like,
     escape,
     is_key,
     kind_of,
@@ -139,6 +140,7 @@ class Saving:
 
 
 _unfinished: list[Saving] = []
+_writing = threading.Lock()  # Orbax confuses the signals of two saves at once.
 
 
 def _join_all() -> None:
@@ -214,10 +216,12 @@ def save(
         return str(staging.new)
 
     saving = Saving(target, company)
-    new = Path(_of_leader(company, f"saving {root}", prepare))
+    new = Path(_of_leader(company, root, prepare))
+    _writing.acquire()
     try:
         checkpointer = company.guarded(lambda: _write(new, tree, about))
     except BaseException as error:
+        _writing.release()
         if staging is not None:
             staging.close()
         if isinstance(error, StepCacheError) or not isinstance(error, Exception):
@@ -233,6 +237,7 @@ def save(
                     files.prune(root, keep, target, staging)
         finally:
             checkpointer.close()
+            _writing.release()
             if staging is not None:
                 staging.close()
 
@@ -360,13 +365,14 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
     root = _path(directory)
     _check_names(items)
     company = current_company() or _Everybody()
-    found = Path(_of_leader(company, f"restoring {root}", lambda: str(_found(root))))
+    found = Path(_of_leader(company, root, lambda: str(_found(root))))
     return company.guarded(lambda: _restore(found, items, partial))
 
 
 def _found(root: Path) -> Path:
-    files.recover(root)
-    found = files.newest_whole(root)
+    with _damage(root):
+        files.recover(root)
+        found = files.newest_whole(root)
     if found is None:
         raise VariablesError(
             "there is no checkpoint to restore",
@@ -490,9 +496,8 @@ class _Stored:
             )
             tree = checkpointer.restore(self._path, args=args)
             read = dict(zip(self._names, self._structure.flatten_up_to(tree), strict=True))
-        empty = {name: np.zeros(kind.shape) for name, kind in self.kinds.items() if 0 in kind.shape}
         return {
-            name: like(value, (read | empty)[name])
+            name: like(value, read[name] if name in read else empty_like(value))
             for name, value in by_name.items()
             if name in self.kinds
         }
@@ -576,18 +581,16 @@ class _Everybody:
         return heard
 
 
-def _of_leader(company: Company, label: str, work: Callable[[], str]) -> str:
+def _of_leader(company: Company, path: Path, work: Callable[[], str]) -> str:
     """Has the first process do something, and returns or raises on all what came of it."""
     error, text = None, ""
     if jax.process_index() == 0:
         try:
             text = work()
         except Exception as raised:
-            error = (
-                raised if isinstance(raised, StepCacheError) else _unwritten(Path(label), raised)
-            )
+            error = _unwritten(path, raised)
     said = json.dumps([error is not None, str(error) if error else text]).encode()
-    failed, text = json.loads(company.wait_for_all(label, said)[0])
+    failed, text = json.loads(company.wait_for_all(f"the checkpoint {path}", said)[0])
     if error is not None:
         raise error
     if failed:
