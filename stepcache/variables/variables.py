@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from stepcache.errors import VariablesError
 from stepcache.sharding import current_placer, current_reader, mesh_identity
 from stepcache.units import counted, readable_bytes
-from stepcache.variables import checkpoints
-from stepcache.variables.checkpoints import Parts
+from stepcache.variables import checkpoints, restoring
+from stepcache.variables.checkpoint_items import Parts
 from stepcache.variables.describing import check_not_tracing, joined, matching
 from stepcache.variables.masters import Held, Master, Reader, hold
 from stepcache.variables.packing import Layout, Packed, bytes_per_device
@@ -201,7 +201,7 @@ class Variables:
             VariablesError: `directory` is a URL, there is nothing to read, or a leaf is missing,
                 new, or of another type.
         """
-        checkpoints.restore(directory, value=self)
+        restoring.restore(directory, value=self)
 
     def parts(self) -> Parts:
         """What a checkpoint is to hold. To be called under the lock."""

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import stepcache as sc
+from stepcache import _process_hooks
 from tests.variables.test_checkpoints import same
 
 ROOT = Path(__file__).parent.parent.parent
@@ -365,6 +366,29 @@ def test_what_orbax_alone_has_saved_is_read(tmp_path):
     same(variables.value, {"w": jnp.full(3, 2.0)})
 
 
+def test_the_first_format_is_still_read(tmp_path):
+    state = optax.adam(0.1).init({"a": jnp.full(2, 3.0), "b": jnp.ones(3)})
+    tree = {"a": jnp.full(2, 5.0), "b": jnp.full(3, 6.0)}
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    flat += [
+        (("optimizer state", *keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(state)
+    ]
+
+    def text(key):
+        return key if isinstance(key, str) else jax.tree_util.keystr((key,), simple=True)
+
+    rows = [["/".join(map(text, keys)), str(x.dtype), list(x.shape)] for keys, x in flat]
+    stored = {"none": np.zeros(1)} | {str(number): x for number, (_, x) in enumerate(flat)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        about = {"version": 7, "leaves": rows}
+        checkpointer.save(tmp_path / "saved", stored, custom_metadata=about)
+    variables = sc.Variables(jax.tree.map(jnp.zeros_like, tree), write=ADAM)
+    variables.restore(tmp_path / "saved")
+    same(variables.value, tree)
+    assert variables.version == 7
+    variables.save(tmp_path / "saved")
+
+
 # ---- several at once -----------------------------------------------------------------------------
 
 
@@ -592,7 +616,8 @@ def test_a_process_does_not_end_before_it_has_written(ending, tmp_path):
     """
     ended = process(tmp_path, body)
     output = ended.communicate(timeout=60)[0]
-    assert ended.returncode == 0 and output == "written behind\n", output
+    expected = "done\n" if _process_hooks.THREADS_END_EARLY else "written behind\n"
+    assert ended.returncode == 0 and output == expected, output
     assert sc.restore(tmp_path / "saved", w=np.zeros(4_000_000), step=0)["step"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
