@@ -157,11 +157,7 @@ def save(
         saving.wait()
     root = path_of(directory)
     tree, about = _collected(items, copied=asynchronous)
-    number = _step_number(items) if keep is not None else 0
-    if keep is not None and (isinstance(keep, bool) or operator.index(keep) < 1):
-        raise VariablesError(
-            "keep is a number of checkpoints", expected="at least 1", got=f"{keep}"
-        )
+    number = _step_number(items, keep) if keep is not None else 0
     company = current_company() or Everybody()
     staging: files.Staging | None = None
     target = root
@@ -220,7 +216,11 @@ def _write(path: Path, tree: Any, about: dict[str, Any]) -> Any:
     return checkpointer
 
 
-def _step_number(items: dict[str, Any]) -> int:
+def _step_number(items: dict[str, Any], keep: int) -> int:
+    if isinstance(keep, bool) or operator.index(keep) < 1:
+        raise VariablesError(
+            "keep is a number of checkpoints", expected="at least 1", got=f"{keep}"
+        )
     try:
         number = operator.index(items["step"])
     except (KeyError, TypeError):
