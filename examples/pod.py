@@ -71,21 +71,21 @@ def batch_of(step: int, text: np.ndarray) -> dict[str, np.ndarray]:
 def train(directory: Path, losses: dict[int, float]) -> None:
     """Trains from the last save on, or from the beginning."""
     text = np.frombuffer(Path(tempfile.__file__).read_bytes(), np.uint8).astype(np.int32)
+    saves = directory / "saves"
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     with sc.Session(mesh):
-        # Parameters and moments in one: a save has both.
         state = sc.Variables(fresh_state(), name="state")
-        # A save gets this name when it is whole; one that a kill broke off has a longer name.
-        if saves := sorted(directory.glob("after-????")):
-            state.restore(saves[-1])
-        for step in range(state.version, STEPS):
+        first = 0
+        if saves.exists():  # The newest whole checkpoint, whatever number of processes saved it.
+            first = sc.restore(saves, state=state, step=0)["step"]
+        for step in range(first, STEPS):
             if jax.process_index() == VICTIM and step == KILLED_AT:  # Of two, none is rank 2.
                 (directory / "killed").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
             state, loss = train_step(state, batch_of(step, text))
             losses[step] = float(loss)
-            if state.version % SAVE_EVERY == 0:
-                state.save(directory / f"after-{state.version:04}")
+            if (step + 1) % SAVE_EVERY == 0:
+                sc.save(saves, state=state, step=step + 1, keep=2)
 
 
 def run_rank(directory: Path) -> None:

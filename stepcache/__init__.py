@@ -37,7 +37,9 @@ from stepcache.report.explanation import Explanation
 from stepcache.session import Session, current_session, no_recompile
 from stepcache.sharding import Rules
 from stepcache.step import Step, step
+from stepcache.variables.checkpoints import save
 from stepcache.variables.policy import OnHost, Read, Replicated, Sharded, Write
+from stepcache.variables.restoring import restore
 from stepcache.variables.variables import Variables
 
 __version__ = "0.1.0"
@@ -78,6 +80,8 @@ __all__ = [
     "current_session",
     "no_recompile",
     "recorder",
+    "restore",
+    "save",
     "step",
 ]
 

@@ -284,6 +284,18 @@ def at_exit(function: F) -> F:
     return function
 
 
+# Python 3.12.0 to 3.12.2 start no thread any more once the main thread has ended (python#113964).
+THREADS_END_EARLY = (3, 12, 0) <= sys.version_info[:3] <= (3, 12, 2)
+
+
+def before_threads_end(function: Callable[[], None]) -> None:
+    """Has a function called when the main thread ends, while executors still take work."""
+    import concurrent.futures.thread  # noqa: F401  (What is registered last is called first.)
+
+    register = getattr(threading, "_register_atexit", None)
+    (register or atexit.register)(function)
+
+
 def at_fork(before: Callable[[], None], in_child: Callable[[], None]) -> None:
     """Has functions called before `os.fork`, and after it in the child."""
     if hasattr(os, "register_at_fork"):

@@ -312,8 +312,8 @@ class Company(Protocol):
         """
         ...
 
-    def wait_for_all(self, label: str) -> None:
-        """Waits until all have come here.
+    def wait_for_all(self, label: str, said: bytes = b"") -> dict[int, bytes]:
+        """Waits until all have come here, and returns what each of them said, by rank.
 
         Raises:
             RankLostError: one of them has gone.

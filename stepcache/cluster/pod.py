@@ -89,10 +89,10 @@ class PodOfSession:
         self.pod.watch.raise_if_lost()
         return self.pod.watch.beside(work, lambda: self.pod.watch.look_at(lambda: self.ranks))
 
-    def wait_for_all(self, label: str) -> None:
+    def wait_for_all(self, label: str, said: bytes = b"") -> dict[int, bytes]:
         """As `Company` has it."""
         with self.meeting(label) as meeting:
-            meeting.hear("here", b"", patiently=True)
+            return meeting.hear("here", said, patiently=True)
 
 
 def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> PodOfSession | None:

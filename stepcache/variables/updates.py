@@ -50,6 +50,16 @@ class Updates:
         """Updates that have been pushed, and are not written yet."""
         return self._sum.count
 
+    @property
+    def pending_leaves(self) -> Sequence[Any] | None:
+        """The sum of the pending updates; None where none is pending."""
+        return self._sum._leaves
+
+    def resume(self, leaves: Sequence[Any] | None, count: int) -> None:
+        """Takes pending updates, as a checkpoint holds them."""
+        self._sum._leaves = None if leaves is None else [*leaves]
+        self._sum.count = 0 if leaves is None else count
+
     def push(self, leaves: Sequence[Any], held: Held, meter: Meter) -> None:
         """Takes an update, and writes what there is, if it is time. Under the variables' lock.
 

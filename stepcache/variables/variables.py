@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import itertools
 import os
 import threading
@@ -16,11 +15,12 @@ from jax.sharding import Mesh
 
 from stepcache.errors import UnmatchedRuleWarning, VariablesError, warn
 from stepcache.sharding import current_max_bytes, current_placer, current_reader, mesh_identity
-from stepcache.units import counted, readable_bytes
-from stepcache.variables import checkpoints
+from stepcache.units import counted, html_table, readable_bytes
+from stepcache.variables import checkpoints, restoring
+from stepcache.variables.checkpoint_items import Parts
 from stepcache.variables.describing import check_not_kept, check_not_tracing, joined, matching
 from stepcache.variables.masters import LOST, Held, Master, Reader, hold
-from stepcache.variables.packing import Layout, Packed, Slot, bytes_per_device
+from stepcache.variables.packing import Layout, Packed, bytes_per_device
 from stepcache.variables.plan import Plan, Transfer, check_bytes
 from stepcache.variables.policy import (
     Placement,
@@ -35,7 +35,6 @@ from stepcache.variables.updates import Updates
 from stepcache.variables.wire import check_wire
 
 _numbers = itertools.count(1)
-_STATE = "optimizer state/"
 
 
 def any_variables() -> bool:
@@ -221,51 +220,36 @@ class Variables:
     # ---- keeping ---------------------------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes value and version, and an optimizer's state, to a directory of orbax's.
+        """Writes value and version, optimizer state and pending updates to a directory.
+
+        Short for `stepcache.save(directory, value=self)`, which says what may be replaced, and what
+        happens at a crash.
 
         Args:
-            directory: where to; what is there is replaced when all is written.
+            directory: where to; a checkpoint that is there is replaced when all is written.
 
         Raises:
-            VariablesError: `directory` is a URL, or the value is lost.
+            VariablesError: `directory` is a URL, or holds something else than a checkpoint; or the
+                value is lost.
         """
-        with self.lock:
-            version, value = self.version, self.value
-            state = self._updates.state
-            if state is not None:
-                state.check_not_lost(self.name)
-        slots, leaves = list(self.layout.slots), jax.tree_util.tree_leaves(value)
-        if state is not None:
-            slots += _state_slots(state)
-            with self._moving("save") as meter:
-                leaves += state.look(meter)[0]
-        checkpoints.save(directory, slots, leaves, version)
+        checkpoints.save(directory, value=self)
 
     def restore(self, directory: str | os.PathLike) -> None:
         """Takes the value that `save` wrote, from any mesh and placement; it is a write.
 
+        Short for `stepcache.restore(directory, value=self)`.
+
         Args:
-            directory: where `save` wrote. Its version is that of the value then, or the next one
-                here, whichever is later: versions never go back.
+            directory: where `save` wrote, or orbax's `StandardCheckpointer` a tree of the same
+                paths. The version is that of the value then, or the next one here, whichever is
+                later: versions never go back.
 
         Raises:
             VariablesError: `directory` is a URL, there is nothing to read, or a leaf is missing,
                 new, or of another type.
             TransferBudgetError: it would move more than the session allows.
         """
-        check_not_tracing("variables cannot be restored", self.name)
-        apply = self.write.mode == "apply"
-        held = (self._held, *((self._updates.state,) if apply and self._updates.state else ()))
-        with self.lock, self._moving("restore", *held) as meter:
-            state = self._updates.state_to_restore(self._held, meter) if apply else None
-            slots = [*self.layout.slots, *(_state_slots(state) if state else ())]
-            leaves, version = checkpoints.restore(directory, slots, self.name)
-            count = len(self.layout.slots)
-            self.master.version = max(self.version, version - 1)
-            self._held.put(leaves[:count], current_reader(), meter)
-            if state is not None:
-                state.put(leaves[count:], current_reader(), meter)
-                self._updates.state = state
+        restoring.restore(directory, value=self)
 
     @contextlib.contextmanager
     def _moving(self, what: str, *written: Held) -> Iterator[Meter]:
@@ -287,6 +271,65 @@ class Variables:
             yield meter
         finally:
             meter.emit(self.name)
+
+    def parts(self) -> Parts:
+        """What a checkpoint is to hold. To be called under the lock."""
+        trees = {"": self.value}
+        about = {"version": self.version, "mode": self.write.mode, "pending": self._updates.pending}
+        if (state := self._updates.state) is not None:
+            state.check_not_lost(self.name)
+            with self._moving("save") as meter:
+                trees["optimizer"] = state.layout.tree.unflatten(state.copies(meter))
+        if (pending := self._updates.pending_leaves) is not None:
+            trees["pending"] = self.layout.tree.unflatten(pending)
+        return Parts(trees, about)
+
+    def wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
+        """What is to be restored of a checkpoint.
+
+        Args:
+            stored: the parts that it has.
+            about: what it knows about the variables; empty where it was written of something else.
+            partial: whether what it lacks may stay as it is.
+
+        Raises:
+            TransferBudgetError: it would move more than the session allows.
+        """
+        wanted = Parts({"": _templates(self.layout)})
+        same = about.get("mode") == self.write.mode
+        if "pending" in stored and same:
+            wanted.trees["pending"] = _templates(self.layout)
+        # A checkpoint without a state is one of before the first push, which makes it.
+        unmade = "optimizer" not in stored and (same or partial)
+        apply = self.write.mode == "apply" and not unmade
+        held = (self._held, *((self._updates.state,) if apply and self._updates.state else ()))
+        with self.lock, self._moving("restore", *held) as meter:
+            if apply:
+                before = self._updates.state
+                wanted.state = self._updates.state_to_restore(self._held, meter)
+                self._updates.state = before  # Until all has been read.
+                wanted.trees["optimizer"] = _templates(wanted.state.layout)
+        return wanted
+
+    def put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
+        """Takes what was restored. To be called under the lock.
+
+        Args:
+            wanted: as `wanted_parts` gave it, and what the checkpoint knows about the variables.
+            restored: the leaves of each part; None for those that stay as they are.
+        """
+        about, reader = wanted.about, current_reader()
+        with self._moving("restore") as meter:
+            if any(leaf is not None for leaf in restored[""]) or not restored[""]:
+                self.master.version = max(self.version, about.get("version", 0) - 1)
+                self._held.put(_filled(restored[""], self._held, meter), reader, meter)
+            if (state := wanted.state) is not None:
+                state.put(_filled(restored["optimizer"], state, meter), reader, meter)
+                self._updates.state = state
+            elif about.get("mode") == "apply":
+                self._updates.state = None
+        if about:
+            self._updates.resume(restored.get("pending"), about["pending"])
 
     # ---- for the engine ------------------------------------------------------------------------
 
@@ -392,16 +435,22 @@ class Variables:
         return f"Variables({name}, version {version}, {', '.join(rest)})"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(what)}</th>"
-            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for what, text in self._told().items()
-        )
-        return f"<table><caption>Variables</caption>{rows}</table>"
+        return html_table("Variables", self._told())
 
 
-def _state_slots(state: Held) -> list[Slot]:
-    return [slot._replace(path=f"{_STATE}{slot.path}") for slot in state.layout.slots]
+def _templates(layout: Layout) -> Any:
+    """The tree, of what its leaves are and where they belong."""
+    slots = layout.slots
+    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in slots]
+    return layout.tree.unflatten(leaves)
+
+
+def _filled(leaves: list[Any], held: Held, meter: Meter) -> list[Any]:
+    """Leaves, with those of now in the place of None."""
+    if all(leaf is not None for leaf in leaves):
+        return leaves
+    pairs = zip(leaves, held.copies(meter), strict=True)
+    return [now if leaf is None else leaf for leaf, now in pairs]
 
 
 def _mesh_text(mesh: Mesh | None) -> str:

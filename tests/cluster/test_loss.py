@@ -137,11 +137,10 @@ bump = sc.step(lambda state: jax.tree.map(lambda x: x + 1, state), carry="state"
 def die(*_):
     say("dying", time.time())
     os.kill(os.getpid(), signal.SIGKILL)
-rename, calls = Path.rename, []
+rename = Path.rename
 def between_the_names(self, target):
-    calls.append(target)
     rename(self, target)
-    if len(calls) == 1:
+    if target.name == "old":
         die()
 try:
     with sc.Session(mesh):

@@ -128,3 +128,41 @@ def test_what_needs_the_whole_in_one_process_is_refused(tmp_path):
     """
     for rank in succeeded(run_pod(tmp_path, script)):
         assert len(rank.said("refused")) == 3
+
+
+TOGETHER = """
+from pathlib import Path
+import contextlib
+session = sc.Session(mesh) if {inside} else contextlib.nullcontext()
+split = NamedSharding(mesh, P("data"))
+def values(scale):
+    whole = np.full((4, 3), scale, np.float32)
+    return jax.make_array_from_callback((4, 3), split, lambda index: whole[index])
+with session:
+    params = sc.Variables({{"w": values(1.0)}}, name="params")
+    for step in (1, 2, 3):
+        saving = sc.save("saves", params=params, plain=values(float(step)), numpy=np.ones(2),
+                         local=jnp.full(2, step), step=step, keep=2, asynchronous=step > 1)
+    saving.wait()
+    if RANK == 0:
+        Path("file").write_text("")
+    try:
+        sc.save("file", params=params)
+    except sc.VariablesError as error:
+        say("refused", "would destroy" in str(error))
+    params.assign({{"w": values(0.0)}})
+    found = sc.restore("saves", params=params, plain=values(0.0), numpy=np.zeros(2),
+                       local=jnp.zeros(2, int), step=0)
+    shards = [float(x) for tree in (params.value["w"], found["plain"])
+              for shard in tree.addressable_shards for x in np.unique(shard.data)]
+    say("restored", found["step"], *shards, found["local"], found["numpy"])
+    say("left", *sorted(path.name for path in Path("saves").iterdir()))
+"""
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_several_things_are_saved_together(inside, tmp_path):
+    for rank in succeeded(run_pod(tmp_path, TOGETHER.format(inside=inside), 2)):
+        assert rank.said("refused") == ["True"], rank.output
+        assert rank.said("restored") == ["3 1.0 3.0 [3 3] [1. 1.]"], rank.output
+        assert rank.said("left") == ["step_00000002 step_00000003"], rank.output

@@ -1,0 +1,230 @@
+"""Leaves of a checkpoint by name: from pytrees to orbax's nested dicts, and back.
+
+A leaf is stored below its item under the keys of its path, as text: `params/layers/0/w`. Text that
+orbax cannot hold is percent-encoded, and so are keys that are told apart by more than their text.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.tree_util import keystr
+
+from stepcache.errors import VariablesError
+from stepcache.variables.describing import abstract, joined
+
+Name = tuple[str, ...]
+
+
+class Leaf(NamedTuple):
+    """A leaf of an item.
+
+    Attributes:
+        name: the keys under which it is stored.
+        path: the same for people.
+        value: an array, a number, or a `jax.ShapeDtypeStruct`.
+    """
+
+    name: Name
+    path: str
+    value: Any
+
+
+def escape(text: str) -> str:
+    """A key as it is stored: one that is empty or has a `/` would not come back."""
+    return text.replace("%", "%25").replace("/", "%2F") or "%"
+
+
+def leaves_of(item: str, tree: Any) -> list[Leaf]:
+    """The leaves of an item. Equal paths have equal names, whatever the order of the leaves."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    siblings = collections.defaultdict(set)
+    for keys, _ in flat:
+        for depth, key in enumerate(keys):
+            siblings[keys[:depth], _text(key)].add(key)
+    names = []
+    for keys, _ in flat:
+        parts = [item]
+        for depth, key in enumerate(keys):
+            text = escape(_text(key))
+            if len(siblings[keys[:depth], _text(key)]) > 1:  # Such as 1 and "1".
+                kind = type(getattr(key, "key", key)).__name__
+                text += "" if kind == "str" else f"%{kind}"
+            parts.append(text)
+        names.append(tuple(parts))
+    # Orbax joins keys by dots.
+    counts = collections.Counter(map(".".join, names))
+    leaves, taken = [], set()
+    for name, (keys, value) in zip(names, flat, strict=True):
+        if counts[".".join(name)] > 1:
+            name = tuple(part.replace(".", "%2E") for part in name)
+        while name in taken:  # A node of the user's that gives two children one key.
+            name = (*name[:-1], f"{name[-1]}%again")
+        taken.add(name)
+        path = joined(item, keystr(keys, simple=True, separator="/"))
+        leaves.append(Leaf(name, path, value))
+    return leaves
+
+
+def _text(key: Any) -> str:
+    return keystr((key,), simple=True)
+
+
+def nested(values: dict[Name, Any]) -> dict[str, Any]:
+    """Values by name as nested dicts."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        node = tree
+        for part in name[:-1]:
+            node = node.setdefault(part, {})
+        node[name[-1]] = value
+    return tree
+
+
+def is_key(value: Any) -> bool:
+    """Whether this is an array of random keys."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a number of Python's."""
+    return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
+
+
+class Kind(NamedTuple):
+    """What a leaf is.
+
+    Attributes:
+        dtype: its name.
+        shape: its shape.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def kind_of(leaf: Leaf) -> Kind:
+    """What a leaf is, or is to be.
+
+    Raises:
+        VariablesError: it is no array and no number.
+    """
+    value = leaf.value
+    if is_number(value) and not _is_too_large(value):
+        return Kind(np.asarray(value).dtype.name, ())
+    if isinstance(value, jax.ShapeDtypeStruct) or abstract(value) is not None:
+        return Kind(getattr(value.dtype, "name", str(value.dtype)), tuple(value.shape))
+    raise VariablesError(
+        "a leaf of a checkpoint is no array",
+        where=leaf.path,
+        expected="a jax.Array, a numpy array, or a number of at most 64 bits",
+        got=f"{value!r} of type {type(value).__name__}"[:100],
+        hint="keep what is not an array outside of the tree",
+    )
+
+
+def _is_too_large(value: Any) -> bool:
+    return isinstance(value, int) and not -(2**63) <= value < 2**64
+
+
+def storable(leaf: Leaf, *, copied: bool) -> Any:
+    """A leaf as orbax takes it.
+
+    Args:
+        leaf: it.
+        copied: whether arrays in the user's hands may change before they are written.
+
+    Raises:
+        VariablesError: it is no array and no number, has no value, or was donated.
+    """
+    kind_of(leaf)
+    value = leaf.value
+    if isinstance(value, jax.ShapeDtypeStruct) or (
+        isinstance(value, jax.Array) and value.is_deleted()
+    ):
+        raise VariablesError(
+            "a leaf of a checkpoint has no value",
+            where=leaf.path,
+            got="a jax.ShapeDtypeStruct"
+            if isinstance(value, jax.ShapeDtypeStruct)
+            else "an array that was donated or deleted",
+        )
+    if is_number(value):
+        return np.asarray(value) if isinstance(value, bool | complex) else value
+    if not isinstance(value, jax.Array):
+        return np.array(value) if copied else np.asarray(value)
+    value = jax.random.key_data(value) if is_key(value) else value
+    if jax.process_count() > 1 and value.is_fully_addressable:  # Orbax writes global arrays only.
+        return np.asarray(value)
+    return value
+
+
+def compatible(stored: Kind, leaf: Leaf) -> bool:
+    """Whether what was stored can be the leaf."""
+    if is_key(leaf.value):  # Orbax stores keys as their data, and does not say so.
+        data = jax.eval_shape(jax.random.key_data, leaf.value)
+        return stored in (kind_of(leaf), Kind(data.dtype.name, data.shape))
+    if not is_number(leaf.value):
+        return stored == kind_of(leaf)
+    if stored.shape or stored.dtype.startswith("key<"):
+        return False
+    dtype, kind = jnp.dtype(stored.dtype), type(leaf.value)
+    if kind is bool or dtype == np.bool_:
+        return kind is bool and dtype == np.bool_
+    if kind is int:
+        return jnp.issubdtype(dtype, jnp.integer)
+    return kind is complex or not jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def sharding_for(template: Any) -> Any:
+    """Where an array is to be read to; None for the memory of this process."""
+    if isinstance(template, jax.ShapeDtypeStruct):
+        sharding: Any = template.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    elif isinstance(template, jax.Array) and template.committed:
+        sharding = template.sharding
+    else:
+        return None
+    if is_key(template) and isinstance(sharding, NamedSharding):
+        # The data of keys has a dimension more, which is not split.
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+def like(template: Any, read: Any) -> Any:
+    """What was read, as the template is."""
+    if is_number(template):
+        return type(template)(np.asarray(read).item())
+    if isinstance(template, np.generic):
+        return np.asarray(read)[()]
+    if isinstance(template, np.ndarray):
+        return np.asarray(read)
+    if is_key(template):
+        if not is_key(read):
+            read = _keys(jnp.asarray(read), template)
+        placed = sharding_for(template) is None or template.sharding in (None, read.sharding)
+        return read if placed else jax.device_put(read, template.sharding)
+    if isinstance(read, jax.Array):
+        return read
+    where = sharding_for(template)
+    return jnp.asarray(read) if where is None else jax.device_put(read, where)
+
+
+def empty_like(template: Any) -> Any:
+    """What would be read of an array without elements, which orbax does not store."""
+    data = jax.eval_shape(jax.random.key_data, template) if is_key(template) else template
+    return np.zeros(data.shape, data.dtype)
+
+
+def _keys(data: Any, template: Any) -> Any:
+    impl = []
+    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), template)
+    return jax.random.wrap_key_data(data, impl=impl[0])

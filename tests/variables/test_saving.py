@@ -1,0 +1,628 @@
+"""`sc.save` and `sc.restore`: several items at once, by path, and what they never destroy."""
+
+import collections
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import stepcache as sc
+from stepcache import _process_hooks
+from tests.variables.test_checkpoints import same
+
+ROOT = Path(__file__).parent.parent.parent
+ADAM = sc.Write(mode="apply", optimizer=optax.adam(0.1))
+
+
+def contents(directory: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in sorted(directory.rglob("*"))
+    }
+
+
+# ---- what may be replaced ------------------------------------------------------------------------
+
+
+def a_file(path):
+    path.write_text("results")
+
+
+def a_directory_of_results(path):
+    (path / "deeper").mkdir(parents=True)
+    (path / "deeper" / "results.txt").write_text("results")
+
+
+def a_checkpoint_in_a_checkpoint(path):
+    sc.save(path, step=1)
+    sc.save(path / "best", step=2)
+
+
+def a_checkpoint_with_notes(path):
+    sc.save(path, step=1)
+    (path / "notes.txt").write_text("notes")
+
+
+def a_checkpoint_of_orbax(path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, {"w": np.ones(3)})
+
+
+def numbered_checkpoints(path):
+    sc.save(path, step=1, keep=2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        a_file,
+        a_directory_of_results,
+        a_checkpoint_in_a_checkpoint,
+        a_checkpoint_with_notes,
+        a_checkpoint_of_orbax,
+        numbered_checkpoints,
+    ],
+)
+def test_a_save_destroys_nothing_but_its_like(make, tmp_path):
+    path = tmp_path / "saves"
+    make(path)
+    before = contents(tmp_path)
+    for save in (sc.Variables(np.zeros(3)).save, lambda path: sc.save(path, step=3)):
+        with pytest.raises(sc.VariablesError, match="would destroy") as raised:
+            save(path)
+        assert str(path) in str(raised.value) and raised.value.got
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_the_working_directory_stays(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(sc.VariablesError, match="would destroy"):
+        sc.save(name, step=1)
+    assert Path.cwd() == tmp_path and not list(tmp_path.iterdir())
+
+
+def test_an_empty_directory_is_used_and_a_link_stays_one(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for step in (1, 2):
+        sc.save(tmp_path / "link", step=step)
+    assert (tmp_path / "link").is_symlink()
+    assert sc.restore(tmp_path / "real", step=0) == {"step": 2}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_three_threads_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
+    errors = []
+
+    def run(number):
+        for _ in range(5):
+            try:
+                sc.save(tmp_path / "saved", w=np.full(10000, number), b=np.full(10000, number))
+            except sc.VariablesError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = sc.restore(tmp_path / "saved", w=np.zeros(10000, int), b=np.zeros(10000, int))
+    assert (found["w"] == found["w"][0]).all() and (found["w"] == found["b"]).all()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"] and not errors
+
+
+def process(directory, body, **more):
+    script = "import os, signal, sys, time\nfrom pathlib import Path\nimport numpy as np\n"
+    script += "import stepcache as sc\n" + textwrap.dedent(body)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=directory,
+        env=environment | {"STEPCACHE_DIR": "off"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **more,
+    )
+
+
+def test_three_processes_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
+    body = """
+    for turn in range(8):
+        try:
+            sc.save("saved", w=np.full(10000, {0}), b=np.full(10000, {0}))
+        except sc.VariablesError as error:
+            print("typed", error)
+    """
+    processes = [process(tmp_path, body.format(number)) for number in range(3)]
+    for each in processes:
+        output = each.communicate(timeout=120)[0]
+        assert each.returncode == 0, output
+    found = sc.restore(tmp_path / "saved", w=np.zeros(10000, int), b=np.zeros(10000, int))
+    assert (found["w"] == found["w"][0]).all() and (found["w"] == found["b"]).all()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("point", ["writing", "between the names"])
+@pytest.mark.parametrize("then", ["restore", "save"])
+def test_a_killed_save_leaves_a_checkpoint_and_does_not_block_the_next(point, then, tmp_path):
+    body = f"""
+    from stepcache.variables import checkpoints
+    sc.save("saved", step=1)
+    rename = Path.rename
+    def die(self, target):
+        rename(self, target)
+        if target.name == "old":
+            os.kill(os.getpid(), signal.SIGKILL)
+    if {point!r} == "writing":
+        checkpoints._write = lambda path, *_: (path.mkdir(), os.kill(os.getpid(), signal.SIGKILL))
+    else:
+        Path.rename = die
+    sc.save("saved", step=2)
+    """
+    killed = process(tmp_path, body)
+    output = killed.communicate(timeout=60)[0]
+    assert killed.returncode == -9, output
+    left = [path.name for path in tmp_path.iterdir()]
+    assert any(name.endswith(".saving") for name in left)
+    assert ("saved" in left) is (point == "writing")
+    if then == "save":
+        sc.save(tmp_path / "saved", step=3)
+    assert sc.restore(tmp_path / "saved", step=0) == {"step": 3 if then == "save" else 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_what_a_living_save_has_written_stays(tmp_path):
+    from stepcache.variables.checkpoint_files import Staging
+
+    living = Staging(tmp_path / "saved")
+    living.new.mkdir()
+    sc.save(tmp_path / "saved", step=1)
+    assert living.new.exists()
+    living.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+# ---- leaves by path ------------------------------------------------------------------------------
+
+Ab = collections.namedtuple("Ab", "a b")
+Ba = collections.namedtuple("Ba", "b a")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class DataAb:
+    a: object
+    b: object
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class DataBa:
+    b: object
+    a: object
+
+
+ORDERS = [
+    lambda a, b: {"a": a, "b": b},
+    lambda a, b: collections.OrderedDict(a=a, b=b),
+    lambda a, b: collections.OrderedDict(b=b, a=a),
+    lambda a, b: Ab(a, b),
+    lambda a, b: Ba(b, a),
+    lambda a, b: DataAb(a, b),
+    lambda a, b: DataBa(b, a),
+]
+
+
+@pytest.mark.parametrize("before", ORDERS)
+@pytest.mark.parametrize("after", ORDERS)
+@pytest.mark.parametrize("held", [True, False])
+def test_leaves_are_read_by_path(before, after, held, tmp_path):
+    ones, twos, zeros = np.ones(3), np.full(3, 2.0), np.zeros(3)
+    if not held:
+        sc.save(tmp_path / "saved", tree=before(ones, twos))
+        found = sc.restore(tmp_path / "saved", tree=after(zeros, zeros))["tree"]
+    else:
+        sc.Variables(before(ones, twos)).save(tmp_path / "saved")
+        variables = sc.Variables(after(zeros, zeros))
+        variables.restore(tmp_path / "saved")
+        found = variables.value
+    same(
+        found,
+        after(
+            ones.astype(found_dtype := jax.tree.leaves(found)[0].dtype), twos.astype(found_dtype)
+        ),
+    )
+
+
+ODD = [
+    {"": 1, "x": 2},
+    {"a/b": 1, "a": {"b": 2}},
+    {"a.b": 1, "a": {"b": 2}},
+    {"%": 1, "%2F": 2, "/": 3, "": 4},
+    collections.OrderedDict([(1, 1), ("1", 2)]),
+    collections.OrderedDict([("1", {"b": 1}), (1, 2)]),
+    {"..": 1, ".": 2, "é\n": 3, "a:b": 4},
+    {"l": [1, (2, [3])], "none": None, "empty": {}},
+    [],
+    {"%nothing": 1},
+]
+
+
+@pytest.mark.parametrize("tree", ODD, ids=map(str, range(len(ODD))))
+def test_keys_that_orbax_cannot_hold_come_back(tree, tmp_path):
+    tree = jax.tree.map(lambda number: np.full(2, number), tree)
+    sc.save(tmp_path / "saved", tree=tree, step=1)
+    found = sc.restore(tmp_path / "saved", tree=jax.tree.map(np.zeros_like, tree), step=0)
+    same(found["tree"], tree)
+    if isinstance(tree, collections.OrderedDict):
+        turned = collections.OrderedDict(reversed(tree.items()))
+        same(sc.restore(tmp_path / "saved", tree=turned, step=0)["tree"], turned)
+
+
+LEAVES = {
+    "int": 3,
+    "large": 2**40,
+    "float": 2.5,
+    "bool": True,
+    "complex": 1 + 2j,
+    "numpy": np.float32(3),
+    "float64": np.arange(3.0),
+    "int64": np.arange(3),
+    "strided": np.arange(6).reshape(2, 3).T,
+    "bfloat16": jnp.ones(3, jnp.bfloat16),
+    "int4": jnp.ones(3, jnp.int4),
+    "empty": np.zeros((0, 3)),
+    "empty jax": jnp.zeros((3, 0), jnp.bfloat16),
+    "key": jax.random.key(7),
+    "no keys": jax.random.split(jax.random.key(7), 3)[:0],
+    "keys": jax.random.split(jax.random.key(7, impl="rbg"), 3),
+}
+
+
+@pytest.mark.parametrize("what", LEAVES)
+def test_every_kind_of_leaf_comes_back_as_its_template(what, tmp_path):
+    leaf = LEAVES[what]
+    sc.save(tmp_path / "saved", leaf=leaf)
+    found = sc.restore(tmp_path / "saved", leaf=leaf)["leaf"]
+    assert type(found) is type(leaf)
+    if hasattr(leaf, "dtype"):
+        assert found.shape == leaf.shape
+        same(found, leaf)
+    else:
+        assert found == leaf
+    if isinstance(leaf, jax.Array):
+        assert found.committed == leaf.committed
+        struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        same(sc.restore(tmp_path / "saved", leaf=struct)["leaf"], leaf)
+
+
+@pytest.mark.parametrize("leaf", ["text", 2**70, np.array("text"), object()])
+def test_what_is_no_array_is_refused_and_writes_nothing(leaf, tmp_path):
+    with pytest.raises(sc.VariablesError, match="tree/0") as raised:
+        sc.save(tmp_path / "saved", tree=[leaf])
+    assert "no array" in str(raised.value) and not list(tmp_path.iterdir())
+
+
+def test_a_template_says_where_arrays_go(mesh, tmp_path):
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    sc.save(tmp_path / "saved", w=np.arange(16, dtype=np.float32))
+    for template in (
+        jax.ShapeDtypeStruct((16,), np.float32, sharding=sharding),
+        jax.device_put(jnp.zeros(16), sharding),
+    ):
+        found = sc.restore(tmp_path / "saved", w=template)["w"]
+        assert found.sharding == sharding
+        np.testing.assert_array_equal(found, np.arange(16))
+
+
+def test_orbax_alone_reads_what_was_saved(tmp_path):
+    class State(NamedTuple):
+        mu: object
+        count: object
+
+    tree = {"layers": [{"w": np.ones((2, 3))}], "state": State(jnp.zeros(2), 4)}
+    params = sc.Variables({"w": np.full(3, 2.0)}, write=ADAM)
+    params.push({"w": np.ones(3)})
+    sc.save(tmp_path / "saved", tree=tree, params=params, step=7)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "saved")
+    np.testing.assert_array_equal(found["tree"]["layers"]["0"]["w"], tree["layers"][0]["w"])
+    assert found["tree"]["state"]["count"] == 4 and found["step"] == 7
+    np.testing.assert_array_equal(found["params"]["w"], params.value["w"])
+    assert found["params:optimizer"]["0"]["mu"]["w"].shape == (3,)
+
+
+def test_what_orbax_alone_has_saved_is_read(tmp_path):
+    optimizer = optax.adam(0.1)
+    tree = {"params": {"l": [jnp.ones(2), np.arange(3.0)]}, "step": 3, "key": jax.random.key(5)}
+    tree["state"] = optimizer.init(tree["params"])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+    template = {**tree, "key": jax.random.key(0), "step": 0}
+    template["params"] = jax.tree.map(np.zeros_like, tree["params"])
+    same(sc.restore(tmp_path / "saved", **template)["params"]["l"][1], tree["params"]["l"][1])
+    found = sc.restore(tmp_path / "saved", **{**template, "params": tree["params"]})
+    assert found["step"] == 3
+    del found["step"], tree["step"]
+    same(found, tree)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "bare", {"w": jnp.full(3, 2.0)})
+    variables = sc.Variables({"w": jnp.zeros(3)})
+    variables.restore(tmp_path / "bare")
+    same(variables.value, {"w": jnp.full(3, 2.0)})
+
+
+def test_the_first_format_is_still_read(tmp_path):
+    state = optax.adam(0.1).init({"a": jnp.full(2, 3.0), "b": jnp.ones(3)})
+    tree = {"a": jnp.full(2, 5.0), "b": jnp.full(3, 6.0)}
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    flat += [
+        (("optimizer state", *keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(state)
+    ]
+
+    def text(key):
+        return key if isinstance(key, str) else jax.tree_util.keystr((key,), simple=True)
+
+    rows = [["/".join(map(text, keys)), str(x.dtype), list(x.shape)] for keys, x in flat]
+    stored = {"none": np.zeros(1)} | {str(number): x for number, (_, x) in enumerate(flat)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        about = {"version": 7, "leaves": rows}
+        checkpointer.save(tmp_path / "saved", stored, custom_metadata=about)
+    variables = sc.Variables(jax.tree.map(jnp.zeros_like, tree), write=ADAM)
+    variables.restore(tmp_path / "saved")
+    same(variables.value, tree)
+    assert variables.version == 7
+    variables.save(tmp_path / "saved")
+
+
+# ---- several at once -----------------------------------------------------------------------------
+
+
+def test_items_are_saved_and_restored_together(tmp_path):
+    params = sc.Variables({"w": np.full(3, 2.0)}, name="params")
+    moments = optax.adam(0.1).init(params.value)
+    assert sc.save(tmp_path / "saved", params=params, moments=moments, step=5).done
+    params.assign({"w": np.zeros(3)})
+    found = sc.restore(tmp_path / "saved", params=params, moments=moments, step=0)
+    assert found["params"] is params and found["step"] == 5
+    np.testing.assert_array_equal(params.value["w"], 2.0)
+    same(found["moments"], moments)
+    assert params.version == 2
+
+
+def test_a_restore_that_fails_changes_nothing(tmp_path):
+    a, b = sc.Variables(np.ones(3)), sc.Variables(np.ones(3), write=ADAM)
+    sc.save(tmp_path / "saved", a=a, b=np.ones(4))
+    a.assign(np.zeros(3))
+    with pytest.raises(sc.VariablesError, match="b"):
+        sc.restore(tmp_path / "saved", a=a, b=b)
+    assert a.version == 1 and b.version == 0 and b._updates.state is None
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ({"w": np.zeros(3), "more": np.zeros(1)}, "tree/more"),
+        ({}, "tree/w"),
+        ({"w": np.zeros(4)}, "tree/w"),
+        ({"w": np.zeros(3, int)}, "tree/w"),
+        ({"w": 0.0}, "tree/w"),
+    ],
+)
+def test_errors_name_the_path(template, named, tmp_path):
+    sc.save(tmp_path / "saved", tree={"w": np.zeros(3)})
+    with pytest.raises(sc.VariablesError, match="another value") as raised:
+        sc.restore(tmp_path / "saved", tree=template)
+    assert raised.value.where == named
+
+
+def test_numbers_are_not_rounded(tmp_path):
+    sc.save(tmp_path / "saved", step=2.5)
+    with pytest.raises(sc.VariablesError, match="step"):
+        sc.restore(tmp_path / "saved", step=0)
+    sc.save(tmp_path / "saved", step=2)
+    assert sc.restore(tmp_path / "saved", step=0.0) == {"step": 2.0}
+
+
+def test_partial_takes_what_there_is_and_says_what_there_is_not(tmp_path, caplog):
+    params = sc.Variables({"w": np.ones(3), "old": np.ones(2)})
+    sc.save(tmp_path / "saved", params=params, step=5)
+    other = sc.Variables({"w": np.zeros(3), "new": np.full(2, 7.0)}, write=ADAM)
+    ema = sc.Variables(np.zeros(3))
+    with caplog.at_level(logging.WARNING, "stepcache"):
+        found = sc.restore(tmp_path / "saved", partial=True, params=other, ema=ema, seed=9)
+    assert found["seed"] == 9 and ema.version == 0
+    for path in ("params/new", "ema", "seed"):
+        assert path in caplog.text
+    assert "params/w" not in caplog.text
+    np.testing.assert_array_equal(other.value["w"], 1.0)
+    np.testing.assert_array_equal(other.value["new"], 7.0)
+    with pytest.raises(sc.VariablesError, match="params/old"):
+        sc.restore(tmp_path / "saved", params=sc.Variables({"w": np.zeros(3)}), step=0)
+
+
+# ---- optimizers and pending updates --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost(), sc.OnHost(update="host")])
+@pytest.mark.parametrize("reader_is_fresh", [True, False])
+def test_a_save_before_the_first_push_is_restored(placement, reader_is_fresh, tmp_path):
+    def make():
+        return sc.Variables({"w": np.ones(5, np.float32)}, placement=placement, write=ADAM)
+
+    gradient = {"w": np.arange(5, dtype=np.float32)}
+    variables, other = make(), make()
+    variables.save(tmp_path / "saved")
+    if not reader_is_fresh:
+        other.push(gradient)
+    other.restore(tmp_path / "saved")
+    for _ in range(2):
+        variables.push(gradient), other.push(gradient)
+    np.testing.assert_array_equal(variables.value["w"], other.value["w"])
+
+
+@pytest.mark.parametrize("mode", ["add", "apply"])
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost(update="host")])
+def test_pending_updates_are_saved(mode, placement, tmp_path):
+    optimizer = optax.sgd(0.5) if mode == "apply" else None
+
+    def make():
+        write = sc.Write(mode=mode, optimizer=optimizer, every=4)
+        return sc.Variables({"w": np.zeros(3, np.float32)}, placement=placement, write=write)
+
+    variables, other = make(), make()
+    update = {"w": np.arange(3, dtype=np.float32)}
+    for _ in range(3):
+        variables.push(update)
+    variables.save(tmp_path / "saved")
+    other.push({"w": np.full(3, 100.0, np.float32)})
+    other.restore(tmp_path / "saved")
+    variables.push(update), other.push(update)
+    assert other.version == variables.version + 1  # The restore was a write.
+    np.testing.assert_array_equal(variables.value["w"], other.value["w"])
+    assert np.any(other.value["w"])
+    plain = sc.Variables({"w": np.zeros(3, np.float32)})
+    with pytest.raises(sc.VariablesError, match="pending"):
+        plain.restore(tmp_path / "saved")
+
+
+def test_an_optimizer_can_be_left_out(tmp_path):
+    variables = sc.Variables({"w": np.ones(3)}, write=ADAM)
+    variables.push({"w": np.ones(3)})
+    sc.save(tmp_path / "saved", params=variables)
+    plain = sc.Variables({"w": np.zeros(3)})
+    with pytest.raises(sc.VariablesError, match="params:optimizer"):
+        sc.restore(tmp_path / "saved", params=plain)
+    sc.restore(tmp_path / "saved", partial=True, params=plain)
+    same(plain.value, variables.value)
+    sc.save(tmp_path / "values", params=variables.value)
+    with pytest.raises(sc.VariablesError, match="params:optimizer"):
+        sc.restore(tmp_path / "values", params=variables)
+    moments = variables._updates.state
+    sc.restore(tmp_path / "values", partial=True, params=variables)
+    assert variables._updates.state is moments
+
+
+def test_a_wrong_path_says_that_there_is_no_checkpoint(tmp_path):
+    for restore in (
+        sc.Variables(np.zeros(3)).restore,
+        lambda path: sc.restore(path, step=0),
+    ):
+        with pytest.raises(sc.VariablesError, match="no checkpoint to restore") as raised:
+            restore(tmp_path / "nowhere")
+        assert raised.value.where == str(tmp_path / "nowhere")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- numbered ------------------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept_and_the_newest_whole_one_is_restored(tmp_path):
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    (saves / "notes.txt").write_text("notes")
+    a_directory_of_results(saves / "step_00000001")
+    for step in range(8, 13):
+        sc.save(saves, step=np.int64(step), w=np.full(3, step), keep=2)
+    assert sorted(path.name for path in saves.iterdir()) == [
+        "notes.txt",
+        "step_00000001",
+        "step_00000011",
+        "step_00000012",
+    ]
+    assert sc.restore(saves, step=0, w=np.zeros(3, int))["step"] == 12
+    assert sc.restore(saves / "step_00000011", step=0, partial=True)["step"] == 11
+    (saves / "step_00000012" / "_CHECKPOINT_METADATA").unlink()
+    assert sc.restore(saves, step=0, w=np.zeros(3, int))["step"] == 11
+    sc.save(saves, step=3, w=np.full(3, 3), keep=1)
+    assert (saves / "step_00000003").exists() and not (saves / "step_00000011").exists()
+
+
+@pytest.mark.parametrize("items", [{}, {"step": 1.5}, {"step": -1}, {"step": np.ones(2)}])
+def test_numbered_saves_need_a_number(items, tmp_path):
+    with pytest.raises(sc.VariablesError, match="step"):
+        sc.save(tmp_path / "saves", w=np.ones(2), keep=2, **items)
+    with pytest.raises(sc.VariablesError, match="keep"):
+        sc.save(tmp_path / "saves", step=1, keep=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbered_saves_do_not_go_into_a_checkpoint(tmp_path):
+    sc.save(tmp_path / "saved", step=1)
+    with pytest.raises(sc.VariablesError, match="a directory of their own"):
+        sc.save(tmp_path / "saved", step=2, keep=2)
+    assert sc.restore(tmp_path / "saved", step=0) == {"step": 1}
+
+
+# ---- asynchronous --------------------------------------------------------------------------------
+
+
+def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path):
+    bump = sc.step(lambda params: jax.tree.map(lambda x: x + 1, params), carry="params")
+    params = sc.Variables({"w": np.zeros(100_000, np.float32)})
+    plain, numpy = jnp.zeros(100_000), np.zeros(100_000)
+    saving = sc.save(tmp_path / "saved", params=params, plain=plain, numpy=numpy, asynchronous=True)
+    for _ in range(3):
+        params = bump(params)
+        plain = jax.jit(lambda x: x + 1, donate_argnums=0)(plain)
+        numpy += 1
+    saving.wait()
+    saving.wait()
+    assert saving.done
+    found = sc.restore(tmp_path / "saved", params=params, plain=plain, numpy=numpy)
+    assert not np.any(params.value["w"]) and not np.any(found["plain"])
+    assert not np.any(found["numpy"])
+
+
+@pytest.mark.parametrize("place", ["wait", "next save"])
+def test_errors_of_asynchronous_saves_surface(place, tmp_path, monkeypatch):
+    from stepcache.variables import checkpoint_files
+
+    sc.save(tmp_path / "saved", step=1)
+
+    def fail(self):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_files.Staging, "publish", fail)
+        saving = sc.save(tmp_path / "saved", step=2, asynchronous=True)
+        with pytest.raises(sc.VariablesError, match="the disk is full"):
+            saving.wait() if place == "wait" else sc.save(tmp_path / "other", step=3)
+    assert sc.restore(tmp_path / "saved", step=0) == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    sc.save(tmp_path / "saved", step=4)
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "raise SystemExit"])
+def test_a_process_does_not_end_before_it_has_written(ending, tmp_path):
+    body = f"""
+    saving = sc.save("saved", w=np.ones(4_000_000), step=1, asynchronous=True)
+    print("done" if saving.done else "written behind")
+    {ending}
+    """
+    ended = process(tmp_path, body)
+    output = ended.communicate(timeout=60)[0]
+    expected = "done\n" if _process_hooks.THREADS_END_EARLY else "written behind\n"
+    assert ended.returncode == 0 and output == expected, output
+    assert sc.restore(tmp_path / "saved", w=np.zeros(4_000_000), step=0)["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_failure_to_write_is_typed(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(sc.VariablesError, match="could not be written"):
+        sc.save(tmp_path / "file" / "saved", step=1)
