@@ -271,7 +271,7 @@ class Archive:
 
     def _load_again(self, digest: str, devices: tuple[Any, ...], due: float) -> Any:
         """Loads what was stored as another process would, and discards what does not load."""
-        if time.perf_counter() < max(due, builds.quiet_since()):
+        if not builds.are_quiet() or time.perf_counter() < due:
             return LATER
         self._read_executable(digest, lambda data: storing.load_executable(data, devices))
         return None

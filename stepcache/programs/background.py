@@ -106,9 +106,9 @@ class Builds:
         finally:
             self._add(1)
 
-    def quiet_since(self) -> float:
-        """When a build was last in Python, by `time.perf_counter`; now, while one is."""
-        return time.perf_counter() if self._in_python else self._latest
+    def are_quiet(self, seconds: float = 0.0) -> bool:
+        """Whether no build has been in Python for some time."""
+        return not self._in_python and time.perf_counter() >= self._latest + seconds
 
     def wait(self) -> None:
         """Waits until no build is in Python, but not for long."""

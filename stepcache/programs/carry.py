@@ -48,6 +48,9 @@ def check_carry(
     return pins + [None] * (len(staged.out_avals) - offset)
 
 
+_DONATING = ("donate_argnums", "donate_argnames")
+
+
 def check_tied(recipe: Recipe, request: Request, run: jaxcompat.Runnable) -> None:
     """Checks that no array which the program writes over is there twice in a call.
 
@@ -57,6 +60,10 @@ def check_tied(recipe: Recipe, request: Request, run: jaxcompat.Runnable) -> Non
         CarryError: one is.
     """
     call = request.call
+    arrays = [id(value) for value in call.leaves if isinstance(value, jax.Array)]
+    donates = any(recipe.options.get(name) not in (None, (), []) for name in _DONATING)
+    if not donates or len(set(arrays)) == len(arrays):
+        return
     found: dict[tuple[int, Any], list[int]] = {}
     for index, (value, leaf) in enumerate(zip(call.leaves, request.leaves, strict=True)):
         if isinstance(value, jax.Array):  # What goes to another place is copied on its way.

@@ -164,10 +164,10 @@ class Checks:
 
         def verify_at(due: float) -> None:
             def job() -> Any:
-                now = time.perf_counter()
+                late = time.perf_counter() - due
                 # It would hold up the steps that are being started.
-                quiet = builds.quiet_since() + _QUIET_SECONDS
-                if now < due or now < min(quiet, due + _LONGEST_WAIT_SECONDS):
+                quiet = builds.are_quiet(_QUIET_SECONDS) or late > _LONGEST_WAIT_SECONDS
+                if late < 0 or not quiet:
                     return LATER
                 with settings, quick_switching():
                     self._verify(cache, request, archive, brought)
