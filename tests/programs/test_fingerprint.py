@@ -28,6 +28,7 @@ MODEL = """
     import json, sys
     import jax, optax
     from flax import nnx
+    from stepcache.programs.fingerprint.walk import Walk
 
     class Block(nnx.Module):
         def __init__(self, rngs):
