@@ -85,7 +85,12 @@ def interleaved(
                 output = contender()
             jax.block_until_ready(output)
             seconds[name].append((time.perf_counter() - started) / count)
-    first = next(iter(contenders))
+    return compared(case, seconds)
+
+
+def compared(case: str, seconds: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Rows of contenders that were timed round by round; the first is what they are compared to."""
+    first = next(iter(seconds))
     rows = []
     for name, times in seconds.items():
         low, middle, high = quartiles(times)

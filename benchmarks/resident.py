@@ -3,15 +3,17 @@
     python -m benchmarks.resident [--quick]
 
 Each contender carries its state from call to call. Cases: a null step, which reads and rewrites
-every leaf, over 1 and 1,000 small leaves and over the state of a 24-layer flax nnx transformer with
-adamw; then that model's real training step. Last, how the null step depends on the size below which
-leaves share a buffer.
+every leaf, over 1 to 1,000 small leaves and over the state of flax nnx transformers with adamw; the
+training steps of these; then the ways in which variables can be passed, at one leaf. First calls
+are those of steps that no process has built before, from the call to its result. Last, a step whose
+optimizer's moments are in the host's memory, beside the same step as one would write it by hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
 
 os.environ["STEPCACHE_DIR"] = "off"  # What is kept between processes is another affair.
 
@@ -21,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 import stepcache as sc
-from benchmarks.harness import interleaved, show, write
+from benchmarks.harness import Row, compared, interleaved, show, write
 from benchmarks.transformer import (
     OPTIMIZER,
     make_batch,
@@ -29,7 +31,7 @@ from benchmarks.transformer import (
     make_state,
     make_train_step,
 )
-from stepcache.variables import packing
+from stepcache.units import counted
 
 
 def null_step(state):
@@ -76,6 +78,7 @@ def contenders(state, objects) -> dict:
     return {
         "jax.jit": looping(jax.jit(null_step, donate_argnames="state"), fresh()),
         "stepcache, resident": looping(step, sc.Variables(state)),
+        "stepcache, packed": looping(step, sc.Variables(state, pack=True)),
         "stepcache, plain tree": looping(step, fresh()),
         "nnx.jit": call_nnx,
     }
@@ -92,46 +95,182 @@ def model_state(layers: int):
     return jax.tree.map(np.asarray, make_state(layers)), (model, held)
 
 
-def training(layers: int, settings) -> list:
+def training(layers: int) -> dict:
     train_step, batch = make_train_step(layers), jax.device_put(make_batch())
     state, _ = model_state(layers)
     by_jit = jax.jit(train_step, donate_argnames="state")
     by_step = sc.step(train_step, carry="state")
-    rows = {
+    return {
         "jax.jit": looping(by_jit, jax.tree.map(jnp.array, state), batch),
         "stepcache, resident": looping(by_step, sc.Variables(state), batch),
     }
-    return interleaved(f"training step, {layers} layers", rows, **settings)
+
+
+def ways() -> dict[str, dict]:
+    """The ways in which variables can be passed, one leaf each."""
+
+    def two(first, second):
+        return null_step(first), null_step(second)
+
+    def named(*, state):
+        return null_step(state)
+
+    def summed(state):
+        return sum(leaf.sum() for leaf in state)
+
+    leaf, _ = small(1)
+
+    def arrays():
+        return jax.tree.map(jnp.array, leaf)
+
+    def looping_two(step, *states):
+        def call():
+            nonlocal states
+            states = step(*states)
+            return states
+
+        return call
+
+    def looping_named(step, state):
+        def call():
+            nonlocal state
+            state = step(state=state)
+            return state
+
+        return call
+
+    def twice(make):
+        return {"first": make(), "second": make()}
+
+    def reading(step, state):
+        return lambda: step(state)
+
+    def variables():
+        return sc.Variables(leaf)
+
+    by_jit, by_step = jax.jit(two, donate_argnums=(0, 1)), sc.step(two, carry=("first", "second"))
+    jit_named, step_named = (
+        jax.jit(named, donate_argnames="state"),
+        sc.step(named, carry="state"),
+    )
+    jit_null, step_null = (
+        jax.jit(null_step, donate_argnames="state"),
+        sc.step(null_step, carry="state"),
+    )
+    jit_sum, step_sum = jax.jit(summed), sc.step(summed)
+    return {
+        "two carries": {
+            "jax.jit": looping_two(by_jit, arrays(), arrays()),
+            "stepcache, resident": looping_two(by_step, variables(), variables()),
+        },
+        "a dict of two": {
+            "jax.jit": looping(jit_null, twice(arrays)),
+            "stepcache, resident": looping(step_null, twice(variables)),
+        },
+        "by keyword": {
+            "jax.jit": looping_named(jit_named, arrays()),
+            "stepcache, resident": looping_named(step_named, variables()),
+        },
+        "read only": {
+            "jax.jit": reading(jit_sum, arrays()),
+            "stepcache, resident": reading(step_sum, variables()),
+        },
+    }
+
+
+def first_calls(case: str, function, state, rest: tuple, rounds: int) -> list[Row]:
+    """Seconds of first calls, over functions of their own, so that nobody finds anything built."""
+
+    def copied():
+        def anew(state, *rest):
+            return function(state, *rest)
+
+        return anew
+
+    def by_jit():
+        step, given = jax.jit(copied(), donate_argnames="state"), jax.tree.map(jnp.array, state)
+        return lambda: step(given, *rest)
+
+    def by_variables(**options):
+        step, given = sc.step(copied(), carry="state"), sc.Variables(state, **options)
+
+        def call():
+            outputs = step(given, *rest)
+            given.block_until_ready()
+            return outputs if rest == () else outputs[1:]
+
+        return call
+
+    def seconds(make) -> float:
+        call = make()
+        started = time.perf_counter()
+        outputs = call()
+        jax.block_until_ready([x for x in jax.tree.leaves(outputs) if isinstance(x, jax.Array)])
+        return time.perf_counter() - started
+
+    makers = {"jax.jit": by_jit, "stepcache, resident": by_variables}
+    seconds(by_jit)
+    measured: dict[str, list[float]] = {name: [] for name in makers}
+    for number in range(rounds):
+        for name in sorted(makers, reverse=bool(number % 2)):
+            measured[name].append(seconds(makers[name]))
+    return compared(f"first call, {case}", measured)
+
+
+def moments_on_host(layers: int) -> dict:
+    """Adamw whose moments are in the host's memory, by hand and with `Variables`."""
+    train_step, batch = make_train_step(layers), jax.device_put(make_batch())
+    state = jax.tree.map(np.asarray, make_state(layers))
+    device = jax.devices()[0]
+    here = jax.sharding.SingleDeviceSharding(device)
+    there = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+
+    def split(params, moments, batch):
+        new, loss = train_step({"params": params, "moments": moments}, batch)
+        return new["params"], new["moments"], loss
+
+    by_jit = jax.jit(split, donate_argnames=("params", "moments"))
+    params = jax.tree.map(jnp.array, state["params"])
+    moments = jax.device_put(jax.tree.map(jnp.array, state["moments"]), there)
+
+    def by_hand():
+        nonlocal params, moments
+        params, moments, loss = by_jit(params, jax.device_put(moments, here), batch)
+        moments = jax.device_put(moments, there)
+        return loss
+
+    step = sc.step(split, carry=("params", "moments"))
+    held = sc.Variables(state["params"]), sc.Variables(state["moments"], placement=sc.OnHost())
+    return {"by hand": by_hand, "stepcache": lambda: step(*held, batch)[2]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="show that it runs; no real figures")
     quick = parser.parse_args().quick
-    settings = {"rounds": 3 if quick else 31, "batch_seconds": 0.005 if quick else 0.1}
-    layers = 2 if quick else 24
-    rows, details = [], {}
-    state, objects = model_state(layers)
-    cases = {"1 leaf": small(1), "1,000 leaves": small(100 if quick else 1000)}
-    count = len(jax.tree.leaves(state))
-    cases[f"{layers} layers and adamw, {count:,} leaves"] = (state, objects)
-    for case, (tree, held) in cases.items():
-        rows += interleaved(f"null step, {case}", contenders(tree, held), **settings)
-        layout = sc.Variables(tree).layout
-        details[case] = {"leaves": len(layout.slots), "buffers": len(layout.buffers)}
+    settings = {"rounds": 3 if quick else 15, "batch_seconds": 0.005 if quick else 0.1}
     long = {**settings, "batch_seconds": 10 * settings["batch_seconds"]}
-    rows += training(layers, long)
+    counts = (1, 10) if quick else (1, 10, 30, 100, 300, 1000)
+    models = (2,) if quick else (12, 24)
+    rows, firsts, first_rounds = [], [], 2 if quick else 5
+    for count in counts:
+        leaves, objects = small(count)
+        case = counted(count, "leaf")
+        rows += interleaved(f"null step, {case}", contenders(leaves, objects), **settings)
+        firsts += first_calls(case, null_step, leaves, (), first_rounds)
+    for case, pair in ways().items():
+        rows += interleaved(f"null step, {case}", pair, **settings)
+    for layers in models:
+        state, batch = model_state(layers)[0], jax.device_put(make_batch())
+        rows += interleaved(f"training step, {layers} layers", training(layers), **long)
+        case = f"training step, {layers} layers"
+        firsts += first_calls(case, make_train_step(layers), state, (batch,), min(3, first_rounds))
+    case = f"moments on the host, {models[0]} layers"
+    rows += interleaved(case, moments_on_host(models[0]), **long)
     show("a step that carries its state", rows)
-    step, usual = sc.step(null_step, carry="state"), packing.PACKED_BELOW_BYTES
-    by_size = {}
-    for kilobytes in (0, 1, 4, 16, 64, 256, 1024):
-        packing.PACKED_BELOW_BYTES = kilobytes << 10
-        by_size[f"{kilobytes} KiB"] = looping(step, sc.Variables(state))
-    packing.PACKED_BELOW_BYTES = usual
-    sizes = interleaved("null step, leaves packed below", by_size, **settings)
-    show("by the size below which leaves share a buffer", sizes)
+    show("first calls", firsts, "ms")
     if not quick:
-        print(f"written to {write('resident', rows + sizes, details, **settings)}")
+        print(f"written to {write('resident', rows + firsts, {}, **settings)}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import jax
 from stepcache import jaxcompat
 from stepcache.bringing import Bringing
 from stepcache.budget import check_budget
+from stepcache.call_plan import CallPlans
 from stepcache.errors import (
     ForkedProcessError,
     PlacementError,
@@ -45,12 +46,19 @@ from stepcache.programs.pods.handing_in import HandingIn, handed_in, is_of_pod
 from stepcache.programs.question import Question, step_label
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Call, Unreadable
-from stepcache.residence import PassesVariables, Repeat, Use, passes_variables
+from stepcache.residence import NOT_A_HIT, Use, passes_variables
 from stepcache.scope import Scope, current_scope
 from stepcache.sharding import mesh_identity
 from stepcache.weak_objects import WeakObjects
 
 _making = threading.RLock()  # One engine may make another.
+
+
+class _Admitted(threading.local):
+    engine: Engine | None = None
+
+
+_admitted = _Admitted()
 
 
 class Engine:
@@ -76,12 +84,14 @@ class Engine:
         self._caches = _caches_for(recipe, self)
         self._not_holdable: set[Key] = set()
         self._is_over_buffers = False
-        self.repeat: Repeat | None = None
+        # Has the step call something else than the dispatcher: the step says what.
+        self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
         self.handing_in: HandingIn | None = None
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         miss = functools.partial(_serve, weakref.ref(self), recipe.jitted)
         eager = _eagerly(weakref.ref(self), recipe.fun)
         self.dispatcher = Dispatcher(eager, recipe.name, miss, recipe.parameters.roles)
+        self._plans = CallPlans(self.dispatcher.call)
         self.checks = Checks(recipe, self.number, self.levels, self.ledger, self.dispatcher)
         self.bringing = Bringing(recipe, self.levels, self.checks, self.ledger)
         _live.add(self)
@@ -103,8 +113,6 @@ class Engine:
         """
         started = time.perf_counter()
         if passes_variables(args, kwargs):
-            if self._is_over_buffers:
-                raise PassesVariables
             return self.run_resident(args, kwargs), None
         if jaxcompat.is_tracing() or jaxcompat.must_delegate():
             return self._delegate(args, kwargs)
@@ -120,8 +128,8 @@ class Engine:
                 self.ledger.count(hits=1)
             else:
                 program = self._obtain(scope, request, started, explicit=False)
-            watched = (
-                scope.count_hits or scope.cache.check_every or scope.max_step_bytes is not None
+            watched = scope.is_watched or (
+                self._is_over_buffers and jaxcompat.arguments_outlive_calls()
             )
             if missed or not watched:  # Else it may be one hit of many, which nothing slows down.
                 check_tied(self.recipe, request, program.run)
@@ -159,15 +167,33 @@ class Engine:
                 with contextlib.suppress(Unreadable):
                     request = self.over_buffers.request(scope, *use.shown())
                 check_budget(scope, self.recipe.name, request, use)
-            call = self.over_buffers.dispatcher.call
+            call, before = self.over_buffers.dispatcher.call, _admitted.engine
+            _admitted.engine = self.over_buffers
             try:
                 args, kwargs = use.taken()
-                outputs = use.written(call(*args, **kwargs))
+                outputs = call(*args, **kwargs)
+                self._plan(scope, use, outputs)
+                return use.written(outputs)
             finally:
+                _admitted.engine = before
                 self._count_moved(use)
-        if use.position >= 0 and scope.max_step_bytes is None:
-            self.repeat = Repeat(use, call, jaxcompat.session_context.value)
-        return outputs
+
+    def is_planned(self) -> bool:
+        """Whether a call over buffers comes from a plan, and not from `run_resident`."""
+        if not self._is_over_buffers:
+            return False
+        return _admitted.engine is not self or jaxcompat.is_tracing()
+
+    def _plan(self, scope: Scope, use: Use, outputs: Any) -> None:
+        """Has the next calls like this one served by a plan."""
+        serve_by = self.serve_by()
+        if serve_by is None or scope.is_watched or not jaxcompat.PRIVATE_API:
+            return
+        if jaxcompat.arguments_outlive_calls():
+            return
+        plan = self._plans.add(use, outputs, self.over_buffers.dispatcher.call)
+        if plan is not None:
+            serve_by(plan)
 
     def _count_moved(self, use: Use) -> None:
         moved = use.meter.link_bytes
@@ -400,6 +426,8 @@ def _eagerly(engine: weakref.ref[Engine], fun: Callable) -> Callable:
     @functools.wraps(fun)
     def call(*args, **kwargs):
         alive = engine()
+        if alive is not None and alive.is_planned():
+            return NOT_A_HIT
         if alive is not None and passes_variables(args, kwargs):
             return alive.run_resident(args, kwargs)
         return fun(*args, **kwargs)
@@ -412,10 +440,8 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     alive = engine()
     if alive is None:
         return jitted(*args, **kwargs), None, False
-    if alive.repeat is not None and not kwargs:
-        outputs = alive.repeat(args)
-        if outputs is not None:
-            return outputs, None, False
+    if alive.is_planned():
+        return NOT_A_HIT, None, True
     if alive.handing_in is not None:
         whole = alive.handing_in(args, kwargs)
         if whole is not None:

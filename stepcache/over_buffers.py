@@ -39,7 +39,7 @@ class Again:
 jax.tree_util.register_static(Again)
 
 
-def _is_stand_in(node: Any) -> bool:
+def is_stand_in(node: Any) -> bool:
     return isinstance(node, Packed | Again)
 
 
@@ -78,7 +78,7 @@ class _OverBuffers:
 
         def opened(node: Any) -> Any:
             """A tree of its own for each place, as a plain tree has: the function may change it."""
-            if not _is_stand_in(node):
+            if not is_stand_in(node):
                 return node
             same = (pair for pair in seen if pair[0] is node)
             packed, leaves = seen[node.number] if isinstance(node, Again) else next(same)
@@ -88,7 +88,7 @@ class _OverBuffers:
             *(_mapped(opened, argument) for argument in args),
             **{name: _mapped(opened, argument) for name, argument in kwargs.items()},
         )
-        if not any(map(_is_stand_in, leaves_of(carried))):
+        if not any(map(is_stand_in, leaves_of(carried))):
             return outputs
         return self._closed(outputs, carried, [_mapped(opened, tree) for tree in carried])
 
@@ -110,14 +110,14 @@ class _OverBuffers:
 
     def _packed(self, name: str, template: Any, old: Any, new: Any) -> Any:
         def pack(keys: tuple, node: Any, value: Any) -> Any:
-            if not _is_stand_in(node):
+            if not is_stand_in(node):
                 return value
             return _packed_value(self._step, name + keystr(keys), node.layout, value)
 
-        if not any(map(_is_stand_in, leaves_of(template))):
+        if not any(map(is_stand_in, leaves_of(template))):
             return new
         try:
-            return jax.tree_util.tree_map_with_path(pack, template, new, is_leaf=_is_stand_in)
+            return jax.tree_util.tree_map_with_path(pack, template, new, is_leaf=is_stand_in)
         except ValueError:  # It is no tree of this form.
             named = jax.tree_util.tree_flatten_with_path(old)[0]
             leaves = {name + keystr(keys): leaf for keys, leaf in named}
@@ -134,14 +134,14 @@ def _packed_in(trees: Iterable[Any]) -> list[Packed]:
 
 def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
     """A tree with its stand-ins changed; one without any as it is."""
-    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_stand_in)
-    if not any(map(_is_stand_in, leaves)):
+    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_stand_in)
+    if not any(map(is_stand_in, leaves)):
         return tree
     return structure.unflatten([change(leaf) for leaf in leaves])
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    return jax.tree_util.tree_leaves(tree, is_leaf=_is_stand_in)
+    return jax.tree_util.tree_leaves(tree, is_leaf=is_stand_in)
 
 
 def shapes_in(outputs: Any) -> Any:
@@ -176,7 +176,7 @@ def _in_leaves(carry: Sequence[str], call: Call) -> Call:
     arguments = dict(zip(call.names, call.args, strict=True)) | call.kwargs
     values = _packed_in((*(arguments.get(name) for name in carry), call.args, call.kwargs))
     named, structure = jax.tree_util.tree_flatten_with_path(
-        (call.args, call.kwargs), is_leaf=_is_stand_in
+        (call.args, call.kwargs), is_leaf=is_stand_in
     )
     of_program = iter(call.signature.leaves)
     own = [[next(of_program) for _ in jax.tree_util.tree_leaves(node)] for _, node in named]
@@ -188,7 +188,7 @@ def _in_leaves(carry: Sequence[str], call: Call) -> Call:
     leaves: list[Leaf] = []
     holders: list[str] = []
     for (_, node), given in zip(named, own, strict=True):
-        if not _is_stand_in(node):
+        if not is_stand_in(node):
             trees.append(node)
             leaves += given
             holders.append("")

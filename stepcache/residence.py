@@ -6,7 +6,6 @@ back into the same `Variables`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from stepcache.passing import PLAIN, check_options, variables_of
 from stepcache.programs.recipe import Recipe
 from stepcache.scope import DEFAULT_SCOPE, Scope
 from stepcache.variables import transfer
-from stepcache.variables.masters import OnDevices, Reader
+from stepcache.variables.masters import Reader
 from stepcache.variables.packing import Packed
 from stepcache.variables.plan import Plan
 from stepcache.variables.transfer import Meter
@@ -52,7 +51,6 @@ class Use:
     """
 
     __slots__ = (
-        "_alone",
         "_args",
         "_buffer_paths",
         "_kwargs",
@@ -68,25 +66,14 @@ class Use:
         self._session: Any = None
         self._buffer_paths: set[str] | None = None
         self.meter = Meter()
-        # Where each stands as an argument of its own; None where one is within another argument,
-        # by keyword, or there twice.
-        self._alone: list[int] | None = _alone(args, kwargs)
-        found: list[Variables] = []
-        if self._alone is not None:
-            carry = recipe.parameters.carry_positions
-            self._alone.sort(key=lambda position: carry.get(position, len(carry)))
-            found = [args[position] for position in self._alone]
-            self.carried = sum(position in carry for position in self._alone)
-        else:
-            found = self._find()
-        self.variables = found
-        check_options(recipe, args, kwargs, read=len(found) > self.carried)
+        self.variables = self._find()
+        check_options(recipe, args, kwargs, read=len(self.variables) > self.carried)
 
     def _find(self) -> list[Variables]:
         recipe, args, kwargs = self._recipe, self._args, self._kwargs
         found: list[Variables] = []
-        for name in recipe.parameters.carry:
-            for each in variables_of(argument_of(recipe.parameters.positional, args, kwargs, name)):
+        for name, argument in zip(recipe.parameters.carry, self.carry_arguments(), strict=True):
+            for each in variables_of(argument):
                 if each in found:
                     raise VariablesError(
                         "variables are carried twice, and would get two values",
@@ -101,15 +88,6 @@ class Use:
                 if each not in found:
                     found.append(each)
         return found
-
-    @property
-    def position(self) -> int:
-        """Where the only carry stands; -1 where a call like this one cannot be repeated blindly."""
-        alone = self._alone is not None and len(self.variables) == self.carried == 1
-        if alone and isinstance(self.variables[0].master, OnDevices):
-            only = len(self._recipe.parameters.carry) == 1
-            return self._alone[0] if only and self._alone is not None else -1
-        return -1
 
     def held(self, scope: Scope) -> Use:
         """As a context: nobody else writes the variables meanwhile.
@@ -126,15 +104,16 @@ class Use:
         return self
 
     def __enter__(self) -> Use:
-        for each in self._in_order():
+        for each in self.in_order():
             each.lock.acquire()
         return self
 
     def __exit__(self, *exception) -> None:
-        for each in self._in_order():
+        for each in self.in_order():
             each.lock.release()
 
-    def _in_order(self) -> Sequence[Variables]:
+    def in_order(self) -> Sequence[Variables]:
+        """The variables in the order in which their locks are taken."""
         if len(self.variables) == 1:
             return self.variables
         return sorted(self.variables, key=lambda each: each.number)
@@ -174,7 +153,7 @@ class Use:
                 if isinstance(leaf, Variables):
                     base = name.replace("[", "/").rstrip("]")  # As rules read it.
                     path = "/".join((base, keystr(keys, simple=True, separator="/"))).rstrip("/")
-                    yield from (f"{path}/buffers/{i}" for i in range(len(leaf.layout.buffers)))
+                    yield from (f"{path}/{i}" for i in range(len(leaf.layout.buffers)))
 
     def told(self) -> Iterator[str]:
         """A line for each of the variables."""
@@ -233,11 +212,6 @@ class Use:
                 once is asked for once; carried arguments, the first time, have the value itself.
         """
         values = [value_of(each, index < self.carried) for index, each in enumerate(self.variables)]
-        if self._alone is not None:
-            args = list(self._args)
-            for position, value in zip(self._alone, values, strict=True):
-                args[position] = value
-            return tuple(args), self._kwargs
         used = [False] * len(values)
 
         def stand_in(leaf: Any) -> Any:
@@ -249,17 +223,39 @@ class Use:
             used[index] = True
             return values[index]
 
-        positional, carry = self._recipe.parameters.positional, self._recipe.parameters.carry
         args, kwargs = list(self._args), dict(self._kwargs)
-        for first in (True, False):  # Carried arguments take the values themselves.
-            for index, argument in enumerate(args):
-                name = positional[index] if index < len(positional) else ""
-                if (name in carry) is first and type(argument) not in PLAIN:
-                    args[index] = _substituted(argument, stand_in)
-            for name in sorted(kwargs):
-                if (name in carry) is first and type(kwargs[name]) not in PLAIN:
-                    kwargs[name] = _substituted(kwargs[name], stand_in)
+        for key, argument in self.arguments_in_turn():
+            if type(argument) not in PLAIN:
+                holder: Any = args if isinstance(key, int) else kwargs
+                holder[key] = _substituted(argument, stand_in)
         return tuple(args), kwargs
+
+    @property
+    def given(self) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of the call."""
+        return self._args, self._kwargs
+
+    def carry_arguments(self) -> list[Any]:
+        """The arguments that are carried; None for one that is not passed."""
+        parameters = self._recipe.parameters
+        return [
+            argument_of(parameters.positional, self._args, self._kwargs, name)
+            for name in parameters.carry
+        ]
+
+    def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
+        """Position or name of each argument, and itself: the carried ones first.
+
+        In this order variables are told from those that are in the call already.
+        """
+        positional, carry = self._recipe.parameters.positional, self._recipe.parameters.carry
+        given: list[tuple[str, int | str, Any]] = [
+            (positional[i] if i < len(positional) else "", i, argument)
+            for i, argument in enumerate(self._args)
+        ]
+        given += [(name, name, self._kwargs[name]) for name in sorted(self._kwargs)]
+        for first in (True, False):
+            yield from ((key, tree) for name, key, tree in given if (name in carry) is first)
 
     def written(self, outputs: Any) -> Any:
         """Puts the new values of carried variables into them, and them into the outputs."""
@@ -270,96 +266,53 @@ class Use:
         return outputs
 
     def _put(self, outputs: Any) -> Any:
-        carried = iter(self.variables[: self.carried])
-
-        def commit(node: Any) -> Any:
-            if not isinstance(node, Packed):
-                return node
-            each = next(carried)
-            value = _copied(node) if jaxcompat.arguments_outlive_calls() else node
+        def put(each: Variables, value: Packed) -> None:
+            value = _copied(value) if jaxcompat.arguments_outlive_calls() else value
             each.put(value, self._session, self.meter)
-            return each
 
-        if type(outputs) is Packed:
-            return commit(outputs)
-        if self.carried == 1 and type(outputs) is tuple and type(outputs[0]) is Packed:
-            return (commit(outputs[0]), *outputs[1:])
         names = len(self._recipe.parameters.carry)
-        # A carry that is a list or a tuple, and comes back alone, looks like several outputs.
-        if type(outputs) in (tuple, list) and self.carried == sum(
-            isinstance(leaf, Packed) for tree in outputs[:names] for leaf in leaves_of(tree)
-        ):
-            news = (_substituted(tree, commit) for tree in outputs[:names])
-            return type(outputs)((*news, *outputs[names:]))
-        return _substituted(outputs, commit)
+        return put_back(outputs, self.variables[: self.carried], names, put)
 
 
-class PassesVariables(Exception):
-    """There are `Variables` among the arguments of a call where there should be buffers."""
-
-
-class Repeat:
-    """Runs calls like the one before: a step's only carry is these `Variables`, on their devices.
-
-    Most calls of a training loop are, and at this size of step each microsecond shows.
+def put_back(
+    outputs: Any,
+    carried: Sequence[Variables],
+    names: int,
+    put: Callable[[Variables, Packed], None],
+) -> Any:
+    """Puts what a program returned for carried variables into them, and them into the outputs.
 
     Args:
-        use: of a call.
-        call: runs the step over buffers.
-        token: of the session in which the call was made.
+        outputs: of the program.
+        carried: the variables, in the order of the outputs.
+        names: how many arguments of the step are carried.
+        put: puts a value into variables.
     """
+    left = iter(carried)
 
-    __slots__ = ("_call", "_position", "_token", "_variables")
+    def commit(node: Any) -> Any:
+        if not isinstance(node, Packed):
+            return node
+        each = next(left)
+        put(each, node)
+        return each
 
-    def __init__(self, use: Use, call: Callable[..., Any], token: Any):
-        self._call, self._token = call, token
-        self._variables, self._position = weakref.ref(use.variables[0]), use.position
-
-    def __call__(self, args: tuple) -> Any:
-        """The outputs; None for a call that is not like that one."""
-        variables, position = self._variables(), self._position
-        if (
-            variables is None
-            or len(args) <= position
-            or args[position] is not variables
-            or not jaxcompat.is_plain_call(self._token)
-        ):
-            return None
-        with variables.lock:
-            master: Any = variables.master
-            try:
-                outputs = self._call(*args[:position], master.packed, *args[position + 1 :])
-            except PassesVariables:
-                return None
-            except (RuntimeError, ValueError) as error:
-                if "deleted" in str(error):
-                    return None  # It will be said of what.
-                raise
-            if type(outputs) is Packed:
-                master.write(outputs)
-                return variables
-            master.write(outputs[0])
-            return type(outputs)((variables, *outputs[1:]))
+    if type(outputs) is Packed:
+        return commit(outputs)
+    # A carry that is a list or a tuple, and comes back alone, looks like several outputs.
+    if type(outputs) in (tuple, list) and len(carried) == sum(
+        isinstance(leaf, Packed) for tree in outputs[:names] for leaf in leaves_of(tree)
+    ):
+        news = (_substituted(tree, commit) for tree in outputs[:names])
+        return type(outputs)((*news, *outputs[names:]))
+    return _substituted(outputs, commit)
 
 
-def _alone(args: tuple, kwargs: dict[str, Any]) -> list[int] | None:
-    """The positions of `Variables` that are arguments by themselves; None if some are not."""
-    positions = []
-    for position, argument in enumerate(args):
-        if isinstance(argument, Variables):
-            positions.append(position)
-        elif _holds_variables(argument):
-            return None
-    if any(map(_holds_variables, kwargs.values())):
-        return None
-    distinct = len({args[position].number for position in positions}) == len(positions)
-    return positions if distinct else None
+NOT_A_HIT: Any = object()
+"""What a plan gets from a call over buffers that has to enter Python: the usual way is to do that.
 
-
-def _holds_variables(tree: Any) -> bool:
-    if type(tree) in PLAIN or isinstance(tree, jax.Array):
-        return False
-    return any(isinstance(leaf, Variables) for leaf in jax.tree_util.tree_leaves(tree))
+No exception: JAX's dispatcher would never again serve such a call by itself.
+"""
 
 
 def _copied(packed: Packed) -> Packed:

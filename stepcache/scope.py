@@ -60,6 +60,12 @@ class Scope:
         return self.placer.mesh if self.placer else None
 
     @property
+    def is_watched(self) -> bool:
+        """Whether each call has to enter Python, to be counted, checked or judged."""
+        bounded = self.max_step_bytes is not None
+        return bool(self.count_hits or self.cache.check_every or bounded)
+
+    @property
     def peers(self) -> Peers | None:
         """The processes of the mesh; None for one process, or without a mesh."""
         return self.together(processes_of(self.mesh.devices.flat)) if self.mesh else None

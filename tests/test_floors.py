@@ -27,6 +27,7 @@ FLOORS = {
     "over_buffers": 3,
     "passing": 3,
     "budget": 3,
+    "call_plan": 3,
     "cluster": 4,
     "session": 5,
     "step": 5,

@@ -99,6 +99,7 @@ class Variables:
         self._prefix = name or ""
         made = Meter()  # Not recorded: nobody asks what it takes to make them.
         self._held = hold(self.name, tree, placement, self._placer, read, made, self._prefix)
+        self._master: Any = self._held.master
         self._warn_of_rules()
         self._updates = Updates(self.name, write, placement, self._placer)
 

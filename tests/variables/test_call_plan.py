@@ -1,0 +1,297 @@
+"""Calls that pass the same `Variables` in the same places, again and again."""
+
+import gc
+import inspect
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache.engine import Engine
+from stepcache.errors import TransferBudgetError, VariablesError
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """The calls that found their variables again."""
+    calls = []
+    run = Engine.run_resident
+
+    def counted(self, args, kwargs):
+        calls.append((args, kwargs))
+        return run(self, args, kwargs)
+
+    monkeypatch.setattr(Engine, "run_resident", counted)
+    return calls
+
+
+def ramp(start):
+    return {"w": np.arange(start, start + 4, dtype=np.float32), "b": np.float32(start)}
+
+
+def up(tree, by=1.0):
+    return jax.tree.map(lambda leaf: leaf + by, tree)
+
+
+def one(state):
+    return up(state)
+
+
+def with_batch(state, x, scale=1.0):
+    return up(state, x.sum() * scale), x * 2
+
+
+def as_list(state, x):
+    return [up(state), x * 2]
+
+
+def two(first, second, x):
+    return up(first, x), up(second, 2 * x), x
+
+
+def both(state, frozen):
+    return up(state, frozen["b"]), frozen["w"] * 2
+
+
+def read(frozen, x):
+    return frozen["w"] * x.sum()
+
+
+def of_dict(held):
+    return {"a": up(held["a"]), "n": held["n"] + 1, "z": [up(held["z"][0]), held["z"][1]]}
+
+
+def of_dict_and_more(held, x):
+    return of_dict(held), x
+
+
+def of_tuple(held):
+    return (up(held[0]),)
+
+
+X = np.arange(3, dtype=np.float32)
+# The step, its carry, and its arguments: numbers stand for variables.
+CASES = {
+    "one": (one, "state", (1,), {}),
+    "with a batch": (with_batch, "state", (1, X), {}),
+    "a scalar by keyword": (with_batch, "state", (1, X), {"scale": 2.0}),
+    "a list comes back": (as_list, "state", (1, X), {}),
+    "by keyword": (with_batch, "state", (), {"state": 1, "x": X}),
+    "two": (two, ("first", "second"), (1, 2, 2.0), {}),
+    "two, the second by keyword": (two, ("first", "second"), (1,), {"second": 2, "x": 2.0}),
+    "carried in another order": (two, ("second", "first"), (1, 2, 2.0), {}),
+    "carried and read": (both, "state", (1, 2), {}),
+    "the same twice": (both, "state", (1, 1), {}),
+    "the same read first": (lambda frozen, state: both(state, frozen), "state", (1, 1), {}),
+    "read": (read, (), (1, X), {}),
+    "a dict": (of_dict, "held", ({"z": [1, X], "a": 2, "n": X},), {}),
+    "a dict and more": (of_dict_and_more, "held", ({"z": [1, X], "a": 2, "n": X}, X), {}),
+    "a tuple alone": (of_tuple, "held", ((1,),), {}),
+}
+# An order of outputs that the carry names, not the parameters.
+_SWAPPED = {"carried in another order"}
+
+
+def filled(tree, values):
+    return jax.tree.map(lambda leaf: values[leaf] if type(leaf) is int else leaf, tree)
+
+
+def seen(tree):
+    """Arrays, with values in the place of variables."""
+    return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, sc.Variables) else leaf, tree)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_does_what_the_first_call_did(case, entered):
+    fun, carry, args, kwargs = CASES[case]
+    if case in _SWAPPED:
+
+        def step(first, second, x):
+            return up(second, 2 * x), up(first, x), x
+    else:
+        step = fun
+    stepped = sc.step(step, carry=carry)
+    variables = {number: sc.Variables(ramp(number)) for number in (1, 2)}
+    plain = {number: ramp(number) for number in (1, 2)}
+    names = (carry,) if isinstance(carry, str) else carry
+    for _ in range(4):
+        outputs = stepped(*filled(args, variables), **filled(kwargs, variables))
+        expected = step(*filled(args, plain), **filled(kwargs, plain))
+        assert jax.tree.structure(seen(outputs)) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_allclose, seen(outputs), expected)
+        if not names:
+            continue
+        bound = inspect.signature(step).bind(*args, **kwargs).arguments
+        whole = (len(names) == 1 and type(outputs) not in (tuple, list)) or case == "a tuple alone"
+        news = [expected] if whole else expected
+        for name, new in zip(names, news, strict=False):
+            found = jax.tree.leaves(bound[name], is_leaf=lambda leaf: type(leaf) is int)
+            flat = jax.tree.flatten(
+                new, is_leaf=lambda leaf: isinstance(leaf, dict) and "w" in leaf
+            )
+            for number, value in zip(found, flat[0], strict=True):
+                if type(number) is int:
+                    plain[number] = value
+    assert len(entered) == 1
+    for number, each in variables.items():
+        jax.tree.map(np.testing.assert_allclose, each.value, plain[number])
+
+
+def test_other_variables_in_the_same_place_are_taken_and_written(entered):
+    step = sc.step(one, carry="state")
+    held = [sc.Variables(ramp(number)) for number in range(20)]
+    for _ in range(3):
+        for each in held:
+            assert step(each) is each
+    assert [float(each.value["b"]) for each in held] == [number + 3.0 for number in range(20)]
+    assert all(each.version == 3 for each in held)
+    few = held[:4]
+    for each in few:
+        step(each)
+    entered.clear()
+    for each in few * 3:
+        step(each)
+    assert not entered
+
+
+def test_other_variables_inside_the_same_dict(entered):
+    step = sc.step(of_dict, carry="held")
+    first, second, third = (sc.Variables(ramp(number)) for number in (1, 2, 3))
+    held = {"z": [first, X], "a": second, "n": X}
+    for _ in range(2):
+        step(held)
+    held["a"] = third
+    step(held)
+    held["n"] = sc.Variables(X)
+    step(held)
+    assert [each.version for each in (first, second, third)] == [4, 2, 2]
+    assert held["n"].version == 1
+
+
+def test_what_is_static_may_change_what_comes_back():
+    step = sc.step(
+        lambda state, train: (up(state), state["b"]) if train else up(state),
+        carry="state",
+        static_argnames="train",
+    )
+    state = sc.Variables(ramp(0))
+    for number in range(6):
+        outputs = step(state, number % 2 == 0)
+        assert (outputs[0] if number % 2 == 0 else outputs) is state
+    assert state.version == 6
+    assert float(state.value["b"]) == 6
+
+
+def test_a_new_shape_is_built_and_then_served_by_the_same_plan(entered):
+    step = sc.step(with_batch, carry="state")
+    state = sc.Variables(ramp(0))
+    for size in (3, 3, 5, 5, 3, 5, 3):
+        step(state, np.ones(size, np.float32))
+    assert len(entered) == 2
+    assert step.stats().compiles == 2
+
+
+def test_plans_end_where_the_context_is_another_one(entered):
+    step = sc.step(one, carry="state")
+    state = sc.Variables(ramp(0))
+    for _ in range(2):
+        step(state)
+    with pytest.raises(VariablesError, match="inside another transformation"):
+        jax.jit(lambda x: (step(state), x)[1])(1.0)
+    with jax.disable_jit():
+        step(state)
+    with jax.debug_nans(True):
+        step(state)
+        step(state)
+    with sc.Session(max_step_bytes=0):
+        step(state)
+    entered.clear()
+    step(state)
+    assert not entered
+    assert state.version == 7
+    assert float(state.value["b"]) == 7
+
+
+def test_a_budget_counts_the_other_arguments_of_planned_calls():
+    step = sc.step(with_batch, carry="state")
+    state = sc.Variables(ramp(0))
+    batch = np.ones(1000, np.float32)
+    for _ in range(3):
+        step(state, batch)
+    with sc.Session(max_step_bytes=100), pytest.raises(TransferBudgetError):
+        step(state, batch)
+    assert state.version == 3
+
+
+def test_nan_checks_keep_the_value():
+    step = sc.step(lambda state, x: up(state, jnp.log(x)), carry="state")
+    state = sc.Variables(ramp(0))
+    with jax.debug_nans(True):
+        for _ in range(2):
+            step(state, 1.0)
+        with pytest.raises(FloatingPointError):
+            step(state, -1.0)
+    assert state.version == 2
+    np.testing.assert_array_equal(state.value["w"], ramp(0)["w"])
+
+
+def test_a_plan_keeps_no_variables_alive():
+    step = sc.step(one, carry="state")
+    state = sc.Variables(ramp(0))
+    for _ in range(3):
+        step(state)
+    dead = weakref.ref(state)
+    buffers = [weakref.ref(leaf) for leaf in state.master.arrays()]
+    del state
+    gc.collect()
+    assert dead() is None
+    assert all(buffer() is None for buffer in buffers)
+    assert step(None) is None
+
+
+def test_a_carry_that_is_lost_is_named():
+    step = sc.step(one, carry="state")
+    state = sc.Variables(ramp(0), name="weights")
+    for _ in range(2):
+        step(state)
+    for array in state.master.arrays():
+        array.delete()
+    with pytest.raises(VariablesError, match="lost"):
+        step(state)
+
+
+def test_threads_that_share_variables_lose_no_step():
+    step = sc.step(with_batch, carry="state")
+    state = sc.Variables(ramp(0))
+    batch = np.ones(1, np.float32)
+    step(state, batch)
+
+    def work():
+        for _ in range(200):
+            step(state, batch)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert state.version == 801
+    assert float(state.value["b"]) == 801
+
+
+def test_a_planned_step_is_still_the_function_to_others():
+    step = sc.step(with_batch, carry="state")
+    state = sc.Variables(ramp(0))
+    for _ in range(2):
+        step(state, X)
+    assert inspect.signature(step) == inspect.signature(with_batch)
+    assert step.__wrapped__ is with_batch
+    assert step.__name__ == "with_batch"
+    assert jax.jit(step).__name__ == "with_batch"
+    plain, _ = step(ramp(0), X)
+    np.testing.assert_allclose(plain["b"], 3)
+    assert jax.grad(lambda w: sc.step(read)({"w": w}, X).sum())(jnp.ones(4)).shape == (4,)
