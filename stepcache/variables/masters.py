@@ -17,7 +17,7 @@ from stepcache.sharding import Placer, processes_of
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies
 from stepcache.variables.describing import describe
-from stepcache.variables.packing import Layout, Packed, layout_of
+from stepcache.variables.packing import PACKED_BELOW_BYTES, Layout, Packed, layout_of
 from stepcache.variables.plan import (
     Extent,
     Transfer,
@@ -337,6 +337,7 @@ def hold(
     policy: Read,
     meter: Meter,
     prefix: str = "",
+    pack: bool = False,
 ) -> Held:
     """Takes copies of a tree's arrays, and puts them where they are to live.
 
@@ -346,7 +347,7 @@ def hold(
         PlacementError: a leaf cannot be placed as asked.
     """
     structure, leaves, described = describe(name, tree, placement, placer, prefix)
-    layout = layout_of(structure, described)
+    layout = layout_of(structure, described, PACKED_BELOW_BYTES if pack else 0)
     packed = transfer.pack(leaves, layout)
     if not isinstance(placement, OnHost):
         return Held(layout, OnDevices(packed))

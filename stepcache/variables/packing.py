@@ -1,8 +1,9 @@
 """`Layout`: how the leaves of a tree lie in a few buffers, and the way in and out.
 
-A call of a program costs by the array, so the small leaves of one dtype and sharding share one flat
-buffer, which the program slices inside XLA. A leaf that is large or split over devices, or that XLA
-knows by more than shape and dtype (weak types, random keys), is a buffer of its own, as it is.
+Each leaf is a buffer of its own, as it is, unless packing is asked for. Then the small leaves of one
+dtype and sharding share one flat buffer, which the program slices inside XLA: a call costs by the
+array. A leaf that is large or split over devices, or that XLA knows by more than shape and dtype
+(weak types, random keys), still is a buffer of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from stepcache.sharding import is_in_type
 
 PACKED_BELOW_BYTES = 64 << 10
-"""Leaves of at least so many bytes are buffers of their own.
+"""Where leaves are packed, those of at least so many bytes are buffers of their own.
 
-Measured over the state of a 24-layer transformer with adamw (`benchmarks.resident`): a null step
-took 0.34 of its time with unpacked leaves where this was 4 KiB, 0.36 at 16 KiB, 0.25 at 64 KiB and
-0.41 at 256 KiB (jax 0.10.2; with 0.12.0.1 0.26, 0.30, 0.16 and 0.17).
+Measured over the state of a 24-layer transformer with adamw: a null step took 0.34 of its time with
+unpacked leaves where this was 4 KiB, 0.36 at 16 KiB, 0.25 at 64 KiB and 0.41 at 256 KiB (jax
+0.10.2; with 0.12.0.1 0.26, 0.30, 0.16 and 0.17).
 """
 
 
@@ -133,20 +134,15 @@ _layouts: weakref.WeakValueDictionary[Hashable, Layout] = weakref.WeakValueDicti
 _lock = threading.Lock()
 
 
-def layout_of(
-    tree: Any, leaves: Iterable[Described], packed_below_bytes: int | None = None
-) -> Layout:
-    """The layout of leaves; small ones of one dtype and sharding share a buffer.
+def layout_of(tree: Any, leaves: Iterable[Described], packed_below_bytes: int = 0) -> Layout:
+    """The layout of leaves.
 
     Args:
         tree: the tree structure.
         leaves: its leaves.
-        packed_below_bytes: leaves of at least so many bytes are buffers of their own; by default
-            `PACKED_BELOW_BYTES`.
+        packed_below_bytes: smaller leaves of one dtype and sharding share a buffer.
     """
     leaves = tuple(leaves)
-    if packed_below_bytes is None:
-        packed_below_bytes = PACKED_BELOW_BYTES
     key = (tree, leaves, packed_below_bytes)
     with _lock:
         layout = _layouts.get(key)

@@ -32,14 +32,17 @@ class Updates:
         write: the policy.
         placement: of the variables.
         placer: the mesh and rules by which they were placed.
+        pack: whether small leaves of the state share buffers.
 
     Attributes:
         state: the optimizer's state; None before it is needed.
     """
 
-    def __init__(self, name: str, write: Write, placement: Placement, placer: Placer | None):
+    def __init__(
+        self, name: str, write: Write, placement: Placement, placer: Placer | None, pack: bool
+    ):
         self._name, self._write = name, write
-        self._placement, self._placer = placement, placer
+        self._placement, self._placer, self._pack = placement, placer, pack
         self._on_host = isinstance(placement, OnHost) and placement.update == "host"
         self._sum = _Sum(write, self._on_host)
         self._run = _over_packed(_rule_of(write), placed=not self._on_host)
@@ -133,10 +136,10 @@ class Updates:
         name, optimizer = f"{self._name}/optimizer", self._write.optimizer
         if not self._on_host:
             state = optimizer.init(layout.tree.unflatten(leaves))
-            return hold(name, state, self._placement, self._placer, Read(), meter)
+            return hold(name, state, self._placement, self._placer, Read(), meter, pack=self._pack)
         with jax.default_device(_host_device(self._name)):
             state = optimizer.init(layout.tree.unflatten(map(np.asarray, leaves)))
-            return hold(name, state, Replicated(), None, Read(), meter)
+            return hold(name, state, Replicated(), None, Read(), meter, pack=self._pack)
 
     def forget_lost_state(self) -> None:
         """Lets go of a state that a failed push took with it: the next one begins anew."""
