@@ -383,4 +383,9 @@ def _is_packed(node: Any) -> bool:
 
 
 def _values_in(tree: Any) -> Any:
-    return _substituted(tree, lambda leaf: leaf.value if isinstance(leaf, Variables) else leaf)
+    def value_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Variables):
+            return leaf
+        return jax.tree.map(jax.numpy.asarray, leaf.value)  # Some are in host memory, in numpy's.
+
+    return _substituted(tree, value_of)

@@ -118,7 +118,13 @@ class Updates:
     def ready_state(self, held: Held, meter: Meter) -> Held:
         """The optimizer's state, made of the value if there is none yet."""
         if self.state is None:
-            self.state = self._initial_state(held.layout, held.look(meter)[0], meter)
+            # An optimizer that runs on the devices makes its state there.
+            leaves = (
+                held.master.leaves(meter)
+                if self._on_host
+                else transfer.unpack(held.master.on_devices(meter))[0]
+            )
+            self.state = self._initial_state(held.layout, leaves, meter)
         return self.state
 
     def state_to_restore(self, held: Held, meter: Meter) -> Held:
