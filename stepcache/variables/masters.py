@@ -15,7 +15,7 @@ import jax
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, processes_of
 from stepcache.variables import transfer
-from stepcache.variables.checkpoint_tree import blank
+from stepcache.variables.checkpoint_tree import blank, is_key
 from stepcache.variables.copies import Copies
 from stepcache.variables.describing import describe
 from stepcache.variables.packing import Layout, Packed, Slot, layout_of
@@ -24,7 +24,6 @@ from stepcache.variables.plan import (
     Transfer,
     choose_route,
     extent_of,
-    is_replicated,
     read_bytes,
     write_bytes,
 )
@@ -68,7 +67,7 @@ class Master(Protocol):
         ...
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        """What `put` is going to move."""
+        """What `put` or `assign` is going to move."""
         ...
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
@@ -101,10 +100,6 @@ class Master(Protocol):
 
     def arrays(self) -> Sequence[jax.Array]:
         """The arrays that hold the master."""
-        ...
-
-    def templates(self) -> list[Any]:
-        """What the leaves are, and where `assign` is best given others."""
         ...
 
 
@@ -162,9 +157,6 @@ class OnDevices:
 
     def arrays(self) -> Sequence[jax.Array]:
         return self.packed.buffers
-
-    def templates(self) -> list[Any]:
-        return list(map(_template, self.packed.layout.slots))
 
 
 class InHostMemory:
@@ -303,21 +295,6 @@ class InHostMemory:
     def arrays(self) -> Sequence[jax.Array]:
         return self._packed.buffers
 
-    def templates(self) -> list[Any]:
-        return [self._template(slot) for slot in self._packed.layout.slots]
-
-    def _template(self, slot: Slot) -> Any:
-        host, device = self._layout.on_host[slot.buffer], self._layout.on_device[slot.buffer]
-        if host is None:
-            return _template(slot)
-        if is_replicated(device) or self._packed.buffers[slot.buffer].is_fully_addressable:
-            return blank(slot.shape, slot.dtype)
-        return _template(slot._replace(sharding=host.sharding))
-
-
-def _template(slot: Slot) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding)
-
 
 def _devices_of(buffer: Any) -> Any:
     return buffer.sharding.device_set if buffer.sharding is not None else ()
@@ -336,8 +313,18 @@ class Held:
     master: Master
 
     def templates(self) -> Any:
-        """The tree, with what the leaves are and where they are to be read to."""
-        return self.layout.tree.unflatten(self.master.templates())
+        """The tree, of what its leaves are and where `put` can take others from."""
+        arrays = self.master.arrays()
+        leaves = [self._template(slot, arrays[slot.buffer]) for slot in self.layout.slots]
+        return self.layout.tree.unflatten(leaves)
+
+    def _template(self, slot: Slot, array: jax.Array) -> Any:
+        sharding = slot.sharding
+        if isinstance(self.master, InHostMemory) and not is_key(array):
+            if slot.offset is not None or array.is_fully_addressable or array.shape != slot.shape:
+                return blank(slot.shape, slot.dtype)
+            sharding = array.sharding
+        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
 
     @property
     def is_lost(self) -> bool:

@@ -147,6 +147,9 @@ class Variables:
     def value(self) -> Any:
         """The tree, as it is now: a whole version, in arrays that are yours to keep or donate.
 
+        Under `OnHost` they are numpy arrays; `jax.Array`s only where numpy has no such type (random
+        keys, weak types), or where no process of a pod has the whole.
+
         Raises:
             VariablesError: this is inside a transformation, which would keep the value as a
                 constant and not see later writes; or the value is lost.

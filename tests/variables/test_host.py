@@ -1,6 +1,7 @@
 """A loop over variables on the host is the loop over the tree, with its bytes in another memory."""
 
 import threading
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -242,6 +243,40 @@ def test_without_a_session_a_value_goes_where_the_other_arguments_are():
     assert hosted.version == 3
     add(hosted, np.ones(5, np.float32))
     np.testing.assert_array_equal(hosted.value, 4)
+
+
+@pytest.mark.parametrize("mesh", ["no mesh", "8"])
+def test_arrays_that_are_in_the_hosts_memory_already(mesh):
+    """They are read to the devices that own that memory, and may be deleted."""
+    with session(mesh):
+        at = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        own = at if mesh == "no mesh" else jax.sharding.NamedSharding(mesh_of(mesh), P("data"))
+        there = own.with_memory_kind("pinned_host")
+        tree = {"a": np.arange(80_000, dtype=np.float32), "b": np.ones((16, 3), np.int8)}
+        given = jax.device_put(tree, there)
+        hosted = sc.Variables(given, placement=sc.OnHost())
+        jax.tree.map(lambda leaf: leaf.delete(), given)
+        assert_same(jax.device_put(tree, own), on_devices(hosted))
+        hosted.assign(jax.device_put(tree, there))
+        sc.step(bump, carry="state")(hosted)
+        assert_same_in_numpy(jax.tree.map(lambda x: x + 1, tree), hosted.value)
+
+
+@pytest.mark.parametrize("mesh", ["no mesh", "8"])
+def test_to_look_keeps_no_copy(mesh):
+    """JAX's arrays keep what numpy was given of them."""
+    with session(mesh):
+        hosted = sc.Variables(np.ones(1_000_000, np.float32), placement=sc.OnHost())
+        tracemalloc.start()
+        try:
+            value = hosted.value
+            held, _ = tracemalloc.get_traced_memory()
+            assert held >= value.nbytes
+            del value
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held < hosted.nbytes / 10
 
 
 @pytest.mark.parametrize("mesh", ["no mesh", "8"])
