@@ -155,18 +155,8 @@ def read(
         meter: counts what moves.
         ahead: whether a step is running meanwhile.
     """
-    return _as_made(_read(packed.buffers, layout, route, wire, meter, ahead), packed.layout)
-
-
-def _read(
-    buffers: Iterable[Any],
-    layout: HostLayout,
-    route: str,
-    wire: str | None,
-    meter: Meter,
-    ahead: bool = False,
-) -> list[Any]:
-    buffers, exact = list(buffers), []
+    buffers: list[Any] = list(packed.buffers)
+    exact = []
     for number, device in enumerate(layout.on_device):
         if layout.on_host[number] is not None and is_coded(device, route, wire):
             assert wire is not None
@@ -183,9 +173,14 @@ def _read(
             # What stays on the devices is copied: the step may use up what it takes.
             buffers[number] = copy(source) if target is source else target
             if host is not None:
-                meter.add(HOST_LINK, _bytes_of(source))
-                meter.add(DEVICE_LINK, _bytes_of(target) - _bytes_of(source))
-    return buffers
+                _count_copied(source, target, meter)
+    return _as_made(buffers, packed.layout)
+
+
+def _count_copied(source: jax.Array, target: jax.Array, meter: Meter) -> None:
+    """Counts what has crossed the host's link once, and then gone on from device to device."""
+    meter.add(HOST_LINK, _bytes_of(source))
+    meter.add(DEVICE_LINK, _bytes_of(target) - _bytes_of(source))
 
 
 def _as_made(buffers: Iterable[Any], layout: Layout) -> Packed:
@@ -243,8 +238,7 @@ def _read_one(value: Any, device: Buffer, route: str, meter: Meter) -> Any:
     first = min(device.sharding.device_set, key=lambda each: each.id)
     one = jax.device_put(whole, SingleDeviceSharding(first))
     target = jax.device_put(one, device.sharding)
-    meter.add(HOST_LINK, _bytes_of(one))
-    meter.add(DEVICE_LINK, _bytes_of(target) - _bytes_of(one))
+    _count_copied(one, target, meter)
     return target
 
 
@@ -310,7 +304,8 @@ def _seen(value: Any, number: int, layout: HostLayout, meter: Meter) -> Any:
     if device.weak_type and not device.shape and not spans:
         return jax.device_put(_in_shape(value, device).item(), device.sharding)
     if spans or device.weak_type:  # Only a program gives such a type to an array.
-        (value,) = _read([value], layout.part((number,)), "gather", None, meter)
+        source, (value,) = value, layout.part((number,)).read([value])
+        _count_copied(source, value, meter)
     return value if device.weak_type else _in_shape(value, device)
 
 
@@ -354,31 +349,29 @@ def pack_on_hosts(
 
 
 def store(values: Sequence[Any], packed_layout: Layout, layout: HostLayout) -> Packed:
-    """Puts buffers into the hosts' memory, share by share.
+    """Puts buffers into the hosts' memory, share by share, without the memory of the devices.
 
-    What lies on the devices as a step would take it is written by the devices. All else crosses no
-    memory of theirs, but for what only they hold: weak types, random keys, and arrays split over
-    the processes of a pod in another way.
+    Except for what only devices hold, which a program moves: weak types that are to be split, and
+    arrays over the processes of a pod that are not split as they are to lie on the hosts.
     """
-    stored, there = list(values), []
-    for number, (host, device) in enumerate(zip(layout.on_host, layout.on_device, strict=True)):
-        value = stored[number]
+    stored, moved = [], []
+    rows = zip(values, layout.on_host, layout.on_device, strict=True)
+    for number, (value, host, device) in enumerate(rows):
         spans = isinstance(value, jax.Array) and not value.is_fully_addressable
+        is_there = _lies_as(value, device)
         if host is None:
-            stored[number] = _put(value, device)
-        elif _lies_as(value, host):
-            stored[number] = copy(value)
-        elif _lies_as(value, device):
-            there.append(number)
-        elif device.weak_type or spans:
-            stored[number] = _put(value, device)
-            there.append(number)
+            value = _put(value, device)
+        elif _lies_as(value, host) or (is_there and host.shape == device.shape and not spans):
+            value = placed(value, host.sharding, may_alias=False)
+        elif spans or device.weak_type:
+            value = value if is_there else _put(value, device)
+            moved.append(number)
         else:
-            stored[number] = _split(value, host)
-    if there:
-        part = layout if len(there) == len(stored) else layout.part(there)
-        written = part.write([stored[number] for number in there])
-        for number, value in zip(there, written, strict=True):
+            value = _split(value, host)
+        stored.append(value)
+    if moved:
+        written = layout.part(moved).write([stored[number] for number in moved])
+        for number, value in zip(moved, written, strict=True):
             stored[number] = value
     return Packed(tuple(stored), packed_layout)
 
