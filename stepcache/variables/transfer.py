@@ -358,7 +358,7 @@ def store(values: Sequence[Any], packed_layout: Layout, layout: HostLayout) -> P
     rows = zip(values, layout.on_host, layout.on_device, strict=True)
     for number, (value, host, device) in enumerate(rows):
         spans = isinstance(value, jax.Array) and not value.is_fully_addressable
-        is_there = _lies_as(value, device)
+        is_there = host is not None and _lies_as(value, device)
         if host is None:
             value = _put(value, device)
         elif _lies_as(value, host) or (is_there and host.shape == device.shape and not spans):
