@@ -316,7 +316,7 @@ No exception: JAX's dispatcher would never again serve such a call by itself.
 
 
 def _copied(packed: Packed) -> Packed:
-    return Packed(tuple(map(transfer.copy, packed.buffers)), packed.layout)
+    return Packed(packed.layout, map(transfer.copy, packed.buffers))
 
 
 def _substituted(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -336,4 +336,9 @@ def _is_packed(node: Any) -> bool:
 
 
 def _values_in(tree: Any) -> Any:
-    return _substituted(tree, lambda leaf: leaf.value if isinstance(leaf, Variables) else leaf)
+    def value_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Variables):
+            return leaf
+        return jax.tree.map(jax.numpy.asarray, leaf.value)  # Some are in host memory, in numpy's.
+
+    return _substituted(tree, value_of)

@@ -338,9 +338,13 @@ def test_a_copy_that_is_kept_costs_nothing_more(eight, moved):
         assert float(look(kept)) == 10_000
     with sc.Session(eight, max_step_bytes=V):
         kept.assign(np.zeros(10_000, np.float32))
+        with pytest.raises(sc.TransferBudgetError):  # No device has had what was assigned.
+            look(kept)
+    with sc.Session(eight, max_step_bytes=8 * V):
+        assert float(look(kept)) == 0
     with sc.Session(eight, max_step_bytes=0):
         assert float(look(kept)) == 0
-    assert [event.step for event in moved] == ["<lambda>", "moments"]
+    assert [event.step for event in moved] == ["<lambda>", "moments", "<lambda>"]
 
 
 def test_what_is_read_ahead_counts(eight):

@@ -218,6 +218,11 @@ def like(template: Any, read: Any) -> Any:
     return jnp.asarray(read) if where is None else jax.device_put(read, where)
 
 
+def blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A template for an array in this process's memory, which takes none itself."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
 def empty_like(template: Any) -> Any:
     """What would be read of an array without elements, which orbax does not store."""
     data = jax.eval_shape(jax.random.key_data, template) if is_key(template) else template

@@ -63,6 +63,8 @@ def describe(
                 hint="keep what is not an array outside, or in the tree's static parts",
             )
         sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
+        if sharding is not None and isinstance(placement, OnHost):
+            sharding = _in_own_memory(sharding)
         asked = isinstance(on_device, Sharded)
         if placer is not None and (asked or not _is_on(sharding, placer.mesh)):
             sharding = placer.place(joined(prefix, path), aval.shape, "carry").sharding
@@ -72,6 +74,12 @@ def describe(
 
 def _is_on(sharding: Sharding | None, mesh: Mesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.device_set == set(mesh.devices.flat)
+
+
+def _in_own_memory(sharding: Sharding) -> Sharding:
+    """The same devices, in their own memory instead of the hosts'."""
+    device = min(sharding.device_set, key=lambda each: each.id)
+    return sharding.with_memory_kind(device.default_memory().kind)
 
 
 def abstract(leaf: Any) -> Any:

@@ -15,9 +15,10 @@ import jax
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, processes_of
 from stepcache.variables import transfer
+from stepcache.variables.checkpoint_tree import blank, is_key
 from stepcache.variables.copies import Copies
 from stepcache.variables.describing import describe
-from stepcache.variables.packing import PACKED_BELOW_BYTES, Layout, Packed, layout_of
+from stepcache.variables.packing import PACKED_BELOW_BYTES, Layout, Packed, Slot, layout_of
 from stepcache.variables.plan import (
     Extent,
     Transfer,
@@ -66,7 +67,7 @@ class Master(Protocol):
         ...
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        """What `put` is going to move."""
+        """What `put` or `assign` is going to move."""
         ...
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
@@ -81,8 +82,16 @@ class Master(Protocol):
         """Starts to read what the next step is going to take, where the policy says so."""
         ...
 
-    def current(self, meter: Meter) -> Packed:
-        """The value on the devices, to be looked at."""
+    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
+        """Makes copies of other leaves the value, and raises the version."""
+        ...
+
+    def on_devices(self, meter: Meter) -> Packed:
+        """The value in the memory of the devices."""
+        ...
+
+    def leaves(self, meter: Meter) -> list[Any]:
+        """The leaves, in arrays that nobody else is going to donate."""
         ...
 
     def looked_at(self, session: Any) -> None:
@@ -132,8 +141,16 @@ class OnDevices:
     def ahead(self, reader: Reader, meter: Meter) -> None:
         """Nothing is to be read."""
 
-    def current(self, meter: Meter) -> Packed:
+    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
+        self.write(transfer.pack(leaves, self.packed.layout))
+
+    def on_devices(self, meter: Meter) -> Packed:
         return self.packed
+
+    def leaves(self, meter: Meter) -> list[Any]:
+        leaves, shared = transfer.unpack(self.packed)
+        own = {id(array) for array in shared}
+        return [transfer.copy(leaf) if id(leaf) in own else leaf for leaf in leaves]
 
     def looked_at(self, session: Any) -> None:
         """There is no older value that it could be given."""
@@ -146,15 +163,23 @@ class InHostMemory:
     """A master copy in the hosts' memory: a step takes a copy, and what it returns is written back.
 
     Args:
-        packed: the value, on the devices.
-        layout: how it lies on the hosts.
+        leaves: of the value.
+        packed_layout: how they lie in buffers.
+        layout: how the buffers lie on the hosts.
         policy: how it is read.
         meter: counts what moves.
     """
 
-    def __init__(self, packed: Packed, layout: HostLayout, policy: Read, meter: Meter):
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        packed_layout: Layout,
+        layout: HostLayout,
+        policy: Read,
+        meter: Meter,
+    ):
         self._layout, self._policy = layout, policy
-        self._packed = transfer.write(packed, layout, meter)
+        self._packed = transfer.pack_on_hosts(leaves, packed_layout, layout, meter)
         self._copies = Copies(policy)
         self.version = 0
 
@@ -230,9 +255,7 @@ class InHostMemory:
         return transfer.read(self._packed, self._layout, route, wire, meter, ahead)
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
-        _old, self._packed = self._packed, transfer.write(packed, self._layout, meter)
-        self.version += 1
-        self._copies.wrote(session, self.version)
+        self._write(transfer.write(packed, self._layout, meter), session)
         self._copies.keep(self.version, packed, exact=True)
 
     def _reads_ahead(self) -> bool:
@@ -243,16 +266,20 @@ class InHostMemory:
             exact = self._wire(reader) is None
             self._copies.ahead(self.version, self._read(reader, meter, ahead=True), exact=exact)
 
-    def current(self, meter: Meter) -> Packed:
-        if self._is_beside_its_devices:
-            return transfer.look(self._packed, self._layout)
+    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
+        layout = self._packed.layout
+        self._write(transfer.pack_on_hosts(leaves, layout, self._layout, meter), session)
+
+    def _write(self, packed: Packed, session: Any) -> None:
+        _old, self._packed = self._packed, packed
+        self.version += 1
+        self._copies.wrote(session, self.version)
+
+    def on_devices(self, meter: Meter) -> Packed:
         return transfer.read(self._packed, self._layout, "gather", None, meter)
 
-    @functools.cached_property
-    def _is_beside_its_devices(self) -> bool:
-        """Whether the devices are CPUs of this process, whose memory is the host's."""
-        ours = jax.process_index()
-        return all(each.platform == "cpu" and each.process_index == ours for each in self._devices)
+    def leaves(self, meter: Meter) -> list[Any]:
+        return transfer.look(self._packed, self._layout, meter)
 
     def looked_at(self, session: Any) -> None:
         self._copies.saw(session, self.version)
@@ -263,9 +290,7 @@ class InHostMemory:
 
     def store(self, buffers: Sequence[Any], session: Any) -> None:
         """Makes what was computed on the host the value. It crosses no link."""
-        _old, self._packed = self._packed, transfer.store(buffers, self._packed, self._layout)
-        self.version += 1
-        self._copies.wrote(session, self.version)
+        self._write(transfer.store(buffers, self._packed.layout, self._layout), session)
 
     def arrays(self) -> Sequence[jax.Array]:
         return self._packed.buffers
@@ -287,17 +312,19 @@ class Held:
     layout: Layout
     master: Master
 
-    def look(self, meter: Meter) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The leaves, and those of them that are buffers of the master."""
-        return transfer.unpack(self.master.current(meter))
+    def templates(self) -> Any:
+        """The tree, of what its leaves are and where `put` can take others from."""
+        arrays = self.master.arrays()
+        leaves = [self._template(slot, arrays[slot.buffer]) for slot in self.layout.slots]
+        return self.layout.tree.unflatten(leaves)
 
-    def copies(self, meter: Meter) -> list[jax.Array]:
-        """The leaves in arrays of their own, which nobody else is going to donate."""
-        leaves, shared = self.look(meter)
-        if not isinstance(self.master, OnDevices):
-            return leaves
-        own = {id(array) for array in shared}
-        return [transfer.copy(leaf) if id(leaf) in own else leaf for leaf in leaves]
+    def _template(self, slot: Slot, array: jax.Array) -> Any:
+        sharding = slot.sharding
+        if isinstance(self.master, InHostMemory) and not is_key(array):
+            if slot.offset is not None or array.is_fully_addressable or array.shape != slot.shape:
+                return blank(slot.shape, slot.dtype)
+            sharding = array.sharding
+        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
 
     @property
     def is_lost(self) -> bool:
@@ -326,7 +353,7 @@ class Held:
             else leaf
             for slot, leaf in zip(self.layout.slots, leaves, strict=True)
         ]
-        self.master.put(transfer.pack(leaves, self.layout), session, meter)
+        self.master.assign(leaves, session, meter)
 
 
 def hold(
@@ -348,14 +375,13 @@ def hold(
     """
     structure, leaves, described = describe(name, tree, placement, placer, prefix)
     layout = layout_of(structure, described, PACKED_BELOW_BYTES if pack else 0)
-    packed = transfer.pack(leaves, layout)
     if not isinstance(placement, OnHost):
-        return Held(layout, OnDevices(packed))
+        return Held(layout, OnDevices(transfer.pack(leaves, layout)))
     mesh = placer.mesh if placer else None
     if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
         _check_for_pod(name, placement, policy)
     on_host = host_layout(layout, mesh, placement.memory_kind, name)
-    return Held(layout, InHostMemory(packed, on_host, policy, meter))
+    return Held(layout, InHostMemory(leaves, layout, on_host, policy, meter))
 
 
 def _check_for_pod(name: str, placement: OnHost, policy: Read) -> None:

@@ -208,23 +208,22 @@ class Packed:
 
     __slots__ = ("__weakref__", "buffers", "layout")
 
-    def __init__(self, buffers: Any, layout: Layout):
-        self.buffers, self.layout = buffers, layout
+    def __init__(self, layout: Layout, buffers: Iterable[Any]):
+        self.layout, self.buffers = layout, tuple(buffers)
 
     def value(self) -> Any:
         """The tree, inside a trace."""
         return self.layout.tree.unflatten(self.layout.unpack(self.buffers))
 
 
-# Each call of a step flattens and makes some: in JAX's registry for dataclasses that takes twice as
-# long.
+# As a dataclass of JAX's it would take twice as long to make one, which each call of a step does.
 jax.tree_util.register_pytree_with_keys(
     Packed,
     lambda packed: (
         [(jax.tree_util.SequenceKey(i), buffer) for i, buffer in enumerate(packed.buffers)],
         packed.layout,
     ),
-    lambda layout, buffers: Packed(buffers, layout),
+    Packed,
     operator.attrgetter("buffers", "layout"),
 )
 

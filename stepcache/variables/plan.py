@@ -221,7 +221,7 @@ def is_gathered(buffer: Buffer, route: str) -> bool:
     One that is split over the devices has no other way, and one that is weakly typed stays so only
     inside of a program.
     """
-    return route == "gather" or buffer.weak_type or not _is_replicated(buffer)
+    return route == "gather" or buffer.weak_type or not is_replicated(buffer)
 
 
 def is_coded(buffer: Buffer, route: str, wire: str | None) -> bool:
@@ -230,7 +230,7 @@ def is_coded(buffer: Buffer, route: str, wire: str | None) -> bool:
     One that is split over them by rules is not, nor one that is weakly typed, nor one that padding
     would make larger.
     """
-    if wire is None or buffer.weak_type or not _is_replicated(buffer):
+    if wire is None or buffer.weak_type or not is_replicated(buffer):
         return False
     if not codes(wire, buffer.dtype):
         return False
@@ -238,7 +238,8 @@ def is_coded(buffer: Buffer, route: str, wire: str | None) -> bool:
     return coded < buffer.size_bytes
 
 
-def _is_replicated(buffer: Buffer) -> bool:
+def is_replicated(buffer: Buffer) -> bool:
+    """Whether each device has all of a buffer."""
     return buffer.sharding is not None and buffer.sharding.is_fully_replicated
 
 

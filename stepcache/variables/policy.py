@@ -79,6 +79,10 @@ class OnHost:
     """The master copy is in the memory of the hosts, split evenly over the devices' hosts.
 
     A step reads it into the memory of its devices, and what it returns for it is written back.
+    Variables are made, assigned, saved and restored share by share, and `.value` gives numpy
+    arrays: none of this takes memory of the devices, so that the value may be larger than that. In
+    a pod, `.value` and `save` gather leaves through the devices, one buffer at a time; leaves that
+    rules split over processes stay in the hosts' memory, as `jax.Array`s.
 
     Attributes:
         on_device: where a value that has been read lies on the devices: `Replicated()` or

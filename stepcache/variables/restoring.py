@@ -30,6 +30,7 @@ from stepcache.variables.checkpoint_tree import (
     Kind,
     Leaf,
     Name,
+    blank,
     compatible,
     empty_like,
     escape,
@@ -180,9 +181,10 @@ class _Stored:
         """A leaf that is to be read in the type in which it was stored."""
         if leaf.name not in self.kinds:
             return leaf
-        shape, sharding = leaf.value.shape, leaf.value.sharding
-        dtype = np.dtype(self.kinds[leaf.name].dtype)
-        return leaf._replace(value=jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+        template, dtype = leaf.value, np.dtype(self.kinds[leaf.name].dtype)
+        if isinstance(template, np.ndarray):
+            return leaf._replace(value=blank(template.shape, dtype))
+        return leaf._replace(value=template.update(dtype=dtype))
 
     def read(self, checkpointer: Any, leaves: list[Leaf]) -> dict[Name, Any]:
         """Reads the leaves that are here, each to where its template lives."""

@@ -109,7 +109,7 @@ class HostLayout:
         return jax.jit(write, out_shardings=places)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
     on_device = tuple(layout.on_device[number] for number in numbers)
     return HostLayout(on_device, tuple(layout.on_host[number] for number in numbers))

@@ -18,7 +18,14 @@ from stepcache import jaxcompat
 from stepcache.events import Moved, recorder
 from stepcache.spanning import placed, spans_processes
 from stepcache.variables.packing import Buffer, Layout, Packed
-from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, is_coded, is_gathered, parts_of
+from stepcache.variables.plan import (
+    DEVICE_LINK,
+    HOST_LINK,
+    is_coded,
+    is_gathered,
+    is_replicated,
+    parts_of,
+)
 from stepcache.variables.shares import HostLayout
 from stepcache.variables.wire import codes, decode, encode
 
@@ -30,15 +37,15 @@ def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
         leaves: arrays, or what JAX takes for one.
         layout: how they are to lie.
     """
+    return Packed(layout, map(_put, _joined(leaves, layout), layout.buffers))
+
+
+def _joined(leaves: Sequence[Any], layout: Layout) -> list[Any]:
+    """What the buffers are to hold: numpy arrays of the leaves that share one, or the leaf."""
     parts: list[list[Any]] = [[] for _ in layout.buffers]
     for slot, leaf in zip(layout.slots, leaves, strict=True):
-        # A buffer of host memory must not be the caller's: device_put may take it as it is.
         parts[slot.buffer].append(leaf if slot.offset is None else np.asarray(leaf).reshape(-1))
-    buffers = [
-        _put(np.concatenate(part) if len(part) > 1 else part[0], buffer)
-        for part, buffer in zip(parts, layout.buffers, strict=True)
-    ]
-    return Packed(tuple(buffers), layout)
+    return [np.concatenate(part) if len(part) > 1 else part[0] for part in parts]
 
 
 def _put(value: Any, buffer: Buffer) -> jax.Array:
@@ -52,7 +59,7 @@ def _put(value: Any, buffer: Buffer) -> jax.Array:
     if buffer.weak_type and isinstance(value, np.ndarray | np.generic) and value.ndim == 0:
         value = value.item()
     if isinstance(value, np.ndarray):
-        value = np.array(value)
+        value = np.array(value)  # device_put may take the caller's memory as it is.
     elif not isinstance(value, jax.Array):
         value = jax.numpy.asarray(value, None if buffer.weak_type else buffer.dtype)
     elif sharding not in (None, value.sharding):
@@ -166,45 +173,27 @@ def read(
             # What stays on the devices is copied: the step may use up what it takes.
             buffers[number] = copy(source) if target is source else target
             if host is not None:
-                meter.add(HOST_LINK, _bytes_of(source))
-                meter.add(DEVICE_LINK, _bytes_of(target) - _bytes_of(source))
+                _count_copied(source, target, meter)
     return _as_made(buffers, packed.layout)
+
+
+def _count_copied(source: jax.Array, target: jax.Array, meter: Meter) -> None:
+    """Counts what has crossed the host's link once, and then gone on from device to device."""
+    meter.add(HOST_LINK, _bytes_of(source))
+    meter.add(DEVICE_LINK, _bytes_of(target) - _bytes_of(source))
 
 
 def _as_made(buffers: Iterable[Any], layout: Layout) -> Packed:
     """Buffers that are free to follow others where the leaves were that they were made of."""
     pairs = zip(buffers, layout.buffers, strict=True)
     made = (jaxcompat.uncommitted(x) if buffer.sharding is None else x for x, buffer in pairs)
-    return Packed(tuple(made), layout)
-
-
-def look(packed: Packed, layout: HostLayout) -> Packed:
-    """Copies a value from the hosts' memory to devices whose memory is the same: CPUs.
-
-    By no program that gathers: its devices wait for each other in threads of one pool, of which
-    those that look at once, and a step beside them, would want more than there are.
-
-    Args:
-        packed: as it lies on the hosts, all of it in this process.
-        layout: how it lies there, and on the devices.
-    """
-    buffers = on_host(packed, layout)
-    for number, (host, device) in enumerate(zip(layout.on_host, layout.on_device, strict=True)):
-        value: Any = buffers[number]
-        if host is None:
-            buffers[number] = copy(value)
-        elif device.weak_type and device.shape:  # Only a program gives such a type.
-            (buffers[number],) = layout.part((number,)).read([packed.buffers[number]])
-        else:
-            value = value.item() if device.weak_type else value
-            buffers[number] = jax.device_put(value, device.sharding)
-    return _as_made(buffers, packed.layout)
+    return Packed(layout, made)
 
 
 def _read_coded(value: Any, device: Buffer, route: str, wire: str, meter: Meter) -> Any:
     sharding: Any = device.sharding
     devices = sorted(sharding.device_set, key=lambda each: each.id)
-    flat = np.array(value).reshape(-1)[: math.prod(device.shape)]
+    flat = _in_shape(value, device).reshape(-1)
     coded = encode(wire, flat, parts_of(device, route), xp=np)
     whole = _replicated(sharding)
     place: Any = whole
@@ -241,7 +230,7 @@ def _decoder(wire: str, device: Buffer) -> Any:
 
 def _read_one(value: Any, device: Buffer, route: str, meter: Meter) -> Any:
     assert device.sharding is not None
-    whole = np.array(value).reshape(-1)[: math.prod(device.shape)].reshape(device.shape)
+    whole = _in_shape(value, device)
     if route == "each":
         target = jax.device_put(whole, device.sharding)
         meter.add(HOST_LINK, _bytes_of(target))
@@ -249,8 +238,7 @@ def _read_one(value: Any, device: Buffer, route: str, meter: Meter) -> Any:
     first = min(device.sharding.device_set, key=lambda each: each.id)
     one = jax.device_put(whole, SingleDeviceSharding(first))
     target = jax.device_put(one, device.sharding)
-    meter.add(HOST_LINK, _bytes_of(one))
-    meter.add(DEVICE_LINK, _bytes_of(target) - _bytes_of(one))
+    _count_copied(one, target, meter)
     return target
 
 
@@ -258,7 +246,7 @@ def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
     """Copies a value from the devices to the hosts' memory: every share, once."""
     buffers = layout.write(_gone_home(packed, layout))
     meter.add(HOST_LINK, sum(_bytes_of_shared(buffers, layout.on_host)))
-    return Packed(tuple(buffers), packed.layout)
+    return Packed(packed.layout, buffers)
 
 
 def _gone_home(packed: Packed, layout: HostLayout) -> Sequence[Any]:
@@ -287,29 +275,131 @@ def _bytes_of_shared(arrays: Iterable[Any], hosts: Iterable[Any]) -> Iterable[in
 # ---- on a host ----------------------------------------------------------------------------------
 
 
+def look(packed: Packed, layout: HostLayout, meter: Meter) -> list[Any]:
+    """The leaves of a value in host memory, without the memory of the devices.
+
+    They are numpy arrays, but for what numpy cannot hold: random keys and weak types, which come as
+    they lie on the devices, and a leaf that is split over the processes of a pod, which comes as it
+    lies on the hosts. A pod gathers replicated leaves through its devices, one buffer at a time.
+
+    Args:
+        packed: as it lies on the hosts.
+        layout: how it lies there, and on the devices.
+        meter: counts what a pod gathers.
+    """
+    buffers = []
+    for number, made in enumerate(packed.layout.buffers):
+        seen = _seen(packed.buffers[number], number, layout, meter)
+        if made.sharding is None and isinstance(seen, jax.Array):
+            seen = jaxcompat.uncommitted(seen)
+        buffers.append(seen)
+    return packed.layout.unpack(buffers)
+
+
+def _seen(value: Any, number: int, layout: HostLayout, meter: Meter) -> Any:
+    host, device = layout.on_host[number], layout.on_device[number]
+    spans = not value.is_fully_addressable
+    if host is None or (spans and not is_replicated(device)):
+        return copy(value)
+    if device.weak_type and not device.shape and not spans:
+        return jax.device_put(_in_shape(value, device).item(), device.sharding)
+    if spans or device.weak_type:  # Only a program gives such a type to an array.
+        source, (value,) = value, layout.part((number,)).read([value])
+        _count_copied(source, value, meter)
+    return value if device.weak_type else _in_shape(value, device)
+
+
 def on_host(packed: Packed, layout: HostLayout) -> list[np.ndarray | jax.Array]:
     """The buffers of a value in host memory, in the shapes they have on the devices."""
-    return [
-        value
-        if host is None
-        else np.array(value).reshape(-1)[: math.prod(device.shape)].reshape(device.shape)
-        for value, host, device in zip(
-            packed.buffers, layout.on_host, layout.on_device, strict=True
-        )
-    ]
+    rows = zip(packed.buffers, layout.on_host, layout.on_device, strict=True)
+    return [value if host is None else _in_shape(value, device) for value, host, device in rows]
 
 
-def store(buffers: Sequence[Any], packed: Packed, layout: HostLayout) -> Packed:
-    """A value that was computed on a host, as it lies in host memory. No link is crossed."""
-    stored = []
-    for value, host in zip(buffers, layout.on_host, strict=True):
-        if host is not None:
-            flat = np.array(value)
-            if flat.shape != host.shape:
-                flat = np.pad(flat.reshape(-1), (0, host.shape[0] - flat.size))
-            value = placed(flat, host.sharding)
+def _in_shape(value: jax.Array, device: Buffer) -> np.ndarray:
+    """A buffer that this process has, in numpy's memory and in the shape it has on the devices."""
+    return _to_numpy(value).reshape(-1)[: math.prod(device.shape)].reshape(device.shape)
+
+
+def _to_numpy(array: jax.Array) -> np.ndarray:
+    """The value in memory of its own. Arrays keep what `np.asarray` makes of them, for as long as
+    they live: this does not."""
+    whole = np.empty(array.shape, array.dtype)
+    shards = array.addressable_shards
+    for shard in shards[:1] if array.is_fully_replicated else shards:
+        data = shard.data
+        twin = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+        whole[shard.index] = np.asarray(twin)
+    return whole
+
+
+def pack_on_hosts(
+    leaves: Sequence[Any], packed_layout: Layout, layout: HostLayout, meter: Meter
+) -> Packed:
+    """Puts leaves into the hosts' memory, in buffers of their own.
+
+    Args:
+        leaves: arrays, or what JAX takes for one.
+        packed_layout: how they are to lie in buffers.
+        layout: how the buffers are to lie on the hosts.
+        meter: counts what is written.
+    """
+    packed = store(_joined(leaves, packed_layout), packed_layout, layout)
+    meter.add(HOST_LINK, sum(_bytes_of_shared(packed.buffers, layout.on_host)))
+    return packed
+
+
+def store(values: Sequence[Any], packed_layout: Layout, layout: HostLayout) -> Packed:
+    """Puts buffers into the hosts' memory, share by share, without the memory of the devices.
+
+    Except for what only devices hold, which a program moves: weak types that are to be split, and
+    arrays over the processes of a pod that are not split as they are to lie on the hosts.
+    """
+    stored, moved = [], []
+    rows = zip(values, layout.on_host, layout.on_device, strict=True)
+    for number, (value, host, device) in enumerate(rows):
+        spans = isinstance(value, jax.Array) and not value.is_fully_addressable
+        is_there = host is not None and _lies_as(value, device)
+        if host is None:
+            value = _put(value, device)
+        elif _lies_as(value, host) or (is_there and host.shape == device.shape and not spans):
+            value = placed(value, host.sharding, may_alias=False)
+        elif spans or device.weak_type:
+            value = value if is_there else _put(value, device)
+            moved.append(number)
+        else:
+            value = _split(value, host)
         stored.append(value)
-    return Packed(tuple(stored), packed.layout)
+    if moved:
+        written = layout.part(moved).write([stored[number] for number in moved])
+        for number, value in zip(moved, written, strict=True):
+            stored[number] = value
+    return Packed(packed_layout, stored)
+
+
+def _lies_as(value: Any, buffer: Buffer) -> bool:
+    """Whether a value is an array of the type and in the place of a buffer."""
+    if not isinstance(value, jax.Array) or value.shape != buffer.shape:
+        return False
+    sharding: Any = buffer.sharding
+    if value.dtype != buffer.dtype or value.weak_type != buffer.weak_type:
+        return False
+    return value.sharding.is_equivalent_to(sharding, value.ndim)
+
+
+def _split(value: Any, host: Buffer) -> jax.Array:
+    """A value that this process has, in shares on the hosts, the last ones filled up with zeros."""
+    whole = _to_numpy(value) if isinstance(value, jax.Array) else np.asarray(value)
+    whole = whole.reshape(host.shape if whole.size == math.prod(host.shape) else -1)
+    sharding: Any = host.sharding
+    shape = sharding.shard_shape(host.shape)
+
+    def share(index: Any) -> np.ndarray:
+        # In memory of its own: JAX may take it as it is.
+        part, filled = whole[index], np.zeros(shape, host.dtype)
+        filled[tuple(map(slice, part.shape))] = part
+        return filled
+
+    return jax.make_array_from_callback(host.shape, sharding, share)
 
 
 def to_host(array: Any, wire: str | None, meter: Meter) -> np.ndarray:

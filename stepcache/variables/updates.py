@@ -92,7 +92,7 @@ class Updates:
         if self._on_host:
             assert isinstance(held.master, InHostMemory)
             with jax.default_device(_host_device(self._name)):
-                value = Packed(tuple(held.master.on_host()), held.layout)
+                value = Packed(held.layout, held.master.on_host())
                 value, new_state = self._run(value, state.master.take(reader, meter), update)
                 held.master.store(value.buffers, reader.session)
         else:
@@ -121,7 +121,13 @@ class Updates:
     def ready_state(self, held: Held, meter: Meter) -> Held:
         """The optimizer's state, made of the value if there is none yet."""
         if self.state is None:
-            self.state = self._initial_state(held.layout, held.look(meter)[0], meter)
+            # An optimizer that runs on the devices makes its state there.
+            leaves = (
+                held.master.leaves(meter)
+                if self._on_host
+                else transfer.unpack(held.master.on_devices(meter))[0]
+            )
+            self.state = self._initial_state(held.layout, leaves, meter)
         return self.state
 
     def state_to_restore(self, held: Held, meter: Meter) -> Held:
@@ -219,7 +225,7 @@ def _over_packed(rule: _Rule, *, placed: bool) -> Any:
             places = [buffer.sharding for buffer in old.layout.buffers]
             pairs = zip(buffers, places, strict=True)
             buffers = [x if place is None else jax.device_put(x, place) for x, place in pairs]
-        return Packed(tuple(buffers), old.layout)
+        return Packed(old.layout, buffers)
 
     def run(value: Packed, state: Packed, update: Any) -> tuple[Packed, Packed]:
         new, new_state = rule(value.value(), state.value(), update)

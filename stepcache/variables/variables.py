@@ -152,6 +152,9 @@ class Variables:
     def value(self) -> Any:
         """The tree, as it is now: a whole version, in arrays that are yours to keep or donate.
 
+        Under `OnHost` they are numpy arrays; `jax.Array`s only where numpy has no such type (random
+        keys, weak types), or where no process of a pod has the whole.
+
         Raises:
             VariablesError: this is inside a transformation, which would keep the value as a
                 constant and not see later writes; or the value is lost.
@@ -159,14 +162,14 @@ class Variables:
         check_not_kept(self.name)
         with self._moving("value") as meter:
             try:  # Not under the lock: a step on another thread may build its program for minutes.
-                leaves = self._held.copies(meter)
+                leaves = self.master.leaves(meter)
             except (
                 RuntimeError,
                 ValueError,
             ):  # Such a step has just taken the buffers for its own.
                 with self.lock:
                     self._held.check_not_lost(self.name)
-                    leaves = self._held.copies(meter)
+                    leaves = self.master.leaves(meter)
         self.master.looked_at(current_reader())
         return self.layout.tree.unflatten(leaves)
 
@@ -284,7 +287,7 @@ class Variables:
         if (state := self._updates.state) is not None:
             state.check_not_lost(self.name)
             with self._moving("save") as meter:
-                trees["optimizer"] = state.layout.tree.unflatten(state.copies(meter))
+                trees["optimizer"] = state.layout.tree.unflatten(state.master.leaves(meter))
         if (pending := self._updates.pending_leaves) is not None:
             trees["pending"] = self.layout.tree.unflatten(pending)
         return Parts(trees, about)
@@ -300,10 +303,10 @@ class Variables:
         Raises:
             TransferBudgetError: it would move more than the session allows.
         """
-        wanted = Parts({"": _templates(self.layout)})
+        wanted = Parts({"": self._held.templates()})
         same = about.get("mode") == self.write.mode
         if "pending" in stored and same:
-            wanted.trees["pending"] = _templates(self.layout)
+            wanted.trees["pending"] = self._held.templates()
         # A checkpoint without a state is one of before the first push, which makes it.
         unmade = "optimizer" not in stored and (same or partial)
         apply = self.write.mode == "apply" and not unmade
@@ -313,7 +316,7 @@ class Variables:
                 before = self._updates.state
                 wanted.state = self._updates.state_to_restore(self._held, meter)
                 self._updates.state = before  # Until all has been read.
-                wanted.trees["optimizer"] = _templates(wanted.state.layout)
+                wanted.trees["optimizer"] = wanted.state.templates()
         return wanted
 
     def put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
@@ -364,7 +367,7 @@ class Variables:
             )
             for buffer in self.layout.buffers
         )
-        return Packed(tuple(buffers), self.layout)
+        return Packed(self.layout, buffers)
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         """Starts to read what the next step is going to take. To be called under the lock."""
@@ -443,18 +446,11 @@ class Variables:
         return html_table("Variables", self._told())
 
 
-def _templates(layout: Layout) -> Any:
-    """The tree, of what its leaves are and where they belong."""
-    slots = layout.slots
-    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in slots]
-    return layout.tree.unflatten(leaves)
-
-
 def _filled(leaves: list[Any], held: Held, meter: Meter) -> list[Any]:
     """Leaves, with those of now in the place of None."""
     if all(leaf is not None for leaf in leaves):
         return leaves
-    pairs = zip(leaves, held.copies(meter), strict=True)
+    pairs = zip(leaves, held.master.leaves(meter), strict=True)
     return [now if leaf is None else leaf for leaf, now in pairs]
 
 

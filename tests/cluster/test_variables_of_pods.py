@@ -42,6 +42,7 @@ PLACEMENTS = {
     "on host": (sc.OnHost(), sc.Read()),
     "on host, prefetched": (sc.OnHost(), sc.Read(prefetch=1)),
     "on host, kept": (sc.OnHost(), sc.Read(cache="device")),
+    "on host, split": (sc.OnHost(sc.Sharded([("a$", P(None, "data")), ("", P())])), sc.Read()),
 }
 """
 
@@ -62,13 +63,29 @@ with sc.Session(mesh):
         say("losses", name + ":", run(params, moments, 6))
         assert params.version == 6 and params.value["n"] == 6, params
         look = params.value["a"]
-        assert look.sharding.mesh == mesh and look.shape == (8, 16)
+        assert look.shape == (8, 16)
+        if name.startswith("on host"):
+            split = "split" in name and COUNT > 1
+            assert type(look) is not np.ndarray if split else type(look) is np.ndarray
+            assert not split or look.sharding.memory_kind == "pinned_host"
+            # What was seen can be assigned, and what is there already is not changed by it.
+            params.assign(params.value)
+            assert run(params, moments, 1)[0] < 13.5
+        else:
+            assert look.sharding.mesh == mesh
 """
     )
     (tmp_path / "one").mkdir()
     (alone,) = succeeded(run_pod(tmp_path / "one", script, 1, devices=4))
     several = succeeded(run_pod(tmp_path, script, 4))
-    for name in ("replicated", "sharded", "on host", "on host, prefetched", "on host, kept"):
+    for name in (
+        "replicated",
+        "sharded",
+        "on host",
+        "on host, prefetched",
+        "on host, kept",
+        "on host, split",
+    ):
         expected = losses_of(alone, name)
         assert len(expected) == 6 and expected[-1] < expected[0]
         for rank in several:
@@ -111,7 +128,7 @@ with sc.Session(mesh):
     (whole,) = succeeded(run_pod(tmp_path / "all", through, 1, devices=2))
     succeeded(run_pod(tmp_path, SAVING.replace("{steps}", "3"), before, devices=1))
     restored = succeeded(run_pod(tmp_path, SAVING.replace("{steps}", "0"), after, devices=1))
-    for name in ("replicated", "sharded", "on host"):
+    for name in ("replicated", "sharded", "on host", "on host, split"):
         expected = losses_of(whole, name)[3:]
         assert losses_of(restored[0], name) == pytest.approx(expected, rel=1e-5)
 

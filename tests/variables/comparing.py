@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stepcache.variables import transfer
+
 
 def raw(leaf) -> np.ndarray:
     """The content of a leaf, random keys by their data."""
@@ -38,3 +40,23 @@ def assert_same(expected, got, *, bits=True) -> None:
     named = jax.tree_util.tree_flatten_with_path(expected)[0]
     for (keys, leaf), other in zip(named, jax.tree.leaves(got), strict=True):
         assert_same_leaf(leaf, other, jax.tree_util.keystr(keys), bits=bits)
+
+
+def assert_same_in_numpy(expected, got) -> None:
+    """That a tree has come in numpy's memory, but for what only JAX can hold: keys, weak types."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    named = jax.tree_util.tree_flatten_with_path(expected)[0]
+    for (keys, leaf), other in zip(named, jax.tree.leaves(got), strict=True):
+        path, leaf = jax.tree_util.keystr(keys), jnp.asarray(leaf)
+        if leaf.aval.weak_type or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            assert_same_leaf(leaf, other, path)
+        else:
+            assert type(other) is np.ndarray and other.flags.writeable, path
+            assert (other.shape, other.dtype) == (leaf.shape, leaf.dtype), path
+            assert other.tobytes() == raw(leaf).tobytes(), path
+
+
+def on_devices(variables):
+    """The tree as the devices have it when a step takes it."""
+    leaves, _ = transfer.unpack(variables.master.on_devices(transfer.Meter()))
+    return variables.layout.tree.unflatten(leaves)

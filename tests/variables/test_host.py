@@ -1,13 +1,14 @@
 """A loop over variables on the host is the loop over the tree, with its bytes in another memory."""
 
 import threading
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparing import assert_same, copied, raw
+from comparing import assert_same, assert_same_in_numpy, copied, on_devices, raw
 from jax.sharding import PartitionSpec as P
 from moving import live_buffers, live_bytes, mesh_of, session, watching
 
@@ -96,7 +97,7 @@ def adam_loop(mesh, wrap, steps=3):
         wrapped = [each for each in state.values() if isinstance(each, sc.Variables)]
         assert all(each.version == steps for each in wrapped)
         state = {
-            name: each.value if isinstance(each, sc.Variables) else each
+            name: on_devices(each) if isinstance(each, sc.Variables) else each
             for name, each in state.items()
         }
     return losses, state, train_step.stats().misses
@@ -154,11 +155,12 @@ def test_every_kind_of_leaf_goes_to_the_host_and_back(mesh, read):
     with session(mesh):
         resident = sc.Variables(every_kind_of_leaf())
         hosted = sc.Variables(every_kind_of_leaf(), placement=sc.OnHost(), read=read)
-        assert_same(resident.value, hosted.value)
+        assert_same(resident.value, on_devices(hosted))
         for _ in range(2):
             assert step(hosted) is hosted
             step(resident)
-        assert_same(resident.value, hosted.value)
+        assert_same(resident.value, on_devices(hosted))
+        assert_same_in_numpy(resident.value, hosted.value)
         assert step.stats().misses == 1, "both are the same to a program"
         assert (resident.version, hosted.version) == (2, 2)
 
@@ -191,8 +193,9 @@ def test_a_value_that_is_read_lies_where_rules_say(mesh, rules, route):
         for _ in range(2):
             step(hosted)
             step(sharded)
-        assert_same(sharded.value, hosted.value)
-        assert hosted.value["w"].sharding.shard_shape((64, 16)) != (64, 16)
+        assert_same(sharded.value, on_devices(hosted))
+        assert on_devices(hosted)["w"].sharding.shard_shape((64, 16)) != (64, 16)
+        assert_same_in_numpy(sharded.value, hosted.value)
         assert step.stats().misses == 1
 
 
@@ -219,7 +222,8 @@ def test_leaves_placed_by_the_user_without_a_session():
     step = sc.step(bump, carry="state")
     step(hosted)
     step(hosted)
-    assert all(leaf.devices() == {at} for leaf in hosted.value.values())
+    assert all(leaf.devices() == {at} for leaf in on_devices(hosted).values())
+    assert all(array.devices() == {at} for array in hosted.master.arrays())
     assert step.stats().misses == 1
     np.testing.assert_array_equal(hosted.value["a"], 3)
 
@@ -239,6 +243,40 @@ def test_without_a_session_a_value_goes_where_the_other_arguments_are():
     assert hosted.version == 3
     add(hosted, np.ones(5, np.float32))
     np.testing.assert_array_equal(hosted.value, 4)
+
+
+@pytest.mark.parametrize("mesh", ["no mesh", "8"])
+def test_arrays_that_are_in_the_hosts_memory_already(mesh):
+    """They are read to the devices that own that memory, and may be deleted."""
+    with session(mesh):
+        at = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        own = at if mesh == "no mesh" else jax.sharding.NamedSharding(mesh_of(mesh), P("data"))
+        there = own.with_memory_kind("pinned_host")
+        tree = {"a": np.arange(80_000, dtype=np.float32), "b": np.ones((16, 3), np.int8)}
+        given = jax.device_put(tree, there)
+        hosted = sc.Variables(given, placement=sc.OnHost())
+        jax.tree.map(lambda leaf: leaf.delete(), given)
+        assert_same(jax.device_put(tree, own), on_devices(hosted))
+        hosted.assign(jax.device_put(tree, there))
+        sc.step(bump, carry="state")(hosted)
+        assert_same_in_numpy(jax.tree.map(lambda x: x + 1, tree), hosted.value)
+
+
+@pytest.mark.parametrize("mesh", ["no mesh", "8"])
+def test_to_look_keeps_no_copy(mesh):
+    """JAX's arrays keep what numpy was given of them."""
+    with session(mesh):
+        hosted = sc.Variables(np.ones(1_000_000, np.float32), placement=sc.OnHost())
+        tracemalloc.start()
+        try:
+            value = hosted.value
+            held, _ = tracemalloc.get_traced_memory()
+            assert held >= value.nbytes
+            del value
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held < hosted.nbytes / 10
 
 
 @pytest.mark.parametrize("mesh", ["no mesh", "8"])

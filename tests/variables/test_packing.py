@@ -94,12 +94,12 @@ def test_unpacking_what_was_packed_gives_it_back(kind_tree, threshold):
         transfer.unpack(on_host)[0],
         layout.unpack(on_host.buffers),
         layout.unpack(in_program),
-        jax.tree.leaves(Packed(in_program, layout).value()),
+        jax.tree.leaves(Packed(layout, in_program).value()),
     ):
         for before, after, slot in zip(given_leaves, back, layout.slots, strict=True):
             assert (np.shape(before), slot.dtype) == (after.shape, after.dtype)
             assert raw(jnp.asarray(before)).tobytes() == raw(after).tobytes()
-    assert jax.tree.structure(Packed(in_program, layout).value()) == structure
+    assert jax.tree.structure(Packed(layout, in_program).value()) == structure
 
 
 @settings(max_examples=100, deadline=None)
@@ -137,8 +137,8 @@ def test_equal_descriptions_have_one_layout_and_others_another(one, other, first
     assert layout_of(again, described_again, first) is layout
     same = (structure, leaves, first) == (other_structure, others, second)
     assert (layout_of(other_structure, others, second) is layout) == same
-    packed = Packed((), layout)
-    assert jax.tree.structure(packed) == jax.tree.structure(Packed((), layout))
+    packed = Packed(layout, ())
+    assert jax.tree.structure(packed) == jax.tree.structure(Packed(layout, ()))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_everything_in_a_description_counts(change):
     layout = layout_of(structure, [leaf, leaf])
     changed = layout_of(structure, [leaf, leaf._replace(**change)])
     assert changed is not layout
-    assert jax.tree.structure(Packed((), changed)) != jax.tree.structure(Packed((), layout))
+    assert jax.tree.structure(Packed(changed, ())) != jax.tree.structure(Packed(layout, ()))
 
 
 def test_what_shares_a_buffer(mesh):

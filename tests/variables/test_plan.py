@@ -341,7 +341,8 @@ def test_steps_and_sessions_share_a_copy():
         with session("8"):
             hosted.assign(np.full(10_000, 2, np.float32))
             assert float(first(hosted)) == 20_000
-        assert moved.calls[1:] == [{HOST_LINK: V}], "what was assigned has been on the devices"
+        written, read_once = {HOST_LINK: V}, {HOST_LINK: V, DEVICE_LINK: 7 * V}
+        assert moved.calls[1:] == [written, read_once], "what is assigned is not on the devices"
 
 
 @pytest.mark.parametrize("mesh", ["no mesh", "8"])

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparing import assert_same
+from comparing import assert_same_in_numpy
 from jax.sharding import PartitionSpec as P
 from states import LARGE
 
@@ -225,11 +225,10 @@ def test_variables_of_one_thread_are_used_by_another():
 # ---- over several CPU devices -----------------------------------------------------------------
 
 on_cpu = pytest.mark.skipif(
-    os.environ["JAX_PLATFORMS"] != "cpu", reason="elsewhere a program gathers"
+    os.environ["JAX_PLATFORMS"] != "cpu", reason="it is about the threads of CPU devices"
 )
 
 
-@on_cpu
 @pytest.mark.parametrize("rules", [None, [("large", P("data"))]], ids=["replicated", "split"])
 def test_to_look_at_what_the_hosts_hold_takes_no_program_that_gathers(mesh, rules, monkeypatch):
     tree = {**full(3), "odd": np.full((5, 7), 3.0, np.float16), "key": jax.random.key(3)}
@@ -240,14 +239,14 @@ def test_to_look_at_what_the_hosts_hold_takes_no_program_that_gathers(mesh, rule
         with monkeypatch.context() as patched:
             patched.setattr(HostLayout, "read", property(lambda layout: pytest.fail("a program")))
             value = hosted.value
-        assert_same(expected, value)
+        assert_same_in_numpy(expected, value)
         again = hosted.value
-        jax.jit(lambda tree: tree, donate_argnums=0)(value)
-        assert_same(expected, again)
-        assert_same(expected, hosted.value)
+        for leaf in jax.tree.leaves(value):
+            leaf.fill(7) if isinstance(leaf, np.ndarray) else leaf.delete()
+        assert_same_in_numpy(expected, again)
+        assert_same_in_numpy(expected, hosted.value)
 
 
-@on_cpu
 def test_a_value_of_a_weak_type_is_looked_at_as_it_is(mesh):
     weak = jnp.broadcast_to(jnp.asarray(2.0), (3, 4))
     assert weak.weak_type

@@ -135,6 +135,15 @@ def test_a_value_is_read_where_it_does_not_stay(placement):
             assert jax.grad(lambda x: step(x, variables))(X).tolist() == [a] * 4
 
 
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()], ids=str)
+def test_without_jit_a_step_sees_the_arrays_of_jax(placement):
+    variables = table(placement=placement)
+    step = sc.step(lambda x, table: x * table["a"].at[()].set(2.0))
+    with jax.disable_jit():
+        assert float(step(3.0, variables)) == 6
+        assert float(jax.grad(lambda x: step(x, variables))(3.0)) == 2
+
+
 ARRAY_USES = {
     "an argument of jit": lambda v: jax.jit(lambda x: x)(v),
     "a closed-over leaf": lambda v: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * x, v))(1.0),
