@@ -237,7 +237,7 @@ def _packed_value(step: str, name: str, layout: Layout, new: Any) -> Any:
     for (keys, _), slot, leaf in zip(named, layout.slots, leaves, strict=True):
         if (slot.shape, slot.dtype) != (leaf.shape, leaf.dtype):
             refuse(step, name + keystr(keys), type_of(slot), type_of(leaf))
-    return Packed(layout, layout.pack(leaves))
+    return Packed(layout, tuple(layout.pack(leaves)))
 
 
 def _slots_by_name(name: str, layout: Layout) -> dict[str, Slot]:

@@ -316,7 +316,7 @@ No exception: JAX's dispatcher would never again serve such a call by itself.
 
 
 def _copied(packed: Packed) -> Packed:
-    return Packed(packed.layout, map(transfer.copy, packed.buffers))
+    return Packed(packed.layout, tuple(map(transfer.copy, packed.buffers)))
 
 
 def _substituted(tree: Any, change: Callable[[Any], Any]) -> Any:

@@ -1,8 +1,8 @@
 """`Layout`: how the leaves of a tree lie in a few buffers, and the way in and out.
 
-Each leaf is a buffer of its own, as it is, unless packing is asked for. Then the small leaves of one
-dtype and sharding share one flat buffer, which the program slices inside XLA: a call costs by the
-array. A leaf that is large or split over devices, or that XLA knows by more than shape and dtype
+Each leaf is a buffer of its own, as it is, unless packing is asked for. Then the small leaves of
+one dtype and sharding share one flat buffer, which the program slices inside XLA: a call costs by
+the array. A leaf that is large or split over devices, or that XLA knows by more than shape and dtype
 (weak types, random keys), still is a buffer of its own.
 """
 
@@ -208,8 +208,9 @@ class Packed:
 
     __slots__ = ("__weakref__", "buffers", "layout")
 
-    def __init__(self, layout: Layout, buffers: Iterable[Any]):
-        self.layout, self.buffers = layout, tuple(buffers)
+    def __init__(self, layout: Layout, buffers: Any):
+        self.layout = layout
+        self.buffers = buffers
 
     def value(self) -> Any:
         """The tree, inside a trace."""

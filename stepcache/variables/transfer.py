@@ -37,7 +37,7 @@ def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
         leaves: arrays, or what JAX takes for one.
         layout: how they are to lie.
     """
-    return Packed(layout, map(_put, _joined(leaves, layout), layout.buffers))
+    return Packed(layout, tuple(map(_put, _joined(leaves, layout), layout.buffers)))
 
 
 def _joined(leaves: Sequence[Any], layout: Layout) -> list[Any]:
@@ -187,7 +187,7 @@ def _as_made(buffers: Iterable[Any], layout: Layout) -> Packed:
     """Buffers that are free to follow others where the leaves were that they were made of."""
     pairs = zip(buffers, layout.buffers, strict=True)
     made = (jaxcompat.uncommitted(x) if buffer.sharding is None else x for x, buffer in pairs)
-    return Packed(layout, made)
+    return Packed(layout, tuple(made))
 
 
 def _read_coded(value: Any, device: Buffer, route: str, wire: str, meter: Meter) -> Any:
@@ -246,7 +246,7 @@ def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
     """Copies a value from the devices to the hosts' memory: every share, once."""
     buffers = layout.write(_gone_home(packed, layout))
     meter.add(HOST_LINK, sum(_bytes_of_shared(buffers, layout.on_host)))
-    return Packed(packed.layout, buffers)
+    return Packed(packed.layout, tuple(buffers))
 
 
 def _gone_home(packed: Packed, layout: HostLayout) -> Sequence[Any]:
@@ -373,7 +373,7 @@ def store(values: Sequence[Any], packed_layout: Layout, layout: HostLayout) -> P
         written = layout.part(moved).write([stored[number] for number in moved])
         for number, value in zip(moved, written, strict=True):
             stored[number] = value
-    return Packed(packed_layout, stored)
+    return Packed(packed_layout, tuple(stored))
 
 
 def _lies_as(value: Any, buffer: Buffer) -> bool:

@@ -92,7 +92,7 @@ class Updates:
         if self._on_host:
             assert isinstance(held.master, InHostMemory)
             with jax.default_device(_host_device(self._name)):
-                value = Packed(held.layout, held.master.on_host())
+                value = Packed(held.layout, tuple(held.master.on_host()))
                 value, new_state = self._run(value, state.master.take(reader, meter), update)
                 held.master.store(value.buffers, reader.session)
         else:
@@ -225,7 +225,7 @@ def _over_packed(rule: _Rule, *, placed: bool) -> Any:
             places = [buffer.sharding for buffer in old.layout.buffers]
             pairs = zip(buffers, places, strict=True)
             buffers = [x if place is None else jax.device_put(x, place) for x, place in pairs]
-        return Packed(old.layout, buffers)
+        return Packed(old.layout, tuple(buffers))
 
     def run(value: Packed, state: Packed, update: Any) -> tuple[Packed, Packed]:
         new, new_state = rule(value.value(), state.value(), update)

@@ -367,7 +367,7 @@ class Variables:
             )
             for buffer in self.layout.buffers
         )
-        return Packed(self.layout, buffers)
+        return Packed(self.layout, tuple(buffers))
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         """Starts to read what the next step is going to take. To be called under the lock."""
