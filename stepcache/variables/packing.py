@@ -2,8 +2,8 @@
 
 Each leaf is a buffer of its own, as it is, unless packing is asked for. Then the small leaves of
 one dtype and sharding share one flat buffer, which the program slices inside XLA: a call costs by
-the array. A leaf that is large or split over devices, or that XLA knows by more than shape and dtype
-(weak types, random keys), still is a buffer of its own.
+the array. A leaf that is large or split over devices, or that XLA knows by more than shape and
+dtype (weak types, random keys), still is a buffer of its own.
 """
 
 from __future__ import annotations

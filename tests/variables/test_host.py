@@ -149,12 +149,14 @@ def test_adam_with_its_moments_on_the_host_computes_what_it_computes_without(mes
     ],
     ids=str,
 )
-def test_every_kind_of_leaf_goes_to_the_host_and_back(mesh, read):
+@pytest.mark.parametrize("pack", [False, True])
+def test_every_kind_of_leaf_goes_to_the_host_and_back(mesh, read, pack):
     """Sizes that do not divide by the devices, empty leaves, weak types, bits below a byte."""
     step = sc.step(bump, carry="state")
     with session(mesh):
-        resident = sc.Variables(every_kind_of_leaf())
-        hosted = sc.Variables(every_kind_of_leaf(), placement=sc.OnHost(), read=read)
+        tree, host = every_kind_of_leaf(), sc.OnHost()
+        resident = sc.Variables(tree, pack=pack)
+        hosted = sc.Variables(tree, placement=host, read=read, pack=pack)
         assert_same(resident.value, on_devices(hosted))
         for _ in range(2):
             assert step(hosted) is hosted

@@ -170,7 +170,8 @@ def test_what_shares_a_buffer(mesh):
     size = PACKED_BELOW_BYTES // 4
 
     def buffers(*leaves):
-        return len(layout_of(jax.tree.structure([0] * len(leaves)), leaves).buffers)
+        structure = jax.tree.structure([0] * len(leaves))
+        return len(layout_of(structure, leaves, PACKED_BELOW_BYTES).buffers)
 
     assert buffers(leaf(), leaf()) == 1
     assert buffers(leaf(), leaf((0, 3)), leaf(())) == 1
@@ -185,7 +186,9 @@ def test_what_shares_a_buffer(mesh):
     assert buffers(leaf((8,), sharding=split), leaf((8,), sharding=split)) == 2
     key = jax.random.key(0).dtype
     described_keys = [Described("k", (), key, False, None)] * 2
-    assert len(layout_of(jax.tree.structure([0, 0]), described_keys).buffers) == 2
+    structure = jax.tree.structure([0, 0])
+    assert len(layout_of(structure, described_keys, PACKED_BELOW_BYTES).buffers) == 2
+    assert len(layout_of(structure, [leaf(), leaf()]).buffers) == 2, "nobody asked"
 
 
 def test_many_threads_get_one_layout():

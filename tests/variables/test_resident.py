@@ -79,13 +79,14 @@ def check_a_loop(make, session, *, bits):
     train_step, tree = make()
     with session():
         expected, outputs = train(sc.step(train_step, carry="state", batch="x"), copied(tree))
-        state = sc.Variables(tree, name="state")
-        step = sc.step(train_step, carry="state", batch="x")
-        after, outputs_of_variables = train(step, state)
-        assert after is state and state.version == 4
-        assert_same(expected, state.value, bits=bits)
-    assert_same(outputs, outputs_of_variables, bits=bits)
-    assert step.stats().misses == 1
+        for pack in (False, True):
+            state = sc.Variables(tree, name="state", pack=pack)
+            step = sc.step(train_step, carry="state", batch="x")
+            after, outputs_of_variables = train(step, state)
+            assert after is state and state.version == 4
+            assert_same(expected, state.value, bits=bits)
+            assert_same(outputs, outputs_of_variables, bits=bits)
+            assert step.stats().misses == 1
 
 
 def test_a_reduction_over_a_small_leaf_may_round_otherwise():
@@ -99,13 +100,14 @@ def test_a_reduction_over_a_small_leaf_may_round_otherwise():
         return jax.tree.map(lambda leaf: leaf * 1.1 + 0.3, state), sums
 
     expected, sums = train(sc.step(train_step, carry="state"), copied(tree))
-    state, others = train(sc.step(train_step, carry="state"), sc.Variables(tree))
+    state, others = train(sc.step(train_step, carry="state"), sc.Variables(tree, pack=True))
     assert_same(expected, state.value)
     np.testing.assert_array_max_ulp(np.asarray(sums), np.asarray(others), maxulp=8)
 
 
+@pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("in_session", [False, True])
-def test_leaves_that_the_user_placed_stay_where_they_are(mesh, in_session):
+def test_leaves_that_the_user_placed_stay_where_they_are(mesh, in_session, pack):
     def tree():
         large = ramp((2 * PACKED_BELOW_BYTES // 256, 64))
         return {
@@ -121,7 +123,7 @@ def test_leaves_that_the_user_placed_stay_where_they_are(mesh, in_session):
 
     with sc.Session(mesh) if in_session else contextlib.nullcontext():
         expected, outputs = train(sc.step(train_step, carry="state"), tree())
-        variables = sc.Variables(tree())
+        variables = sc.Variables(tree(), pack=pack)
         assert_same_leaf(tree()["split"], variables.value["split"])
         state, others = train(sc.step(train_step, carry="state"), variables)
         assert_same(expected, state.value)
@@ -137,7 +139,7 @@ def test_leaves_on_devices_of_the_users_choice():
         return jax.tree.map(advance, state), x.sum()
 
     expected, outputs = train(sc.step(train_step, carry="state"), copied(tree))
-    state, others = train(sc.step(train_step, carry="state"), sc.Variables(tree))
+    state, others = train(sc.step(train_step, carry="state"), sc.Variables(tree, pack=True))
     assert_same(expected, state.value)
     assert_same(outputs, others)
 
@@ -299,8 +301,10 @@ def test_buffers_are_donated(session):
         assert all(buffer.is_deleted() for buffer in before)
 
 
-def test_small_leaves_share_buffers():
-    variables = sc.Variables({f"w{n}": ramp(n + 1) for n in range(100)} | {"big": ramp(LARGE)})
+def test_small_leaves_share_buffers_where_that_is_asked_for():
+    tree = {f"w{n}": ramp(n + 1) for n in range(100)} | {"big": ramp(LARGE)}
+    assert len(sc.Variables(tree).layout.buffers) == 101
+    variables = sc.Variables(tree, pack=True)
     assert len(variables.layout.buffers) == 2
     assert variables.nbytes == 4 * (100 * 101 // 2) + 2 * PACKED_BELOW_BYTES
     text = repr(variables)

@@ -248,6 +248,20 @@ def test_leaves_are_read_by_path(before, after, held, tmp_path):
     )
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_packed_and_unpacked_variables_read_each_others_checkpoints(pack, tmp_path):
+    tree = {"a": np.arange(3.0), "b": np.float32(7), "c": [np.ones((2, 2)), np.zeros(())]}
+    saved = sc.Variables(tree, write=ADAM, pack=pack)
+    saved.push(jax.tree.map(np.ones_like, tree))
+    saved.save(tmp_path / "saved")
+    restored = sc.Variables(jax.tree.map(np.zeros_like, tree), write=ADAM, pack=not pack)
+    restored.restore(tmp_path / "saved")
+    same(restored.value, saved.value)
+    for each in (saved, restored):
+        each.push(jax.tree.map(np.ones_like, tree))
+    same(restored.value, saved.value)
+
+
 ODD = [
     {"": 1, "x": 2},
     {"a/b": 1, "a": {"b": 2}},

@@ -71,12 +71,16 @@ def test_updates_add_up_before_they_are_written(session, placement):
 
 
 @pytest.mark.parametrize("make", [lambda: optax.adamw(1e-2), lambda: optax.sgd(0.1, momentum=0.9)])
-def test_an_optimizer_runs_where_the_master_lives(session, placement, make):
+@pytest.mark.parametrize("pack", [False, True])
+def test_an_optimizer_runs_where_the_master_lives(session, placement, make, pack):
     optimizer = make()
     value, state = tree(), optimizer.init(tree())
     with session:
         variables = sc.Variables(
-            tree(), placement=placement, write=sc.Write(mode="apply", optimizer=optimizer)
+            tree(),
+            placement=placement,
+            write=sc.Write(mode="apply", optimizer=optimizer),
+            pack=pack,
         )
         kinds = {array.sharding.memory_kind for array in variables.master.arrays()}
         for index in range(4):

@@ -16,7 +16,6 @@ from states import LARGE
 
 import stepcache as sc
 from stepcache import jaxcompat
-from stepcache.variables import masters
 
 pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
@@ -50,7 +49,7 @@ def tree():
 BATCH = np.ones((8, 2), np.float32)
 
 
-def live(tmp_path, source=SOURCE, make=tree, calls=2, session=None, look=None):
+def live(tmp_path, source=SOURCE, make=tree, calls=2, session=None, look=None, pack=False):
     """One life: the step and the variables after some calls."""
     module = types.ModuleType("life")
     path = tmp_path / "life.py"
@@ -60,7 +59,7 @@ def live(tmp_path, source=SOURCE, make=tree, calls=2, session=None, look=None):
     exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
     cache = sc.ProgramCache(tmp_path / "programs", verify="off")
     with sc.Session(session, cache=cache):
-        variables = sc.Variables(make())
+        variables = sc.Variables(make(), pack=pack)
         if look is not None:
             look(module.step, variables)
         for _ in range(calls):
@@ -178,19 +177,14 @@ def test_leaves_in_another_order_or_under_other_names_are_another_program(tmp_pa
         assert levels(step)[0] == 1, "it was traced"
 
 
-def test_another_threshold_is_another_program(tmp_path, monkeypatch):
+def test_packed_leaves_are_another_program(tmp_path):
     live(tmp_path)
-    layout_of = masters.layout_of
-    monkeypatch.setattr(
-        masters, "layout_of", lambda structure, leaves: layout_of(structure, leaves, 16)
-    )
-    other, variables = live(tmp_path)
-    assert len(variables.layout.buffers) == 5
+    other, variables = live(tmp_path, pack=True)
+    assert len(variables.layout.buffers) < len(variables.layout.slots)
     assert levels(other) == BUILT
-    again, after = live(tmp_path)
+    again, after = live(tmp_path, pack=True)
     assert levels(again) == WITHOUT_A_TRACE
     assert_same(variables.value, after.value)
-    monkeypatch.undo()
     first, _ = live(tmp_path)
     assert levels(first) == WITHOUT_A_TRACE
 
