@@ -20,7 +20,7 @@ if RANK == 1:
 {{change}}
 @sc.step(carry="state", batch="batch", static_argnames="mode", **OPTIONS)
 def train(state, batch, mode):
-    return jax.tree.map(lambda x: helper(x) + batch.sum().astype(x.dtype), state), batch.mean()
+    return jax.tree.map(lambda x: (helper(x) + batch.sum()).astype(x.dtype), state), batch.mean()
 @sc.step(batch="batch", static_argnames="mode")
 def evaluate(state, batch, mode):
     return batch.mean()

@@ -1,14 +1,17 @@
 """`Gathering`: the processes of a pod agree on one new program.
 
-First each says what it is about to bring. Where they differ, that is an error on all of them.
-Then one that has the program on its disk, or else the first one, which builds it, hands it to those
-that have not: what the trace told while XLA compiles, and then the program. What is made on one
-kind of host serves on that kind only, so there is one such process for each kind. At the end each
-says what it holds, and nothing runs before all hold the same.
+First each says which call it makes. Where the calls differ, that is an error on all of them. Where
+the code differs, or what it reads, each traces the step, and what was lowered is compared before
+anything is compiled; only where that differs too, it is an error. Then one that has the program on
+its disk, or else the first one, which builds it, hands it to those that have not: what the trace
+told while XLA compiles, and then the program. What is made on one kind of host serves on that kind
+only, so there is one such process for each kind. At the end each says what it holds, and nothing
+runs before all hold the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import zlib
 from collections.abc import Sequence
@@ -27,6 +30,8 @@ from stepcache.programs.candidate import (
     pack_candidates,
     unpack_candidates,
 )
+from stepcache.programs.fingerprint.origin import USER, file_label, origin_of_file
+from stepcache.programs.levels import Lowered
 from stepcache.programs.pods.peers import Meeting, Peers
 from stepcache.programs.question import Question
 from stepcache.units import readable_ranks
@@ -39,6 +44,47 @@ _OF_HOST = (
     "environment system",
     "environment topology",
 )
+_OF_CALL = ("arguments", "mesh", "package jax", "package jaxlib")
+_BEGIN_OF_CALL = ("argument ", "option ", "config ", "environment ")
+# Read from where a process was started; what of it JAX heeds is a setting too.
+_OF_PROCESS = ("environment variable ", "environment argv", "environment python")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a call depends on before it is traced, but for what is a matter of each host.
+
+    Attributes:
+        call: what the call is: leaves, shardings, statics, options, settings, flags. The same on
+            all processes, or it is an error.
+        code: the rest, as code, closures and globals. Where it differs, the step is traced, and
+            what is lowered decides.
+    """
+
+    call: dict[str, str]
+    code: dict[str, str]
+
+    @classmethod
+    def of(cls, question: Question) -> Facts:
+        """Those of a question. To be asked before any candidate is looked at."""
+        call, code = {}, {}
+        statics = {f"static {static.name}" for static in question.statics}
+        for name, fact in question.base.facts.items():
+            if name in _OF_HOST:
+                continue
+            # Of a static object it is its class; what it holds may or may not be used.
+            is_static = name in statics and not fact.startswith(("code ", "see "))
+            (call if is_static or _is_of_call(name) else code)[name] = fact
+        return cls(call, code)
+
+
+def _is_of_call(name: str) -> bool:
+    of_call = name in _OF_CALL or name.startswith(_BEGIN_OF_CALL)
+    return of_call and not name.startswith(_OF_PROCESS)
+
+
+class Different(Exception):
+    """What was lowered here is not what was lowered elsewhere, which is still to be said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +93,8 @@ class Stand:
 
     Attributes:
         label: the step, by file and name.
-        facts: digest of what all have to have in common.
+        call: digest of what all have to have in common.
+        code: digest of what the step is known to depend on otherwise.
         host: digest of what decides whether a program made by one loads on the other.
         directory: names the directory of programs; empty for none.
         program: digest of the program that it has on disk; empty for none.
@@ -55,7 +102,8 @@ class Stand:
     """
 
     label: str
-    facts: str
+    call: str
+    code: str
     host: str
     directory: str
     program: str
@@ -69,19 +117,13 @@ class Stand:
         return cls(*plain.unpack(data))
 
 
-def common_facts(question: Question) -> dict[str, str]:
-    """What all processes have to have in common. To be asked before any candidate is looked at."""
-    return {name: fact for name, fact in question.base.facts.items() if name not in _OF_HOST}
-
-
-def stand_of(
-    question: Question, facts: dict[str, str], answer: Answer, archive: Archive | None
-) -> Stand:
+def stand_of(question: Question, facts: Facts, answer: Answer, archive: Archive | None) -> Stand:
     """What this process says."""
     host = question.base.facts
     return Stand(
         question.address.label,
-        digest_facts(facts),
+        digest_facts(facts.call),
+        digest_facts(facts.code),
         digest_facts({name: host.get(name, "") for name in _OF_HOST}),
         archive.name() if archive is not None else "",
         answer.candidate.program if answer.candidate is not None else "",
@@ -96,12 +138,15 @@ class Gathering:
         meeting: with the other processes.
         peers: who they are.
         question: this process's.
-        facts: what has to be the same on all.
+        facts: what this call depends on.
         stand: what it says.
 
     Attributes:
         giver: the rank that hands the program out, or builds it, for this kind of host.
         builds: whether it has to build it first.
+
+    Raises:
+        AgreementError: the processes do not make the same call.
     """
 
     def __init__(
@@ -109,7 +154,7 @@ class Gathering:
         meeting: Meeting,
         peers: Peers,
         question: Question,
-        facts: dict[str, str],
+        facts: Facts,
         stand: Stand,
     ):
         self._meeting, self._peers, self._question = meeting, peers, question
@@ -117,12 +162,22 @@ class Gathering:
         voices = meeting.hear("stand", stand.packed())
         self._stands = {rank: Stand.unpacked(voice) for rank, voice in sorted(voices.items())}
         self._check_same()
-        trusted = all(each.trusts for each in self._stands.values())
-        self._alike = [rank for rank, each in self._stands.items() if each.host == stand.host]
-        having = [rank for rank in self._alike if self._stands[rank].program and trusted]
-        self.builds = not having
-        self.giver = having[0] if having else self._alike[0]
+        by_host: dict[str, list[int]] = {}
+        for rank, each in self._stands.items():
+            by_host.setdefault(each.host, []).append(rank)
+        having = {host: self._having(ranks) for host, ranks in by_host.items()}
+        self._alike = by_host[stand.host]
+        self.builds = not having[stand.host]
+        self.giver = (having[stand.host] or self._alike)[0]
+        several = len({each.code for each in self._stands.values()}) > 1
+        self._to_compare = several and not all(having.values())
+        self._told: tuple[Traced | None, str] | None = None
         self._received: tuple[Candidate | None, bytes, str] | None = None
+
+    def _having(self, ranks: Sequence[int]) -> list[int]:
+        """Those that have the program on disk, where all would run that without a trace."""
+        trusted = all(each.trusts for each in self._stands.values())
+        return [rank for rank in ranks if self._stands[rank].program and trusted]
 
     # ---- who differs -----------------------------------------------------------------------------
 
@@ -134,7 +189,7 @@ class Gathering:
         """
         sides: dict[tuple, list[int]] = {}
         for rank, stand in self._stands.items():
-            sides.setdefault((stand.label, stand.facts), []).append(rank)
+            sides.setdefault((stand.label, stand.call), []).append(rank)
         if len(sides) == 1:
             return
         ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1]))
@@ -148,24 +203,21 @@ class Gathering:
                 hint="call the same steps in the same order on all of them",
             )
         speakers = {ranks[0] for _, ranks in ordered}
-        own = self._facts if self._peers.rank in speakers else {}
+        own = self._facts.call if self._peers.rank in speakers else {}
         voices = self._meeting.hear("facts", zlib.compress(plain.pack(own), 1), patiently=True)
         facts = {rank: plain.unpack(zlib.decompress(voices[rank])) for rank in speakers}
         changes: list[Change] = []
         lines = []
         for _, ranks in others:
-            for change in differences(facts[most[1][0]], facts[ranks[0]]):
-                changes.append(change)
-                lines.append(
-                    f"{change.path}{_noted(change)}: {readable_ranks(ranks)} {change.after}; "
-                    f"{readable_ranks(most[1])} {change.before}"
-                )
+            found = differences(facts[most[1][0]], facts[ranks[0]])
+            changes += found
+            lines += [_by_rank(change, most[1], ranks) for change in found]
         raise AgreementError(
             f"the processes of the pod are about to run different programs of {labels[0]}:\n  "
-            + "\n  ".join(lines[:12]),
+            + "\n  ".join(lines[:_MAX_SHOWN]),
             changes,
             [tuple(ranks) for _, ranks in ordered],
-            hint="all processes have to make the same call, with the same code and settings",
+            hint="all processes have to make the same call, with the same options and settings",
         )
 
     # ---- the program -----------------------------------------------------------------------------
@@ -174,6 +226,13 @@ class Gathering:
     def gives(self) -> bool:
         """Whether this process hands the program out."""
         return self.giver == self._peers.rank
+
+    @property
+    def traces(self) -> bool:
+        """Whether this process traces the step without waiting for what another one's trace told:
+        it hands out what it builds, or it is known to depend on other things.
+        """
+        return self.gives or self._stand.code != self._given().code
 
     @property
     def has_it(self) -> bool:
@@ -216,9 +275,11 @@ class Gathering:
 
     def told(self) -> tuple[Traced | None, str]:
         """What the trace of the other process has told, as it gave it."""
-        told = zlib.decompress(self._meeting.take("trace", self.giver))
-        traced, why_not = plain.unpack(told)
-        return Traced.unpacked(traced) if traced is not None else None, why_not
+        if self._told is None:
+            told = zlib.decompress(self._meeting.take("trace", self.giver))
+            traced, why_not = plain.unpack(told)
+            self._told = (Traced.unpacked(traced) if traced is not None else None), why_not
+        return self._told
 
     def give(self, label: str, candidate: Candidate | None, data: bytes, why_not: str = "") -> None:
         """Hands the program out.
@@ -235,25 +296,49 @@ class Gathering:
             self._meeting.hand_out("program", given, self.takers)
 
     def receive(self) -> tuple[Candidate | None, bytes, str]:
-        """What the other process hands out, as it gave it. It has to be taken, wanted or not."""
+        """What the other process hands out, as it gave it."""
         if self._received is None:
             packed, data, why_not = plain.unpack(self._meeting.take("program", self.giver))
             candidate = unpack_candidates(packed)[0] if packed else None
             self._received = candidate, zlib.decompress(data), why_not
         return self._received
 
+    def take_all(self) -> None:
+        """Takes what is handed out, wanted or not: who hands it out waits for that."""
+        with contextlib.suppress(Exception):
+            self.told()
+            self.receive()
+
     def differing(self, traced: Traced) -> tuple[Change, ...]:
         """What of a trace of another process is not so here."""
-        found = self._question.with_used(traced.used)
-        told = {name: fact for name, fact in traced.facts.items() if name not in _OF_HOST}
-        facts = {name: fact for name, fact in found.facts.items() if name not in _OF_HOST}
+        told = _known_to_all(traced.facts)
+        facts = _known_to_all(self._question.with_used(traced.used).facts)
         return () if agree(told, facts) else differences(told, facts)
 
-    # ---- the end ---------------------------------------------------------------------------------
+    # ---- what was lowered ------------------------------------------------------------------------
+
+    def compare(self, lowered: Lowered | None, error: BaseException | None = None) -> None:
+        """Compares what was lowered before XLA compiles it, where processes are known to depend on
+        different things. Each of them has to call it, once or more often.
+
+        Args:
+            lowered: by this process; None where it waits for another one's trace.
+            error: why it has lowered nothing.
+
+        Raises:
+            AgreementError: another one has lowered something else, or nothing.
+        """
+        if not self._to_compare:
+            return
+        self._to_compare = False
+        said = [_digest(lowered), first_line(error) if error is not None else ""]
+        voices = self._meeting.hear("lowered", plain.pack(said), patiently=True)
+        if error is None:
+            self._judge({rank: plain.unpack(voice) for rank, voice in voices.items()}, lowered)
 
     def conclude(
         self,
-        outline: str,
+        lowered: Lowered | None,
         error: BaseException | None,
         level: int = 0,
         seconds: dict[str, float] | None = None,
@@ -261,7 +346,7 @@ class Gathering:
         """Says what this process holds, and hears what the others do.
 
         Args:
-            outline: the lowered module, as text.
+            lowered: what its program was lowered to.
             error: why it holds nothing.
             level: how it came by its program.
             seconds: what that took, by stage.
@@ -272,16 +357,27 @@ class Gathering:
         Raises:
             AgreementError: another one holds something else, or nothing.
         """
-        problem = first_line(error) if error is not None else ""
-        digest = hashlib.sha256(outline.encode()).hexdigest() if not problem else ""
         rounded = {stage: round(value, 4) for stage, value in (seconds or {}).items()}
-        said = [digest, problem, level, rounded]
+        said = [_digest(lowered), first_line(error) if error is not None else "", level, rounded]
         voices = self._meeting.hear("held", plain.pack(said), patiently=True)
         held = {rank: plain.unpack(voice) for rank, voice in sorted(voices.items())}
         if error is not None:
             return {}  # It is raised here as it is.
+        self._judge({rank: said[:2] for rank, said in held.items()}, lowered)
+        return {rank: (level, seconds) for rank, (_, _, level, seconds) in held.items()}
+
+    def _judge(self, said: dict[int, list[str]], lowered: Lowered | None) -> None:
+        """Whether all have lowered the same, of those that have.
+
+        Args:
+            said: by each: the digest of what it has lowered, and what went wrong.
+            lowered: by this process.
+
+        Raises:
+            AgreementError: they have not.
+        """
         label = self._stand.label
-        failed = {rank: problem for rank, (_, problem, *_) in held.items() if problem}
+        failed = {rank: problem for rank, (_, problem) in sorted(said.items()) if problem}
         if failed:
             told = "; ".join(f"rank {rank}: {problem}" for rank, problem in failed.items())
             raise AgreementError(
@@ -289,33 +385,78 @@ class Gathering:
                 sides=(tuple(failed),),
             )
         digests: dict[str, list[int]] = {}
-        for rank, (digest, *_) in held.items():
-            digests.setdefault(digest, []).append(rank)
-        if len(digests) > 1:
-            sides = sorted(digests.values(), key=lambda ranks: (-len(ranks), ranks))
-            changes = self._differing_lines(outline, sides)
-            all_sides = " and ".join(map(readable_ranks, sides))
-            raise AgreementError(
-                f"{all_sides} have traced different programs of {label}:\n  "
-                + "\n  ".join(map(str, changes)),
-                changes,
-                [tuple(ranks) for ranks in sides],
-                hint="what a step computes must not depend on the process that traces it",
-            )
-        return {rank: (level, seconds) for rank, (_, _, level, seconds) in held.items()}
+        for rank, (digest, _) in sorted(said.items()):
+            if digest:
+                digests.setdefault(digest, []).append(rank)
+        if len(digests) < 2:
+            return
+        sides = sorted(digests.values(), key=lambda ranks: (-len(ranks), ranks))
+        changes, lines = self._why_different(sides[0], sides[1], lowered)
+        raise AgreementError(
+            f"{' and '.join(map(readable_ranks, sides))} have traced different programs of {label}:"
+            + "".join(f"\n  {line}" for line in lines),
+            changes,
+            [tuple(ranks) for ranks in sides],
+            hint="what a step computes must not depend on the process that traces it",
+        )
 
-    def _differing_lines(self, outline: str, sides: Sequence[Sequence[int]]) -> list[Change]:
-        """The first line in which two of the programs differ."""
-        speakers = [ranks[0] for ranks in sides[:2]]
-        own = outline if self._peers.rank in speakers else ""
-        voices = self._meeting.hear("outline", zlib.compress(own.encode(), 1), patiently=True)
-        one, other = (zlib.decompress(voices[rank]).decode() for rank in speakers)
-        for before, after in zip(one.splitlines(), other.splitlines(), strict=False):
-            if before != after:
-                where = "in the lowered program"
-                return [Change("code", where, before.strip(), after.strip())]
-        return []
+    def _why_different(
+        self, one: Sequence[int], other: Sequence[int], lowered: Lowered | None
+    ) -> tuple[list[Change], list[str]]:
+        """The first line in which two programs differ, and what else their traces depended on."""
+        speakers = (one[0], other[0])
+        if self._peers.rank not in speakers:
+            lowered = None
+        own = ["", {}]
+        if lowered is not None:
+            with contextlib.suppress(
+                Exception
+            ):  # What cannot be explained is an error all the same.
+                own = [lowered.outline, {}]
+                own = [lowered.outline, _known_to_all(lowered.facts())]
+        voices = self._meeting.hear("outline", zlib.compress(plain.pack(own), 1), patiently=True)
+        told = [plain.unpack(zlib.decompress(voices[rank])) for rank in speakers]
+        outlines = [outline.splitlines() for outline, _ in told]
+        number = next(
+            (n for n, (a, b) in enumerate(zip(*outlines, strict=False)) if a != b),
+            min(map(len, outlines)),
+        )
+        source = "" if lowered is None else _source(lowered, number)
+        sources = self._meeting.hear("source", source.encode(), patiently=True)
+        places = [sources[rank].decode() for rank in speakers]
+        before, after = (
+            outline[number].strip() if number < len(outline) else "absent" for outline in outlines
+        )
+        where = "the lowered program" + (f", of {places[1]}" if places[1] else "")
+        note = f"of {places[0]} on the other side" if places[0] not in ("", places[1]) else ""
+        changes = [Change("code", where, before, after, note)]
+        changes += differences(told[0][1], told[1][1])
+        return changes, [_by_rank(change, one, other) for change in changes[:_MAX_SHOWN]]
 
 
-def _noted(change: Change) -> str:
-    return f" ({change.note})" if change.note else ""
+_MAX_SHOWN = 12
+
+
+def _digest(lowered: Lowered | None) -> str:
+    return hashlib.sha256(lowered.outline.encode()).hexdigest() if lowered is not None else ""
+
+
+def _known_to_all(facts: dict[str, str]) -> dict[str, str]:
+    return {name: fact for name, fact in facts.items() if name not in _OF_HOST}
+
+
+def _source(lowered: Lowered, number: int) -> str:
+    """The line of the user's code that a line of a program comes from, as far as it is known."""
+    with contextlib.suppress(Exception):
+        for file, line in lowered.sources(number):
+            if origin_of_file(file) == USER:
+                return f"{file_label(file, None)}:{line}"
+    return ""
+
+
+def _by_rank(change: Change, before: Sequence[int], after: Sequence[int]) -> str:
+    noted = f" ({change.note})" if change.note else ""
+    return (
+        f"{change.path}{noted}: {readable_ranks(after)} {change.after}; "
+        f"{readable_ranks(before)} {change.before}"
+    )

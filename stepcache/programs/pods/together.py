@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepcache.errors import AgreementError
 from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.build import Stopwatch
 from stepcache.programs.candidate import Candidate, Traced
-from stepcache.programs.levels import Brought, Levels
-from stepcache.programs.pods.gathering import Gathering, common_facts, stand_of
+from stepcache.programs.levels import Brought, Levels, Lowered, Sharing
+from stepcache.programs.pods.gathering import Different, Facts, Gathering, stand_of
 from stepcache.programs.pods.peers import Peers
 from stepcache.programs.question import Question
 from stepcache.programs.recipe import Recipe, Request
@@ -42,7 +42,7 @@ def bring_together(
     with peers.meeting(recipe.name) as meeting:
         with stopwatch.stage("hash"):
             question = Question(recipe, request)
-            facts = common_facts(question)
+            facts = Facts.of(question)
         answer = Answer()
         if archive is not None:
             with stopwatch.stage("read"):
@@ -55,13 +55,17 @@ def bring_together(
         )
         try:
             brought = bringing.brought()
+        except Different:
+            gathering.conclude(bringing.lowered, None)
+            raise
         except Exception as error:
             with stopwatch.stage("agree"):
-                gathering.conclude("", error)
+                gathering.compare(None, error)
+                gathering.conclude(None, error)
             raise
         with stopwatch.stage("agree"):
             level, seconds = brought.program.level, stopwatch.seconds
-            told = gathering.conclude(brought.outline, None, level, seconds)
+            told = gathering.conclude(brought.lowered, None, level, seconds)
         if gathering.all_share or peers.rank != min(peers.ranks):
             told = {}
         told.pop(peers.rank, None)
@@ -81,9 +85,12 @@ class _Bringing:
     stopwatch: Stopwatch
     before_trace: Callable[[Answer], None]
     watch: bool
+    lowered: Lowered | None = None
 
     def brought(self) -> Brought:
         gathering = self.gathering
+        if not (gathering.builds and gathering.traces):
+            gathering.compare(None)
         if gathering.gives:
             return self._build_and_give() if gathering.builds else self._load_and_give()
         if not gathering.builds and gathering.has_it:
@@ -91,8 +98,7 @@ class _Bringing:
         try:
             return self._adopt()
         finally:
-            with contextlib.suppress(Exception):
-                gathering.receive()  # Who hands it out waits for those who have to take it.
+            gathering.take_all()
 
     # ---- by the one that has it, or makes it -------------------------------------------------
 
@@ -148,6 +154,8 @@ class _Bringing:
 
     def _adopt(self) -> Brought:
         """The program that another process makes, or has."""
+        if self.gathering.traces:
+            return self._trace_and_load()
         with self.stopwatch.stage("wait"):
             traced, why_not = self.gathering.told()
         if traced is None:
@@ -155,13 +163,11 @@ class _Bringing:
         with self.stopwatch.stage("hash"):
             changes = self.gathering.differing(traced)
         if changes:
-            raise AgreementError(
-                "what was traced elsewhere is not what is here:\n  "
-                + "\n  ".join(map(str, changes[:12])),
-                changes,
-            )
-        if traced.tree is None:  # It has to be traced here as well, but not compiled.
-            return self._trace(self._received)
+            text = "%s is traced here as well, as it depends on other things than on rank %d: %s"
+            shown = "; ".join(map(str, changes[:3]))
+            _log.info(text, self.question.address.label, self.gathering.giver, shown)
+        if changes or traced.tree is None:  # It is traced here as well, but not compiled.
+            return self._trace_and_load()
         with self.stopwatch.stage("wait"):
             candidate, data, why_not = self.gathering.receive()
         if candidate is None:
@@ -182,16 +188,30 @@ class _Bringing:
             return self._trace()
         return replace(brought, giver=self.gathering.giver)
 
+    def _trace_and_load(self) -> Brought:
+        """A program by a trace of this process, and the executable that another one made."""
+        brought = self._trace(self._received)
+        if brought.publication is None or brought.program.level != 2:
+            return brought
+        _, data, _ = self.gathering.receive()
+        return replace(brought, publication=replace(brought.publication, data=data))
+
     def _received(self, digest: str, load: Callable[[bytes], Any]) -> Any:
         """The executable that another process made, of what has been traced here."""
         with self.stopwatch.stage("wait"):
             candidate, data, why_not = self.gathering.receive()
+        if candidate is not None and digest != candidate.program and self._differs_from(candidate):
+            raise Different
         if candidate is None or digest != candidate.program:
             self._say_why(why_not or "what is traced here is another program")
             return None
         if not data:
             return self.archive.find(digest, load) if self.archive is not None else None
         return load(data)
+
+    def _differs_from(self, candidate: Candidate) -> bool:
+        outline = zlib.decompress(candidate.outline).decode()
+        return self.lowered is not None and outline != self.lowered.outline
 
     # ---- by each -----------------------------------------------------------------------------
 
@@ -222,6 +242,10 @@ class _Bringing:
             self.answer,
             self.stopwatch,
             self.watch,
-            find,
-            tell,
+            Sharing(find, self._compare, tell),
         )
+
+    def _compare(self, lowered: Lowered) -> None:
+        self.lowered = lowered
+        with self.stopwatch.stage("agree"):
+            self.gathering.compare(lowered)
