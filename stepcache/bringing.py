@@ -76,7 +76,8 @@ class Bringing:
                     brought = self._levels.bring(*common, watch=watch)
                 else:
                     levels = self._levels
-                    brought = bring_together(levels, self._recipe, *common, peers, watch=watch)
+                    recipe, why = self._recipe, miss.in_a_line
+                    brought = bring_together(levels, recipe, *common, peers, why, watch=watch)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise

@@ -393,7 +393,7 @@ class Gathering:
         sides = sorted(digests.values(), key=lambda ranks: (-len(ranks), ranks))
         changes, lines = self._why_different(sides[0], sides[1], lowered)
         raise AgreementError(
-            f"{' and '.join(map(readable_ranks, sides))} have traced different programs of {label}:"
+            f"{' and '.join(map(readable_ranks, sides))} have lowered different programs of {label}:"
             + "".join(f"\n  {line}" for line in lines),
             changes,
             [tuple(ranks) for ranks in sides],
@@ -427,10 +427,14 @@ class Gathering:
         before, after = (
             outline[number].strip() if number < len(outline) else "absent" for outline in outlines
         )
-        where = "the lowered program" + (f", of {places[1]}" if places[1] else "")
-        note = f"of {places[0]} on the other side" if places[0] not in ("", places[1]) else ""
+        where = f"{places[1] or places[0]}, in the lowered program".removeprefix(", ")
+        elsewhere = places[0] not in ("", places[1]) and places[1]
+        note = f"{places[0]} on {readable_ranks(one)}" if elsewhere else ""
         changes = [Change("code", where, before, after, note)]
-        changes += differences(told[0][1], told[1][1])
+        # What only one of them has read, it read because it went another way.
+        both = told[0][1].keys() & told[1][1].keys()
+        facts = ({name: each[name] for name in each if name in both} for _, each in told)
+        changes += [change for change in differences(*facts) if change.part != "module"]
         return changes, [_by_rank(change, one, other) for change in changes[:_MAX_SHOWN]]
 
 

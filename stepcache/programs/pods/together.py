@@ -30,16 +30,24 @@ def bring_together(
     stopwatch: Stopwatch,
     before_trace: Callable[[Answer], None],
     peers: Peers,
+    why: str,
     *,
     watch: bool = False,
 ) -> Brought:
     """As `Levels.bring`, with the other processes of a pod.
 
+    Args:
+        levels: of the step.
+        recipe: the step.
+        request, archive, stopwatch, before_trace, watch: as for `Levels.bring`.
+        peers: the processes.
+        why: why the call needs a new program, in one line.
+
     Raises:
         AgreementError: they are not about to run the same program, or one has not come.
         RankLostError: one has gone.
     """
-    with peers.meeting(recipe.name) as meeting:
+    with peers.meeting(recipe.name, why) as meeting:
         with stopwatch.stage("hash"):
             question = Question(recipe, request)
             facts = Facts.of(question)

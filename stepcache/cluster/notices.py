@@ -1,0 +1,62 @@
+"""`Notices`: what one process of a pod tells all others, whatever they are doing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+
+from stepcache.jaxcompat.coordination import Service, Unreachable
+from stepcache.programs import plain
+
+_LONG_SECONDS = 86400.0
+
+_log = logging.getLogger("stepcache")
+
+
+class Notices:
+    """Numbered notices: any process may write the next one, and all log it.
+
+    A daemon thread waits for the next one in a single call of the service, so that a pod without
+    notices makes no calls. That call ends with JAX's client.
+
+    Args:
+        service: JAX's coordination service.
+        name: what the names of notices begin with.
+        rank: of this process.
+
+    Attributes:
+        given_up: by rank, why a process has given up waiting for others.
+    """
+
+    def __init__(self, service: Service, name: str, rank: int):
+        self._service, self._name, self._rank = service, f"{name}/notice", rank
+        self._next = 0
+        self.given_up: dict[int, str] = {}
+        threading.Thread(target=self._listen, name="stepcache notices", daemon=True).start()
+
+    def tell(self, text: str, *, gives_up: bool = False) -> None:
+        """Writes the next notice.
+
+        Args:
+            text: one line.
+            gives_up: it is why this process has given up waiting.
+        """
+        notice = plain.pack([self._rank, text, gives_up])
+        numbers = itertools.count(self._next)
+        next(number for number in numbers if self._service.put(f"{self._name}/{number}", notice))
+
+    def _listen(self) -> None:
+        with contextlib.suppress(Unreachable):
+            while True:
+                found = self._service.get(f"{self._name}/{self._next}", _LONG_SECONDS)
+                if found is not None:
+                    self._next += 1
+                    self._note(*plain.unpack(found))
+
+    def _note(self, rank: int, text: str, gives_up: bool) -> None:
+        if gives_up:
+            self.given_up[rank] = text
+        if not gives_up or rank != self._rank:  # There it is an error.
+            _log.warning("%s", text)
