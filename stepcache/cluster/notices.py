@@ -7,10 +7,12 @@ import itertools
 import logging
 import threading
 
+from stepcache import _process_hooks
 from stepcache.jaxcompat.coordination import Service, Unreachable
 from stepcache.programs import plain
 
 _LONG_SECONDS = 86400.0
+_END_SECONDS = 2.0
 
 _log = logging.getLogger("stepcache")
 
@@ -19,7 +21,8 @@ class Notices:
     """Numbered notices: any process may write the next one, and all log it.
 
     A daemon thread waits for the next one in a single call of the service, so that a pod without
-    notices makes no calls. That call ends with JAX's client.
+    notices makes no calls. The first process that ends writes the last one, for all: when Python
+    ends, no thread may be in a call of JAX.
 
     Args:
         service: JAX's coordination service.
@@ -34,29 +37,39 @@ class Notices:
         self._service, self._name, self._rank = service, f"{name}/notice", rank
         self._next = 0
         self.given_up: dict[int, str] = {}
-        threading.Thread(target=self._listen, name="stepcache notices", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="stepcache notices", daemon=True)
+        self._thread.start()
+        _process_hooks.at_exit(self._end)
 
     def tell(self, text: str, *, gives_up: bool = False) -> None:
         """Writes the next notice.
 
         Args:
-            text: one line.
+            text: one line; empty for the last notice.
             gives_up: it is why this process has given up waiting.
         """
         notice = plain.pack([self._rank, text, gives_up])
-        numbers = itertools.count(self._next)
-        next(number for number in numbers if self._service.put(f"{self._name}/{number}", notice))
+        for number in itertools.count(self._next):
+            if not self._thread.is_alive() or self._service.put(f"{self._name}/{number}", notice):
+                return
 
     def _listen(self) -> None:
+        service, text = Service(self._service.client), "-"
         with contextlib.suppress(Unreachable):
-            while True:
-                found = self._service.get(f"{self._name}/{self._next}", _LONG_SECONDS)
+            while text:
+                found = service.get(f"{self._name}/{self._next}", _LONG_SECONDS)
                 if found is not None:
                     self._next += 1
-                    self._note(*plain.unpack(found))
+                    rank, text, gives_up = plain.unpack(found)
+                    self._note(rank, text, gives_up)
 
     def _note(self, rank: int, text: str, gives_up: bool) -> None:
         if gives_up:
             self.given_up[rank] = text
-        if not gives_up or rank != self._rank:  # There it is an error.
+        if text and not (gives_up and rank == self._rank):  # There it is an error.
             _log.warning("%s", text)
+
+    def _end(self) -> None:
+        with contextlib.suppress(Exception):
+            self.tell("")
+        self._thread.join(_END_SECONDS)

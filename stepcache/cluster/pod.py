@@ -14,7 +14,7 @@ from stepcache.cluster.loss import Watch
 from stepcache.cluster.notices import Notices
 from stepcache.errors import AgreementError, RankLostError
 from stepcache.jaxcompat import coordination
-from stepcache.jaxcompat.coordination import Service, Unreachable
+from stepcache.jaxcompat.coordination import Unreachable
 from stepcache.programs import plain
 from stepcache.programs.pods.peers import Meeting
 from stepcache.units import readable_ranks
@@ -53,7 +53,7 @@ class Pod:
         self.service, self.watch = watch.service, watch
         everybody = ",".join(map(str, ranks))
         self._name = f"stepcache/{hashlib.sha256(everybody.encode()).hexdigest()[:12]}"
-        self.notices = Notices(Service(self.service.client), self._name, self.rank)
+        self.notices = Notices(self.service, self._name, self.rank)
         self._meetings = 0
         self._lock = threading.Lock()
 

@@ -91,6 +91,7 @@ class Brought:
         others: of the other processes, where they keep no ledger beside this one's: level and
             seconds by stage, by rank.
         changes: what the step depends on, and what has changed since it was last traced here.
+        has_compared: whether the processes have compared the host values of the call.
     """
 
     program: Program
@@ -103,6 +104,7 @@ class Brought:
     giver: int | None = None
     others: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
+    has_compared: bool = True
 
 
 class _Found:

@@ -33,6 +33,7 @@ from stepcache.programs.candidate import (
 from stepcache.programs.fingerprint.origin import USER, file_label, origin_of_file
 from stepcache.programs.levels import Lowered
 from stepcache.programs.pods.peers import Meeting, Peers
+from stepcache.programs.pods.values import compare, digest_of
 from stepcache.programs.question import Question
 from stepcache.units import readable_ranks
 
@@ -99,6 +100,7 @@ class Stand:
         directory: names the directory of programs; empty for none.
         program: digest of the program that it has on disk; empty for none.
         trusts: whether it would run that without tracing the step.
+        values: digest of the host values that it hands in whole; empty where they are unknown.
     """
 
     label: str
@@ -108,6 +110,7 @@ class Stand:
     directory: str
     program: str
     trusts: bool
+    values: str
 
     def packed(self) -> bytes:
         return plain.pack([getattr(self, name) for name in self.__slots__])
@@ -117,7 +120,13 @@ class Stand:
         return cls(*plain.unpack(data))
 
 
-def stand_of(question: Question, facts: Facts, answer: Answer, archive: Archive | None) -> Stand:
+def stand_of(
+    question: Question,
+    facts: Facts,
+    answer: Answer,
+    archive: Archive | None,
+    values: dict[str, str] | None,
+) -> Stand:
     """What this process says."""
     host = question.base.facts
     return Stand(
@@ -128,6 +137,7 @@ def stand_of(question: Question, facts: Facts, answer: Answer, archive: Archive 
         archive.name() if archive is not None else "",
         answer.candidate.program if answer.candidate is not None else "",
         archive is None or archive.verify != "before",
+        digest_of(values),
     )
 
 
@@ -139,14 +149,16 @@ class Gathering:
         peers: who they are.
         question: this process's.
         facts: what this call depends on.
+        values: the host values that it hands in whole; None where they are unknown.
         stand: what it says.
 
     Attributes:
         giver: the rank that hands the program out, or builds it, for this kind of host.
         builds: whether it has to build it first.
+        has_compared: whether the host values of all processes were known, and the same.
 
     Raises:
-        AgreementError: the processes do not make the same call.
+        AgreementError: the processes do not make the same call, or hand in other values.
     """
 
     def __init__(
@@ -155,6 +167,7 @@ class Gathering:
         peers: Peers,
         question: Question,
         facts: Facts,
+        values: dict[str, str] | None,
         stand: Stand,
     ):
         self._meeting, self._peers, self._question = meeting, peers, question
@@ -162,6 +175,10 @@ class Gathering:
         voices = meeting.hear("stand", stand.packed())
         self._stands = {rank: Stand.unpacked(voice) for rank, voice in sorted(voices.items())}
         self._check_same()
+        said = {rank: each.values for rank, each in self._stands.items()}
+        everybody = tuple(peers.ranks)
+        compare(self._hear, peers.rank, f"before {stand.label}", {everybody: values or {}}, said)
+        self.has_compared = all(said.values())
         by_host: dict[str, list[int]] = {}
         for rank, each in self._stands.items():
             by_host.setdefault(each.host, []).append(rank)
@@ -173,6 +190,9 @@ class Gathering:
         self._to_compare = several and not all(having.values())
         self._told: tuple[Traced | None, str] | None = None
         self._received: tuple[Candidate | None, bytes, str] | None = None
+
+    def _hear(self, topic: str, said: bytes) -> dict[int, bytes]:
+        return self._meeting.hear(topic, said, patiently=True)
 
     def _having(self, ranks: Sequence[int]) -> list[int]:
         """Those that have the program on disk, where all would run that without a trace."""
@@ -392,8 +412,9 @@ class Gathering:
             return
         sides = sorted(digests.values(), key=lambda ranks: (-len(ranks), ranks))
         changes, lines = self._why_different(sides[0], sides[1], lowered)
+        everybody = " and ".join(map(readable_ranks, sides))
         raise AgreementError(
-            f"{' and '.join(map(readable_ranks, sides))} have lowered different programs of {label}:"
+            f"{everybody} have lowered different programs of {label}:"
             + "".join(f"\n  {line}" for line in lines),
             changes,
             [tuple(ranks) for ranks in sides],

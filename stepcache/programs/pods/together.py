@@ -16,6 +16,7 @@ from stepcache.programs.candidate import Candidate, Traced
 from stepcache.programs.levels import Brought, Levels, Lowered, Sharing
 from stepcache.programs.pods.gathering import Different, Facts, Gathering, stand_of
 from stepcache.programs.pods.peers import Peers
+from stepcache.programs.pods.values import compare, handed_in_whole
 from stepcache.programs.question import Question
 from stepcache.programs.recipe import Recipe, Request
 
@@ -50,14 +51,14 @@ def bring_together(
     with peers.meeting(recipe.name, why) as meeting:
         with stopwatch.stage("hash"):
             question = Question(recipe, request)
-            facts = Facts.of(question)
+            facts, values = Facts.of(question), handed_in_whole(request)
         answer = Answer()
         if archive is not None:
             with stopwatch.stage("read"):
                 answer = archive.answer(question)
         with stopwatch.stage("agree"):
-            stand = stand_of(question, facts, answer, archive)
-            gathering = Gathering(meeting, peers, question, facts, stand)
+            stand = stand_of(question, facts, answer, archive, values)
+            gathering = Gathering(meeting, peers, question, facts, values, stand)
         bringing = _Bringing(
             levels, gathering, request, archive, question, answer, stopwatch, before_trace, watch
         )
@@ -77,7 +78,19 @@ def bring_together(
         if gathering.all_share or peers.rank != min(peers.ranks):
             told = {}
         told.pop(peers.rank, None)
-        return replace(brought, others=told)
+        return replace(brought, others=told, has_compared=gathering.has_compared)
+
+
+def compare_values(recipe: Recipe, request: Request, peers: Peers) -> None:
+    """Compares the host values of a call with those that the other processes hand in.
+
+    Raises:
+        AgreementError: they differ, or a process has not come.
+        RankLostError: one has gone.
+    """
+    values = {tuple(peers.ranks): handed_in_whole(request) or {}}
+    with peers.meeting(recipe.name, "its first call since it was warmed") as meeting:
+        compare(meeting.hear, peers.rank, f"before {recipe.name}", values)
 
 
 @dataclass
