@@ -232,7 +232,8 @@ class _Meeting:
         """Logs it; or, once for all that wait, has all processes log it."""
         text = (
             f"rank {self._pod.rank} has waited for {readable_ranks(who)} for {waited:.0f} s, to "
-            f"agree on {self._label}" + (f", which it calls anew: {self._why}" if self._why else "")
+            f"agree on {self._label}"
+            + (f"; its call is new there: {self._why}" if self._why else "")
         )
         if not tell_all:
             _log.warning("%s", text)
@@ -258,7 +259,7 @@ class _Meeting:
             by: who has waited for them.
             why: why that one came.
         """
-        reason = f"; rank {by} called it anew: {why}" if why else ""
+        reason = f"; the call of rank {by} was new: {why}" if why else ""
         if self._pod.rank in late:
             return AgreementError(
                 f"rank {self._pod.rank}, this one, came too late to agree on {self._label}: the "

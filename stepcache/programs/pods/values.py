@@ -153,7 +153,7 @@ def _explain(
         f"values that are the same on all processes differ, {about}:\n  "
         + "\n  ".join(_shown(lines)),
         changes,
-        dict.fromkeys(all_sides),
+        tuple(dict.fromkeys(all_sides)),
         hint="make them from the same seed, checkpoint and settings on all processes; what differs "
         "by process belongs into a batch",
     )
