@@ -451,12 +451,13 @@ class Gathering:
         where = f"{places[1] or places[0]}, in the lowered program".removeprefix(", ")
         elsewhere = places[0] not in ("", places[1]) and places[1]
         note = f"{places[0]} on {readable_ranks(one)}" if elsewhere else ""
-        changes = [Change("code", where, before, after, note)]
+        change = Change("code", where, before, after, note)
         # What only one of them has read, it read because it went another way.
         both = told[0][1].keys() & told[1][1].keys()
         facts = ({name: each[name] for name in each if name in both} for _, each in told)
-        changes += [change for change in differences(*facts) if change.part != "module"]
-        return changes, [_by_rank(change, one, other) for change in changes[:_MAX_SHOWN]]
+        others = [change for change in differences(*facts) if change.part != "module"]
+        lines = [_by_rank(each, speakers[:1], speakers[1:]) for each in others]
+        return [change, *others], [_by_rank(change, one, other), *lines][:_MAX_SHOWN]
 
 
 _MAX_SHOWN = 12
