@@ -83,8 +83,9 @@ class Session:
 
     Over the processes of a pod (`jax.distributed.initialize`), a session means the same: each hands
     in its part of a batch along `data_axis`, and the whole of everything else. Before a new program
-    first runs, all processes compare what it depends on; where they differ, that is an
-    `AgreementError` on all of them. One builds it, the others load what it built. An error of a
+    first runs, all processes compare their calls, and a digest of what each hands in whole; where
+    they differ, that is an `AgreementError` on all of them. Where only their code or globals do,
+    it is one if they lower different programs. One builds it, the others load that. An error of a
     collective that leaves a `with` block because a process of the mesh has gone becomes a
     `RankLostError`.
 

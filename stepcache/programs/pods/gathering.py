@@ -12,133 +12,27 @@ runs before all hold the same.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
 from stepcache.programs import plain
-from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.candidate import (
     Candidate,
     Traced,
     agree,
     differences,
-    digest_facts,
     pack_candidates,
     unpack_candidates,
 )
-from stepcache.programs.fingerprint.origin import USER, file_label, origin_of_file
 from stepcache.programs.levels import Lowered
+from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank, digest_of_lowered, judge
 from stepcache.programs.pods.peers import Meeting, Peers
-from stepcache.programs.pods.values import compare, digest_of
+from stepcache.programs.pods.stand import Facts, Stand, known_to_all
+from stepcache.programs.pods.values import compare
 from stepcache.programs.question import Question
 from stepcache.units import readable_ranks
-
-# What one host may have and another not: then one of each kind builds what all agree on.
-_OF_HOST = (
-    "environment CPU",
-    "environment device kind",
-    "environment devices",
-    "environment system",
-    "environment topology",
-)
-_OF_CALL = ("arguments", "mesh", "package jax", "package jaxlib")
-_BEGIN_OF_CALL = ("argument ", "option ", "config ", "environment ")
-# Read from where a process was started; what of it JAX heeds is a setting too.
-_OF_PROCESS = ("environment variable ", "environment argv", "environment python")
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a call depends on before it is traced, but for what is a matter of each host.
-
-    Attributes:
-        call: what the call is: leaves, shardings, statics, options, settings, flags. The same on
-            all processes, or it is an error.
-        code: the rest, as code, closures and globals. Where it differs, the step is traced, and
-            what is lowered decides.
-    """
-
-    call: dict[str, str]
-    code: dict[str, str]
-
-    @classmethod
-    def of(cls, question: Question) -> Facts:
-        """Those of a question. To be asked before any candidate is looked at."""
-        call, code = {}, {}
-        statics = {f"static {static.name}" for static in question.statics}
-        for name, fact in question.base.facts.items():
-            if name in _OF_HOST:
-                continue
-            # Of a static object it is its class; what it holds may or may not be used.
-            is_static = name in statics and not fact.startswith(("code ", "see "))
-            (call if is_static or _is_of_call(name) else code)[name] = fact
-        return cls(call, code)
-
-
-def _is_of_call(name: str) -> bool:
-    of_call = name in _OF_CALL or name.startswith(_BEGIN_OF_CALL)
-    return of_call and not name.startswith(_OF_PROCESS)
-
-
-class Different(Exception):
-    """What was lowered here is not what was lowered elsewhere, which is still to be said."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stand:
-    """What a process says before it brings a program.
-
-    Attributes:
-        label: the step, by file and name.
-        call: digest of what all have to have in common.
-        code: digest of what the step is known to depend on otherwise.
-        host: digest of what decides whether a program made by one loads on the other.
-        directory: names the directory of programs; empty for none.
-        program: digest of the program that it has on disk; empty for none.
-        trusts: whether it would run that without tracing the step.
-        values: digest of the host values that it hands in whole; empty where they are unknown.
-    """
-
-    label: str
-    call: str
-    code: str
-    host: str
-    directory: str
-    program: str
-    trusts: bool
-    values: str
-
-    def packed(self) -> bytes:
-        return plain.pack([getattr(self, name) for name in self.__slots__])
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> Stand:
-        return cls(*plain.unpack(data))
-
-
-def stand_of(
-    question: Question,
-    facts: Facts,
-    answer: Answer,
-    archive: Archive | None,
-    values: dict[str, str] | None,
-) -> Stand:
-    """What this process says."""
-    host = question.base.facts
-    return Stand(
-        question.address.label,
-        digest_facts(facts.call),
-        digest_facts(facts.code),
-        digest_facts({name: host.get(name, "") for name in _OF_HOST}),
-        archive.name() if archive is not None else "",
-        answer.candidate.program if answer.candidate is not None else "",
-        archive is None or archive.verify != "before",
-        digest_of(values),
-    )
 
 
 class Gathering:
@@ -231,10 +125,10 @@ class Gathering:
         for _, ranks in others:
             found = differences(facts[most[1][0]], facts[ranks[0]])
             changes += found
-            lines += [_by_rank(change, most[1], ranks) for change in found]
+            lines += [by_rank(change, most[1], ranks) for change in found]
         raise AgreementError(
             f"the processes of the pod are about to run different programs of {labels[0]}:\n  "
-            + "\n  ".join(lines[:_MAX_SHOWN]),
+            + "\n  ".join(lines[:MAX_SHOWN]),
             changes,
             [tuple(ranks) for _, ranks in ordered],
             hint="all processes have to make the same call, with the same options and settings",
@@ -331,8 +225,8 @@ class Gathering:
 
     def differing(self, traced: Traced) -> tuple[Change, ...]:
         """What of a trace of another process is not so here."""
-        told = _known_to_all(traced.facts)
-        facts = _known_to_all(self._question.with_used(traced.used).facts)
+        told = known_to_all(traced.facts)
+        facts = known_to_all(self._question.with_used(traced.used).facts)
         return () if agree(told, facts) else differences(told, facts)
 
     # ---- what was lowered ------------------------------------------------------------------------
@@ -351,10 +245,11 @@ class Gathering:
         if not self._to_compare:
             return
         self._to_compare = False
-        said = [_digest(lowered), first_line(error) if error is not None else ""]
+        said = [digest_of_lowered(lowered), first_line(error) if error is not None else ""]
         voices = self._meeting.hear("lowered", plain.pack(said), patiently=True)
         if error is None:
-            self._judge({rank: plain.unpack(voice) for rank, voice in voices.items()}, lowered)
+            said = {rank: plain.unpack(voice) for rank, voice in voices.items()}
+            judge(self._meeting, self._peers.rank, self._stand.label, said, lowered)
 
     def conclude(
         self,
@@ -378,111 +273,16 @@ class Gathering:
             AgreementError: another one holds something else, or nothing.
         """
         rounded = {stage: round(value, 4) for stage, value in (seconds or {}).items()}
-        said = [_digest(lowered), first_line(error) if error is not None else "", level, rounded]
+        said = [
+            digest_of_lowered(lowered),
+            first_line(error) if error is not None else "",
+            level,
+            rounded,
+        ]
         voices = self._meeting.hear("held", plain.pack(said), patiently=True)
         held = {rank: plain.unpack(voice) for rank, voice in sorted(voices.items())}
         if error is not None:
             return {}  # It is raised here as it is.
-        self._judge({rank: said[:2] for rank, said in held.items()}, lowered)
+        digests = {rank: said[:2] for rank, said in held.items()}
+        judge(self._meeting, self._peers.rank, self._stand.label, digests, lowered)
         return {rank: (level, seconds) for rank, (_, _, level, seconds) in held.items()}
-
-    def _judge(self, said: dict[int, list[str]], lowered: Lowered | None) -> None:
-        """Whether all have lowered the same, of those that have.
-
-        Args:
-            said: by each: the digest of what it has lowered, and what went wrong.
-            lowered: by this process.
-
-        Raises:
-            AgreementError: they have not.
-        """
-        label = self._stand.label
-        failed = {rank: problem for rank, (_, problem) in sorted(said.items()) if problem}
-        if failed:
-            told = "; ".join(f"rank {rank}: {problem}" for rank, problem in failed.items())
-            raise AgreementError(
-                f"not all processes of the pod have the program of {label}: {told}",
-                sides=(tuple(failed),),
-            )
-        digests: dict[str, list[int]] = {}
-        for rank, (digest, _) in sorted(said.items()):
-            if digest:
-                digests.setdefault(digest, []).append(rank)
-        if len(digests) < 2:
-            return
-        sides = sorted(digests.values(), key=lambda ranks: (-len(ranks), ranks))
-        changes, lines = self._why_different(sides[0], sides[1], lowered)
-        everybody = " and ".join(map(readable_ranks, sides))
-        raise AgreementError(
-            f"{everybody} have lowered different programs of {label}:"
-            + "".join(f"\n  {line}" for line in lines),
-            changes,
-            [tuple(ranks) for ranks in sides],
-            hint="what a step computes must not depend on the process that traces it",
-        )
-
-    def _why_different(
-        self, one: Sequence[int], other: Sequence[int], lowered: Lowered | None
-    ) -> tuple[list[Change], list[str]]:
-        """The first line in which two programs differ, and what else their traces depended on."""
-        speakers = (one[0], other[0])
-        if self._peers.rank not in speakers:
-            lowered = None
-        own = ["", {}]
-        if lowered is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # What cannot be explained is an error all the same.
-                own = [lowered.outline, {}]
-                own = [lowered.outline, _known_to_all(lowered.facts())]
-        voices = self._meeting.hear("outline", zlib.compress(plain.pack(own), 1), patiently=True)
-        told = [plain.unpack(zlib.decompress(voices[rank])) for rank in speakers]
-        outlines = [outline.splitlines() for outline, _ in told]
-        number = next(
-            (n for n, (a, b) in enumerate(zip(*outlines, strict=False)) if a != b),
-            min(map(len, outlines)),
-        )
-        source = "" if lowered is None else _source(lowered, number)
-        sources = self._meeting.hear("source", source.encode(), patiently=True)
-        places = [sources[rank].decode() for rank in speakers]
-        before, after = (
-            outline[number].strip() if number < len(outline) else "absent" for outline in outlines
-        )
-        where = f"{places[1] or places[0]}, in the lowered program".removeprefix(", ")
-        elsewhere = places[0] not in ("", places[1]) and places[1]
-        note = f"{places[0]} on {readable_ranks(one)}" if elsewhere else ""
-        change = Change("code", where, before, after, note)
-        # What only one of them has read, it read because it went another way.
-        both = told[0][1].keys() & told[1][1].keys()
-        facts = ({name: each[name] for name in each if name in both} for _, each in told)
-        others = [change for change in differences(*facts) if change.part != "module"]
-        lines = [_by_rank(each, speakers[:1], speakers[1:]) for each in others]
-        return [change, *others], [_by_rank(change, one, other), *lines][:_MAX_SHOWN]
-
-
-_MAX_SHOWN = 12
-
-
-def _digest(lowered: Lowered | None) -> str:
-    return hashlib.sha256(lowered.outline.encode()).hexdigest() if lowered is not None else ""
-
-
-def _known_to_all(facts: dict[str, str]) -> dict[str, str]:
-    return {name: fact for name, fact in facts.items() if name not in _OF_HOST}
-
-
-def _source(lowered: Lowered, number: int) -> str:
-    """The line of the user's code that a line of a program comes from, as far as it is known."""
-    with contextlib.suppress(Exception):
-        for file, line in lowered.sources(number):
-            if origin_of_file(file) == USER:
-                return f"{file_label(file, None)}:{line}"
-    return ""
-
-
-def _by_rank(change: Change, before: Sequence[int], after: Sequence[int]) -> str:
-    noted = f" ({change.note})" if change.note else ""
-    return (
-        f"{change.path}{noted}: {readable_ranks(after)} {change.after}; "
-        f"{readable_ranks(before)} {change.before}"
-    )

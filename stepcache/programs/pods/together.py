@@ -14,8 +14,10 @@ from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.build import Stopwatch
 from stepcache.programs.candidate import Candidate, Traced
 from stepcache.programs.levels import Brought, Levels, Lowered, Sharing
-from stepcache.programs.pods.gathering import Different, Facts, Gathering, stand_of
+from stepcache.programs.pods.gathering import Gathering
+from stepcache.programs.pods.lowered import Different
 from stepcache.programs.pods.peers import Peers
+from stepcache.programs.pods.stand import Facts, stand_of
 from stepcache.programs.pods.values import compare, handed_in_whole
 from stepcache.programs.question import Question
 from stepcache.programs.recipe import Recipe, Request
