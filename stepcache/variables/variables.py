@@ -105,9 +105,9 @@ class Variables:
         self._placer = current_placer()
         self.mesh: Mesh | None = self._placer.mesh if self._placer else None
         self._prefix = name or ""
-        self.made_of = self._tokens(tree)
         made = Meter()  # Not recorded: nobody asks what it takes to make them.
         self._held = hold(self.name, tree, placement, self._placer, read, made, self._prefix)
+        self.made_of = self._tokens(tree)
         self._warn_of_rules()
         self._updates = Updates(self.name, write, placement, self._placer)
 
@@ -227,6 +227,8 @@ class Variables:
         with self.lock, self._moving("assign", self._held) as meter:
             self._held.put(leaves, current_reader(), meter)
             self._updates.forget_lost_state()
+            if self.made_of:  # Not compared yet.
+                self.made_of = self._tokens(tree)
 
     def push(self, update: Any) -> None:
         """Does with an update what the `Write` policy says.
@@ -351,6 +353,9 @@ class Variables:
             restored: the leaves of each part; None for those that stay as they are.
         """
         about, reader = wanted.about, current_reader()
+        for slot, leaf in zip(self.layout.slots, restored[""], strict=False):
+            if leaf is not None:
+                self.made_of.pop(slot.path, None)
         with self._moving("restore") as meter:
             if any(leaf is not None for leaf in restored[""]) or not restored[""]:
                 self.master.version = max(self.version, about.get("version", 0) - 1)

@@ -60,6 +60,16 @@ def alike(session):
         train(variables, batch)
         train(sc.Variables(same, placement=sc.OnHost()), batch)
     session.check_replicas([variables, state, jax.random.key(0), 0.5])
+def replaced(session):
+    # Made of values that differ, but never used with them.
+    zeros = {"w": np.zeros((600, 600), np.float32)} | same
+    sc.Variables(zeros).save("saved")
+    restored, assigned = sc.Variables(other()), sc.Variables(other())
+    restored.restore("saved")
+    assigned.assign(zeros)
+    for variables in (restored, assigned):
+        make()(variables, batch)
+        session.check_replicas(variables)
 for name, call in {
     "carry": lambda session: make()(other(), batch),
     "local-carry": lambda session: make()(jax.tree.map(jnp.asarray, other()), batch),
@@ -69,7 +79,7 @@ for name, call in {
     "variables": lambda session: make()(sc.Variables(other(), name="params"), batch),
     "on-host": lambda session: make()(sc.Variables(other(), placement=sc.OnHost()), batch),
     "known": of_a_known_program, "warmed": warmed, "assigned": assigned, "apart": apart,
-    "alike": alike,
+    "alike": alike, "replaced": replaced,
 }.items():
     attempt(name, call)
 """
@@ -107,7 +117,7 @@ def test_values_that_differ_are_an_error_that_names_path_and_ranks(ranks, name):
 
 def test_values_that_are_the_same_are_none(ranks):
     for rank in ranks:
-        assert rank.said("ran") == ["alike"], rank.output
+        assert rank.said("ran") == ["alike", "replaced"], rank.output
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000, 70_000, 300_001])
