@@ -20,7 +20,7 @@ from stepcache.programs.checks import Checks
 from stepcache.programs.key import Key
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Brought, Levels
-from stepcache.programs.pods.together import bring_together
+from stepcache.programs.pods.together import bring_together, compare_values
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.scope import Scope, recompiles_forbidden
 
@@ -41,6 +41,7 @@ class Bringing:
     def __init__(self, recipe: Recipe, levels: Levels, checks: Checks, ledger: Ledger):
         self._recipe, self._levels, self._checks, self._ledger = recipe, levels, checks, ledger
         self._unsettled: dict[Key, tuple[Archive, Brought, Miss]] = {}
+        self._not_compared: set[Key] = set()
 
     def bring(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
         """Brings a program, and tells of it.
@@ -76,10 +77,13 @@ class Bringing:
                     brought = self._levels.bring(*common, watch=watch)
                 else:
                     levels = self._levels
-                    brought = bring_together(levels, self._recipe, *common, peers, watch=watch)
+                    recipe, why = self._recipe, miss.in_a_line
+                    brought = bring_together(levels, recipe, *common, peers, why, watch=watch)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
+        if not brought.has_compared:
+            self._not_compared.add(request.key)
         own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
         self._checks.compare(scope.cache, request, brought)
         if archive is not None and brought.address is not None:
@@ -88,6 +92,18 @@ class Bringing:
         carries = bool(self._recipe.parameters.carry)
         scope.check_rules(name, request.told.paths, carries=carries)
         return brought.program
+
+    def compare_values(self, scope: Scope, request: Request) -> None:
+        """Compares what the processes of a pod hand in, where no call with values has done it yet.
+
+        Raises:
+            AgreementError: values differ.
+        """
+        if self._not_compared and request.key in self._not_compared:
+            peers = scope.together(request.ranks)
+            if peers is not None:
+                compare_values(self._recipe, request, peers)
+            self._not_compared.discard(request.key)
 
     def _judge(self, scope: Scope, miss: Miss) -> None:
         if recompiles_forbidden.get() or scope.on_miss == "error":

@@ -134,6 +134,7 @@ class Engine:
             if missed or not watched:  # Else it may be one hit of many, which nothing slows down.
                 check_tied(self.recipe, request, program.run)
             self.checks.every(scope.cache, request, program)
+            self.bringing.compare_values(scope, request)
             outputs, fast_path = self._execute(scope, request, program)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
@@ -162,6 +163,7 @@ class Engine:
             return self.recipe.jitted(*args, **kwargs)
         scope = self._open_scope()
         with use.held(scope):
+            use.compare_values(scope)
             if scope.max_step_bytes is not None:
                 request = None  # Where only JAX can judge the other arguments.
                 with contextlib.suppress(Unreadable):

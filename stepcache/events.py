@@ -86,6 +86,14 @@ class Miss:
     remedy: str = ""
     stored: tuple[Change, ...] = ()
 
+    @property
+    def in_a_line(self) -> str:
+        """The reason, short: what changed, or that the step was not called before."""
+        shown = "; ".join(map(str, self.changes[:_MAX_CHANGES_IN_A_LINE]))
+        more = len(self.changes[_MAX_CHANGES_IN_A_LINE:]) + self.omitted
+        rest = f"; {counted(more, 'more change')}" if more else ""
+        return f"{shown}{rest}" if shown else f"{self.reason} of {self.step}"
+
     def __str__(self) -> str:
         closest = "; the closest differs in:" if self.changes else ""
         reasons = {
@@ -114,6 +122,7 @@ class Miss:
 
 
 _MAX_CHANGES_SHOWN = 12
+_MAX_CHANGES_IN_A_LINE = 3
 
 
 def _readable_time(seconds: float | None) -> str:

@@ -16,9 +16,11 @@ from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.over_buffers import Again, argument_of, leaves_of
 from stepcache.passing import PLAIN, check_options, variables_of
+from stepcache.programs.pods.values import compare
 from stepcache.programs.recipe import Recipe
 from stepcache.scope import DEFAULT_SCOPE, Scope
 from stepcache.variables import transfer
+from stepcache.variables.describing import joined
 from stepcache.variables.masters import Reader
 from stepcache.variables.packing import Packed
 from stepcache.variables.plan import Plan
@@ -102,6 +104,31 @@ class Use:
                 scope.seen.add(each)
                 scope.match_rules(each.paths())
         return self
+
+    def compare_values(self, scope: Scope) -> None:
+        """Compares with the other processes of a pod what the variables were made of, once.
+
+        Raises:
+            AgreementError: they were made of other values there.
+        """
+        new = [each for each in self.variables if each.made_of]
+        peers = scope.peers if new else None
+        if peers is None:
+            return
+        names = self._arguments()
+        tokens = {
+            joined(names[each.number][0], path): token
+            for each in new
+            for path, token in each.made_of.items()
+        }
+        recipe = self._recipe
+        with peers.meeting(
+            recipe.name, f"new variables ({', '.join(each.name for each in new)})"
+        ) as meeting:
+            about = f"in variables that {recipe.name} is called with"
+            compare(meeting.hear, peers.rank, about, {tuple(peers.ranks): tokens})
+        for each in new:
+            each.made_of = {}
 
     def __enter__(self) -> Use:
         for each in self.in_order():

@@ -6,9 +6,10 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
@@ -18,9 +19,12 @@ from stepcache.engine import preload_all
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
+from stepcache.programs.pods.values import check_devices, compare
+from stepcache.replicas import replicas_of
 from stepcache.scope import DEFAULT_SCOPE, Scope, ScopeToken, recompiles_forbidden
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
+from stepcache.variables.variables import Variables
 
 OnMiss = Literal["compile", "warn", "error"]
 _ON_MISS = ("compile", "warn", "error")
@@ -79,8 +83,9 @@ class Session:
 
     Over the processes of a pod (`jax.distributed.initialize`), a session means the same: each hands
     in its part of a batch along `data_axis`, and the whole of everything else. Before a new program
-    first runs, all processes compare what it depends on; where they differ, that is an
-    `AgreementError` on all of them. One builds it, the others load what it built. An error of a
+    first runs, all processes compare their calls, and a digest of what each hands in whole; where
+    they differ, that is an `AgreementError` on all of them. Where only their code or globals do,
+    it is one if they lower different programs. One builds it, the others load that. An error of a
     collective that leaves a `with` block because a process of the mesh has gone becomes a
     `RankLostError`.
 
@@ -167,6 +172,33 @@ class Session:
         """`stepcache.step`, bound to this session wherever it is called."""
         return make_step(fun, options, lambda: self._scope)
 
+    def check_replicas(self, tree: Any) -> None:
+        """Checks that what several processes, or devices, hold of the same values is the same.
+
+        Reads every byte that this process's devices hold of them, so that it takes as long as a
+        copy to the host. In a pod all processes have to call it. Values that a call hands in from
+        the host are compared by themselves when a program is new, and those of `Variables` when a
+        step first uses them; this also finds what has come apart since.
+
+        Args:
+            tree: `Variables`, or any tree of arrays, numbers and `Variables`. Of variables in host
+                memory each process has a share of its own, so there is nothing to compare.
+
+        Raises:
+            AgreementError: values differ; it names their paths, and the ranks.
+        """
+        peers = self._scope.peers
+        ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
+        held = [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, Variables)]
+        with contextlib.ExitStack() as locks:
+            for each in sorted(held, key=lambda each: each.number):
+                locks.enter_context(each.lock)
+            groups = replicas_of(_parts_of(tree), ranks)
+        if peers is not None:
+            with peers.meeting("check_replicas", "") as meeting:
+                compare(meeting.hear, peers.rank, "in check_replicas", groups)
+        check_devices(groups)
+
     def __enter__(self) -> Session:
         if self.closed:
             raise SessionClosedError("this session has been closed", hint="make a new one")
@@ -206,6 +238,16 @@ class Session:
         mesh = dict(self.mesh.shape) if self.mesh is not None else None
         state = ", closed" if self.closed else ""
         return f"Session(mesh={mesh}, rules={len(self.rules)}, {self.cache!r}{state})"
+
+
+def _parts_of(tree: Any) -> Iterator[tuple[str, Any, slice | None]]:
+    """Path and array of what is in a tree; the leaves of variables in the place of those."""
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        if isinstance(leaf, Variables):
+            yield from leaf.parts_on_devices()
+        else:
+            yield path, leaf, None
 
 
 def _placer(mesh: Mesh | None, rules: Rules, data_axis: DataAxis) -> Placer | None:

@@ -36,7 +36,7 @@ def placed(value: Any, sharding: Sharding | None, *, may_alias: bool | None = No
     if not spans_processes(sharding):
         return jax.device_put(value, sharding, may_alias=may_alias)
     assert sharding is not None
-    if _is_key(value):
+    if is_key(value):
         data = placed(jax.random.key_data(value), sharding, may_alias=may_alias)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -56,12 +56,13 @@ def spanning(value: Any, sharding: Sharding, shape: tuple[int, ...] | None = Non
             value's, the value is this process's part.
     """
     whole = np.shape(value) if shape is None else shape
-    if _is_key(value):
+    if is_key(value):
         data = np.asarray(jax.random.key_data(value))
         data = spanning(data, sharding, (*whole, *data.shape[len(whole) :]))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     return jax.make_array_from_process_local_data(sharding, np.asarray(value), whole)
 
 
-def _is_key(value: Any) -> bool:
+def is_key(value: Any) -> bool:
+    """Whether a value is an array of random keys."""
     return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)

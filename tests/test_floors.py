@@ -18,6 +18,7 @@ FLOORS = {
     "jaxcompat": 0,
     "sharding": 1,
     "spanning": 1,
+    "replicas": 1,
     "programs": 2,
     "variables": 2,
     "scope": 3,

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from stepcache.cluster.loss import Watch
-from stepcache.errors import AgreementError
+from stepcache.cluster.notices import Notices
+from stepcache.errors import AgreementError, RankLostError
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Unreachable
 from stepcache.programs import plain
@@ -44,6 +45,7 @@ class Pod:
         ranks: as given.
         service: of the watch.
         watch: as given.
+        notices: what one of them tells all others.
     """
 
     def __init__(self, ranks: tuple[int, ...], watch: Watch):
@@ -51,22 +53,40 @@ class Pod:
         self.service, self.watch = watch.service, watch
         everybody = ",".join(map(str, ranks))
         self._name = f"stepcache/{hashlib.sha256(everybody.encode()).hexdigest()[:12]}"
+        self.notices = Notices(self.service, self._name, self.rank)
         self._meetings = 0
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def meeting(self, label: str, agree_seconds: float) -> Iterator[Meeting]:
+    def meeting(self, label: str, why: str, agree_seconds: float) -> Iterator[Meeting]:
         """Comes together with the other processes, one meeting at a time.
 
         Args:
             label: what about, for people.
+            why: why this process needs it, in one line.
             agree_seconds: how long to wait for a process that has not come.
         """
-        with self._lock:
+        with self._lock, self.telling_why():
             self._meetings += 1
-            yield _Meeting(self, f"{self._name}/{self._meetings}", label, agree_seconds)
+            yield _Meeting(self, f"{self._name}/{self._meetings}", label, why, agree_seconds)
             if self.rank == self.ranks[0] and self._meetings > 1:
                 self.service.delete(f"{self._name}/{self._meetings - 1}/")  # All have left it.
+
+    @contextlib.contextmanager
+    def telling_why(self) -> Iterator[None]:
+        """Raises `AgreementError` where the others have gone because they had waited for too long.
+
+        They waited for a process that was in another call, which ends only when they do.
+        """
+        try:
+            yield
+        except RankLostError as lost:
+            for rank, text in self.notices.given_up.items():
+                if rank in lost.ranks or not lost.ranks:
+                    raise AgreementError(
+                        text, sides=((rank,), (self.rank,)), where=f"rank {self.rank}", hint=_HINT
+                    ) from lost
+            raise
 
 
 class PodOfSession:
@@ -76,22 +96,24 @@ class PodOfSession:
         self.pod, self.agree_seconds = pod, agree_seconds
         self.rank, self.ranks = pod.rank, pod.ranks
 
-    def meeting(self, label: str) -> contextlib.AbstractContextManager[Meeting]:
+    def meeting(self, label: str, why: str) -> contextlib.AbstractContextManager[Meeting]:
         """As `Peers` has it."""
-        return self.pod.meeting(label, self.agree_seconds)
+        return self.pod.meeting(label, why, self.agree_seconds)
 
     def suspect(self, error: BaseException) -> None:
         """As `Peers` has it."""
-        self.pod.watch.suspect(error)
+        with self.pod.telling_why():
+            self.pod.watch.suspect(error)
 
     def guarded(self, work: Callable[[], T]) -> T:
         """As `Company` has it."""
-        self.pod.watch.raise_if_lost()
-        return self.pod.watch.beside(work, lambda: self.pod.watch.look_at(lambda: self.ranks))
+        with self.pod.telling_why():
+            self.pod.watch.raise_if_lost()
+            return self.pod.watch.beside(work, lambda: self.pod.watch.look_at(lambda: self.ranks))
 
     def wait_for_all(self, label: str, said: bytes = b"") -> dict[int, bytes]:
         """As `Company` has it."""
-        with self.meeting(label) as meeting:
+        with self.meeting(label, "") as meeting:
             return meeting.hear("here", said, patiently=True)
 
 
@@ -121,9 +143,9 @@ class _Meeting:
     somebody is missing. A name is given its value once, so all read the same.
     """
 
-    def __init__(self, pod: Pod, name: str, label: str, agree_seconds: float):
+    def __init__(self, pod: Pod, name: str, label: str, why: str, agree_seconds: float):
         self._pod, self._name = pod, name
-        self._label, self._agree_seconds = label, agree_seconds
+        self._label, self._why, self._agree_seconds = label, why, agree_seconds
 
     def hear(self, topic: str, said: bytes, *, patiently: bool = False) -> dict[int, bytes]:
         """As `Meeting` has it."""
@@ -138,12 +160,14 @@ class _Meeting:
             return [rank for rank in self._pod.ranks if str(rank) not in there]
 
         def give_up() -> None:
-            service.put(f"{place}/outcome", plain.pack({"late": missing()}))
+            late = {"late": missing(), "by": self._pod.rank, "why": self._why}
+            if service.put(f"{place}/outcome", plain.pack(late)):
+                self._pod.notices.tell(self._late(**late).what, gives_up=True)
 
         bound = None if patiently else self._agree_seconds
         found = plain.unpack(self._wait(f"{place}/outcome", missing, bound, give_up))
         if "late" in found:
-            raise self._late(found["late"])
+            raise self._late(**found)
         self._pod.watch.meet()
         return {rank: voice for ranks, voice in found["voices"] for rank in ranks}
 
@@ -200,11 +224,21 @@ class _Meeting:
                 self._pod.watch.look_at(missing)
                 if not said and waited > _LOG_AFTER_SECONDS:
                     said = True
-                    text = "rank %d has waited for %s for %.0f s, to agree on %s"
-                    who = readable_ranks(missing())
-                    _log.warning(text, self._pod.rank, who, waited, self._label)
+                    self._say_who_is_missing(missing(), waited, tell_all=give_up is not None)
                 if bound_seconds is not None and waited > bound_seconds and give_up is not None:
                     give_up()
+
+    def _say_who_is_missing(self, who: Iterable[int], waited: float, *, tell_all: bool) -> None:
+        """Logs it; or, once for all that wait, has all processes log it."""
+        text = (
+            f"rank {self._pod.rank} has waited for {readable_ranks(who)} for {waited:.0f} s, to "
+            f"agree on {self._label}"
+            + (f"; its call is new there: {self._why}" if self._why else "")
+        )
+        if not tell_all:
+            _log.warning("%s", text)
+        elif self._pod.service.put(f"{self._name}/waiting", b"1"):
+            self._pod.notices.tell(text)
 
     @contextlib.contextmanager
     def _knowing_of_losses(self) -> Iterator[None]:
@@ -217,22 +251,35 @@ class _Meeting:
             self._pod.watch.raise_if_lost()
             raise
 
-    def _late(self, late: list[int]) -> AgreementError:
+    def _late(self, late: list[int], by: int, why: str) -> AgreementError:
+        """The error of one that has waited, or is late itself.
+
+        Args:
+            late: those that have not come.
+            by: who has waited for them.
+            why: why that one came.
+        """
+        reason = f"; the call of rank {by} was new: {why}" if why else ""
         if self._pod.rank in late:
             return AgreementError(
                 f"rank {self._pod.rank}, this one, came too late to agree on {self._label}: the "
-                "others have given up",
+                f"others have given up{reason}",
                 sides=(tuple(late),),
             )
         return AgreementError(
             f"{readable_ranks(late)} did not come to agree on {self._label}, within "
-            f"{self._agree_seconds:.0f} s",
+            f"{self._agree_seconds:.0f} s{reason}",
             sides=(tuple(late),),
             expected=f"a call that needs a new program, on {readable_ranks(self._pod.ranks)}",
             got=f"none on {readable_ranks(late)}: there runs something else, or a known program",
-            hint="call the same steps in the same order on all processes; Session(agree_timeout=…) "
-            "waits longer",
+            hint=_HINT,
         )
+
+
+_HINT = (
+    "make the same calls, of the same shapes and static values, in the same order on all "
+    "processes; Session(agree_timeout=…) waits longer"
+)
 
 
 def _pack_voices(voices: dict[str, bytes]) -> bytes:

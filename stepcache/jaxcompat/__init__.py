@@ -49,6 +49,7 @@ from stepcache.jaxcompat.stages import (
     jit,
     outline,
     primitives_of,
+    sources_of,
     unhide_methods,
 )
 
@@ -87,6 +88,7 @@ __all__ = [
     "recording_context",
     "session_context",
     "setting",
+    "sources_of",
     "tracing_context",
     "tree_differences",
     "uncommitted",

@@ -259,7 +259,7 @@ class Archive:
 
     def _publish(self, publication: Publication) -> None:
         address, digest = publication.address, publication.digest
-        if "compile" in publication.seconds:
+        if publication.data or "compile" in publication.seconds:
             data = publication.data or publication.serialized()
             if not self.tier.publish("program", digest, {"label": address.label}, data):
                 return

@@ -158,7 +158,7 @@ class Publication:
         captured: the large arrays in it.
         seconds: what each stage took; with "compile", XLA made the executable just now.
         outline: gives the lowered module, as text.
-        data: the executable, where it has been serialized already.
+        data: the executable, where it has been serialized already, here or by another process.
     """
 
     address: Address

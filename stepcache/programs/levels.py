@@ -41,6 +41,41 @@ _log = logging.getLogger("stepcache")
 
 
 @dataclass(frozen=True, slots=True)
+class Lowered:
+    """What was lowered for a program, as processes compare it.
+
+    Attributes:
+        outline: the module as text, without locations.
+        facts: gives what the trace depended on.
+        sources: gives the lines of source code, each (file, line) and the innermost first, that a
+            line of the outline comes from; none where the step was not traced here.
+    """
+
+    outline: str
+    facts: Callable[[], dict[str, str]]
+    sources: Callable[[int], list[tuple[str, int]]] = lambda line: []
+
+
+def _keep(value: Any) -> None:
+    """Does nothing with a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How a trace is shared with other processes.
+
+    Attributes:
+        find: looks for the executable of a lowered module.
+        compare: is given what was lowered, before XLA compiles it.
+        tell: is given what the trace depended on, as soon as that is known, in another thread.
+    """
+
+    find: storing.Find
+    compare: Callable[[Lowered], None] = _keep
+    tell: Callable[[Traced], None] = _keep
+
+
+@dataclass(frozen=True, slots=True)
 class Brought:
     """A program, and how it came.
 
@@ -51,11 +86,12 @@ class Brought:
         digest: of the executable; empty where it is not, and will not be, on disk.
         address: of the question; None where there is no archive.
         publication: what is to be stored, or None.
-        outline: the lowered module as text, where processes compare it.
+        lowered: what was lowered, where processes compare it.
         giver: the rank of the process that it came from; None for this one.
         others: of the other processes, where they keep no ledger beside this one's: level and
             seconds by stage, by rank.
         changes: what the step depends on, and what has changed since it was last traced here.
+        has_compared: whether the processes have compared the host values of the call.
     """
 
     program: Program
@@ -64,10 +100,11 @@ class Brought:
     digest: str = ""
     address: Address | None = None
     publication: Publication | None = None
-    outline: str = ""
+    lowered: Lowered | None = None
     giver: int | None = None
     others: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
+    has_compared: bool = True
 
 
 class _Found:
@@ -190,9 +227,9 @@ class Levels:
         captured = tuple(Captured(*each) for each in candidate.captured)
         seconds = stopwatch.seconds
         program = Program(request.key, run, captured, seconds, 1, lowered=candidate.program)
-        outline = zlib.decompress(candidate.outline).decode()
+        lowered = Lowered(zlib.decompress(candidate.outline).decode(), lambda: candidate.told)
         brought = Brought(
-            program, answer, (), candidate.program, address, None, outline, changes=changes
+            program, answer, (), candidate.program, address, None, lowered, changes=changes
         )
         return _watched(brought, candidate.told, candidate.used, watch)
 
@@ -204,8 +241,7 @@ class Levels:
         answer: Answer,
         stopwatch: Stopwatch,
         watch: bool,
-        find: storing.Find | None = None,
-        tell: Callable[[Traced], None] = lambda traced: None,
+        sharing: Sharing | None = None,
     ) -> Brought:
         """A program by a trace, and if need be by a compilation.
 
@@ -213,13 +249,12 @@ class Levels:
 
         Args:
             request, archive, question, answer, stopwatch, watch: as for `load`.
-            find: looks for the executable of a lowered module; by default in the archive. Where it
-                is given, what was built can be handed to other processes.
-            tell: is told what the trace has told, as soon as that is known, in another thread.
+            sharing: with other processes; None for a trace that concerns this one alone, where
+                the archive is asked for the executable.
         """
         brought = None
         while brought is None:
-            brought = self._traced_once(request, archive, question, answer, stopwatch, find, tell)
+            brought = self._traced_once(request, archive, question, answer, stopwatch, sharing)
         return _watched(*brought, watch)
 
     def _traced_once(
@@ -229,11 +264,9 @@ class Levels:
         question: Question,
         answer: Answer,
         stopwatch: Stopwatch,
-        find: storing.Find | None,
-        tell: Callable[[Traced], None],
+        sharing: Sharing | None,
     ) -> tuple[Brought, dict[str, str], Used] | None:
         """See `trace`; None where a part of it was made with the libraries as they were before."""
-        together = find is not None
         with stopwatch.stage("hash"):
             with self._lock:
                 recorded = self._recording
@@ -242,12 +275,12 @@ class Levels:
             # What JAX has traced inside the step before is shared where the facts are equal.
             values = (self._number, digest_facts(known.facts))
             own = question.own_code()
-            shared = shared_traces.begin() if question.is_alone() and not together else None
+            shared = shared_traces.begin() if question.is_alone() and sharing is None else None
         recording = Recording()
-        if find is None:
-            find = archive.find if archive is not None else lambda digest, load: None
-        found = _Found(find)
+        find = archive.find if archive is not None else lambda digest, load: None
+        found = _Found(sharing.find if sharing is not None else find)
         telling: list[Future[Traced]] = []
+        lowered: list[Lowered] = []
 
         @contextlib.contextmanager
         def compiling(staged: jaxcompat.Staged) -> Iterator[None]:
@@ -256,7 +289,8 @@ class Levels:
                     traced = self._traced(request, question, recording, staged)
                 except Exception as error:
                     traced = self._untold(error)
-                tell(traced)
+                if sharing is not None:
+                    sharing.tell(traced)
                 return traced
 
             def to_xla() -> None:
@@ -264,6 +298,12 @@ class Levels:
                     in_xla.enter_context(builds.in_xla())
                     telling.append(in_xla.enter_context(beside(note)))
 
+            if sharing is not None:
+                facts = functools.partial(self._facts_of, telling, request, question, recording)
+                sources = functools.partial(jaxcompat.sources_of, staged.lowered)
+                outline = jaxcompat.outline(staged.lowered)
+                lowered.append(Lowered(outline, functools.partial(facts, staged), sources))
+                sharing.compare(lowered[0])
             with contextlib.ExitStack() as in_xla:
                 found.to_xla = to_xla
                 with storing.compiling_through(found) if storing.CAN_STORE else nullcontext():
@@ -282,17 +322,17 @@ class Levels:
         try:
             traced = telling[0].result(timeout=0)
         except Exception as error:
-            if together:
+            if sharing is not None:
                 raise  # The other processes were not told.
             traced = self._untold(error)
         if shared and shared_traces.is_outdated(shared, looked=bool(traced.facts)):
             return None
         outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
         brought = Brought(program, answer, traced.unvouched, changes=changes)
-        if together or archive is not None:
+        if sharing is not None or archive is not None:
             brought = _to_store(brought, question.address, found, archive, traced, outline)
-        if together:
-            brought = replace(brought, outline=outline())
+        if lowered:
+            brought = replace(brought, lowered=lowered[0])
         return brought, traced.facts, traced.used
 
     def _traced(
@@ -312,6 +352,10 @@ class Levels:
         except storing.NotStorable as error:
             unvouched = (*unvouched, str(error))
         return Traced(facts, used, None if unvouched else tree, unvouched)
+
+    def _facts_of(self, telling: list[Future[Traced]], *about: Any) -> dict[str, str]:
+        """What a trace depends on, whether or not that has been looked at yet."""
+        return (telling[0].result() if telling else self._traced(*about)).facts
 
     def _untold(self, error: Exception) -> Traced:
         """What is known of a trace where looking at what it depends on raised."""

@@ -47,12 +47,14 @@ class Question:
 
     Attributes:
         base: the facts known before a trace.
+        statics: the static arguments.
         address: where candidates are kept.
     """
 
     def __init__(self, recipe: Recipe, request: Request):
         self._attributes: set[str] = set()  # Those that libraries are known to read by now.
         self._recipe, self._key, self._paths = recipe, request.key, request.call.paths
+        self.statics = request.key.signature.statics
         label, self._root = _label_and_root(recipe.fun)
         self._devices = _devices_in_order(self._key)
         tokens = _leaf_tokens(self._key.signature.leaves, self._devices)
@@ -68,7 +70,7 @@ class Question:
     def _walked(self) -> Walk:
         walk = Walk(self._root)
         walk.value("step", self._recipe.fun)
-        for static in self._key.signature.statics:
+        for static in self.statics:
             walk.value(f"static {static.name}", static.value)
         for name, value in self._recipe.given.items():
             plain = tuple(value) if isinstance(value, list) else value

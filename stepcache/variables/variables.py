@@ -12,14 +12,22 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.tree_util import keystr
 
 from stepcache.errors import UnmatchedRuleWarning, VariablesError, warn
-from stepcache.sharding import current_max_bytes, current_placer, current_reader, mesh_identity
+from stepcache.replicas import is_own, token_of
+from stepcache.sharding import (
+    current_max_bytes,
+    current_placer,
+    current_reader,
+    mesh_identity,
+    processes_of,
+)
 from stepcache.units import counted, html_table, readable_bytes
 from stepcache.variables import checkpoints, restoring
 from stepcache.variables.checkpoint_items import Parts
 from stepcache.variables.describing import check_not_kept, check_not_tracing, joined, matching
-from stepcache.variables.masters import LOST, Held, Master, Reader, hold
+from stepcache.variables.masters import LOST, Held, Master, OnDevices, Reader, hold
 from stepcache.variables.packing import Layout, Packed, bytes_per_device
 from stepcache.variables.plan import Plan, Transfer, check_bytes
 from stepcache.variables.policy import (
@@ -104,8 +112,20 @@ class Variables:
         made = Meter()  # Not recorded: nobody asks what it takes to make them.
         self._held = hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack)
         self._master: Any = self._held.master
+        self.made_of = self._tokens(tree)
         self._warn_of_rules()
         self._updates = Updates(self.name, write, placement, self._placer, pack)
+
+    def _tokens(self, tree: Any) -> dict[str, str]:
+        """What each process of a pod says of the host values that it makes the variables of."""
+        if self.mesh is None or len(processes_of(self.mesh.devices.flat)) < 2:
+            return {}
+        named, _ = jax.tree_util.tree_flatten_with_path(tree)
+        return {
+            keystr(keys, simple=True, separator="/"): token_of(leaf)
+            for keys, leaf in named
+            if is_own(leaf)
+        }
 
     def _warn_of_rules(self) -> None:
         """Warns of the placement's own rules that match no leaf."""
@@ -135,6 +155,18 @@ class Variables:
     def paths(self) -> Sequence[str]:
         """The paths of the leaves, as rules read them."""
         return [joined(self._prefix, slot.path) for slot in self.layout.slots]
+
+    def parts_on_devices(self) -> Iterator[tuple[str, jax.Array, slice | None]]:
+        """Path and buffer of each leaf, and which part of a flat one it is. Under the lock.
+
+        Nothing where the master copy is in host memory, of which each process has a share.
+        """
+        if isinstance(self.master, OnDevices):
+            buffers = self.master.arrays()
+            for slot in self.layout.slots:
+                start = slot.offset
+                part = slice(start, start + slot.size) if start is not None else None
+                yield joined(self.name, slot.path), buffers[slot.buffer], part
 
     # ---- looking -------------------------------------------------------------------------------
 
@@ -203,6 +235,8 @@ class Variables:
         with self.lock, self._moving("assign", self._held) as meter:
             self._held.put(leaves, current_reader(), meter)
             self._updates.forget_lost_state()
+            if self.made_of:  # Not compared yet.
+                self.made_of = self._tokens(tree)
 
     def push(self, update: Any) -> None:
         """Does with an update what the `Write` policy says.
@@ -327,6 +361,9 @@ class Variables:
             restored: the leaves of each part; None for those that stay as they are.
         """
         about, reader = wanted.about, current_reader()
+        for slot, leaf in zip(self.layout.slots, restored[""], strict=False):
+            if leaf is not None:
+                self.made_of.pop(slot.path, None)
         with self._moving("restore") as meter:
             if any(leaf is not None for leaf in restored[""]) or not restored[""]:
                 self.master.version = max(self.version, about.get("version", 0) - 1)

@@ -20,7 +20,7 @@ if RANK == 1:
 {{change}}
 @sc.step(carry="state", batch="batch", static_argnames="mode", **OPTIONS)
 def train(state, batch, mode):
-    return jax.tree.map(lambda x: helper(x) + batch.sum().astype(x.dtype), state), batch.mean()
+    return jax.tree.map(lambda x: (helper(x) + batch.sum()).astype(x.dtype), state), batch.mean()
 @sc.step(batch="batch", static_argnames="mode")
 def evaluate(state, batch, mode):
     return batch.mean()
@@ -184,6 +184,111 @@ def test_what_a_step_computes_depends_on_the_rank(tmp_path):
     for rank in run_pod(tmp_path, script):
         assert not rank.said("result"), rank.output
         assert "different programs" in rank.said("error")[0] and "constant" in rank.said("error")[0]
+
+
+LOWERED = """
+from jax._src import compiler
+compiled, compile = [], compiler.backend_compile_and_load
+def counting(*args, **kwargs):
+    compiled.append(1)
+    return compile(*args, **kwargs)
+compiler.backend_compile_and_load = counting
+FACTOR = 2.0 + RANK
+def helper(x):
+    y = x + 1
+    return y * FACTOR  # Of the global.
+def make():
+    if RANK:
+        @sc.step(batch="batch")
+        def step(batch):
+            return jnp.sin(batch).sum()  # Of the code on rank 1.
+    else:
+        @sc.step(batch="batch")
+        def step(batch):
+            return (batch * 2).sum()  # Of the code on rank 0.
+    return step
+steps = {
+    "global": sc.step(lambda batch: helper(batch).sum(), batch="batch"), "code": make(),
+    "branch": sc.step(lambda b: b.sum() if RANK == 0 else b.sum() + b.max(), batch="b"),  # Branch.
+}
+for name, step in steps.items():
+    compiled.clear()
+    try:
+        with sc.Session(mesh):
+            step(np.ones(2, np.float32))
+    except sc.AgreementError as error:
+        say("error", name, str(error).replace(chr(10), " | "))
+        say("compiled", name, len(compiled), [str(change.part) for change in error.changes])
+"""
+
+
+def test_a_difference_of_what_was_lowered_names_lines_of_code_before_xla_compiles(tmp_path):
+    ranks = run_pod(tmp_path, LOWERED)
+    lines = (tmp_path / "pod.py").read_text().splitlines()
+    place = {
+        each: f"pod.py:{1 + next(n for n, line in enumerate(lines) if each in line)}"
+        for each in ("Of the global.", "on rank 1.", "on rank 0.", "Branch.")
+    }
+    expected = {
+        "global": ["FACTOR: rank 1 3.0; rank 0 2.0", place["Of the global."], "3.000000e+00"],
+        "code": ["its code changed", place["on rank 1."], f"{place['on rank 0.']} on rank 0"],
+        "branch": ["RANK: rank 1 1; rank 0 0", place["Branch."]],
+    }
+    for rank in ranks:
+        errors = dict(each.split(" ", 1) for each in rank.said("error"))
+        assert errors.keys() == expected.keys(), rank.output
+        for name, parts in expected.items():
+            assert all(part in errors[name] for part in parts), errors[name]
+        assert "array_methods" not in str(errors)  # What only one trace has read explains nothing.
+        assert all(each.split()[1] == "0" for each in rank.said("compiled")), rank.output
+
+
+CHANGES_LATER = """
+import logging
+logging.basicConfig(level=logging.WARNING, format="log %(message)s", stream=sys.stdout)
+@sc.step(carry="state", batch="batch", static_argnames="train")
+def step(state, batch, train=True):
+    return state + batch.sum(), batch.mean()
+@sc.step(batch="batch")
+def evaluate(batch):
+    return batch.mean()
+def differently(state, batch):
+    if {kind!r} == "shape":
+        return step(state, np.ones((5, 3), np.float32))
+    return step(state, batch, train=False) if {kind!r} == "static" else (state, evaluate(batch))
+started = time.monotonic()
+try:
+    with sc.Session(mesh, agree_timeout=7):
+        state, batch = np.zeros((), np.float32), np.ones((4, 3), np.float32)
+        for number in range(10):
+            call = differently if (RANK, number) == (1, 6) else step
+            state, mean = call(state, batch)
+            float(mean)
+except sc.AgreementError as error:
+    say("error", round(time.monotonic() - started, 1), str(error).replace(chr(10), " | "))
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("shape", "batch: float32[12,3] → float32[15,3] (axis 0)"),
+        ("static", "train: its default → False (static)"),
+        ("step", "first call of evaluate"),
+    ],
+)
+def test_a_rank_whose_calls_change_later_says_how_on_all(tmp_path, kind, told):
+    """In the log of all after five seconds, and in the error of all."""
+    ranks = run_pod(tmp_path, CHANGES_LATER.replace("{kind!r}", repr(kind)), 3)
+    for rank in ranks:
+        logged = [line for line in rank.said("log") if "has waited for" in line]
+        assert len(logged) == 1 and "rank 1 has waited for ranks 0, 2 for 5 s" in logged[0]
+        assert f"its call is new there: {told}" in logged[0]
+        (error,) = rank.said("error")
+        step = "evaluate" if kind == "step" else "step"
+        assert f"ranks 0, 2 did not come to agree on {step}, within 7 s" in error, rank.output
+        assert f"the call of rank 1 was new: {told}" in error and rank.code == 1, error
 
 
 def test_after_a_disagreement_the_same_processes_agree(tmp_path):

@@ -111,16 +111,17 @@ if RANK == 1:
     assert "another kind of host" in ranks[1].output
 
 
-def test_one_builds_for_each_kind_of_host(tmp_path):
+@pytest.mark.parametrize("inside", ["pass", "RANK or print()"])
+def test_one_builds_for_each_kind_of_host(tmp_path, inside):
     before = """
 from stepcache.jaxcompat import inspection
 if RANK % 2:
     inspection._cpu_features = lambda: "another"
 """
-    ranks = run(tmp_path / "a", 4, tmp_path / "cache{rank}", before)
-    assert levels(ranks) == ["3", "3", "1", "1"]
+    ranks = run(tmp_path / "a", 4, tmp_path / "cache{rank}", before, inside)
+    assert levels(ranks) == ["3", "3", *(["1", "1"] if inside == "pass" else ["2", "2"])]
     assert ["is built here as well" in rank.output for rank in ranks] == [False, True, False, False]
-    assert levels(run(tmp_path / "a", 4, tmp_path / "cache{rank}", before)) == ["1"] * 4
+    assert levels(run(tmp_path / "a", 4, tmp_path / "cache{rank}", before, inside)) == ["1"] * 4
 
 
 def test_what_is_handed_out_is_taken_by_one_that_fails(tmp_path):

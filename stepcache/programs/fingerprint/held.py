@@ -80,8 +80,10 @@ def _addresses(values: list[Any]) -> bytes:
 
     To compare these takes a fiftieth of the time of asking `is` of each pair.
     """
-    items = ctypes.c_void_p.from_address(id(values) + _ITEMS_AT).value
-    return ctypes.string_at(items, len(values) * _WORD) if values else b""
+    if not values:
+        return b""
+    items = ctypes.c_size_t.from_address(id(values) + _ITEMS_AT).value
+    return ctypes.string_at(items, len(values) * _WORD)
 
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)

@@ -21,9 +21,11 @@ from typing import Any
 
 from stepcache.programs.fingerprint import classes, functions, values
 from stepcache.programs.fingerprint.origin import INSTALLED, USER, origin_of
-from stepcache.programs.fingerprint.tokens import ATOMS, atom, digest, key_text, plain_text
+from stepcache.programs.fingerprint.tokens import ATOMS, atom, digest, key_text, plain_text, short
 from stepcache.programs.fingerprint.trail import Trail
 from stepcache.units import counted
+
+_NODES_TOLD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,15 @@ class Walk(Trail):
     def tree(self, path: str, tree: Any) -> None:
         """Notes the structure of a tree, with what its nodes keep beside their children."""
         shape: list[str] = []
-        self._subtree(path, tree, shape)
+        kept: list[tuple[str, str]] = []
+        self._subtree(path, tree, shape, kept)
         self.note(path, f"tree of {counted(tree.num_leaves, 'leaf')}, {digest(shape)}")
+        if len(kept) > _NODES_TOLD:
+            kept = [(f"{path} (what nodes keep)", digest(text for _, text in kept))]
+        for where, text in kept:
+            self.note(where, short(text))
 
-    def _subtree(self, path: str, tree: Any, shape: list[str]) -> None:
+    def _subtree(self, path: str, tree: Any, shape: list[str], kept: list) -> None:
         data = tree.node_data()
         if data is None:
             shape.append("*")
@@ -145,9 +152,9 @@ class Walk(Trail):
                 if text is None:
                     self.value(f"{path} ({kind.__name__})", extra)
                 else:
-                    shape.append(text)
+                    kept.append((f"{path} ({kind.__name__})", text))
         for name, child in zip(names, children, strict=True):
             if child.num_nodes > 1 or child.num_leaves != 1:
-                self._subtree(path + name, child, shape)
+                self._subtree(path + name, child, shape, kept)
             else:
                 shape.append("*")

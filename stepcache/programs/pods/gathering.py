@@ -1,92 +1,38 @@
 """`Gathering`: the processes of a pod agree on one new program.
 
-First each says what it is about to bring. Where they differ, that is an error on all of them.
-Then one that has the program on its disk, or else the first one, which builds it, hands it to those
-that have not: what the trace told while XLA compiles, and then the program. What is made on one
-kind of host serves on that kind only, so there is one such process for each kind. At the end each
-says what it holds, and nothing runs before all hold the same.
+First each says which call it makes. Where the calls differ, that is an error on all of them. Where
+the code differs, or what it reads, each traces the step, and what was lowered is compared before
+anything is compiled; only where that differs too, it is an error. Then one that has the program on
+its disk, or else the first one, which builds it, hands it to those that have not: what the trace
+told while XLA compiles, and then the program. What is made on one kind of host serves on that kind
+only, so there is one such process for each kind. At the end each says what it holds, and nothing
+runs before all hold the same.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
 from stepcache.programs import plain
-from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.candidate import (
     Candidate,
     Traced,
     agree,
     differences,
-    digest_facts,
     pack_candidates,
     unpack_candidates,
 )
+from stepcache.programs.levels import Lowered
+from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank, digest_of_lowered, judge
 from stepcache.programs.pods.peers import Meeting, Peers
+from stepcache.programs.pods.stand import Facts, Stand, known_to_all
+from stepcache.programs.pods.values import compare
 from stepcache.programs.question import Question
 from stepcache.units import readable_ranks
-
-# What one host may have and another not: then one of each kind builds what all agree on.
-_OF_HOST = (
-    "environment CPU",
-    "environment device kind",
-    "environment devices",
-    "environment system",
-    "environment topology",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Stand:
-    """What a process says before it brings a program.
-
-    Attributes:
-        label: the step, by file and name.
-        facts: digest of what all have to have in common.
-        host: digest of what decides whether a program made by one loads on the other.
-        directory: names the directory of programs; empty for none.
-        program: digest of the program that it has on disk; empty for none.
-        trusts: whether it would run that without tracing the step.
-    """
-
-    label: str
-    facts: str
-    host: str
-    directory: str
-    program: str
-    trusts: bool
-
-    def packed(self) -> bytes:
-        return plain.pack([getattr(self, name) for name in self.__slots__])
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> Stand:
-        return cls(*plain.unpack(data))
-
-
-def common_facts(question: Question) -> dict[str, str]:
-    """What all processes have to have in common. To be asked before any candidate is looked at."""
-    return {name: fact for name, fact in question.base.facts.items() if name not in _OF_HOST}
-
-
-def stand_of(
-    question: Question, facts: dict[str, str], answer: Answer, archive: Archive | None
-) -> Stand:
-    """What this process says."""
-    host = question.base.facts
-    return Stand(
-        question.address.label,
-        digest_facts(facts),
-        digest_facts({name: host.get(name, "") for name in _OF_HOST}),
-        archive.name() if archive is not None else "",
-        answer.candidate.program if answer.candidate is not None else "",
-        archive is None or archive.verify != "before",
-    )
 
 
 class Gathering:
@@ -96,12 +42,17 @@ class Gathering:
         meeting: with the other processes.
         peers: who they are.
         question: this process's.
-        facts: what has to be the same on all.
+        facts: what this call depends on.
+        values: the host values that it hands in whole; None where they are unknown.
         stand: what it says.
 
     Attributes:
         giver: the rank that hands the program out, or builds it, for this kind of host.
         builds: whether it has to build it first.
+        has_compared: whether the host values of all processes were known, and the same.
+
+    Raises:
+        AgreementError: the processes do not make the same call, or hand in other values.
     """
 
     def __init__(
@@ -109,7 +60,8 @@ class Gathering:
         meeting: Meeting,
         peers: Peers,
         question: Question,
-        facts: dict[str, str],
+        facts: Facts,
+        values: dict[str, str] | None,
         stand: Stand,
     ):
         self._meeting, self._peers, self._question = meeting, peers, question
@@ -117,12 +69,29 @@ class Gathering:
         voices = meeting.hear("stand", stand.packed())
         self._stands = {rank: Stand.unpacked(voice) for rank, voice in sorted(voices.items())}
         self._check_same()
-        trusted = all(each.trusts for each in self._stands.values())
-        self._alike = [rank for rank, each in self._stands.items() if each.host == stand.host]
-        having = [rank for rank in self._alike if self._stands[rank].program and trusted]
-        self.builds = not having
-        self.giver = having[0] if having else self._alike[0]
+        said = {rank: each.values for rank, each in self._stands.items()}
+        everybody = tuple(peers.ranks)
+        compare(self._hear, peers.rank, f"before {stand.label}", {everybody: values or {}}, said)
+        self.has_compared = all(said.values())
+        by_host: dict[str, list[int]] = {}
+        for rank, each in self._stands.items():
+            by_host.setdefault(each.host, []).append(rank)
+        having = {host: self._having(ranks) for host, ranks in by_host.items()}
+        self._alike = by_host[stand.host]
+        self.builds = not having[stand.host]
+        self.giver = (having[stand.host] or self._alike)[0]
+        several = len({each.code for each in self._stands.values()}) > 1
+        self._to_compare = several and not all(having.values())
+        self._told: tuple[Traced | None, str] | None = None
         self._received: tuple[Candidate | None, bytes, str] | None = None
+
+    def _hear(self, topic: str, said: bytes) -> dict[int, bytes]:
+        return self._meeting.hear(topic, said, patiently=True)
+
+    def _having(self, ranks: Sequence[int]) -> list[int]:
+        """Those that have the program on disk, where all would run that without a trace."""
+        trusted = all(each.trusts for each in self._stands.values())
+        return [rank for rank in ranks if self._stands[rank].program and trusted]
 
     # ---- who differs -----------------------------------------------------------------------------
 
@@ -134,7 +103,7 @@ class Gathering:
         """
         sides: dict[tuple, list[int]] = {}
         for rank, stand in self._stands.items():
-            sides.setdefault((stand.label, stand.facts), []).append(rank)
+            sides.setdefault((stand.label, stand.call), []).append(rank)
         if len(sides) == 1:
             return
         ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1]))
@@ -148,24 +117,21 @@ class Gathering:
                 hint="call the same steps in the same order on all of them",
             )
         speakers = {ranks[0] for _, ranks in ordered}
-        own = self._facts if self._peers.rank in speakers else {}
+        own = self._facts.call if self._peers.rank in speakers else {}
         voices = self._meeting.hear("facts", zlib.compress(plain.pack(own), 1), patiently=True)
         facts = {rank: plain.unpack(zlib.decompress(voices[rank])) for rank in speakers}
         changes: list[Change] = []
         lines = []
         for _, ranks in others:
-            for change in differences(facts[most[1][0]], facts[ranks[0]]):
-                changes.append(change)
-                lines.append(
-                    f"{change.path}{_noted(change)}: {readable_ranks(ranks)} {change.after}; "
-                    f"{readable_ranks(most[1])} {change.before}"
-                )
+            found = differences(facts[most[1][0]], facts[ranks[0]])
+            changes += found
+            lines += [by_rank(change, most[1], ranks) for change in found]
         raise AgreementError(
             f"the processes of the pod are about to run different programs of {labels[0]}:\n  "
-            + "\n  ".join(lines[:12]),
+            + "\n  ".join(lines[:MAX_SHOWN]),
             changes,
             [tuple(ranks) for _, ranks in ordered],
-            hint="all processes have to make the same call, with the same code and settings",
+            hint="all processes have to make the same call, with the same options and settings",
         )
 
     # ---- the program -----------------------------------------------------------------------------
@@ -174,6 +140,13 @@ class Gathering:
     def gives(self) -> bool:
         """Whether this process hands the program out."""
         return self.giver == self._peers.rank
+
+    @property
+    def traces(self) -> bool:
+        """Whether this process traces the step without waiting for what another one's trace told:
+        it hands out what it builds, or it is known to depend on other things.
+        """
+        return self.gives or self._stand.code != self._given().code
 
     @property
     def has_it(self) -> bool:
@@ -216,9 +189,11 @@ class Gathering:
 
     def told(self) -> tuple[Traced | None, str]:
         """What the trace of the other process has told, as it gave it."""
-        told = zlib.decompress(self._meeting.take("trace", self.giver))
-        traced, why_not = plain.unpack(told)
-        return Traced.unpacked(traced) if traced is not None else None, why_not
+        if self._told is None:
+            told = zlib.decompress(self._meeting.take("trace", self.giver))
+            traced, why_not = plain.unpack(told)
+            self._told = (Traced.unpacked(traced) if traced is not None else None), why_not
+        return self._told
 
     def give(self, label: str, candidate: Candidate | None, data: bytes, why_not: str = "") -> None:
         """Hands the program out.
@@ -235,25 +210,50 @@ class Gathering:
             self._meeting.hand_out("program", given, self.takers)
 
     def receive(self) -> tuple[Candidate | None, bytes, str]:
-        """What the other process hands out, as it gave it. It has to be taken, wanted or not."""
+        """What the other process hands out, as it gave it."""
         if self._received is None:
             packed, data, why_not = plain.unpack(self._meeting.take("program", self.giver))
             candidate = unpack_candidates(packed)[0] if packed else None
             self._received = candidate, zlib.decompress(data), why_not
         return self._received
 
+    def take_all(self) -> None:
+        """Takes what is handed out, wanted or not: who hands it out waits for that."""
+        with contextlib.suppress(Exception):
+            self.told()
+            self.receive()
+
     def differing(self, traced: Traced) -> tuple[Change, ...]:
         """What of a trace of another process is not so here."""
-        found = self._question.with_used(traced.used)
-        told = {name: fact for name, fact in traced.facts.items() if name not in _OF_HOST}
-        facts = {name: fact for name, fact in found.facts.items() if name not in _OF_HOST}
+        told = known_to_all(traced.facts)
+        facts = known_to_all(self._question.with_used(traced.used).facts)
         return () if agree(told, facts) else differences(told, facts)
 
-    # ---- the end ---------------------------------------------------------------------------------
+    # ---- what was lowered ------------------------------------------------------------------------
+
+    def compare(self, lowered: Lowered | None, error: BaseException | None = None) -> None:
+        """Compares what was lowered before XLA compiles it, where processes are known to depend on
+        different things. Each of them has to call it, once or more often.
+
+        Args:
+            lowered: by this process; None where it waits for another one's trace.
+            error: why it has lowered nothing.
+
+        Raises:
+            AgreementError: another one has lowered something else, or nothing.
+        """
+        if not self._to_compare:
+            return
+        self._to_compare = False
+        said = [digest_of_lowered(lowered), first_line(error) if error is not None else ""]
+        voices = self._meeting.hear("lowered", plain.pack(said), patiently=True)
+        if error is None:
+            said = {rank: plain.unpack(voice) for rank, voice in voices.items()}
+            judge(self._meeting, self._peers.rank, self._stand.label, said, lowered)
 
     def conclude(
         self,
-        outline: str,
+        lowered: Lowered | None,
         error: BaseException | None,
         level: int = 0,
         seconds: dict[str, float] | None = None,
@@ -261,7 +261,7 @@ class Gathering:
         """Says what this process holds, and hears what the others do.
 
         Args:
-            outline: the lowered module, as text.
+            lowered: what its program was lowered to.
             error: why it holds nothing.
             level: how it came by its program.
             seconds: what that took, by stage.
@@ -272,50 +272,17 @@ class Gathering:
         Raises:
             AgreementError: another one holds something else, or nothing.
         """
-        problem = first_line(error) if error is not None else ""
-        digest = hashlib.sha256(outline.encode()).hexdigest() if not problem else ""
         rounded = {stage: round(value, 4) for stage, value in (seconds or {}).items()}
-        said = [digest, problem, level, rounded]
+        said = [
+            digest_of_lowered(lowered),
+            first_line(error) if error is not None else "",
+            level,
+            rounded,
+        ]
         voices = self._meeting.hear("held", plain.pack(said), patiently=True)
         held = {rank: plain.unpack(voice) for rank, voice in sorted(voices.items())}
         if error is not None:
             return {}  # It is raised here as it is.
-        label = self._stand.label
-        failed = {rank: problem for rank, (_, problem, *_) in held.items() if problem}
-        if failed:
-            told = "; ".join(f"rank {rank}: {problem}" for rank, problem in failed.items())
-            raise AgreementError(
-                f"not all processes of the pod have the program of {label}: {told}",
-                sides=(tuple(failed),),
-            )
-        digests: dict[str, list[int]] = {}
-        for rank, (digest, *_) in held.items():
-            digests.setdefault(digest, []).append(rank)
-        if len(digests) > 1:
-            sides = sorted(digests.values(), key=lambda ranks: (-len(ranks), ranks))
-            changes = self._differing_lines(outline, sides)
-            all_sides = " and ".join(map(readable_ranks, sides))
-            raise AgreementError(
-                f"{all_sides} have traced different programs of {label}:\n  "
-                + "\n  ".join(map(str, changes)),
-                changes,
-                [tuple(ranks) for ranks in sides],
-                hint="what a step computes must not depend on the process that traces it",
-            )
+        digests = {rank: said[:2] for rank, said in held.items()}
+        judge(self._meeting, self._peers.rank, self._stand.label, digests, lowered)
         return {rank: (level, seconds) for rank, (_, _, level, seconds) in held.items()}
-
-    def _differing_lines(self, outline: str, sides: Sequence[Sequence[int]]) -> list[Change]:
-        """The first line in which two of the programs differ."""
-        speakers = [ranks[0] for ranks in sides[:2]]
-        own = outline if self._peers.rank in speakers else ""
-        voices = self._meeting.hear("outline", zlib.compress(own.encode(), 1), patiently=True)
-        one, other = (zlib.decompress(voices[rank]).decode() for rank in speakers)
-        for before, after in zip(one.splitlines(), other.splitlines(), strict=False):
-            if before != after:
-                where = "in the lowered program"
-                return [Change("code", where, before.strip(), after.strip())]
-        return []
-
-
-def _noted(change: Change) -> str:
-    return f" ({change.note})" if change.note else ""

@@ -56,8 +56,13 @@ class Peers(Company, Protocol):
     @property
     def ranks(self) -> Sequence[int]: ...
 
-    def meeting(self, label: str) -> AbstractContextManager[Meeting]:
-        """Comes together with the others; one meeting at a time, in the same order on all."""
+    def meeting(self, label: str, why: str) -> AbstractContextManager[Meeting]:
+        """Comes together with the others; one meeting at a time, in the same order on all.
+
+        Args:
+            label: what about, for people.
+            why: why this process needs it, in one line; told to all where the others do not come.
+        """
         ...
 
     def suspect(self, error: BaseException) -> None:
@@ -65,5 +70,6 @@ class Peers(Company, Protocol):
 
         Raises:
             RankLostError: it does.
+            AgreementError: it does, and that one had waited for this one for too long.
         """
         ...

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepcache.errors import AgreementError
 from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.build import Stopwatch
 from stepcache.programs.candidate import Candidate, Traced
-from stepcache.programs.levels import Brought, Levels
-from stepcache.programs.pods.gathering import Gathering, common_facts, stand_of
+from stepcache.programs.levels import Brought, Levels, Lowered, Sharing
+from stepcache.programs.pods.gathering import Gathering
+from stepcache.programs.pods.lowered import Different
 from stepcache.programs.pods.peers import Peers
+from stepcache.programs.pods.stand import Facts, stand_of
+from stepcache.programs.pods.values import compare, handed_in_whole
 from stepcache.programs.question import Question
 from stepcache.programs.recipe import Recipe, Request
 
@@ -30,42 +33,66 @@ def bring_together(
     stopwatch: Stopwatch,
     before_trace: Callable[[Answer], None],
     peers: Peers,
+    why: str,
     *,
     watch: bool = False,
 ) -> Brought:
     """As `Levels.bring`, with the other processes of a pod.
 
+    Args:
+        levels: of the step.
+        recipe: the step.
+        request, archive, stopwatch, before_trace, watch: as for `Levels.bring`.
+        peers: the processes.
+        why: why the call needs a new program, in one line.
+
     Raises:
         AgreementError: they are not about to run the same program, or one has not come.
         RankLostError: one has gone.
     """
-    with peers.meeting(recipe.name) as meeting:
+    with peers.meeting(recipe.name, why) as meeting:
         with stopwatch.stage("hash"):
             question = Question(recipe, request)
-            facts = common_facts(question)
+            facts, values = Facts.of(question), handed_in_whole(request)
         answer = Answer()
         if archive is not None:
             with stopwatch.stage("read"):
                 answer = archive.answer(question)
         with stopwatch.stage("agree"):
-            stand = stand_of(question, facts, answer, archive)
-            gathering = Gathering(meeting, peers, question, facts, stand)
+            stand = stand_of(question, facts, answer, archive, values)
+            gathering = Gathering(meeting, peers, question, facts, values, stand)
         bringing = _Bringing(
             levels, gathering, request, archive, question, answer, stopwatch, before_trace, watch
         )
         try:
             brought = bringing.brought()
+        except Different:
+            gathering.conclude(bringing.lowered, None)
+            raise
         except Exception as error:
             with stopwatch.stage("agree"):
-                gathering.conclude("", error)
+                gathering.compare(None, error)
+                gathering.conclude(None, error)
             raise
         with stopwatch.stage("agree"):
             level, seconds = brought.program.level, stopwatch.seconds
-            told = gathering.conclude(brought.outline, None, level, seconds)
+            told = gathering.conclude(brought.lowered, None, level, seconds)
         if gathering.all_share or peers.rank != min(peers.ranks):
             told = {}
         told.pop(peers.rank, None)
-        return replace(brought, others=told)
+        return replace(brought, others=told, has_compared=gathering.has_compared)
+
+
+def compare_values(recipe: Recipe, request: Request, peers: Peers) -> None:
+    """Compares the host values of a call with those that the other processes hand in.
+
+    Raises:
+        AgreementError: they differ, or a process has not come.
+        RankLostError: one has gone.
+    """
+    values = {tuple(peers.ranks): handed_in_whole(request) or {}}
+    with peers.meeting(recipe.name, "its first call since it was warmed") as meeting:
+        compare(meeting.hear, peers.rank, f"before {recipe.name}", values)
 
 
 @dataclass
@@ -81,9 +108,12 @@ class _Bringing:
     stopwatch: Stopwatch
     before_trace: Callable[[Answer], None]
     watch: bool
+    lowered: Lowered | None = None
 
     def brought(self) -> Brought:
         gathering = self.gathering
+        if not (gathering.builds and gathering.traces):
+            gathering.compare(None)
         if gathering.gives:
             return self._build_and_give() if gathering.builds else self._load_and_give()
         if not gathering.builds and gathering.has_it:
@@ -91,8 +121,7 @@ class _Bringing:
         try:
             return self._adopt()
         finally:
-            with contextlib.suppress(Exception):
-                gathering.receive()  # Who hands it out waits for those who have to take it.
+            gathering.take_all()
 
     # ---- by the one that has it, or makes it -------------------------------------------------
 
@@ -148,6 +177,8 @@ class _Bringing:
 
     def _adopt(self) -> Brought:
         """The program that another process makes, or has."""
+        if self.gathering.traces:
+            return self._trace_and_load()
         with self.stopwatch.stage("wait"):
             traced, why_not = self.gathering.told()
         if traced is None:
@@ -155,13 +186,11 @@ class _Bringing:
         with self.stopwatch.stage("hash"):
             changes = self.gathering.differing(traced)
         if changes:
-            raise AgreementError(
-                "what was traced elsewhere is not what is here:\n  "
-                + "\n  ".join(map(str, changes[:12])),
-                changes,
-            )
-        if traced.tree is None:  # It has to be traced here as well, but not compiled.
-            return self._trace(self._received)
+            text = "%s is traced here as well, as it depends on other things than on rank %d: %s"
+            shown = "; ".join(map(str, changes[:3]))
+            _log.info(text, self.question.address.label, self.gathering.giver, shown)
+        if changes or traced.tree is None:  # It is traced here as well, but not compiled.
+            return self._trace_and_load()
         with self.stopwatch.stage("wait"):
             candidate, data, why_not = self.gathering.receive()
         if candidate is None:
@@ -182,16 +211,30 @@ class _Bringing:
             return self._trace()
         return replace(brought, giver=self.gathering.giver)
 
+    def _trace_and_load(self) -> Brought:
+        """A program by a trace of this process, and the executable that another one made."""
+        brought = self._trace(self._received)
+        if brought.publication is None or brought.program.level != 2:
+            return brought
+        _, data, _ = self.gathering.receive()
+        return replace(brought, publication=replace(brought.publication, data=data))
+
     def _received(self, digest: str, load: Callable[[bytes], Any]) -> Any:
         """The executable that another process made, of what has been traced here."""
         with self.stopwatch.stage("wait"):
             candidate, data, why_not = self.gathering.receive()
+        if candidate is not None and digest != candidate.program and self._differs_from(candidate):
+            raise Different
         if candidate is None or digest != candidate.program:
             self._say_why(why_not or "what is traced here is another program")
             return None
         if not data:
             return self.archive.find(digest, load) if self.archive is not None else None
         return load(data)
+
+    def _differs_from(self, candidate: Candidate) -> bool:
+        outline = zlib.decompress(candidate.outline).decode()
+        return self.lowered is not None and outline != self.lowered.outline
 
     # ---- by each -----------------------------------------------------------------------------
 
@@ -222,6 +265,10 @@ class _Bringing:
             self.answer,
             self.stopwatch,
             self.watch,
-            find,
-            tell,
+            Sharing(find, self._compare, tell),
         )
+
+    def _compare(self, lowered: Lowered) -> None:
+        self.lowered = lowered
+        with self.stopwatch.stage("agree"):
+            self.gathering.compare(lowered)

@@ -1,0 +1,115 @@
+"""`Stand`: what a process of a pod says of a call before it brings a program for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepcache.programs import plain
+from stepcache.programs.archive import Answer, Archive
+from stepcache.programs.candidate import digest_facts
+from stepcache.programs.pods.values import digest_of
+from stepcache.programs.question import Question
+
+# What one host may have and another not: then one of each kind builds what all agree on.
+_OF_HOST = (
+    "environment CPU",
+    "environment device kind",
+    "environment devices",
+    "environment system",
+    "environment topology",
+)
+_OF_CALL = ("arguments", "mesh", "package jax", "package jaxlib")
+_BEGIN_OF_CALL = ("argument ", "option ", "config ", "environment ")
+# Read from where a process was started; what of it JAX heeds is a setting too.
+_OF_PROCESS = ("environment variable ", "environment argv", "environment python")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a call depends on before it is traced, but for what is a matter of each host.
+
+    Attributes:
+        call: what the call is: leaves, shardings, statics, options, settings, flags. The same on
+            all processes, or it is an error.
+        code: the rest, as code, closures and globals. Where it differs, the step is traced, and
+            what is lowered decides.
+    """
+
+    call: dict[str, str]
+    code: dict[str, str]
+
+    @classmethod
+    def of(cls, question: Question) -> Facts:
+        """Those of a question. To be asked before any candidate is looked at."""
+        call, code = {}, {}
+        statics = {f"static {static.name}" for static in question.statics}
+        for name, fact in question.base.facts.items():
+            if name in _OF_HOST:
+                continue
+            # Of a static object it is its class; what it holds may or may not be used.
+            is_static = name in statics and not fact.startswith(("code ", "see "))
+            (call if is_static or _is_of_call(name) else code)[name] = fact
+        return cls(call, code)
+
+
+def _is_of_call(name: str) -> bool:
+    of_call = name in _OF_CALL or name.startswith(_BEGIN_OF_CALL)
+    return of_call and not name.startswith(_OF_PROCESS)
+
+
+def known_to_all(facts: dict[str, str]) -> dict[str, str]:
+    """Facts that are no matter of each host."""
+    return {name: fact for name, fact in facts.items() if name not in _OF_HOST}
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """What a process says before it brings a program.
+
+    Attributes:
+        label: the step, by file and name.
+        call: digest of what all have to have in common.
+        code: digest of what the step is known to depend on otherwise.
+        host: digest of what decides whether a program made by one loads on the other.
+        directory: names the directory of programs; empty for none.
+        program: digest of the program that it has on disk; empty for none.
+        trusts: whether it would run that without tracing the step.
+        values: digest of the host values that it hands in whole; empty where they are unknown.
+    """
+
+    label: str
+    call: str
+    code: str
+    host: str
+    directory: str
+    program: str
+    trusts: bool
+    values: str
+
+    def packed(self) -> bytes:
+        return plain.pack([getattr(self, name) for name in self.__slots__])
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Stand:
+        return cls(*plain.unpack(data))
+
+
+def stand_of(
+    question: Question,
+    facts: Facts,
+    answer: Answer,
+    archive: Archive | None,
+    values: dict[str, str] | None,
+) -> Stand:
+    """What this process says."""
+    host = question.base.facts
+    return Stand(
+        question.address.label,
+        digest_facts(facts.call),
+        digest_facts(facts.code),
+        digest_facts({name: host.get(name, "") for name in _OF_HOST}),
+        archive.name() if archive is not None else "",
+        answer.candidate.program if answer.candidate is not None else "",
+        archive is None or archive.verify != "before",
+        digest_of(values),
+    )

@@ -1,0 +1,159 @@
+"""Values that the processes of a pod hold alike, compared: each says a digest of them."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from stepcache.errors import AgreementError
+from stepcache.events import Change
+from stepcache.programs import plain
+from stepcache.programs.recipe import Request
+from stepcache.replicas import SEVERAL, Groups, is_own, token_of
+from stepcache.spanning import spans_processes
+from stepcache.units import counted, readable_ranks
+
+_MAX_SHOWN = 12
+_MAX_SIDES = 8
+
+Hear = Callable[[str, bytes], Mapping[int, bytes]]
+
+
+def handed_in_whole(request: Request) -> dict[str, str] | None:
+    """The host values of a call that every process hands in whole: token by path.
+
+    None for a call that some of them are only described in, as for `step.warm`.
+    """
+    call, tokens = request.call, {}
+    rows = zip(call.leaves, call.paths, request.placed, request.asked, strict=True)
+    for value, path, placed, asked in rows:
+        sharding = placed.sharding if placed is not None else asked
+        if not spans_processes(sharding) or not is_own(value):
+            continue
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return None
+        if placed is None or np.shape(value) == placed.shape:
+            tokens[path.text] = token_of(value)
+    return tokens
+
+
+def digest_of(tokens: Mapping[str, str] | None) -> str:
+    """A digest of values by their tokens; empty where they are not known."""
+    if tokens is None:
+        return ""
+    return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()[:16]
+
+
+def compare(
+    hear: Hear, rank: int, about: str, groups: Groups, said: Mapping[int, str] | None = None
+) -> None:
+    """Compares values with those of the other processes.
+
+    Args:
+        hear: says something on a topic, and returns what all say, by rank.
+        rank: of this process.
+        about: what the values are for.
+        groups: the values.
+        said: the digest that each has said already, where there is one group only.
+
+    Raises:
+        AgreementError: values differ that are one; with their paths, and the ranks.
+    """
+    everybody = next(iter(groups), ())
+    if said is not None:
+        digests = {each: {everybody: digest} for each, digest in said.items() if digest}
+    else:
+        own = [[list(ranks), digest_of(tokens)] for ranks, tokens in groups.items()]
+        heard = hear("values", plain.pack(own))
+        digests = {
+            each: {tuple(ranks): digest for ranks, digest in plain.unpack(voice)}
+            for each, voice in heard.items()
+        }
+    differing = {}
+    for group in sorted({group for each in digests.values() for group in each}):
+        sides: dict[str, list[int]] = {}
+        for each, digest in sorted(
+            (each, found[group]) for each, found in digests.items() if group in found
+        ):
+            sides.setdefault(digest, []).append(each)
+        if len(sides) > 1:
+            differing[group] = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
+    if differing:
+        _explain(hear, rank, about, groups, differing)
+
+
+def check_devices(groups: Groups) -> None:
+    """Whether the devices of this process hold the same.
+
+    Raises:
+        AgreementError: they do not.
+    """
+    lines = [
+        f"{path}: {token}"
+        for tokens in groups.values()
+        for path, token in tokens.items()
+        if token.startswith(SEVERAL)
+    ]
+    if lines:
+        raise AgreementError(
+            f"values that are the same on all devices differ on those of rank "
+            f"{jax.process_index()}:\n  " + "\n  ".join(_shown(lines)),
+            hint="jax.shard_map(…, check_vma=False) believes what its out_specs say of replicas",
+        )
+
+
+def _shown(lines: list[str]) -> list[str]:
+    more = len(lines) - _MAX_SHOWN
+    return [*lines[:_MAX_SHOWN], f"… and {counted(more, 'more value')}"] if more > 0 else lines
+
+
+def _explain(
+    hear: Hear,
+    rank: int,
+    about: str,
+    groups: Groups,
+    differing: dict[tuple[int, ...], list[list[int]]],
+) -> None:
+    """Compares path by path, on one rank for each digest.
+
+    Raises:
+        AgreementError: values of the same path differ.
+    """
+    own = [
+        [list(group), groups[group]]
+        for group, sides in differing.items()
+        if rank in [ranks[0] for ranks in sides[:_MAX_SIDES]]
+    ]
+    heard = hear("differing values", zlib.compress(plain.pack(own), 1))
+    tokens = {
+        each: {tuple(group): found for group, found in plain.unpack(zlib.decompress(voice))}
+        for each, voice in heard.items()
+    }
+    changes, lines, all_sides = [], [], []
+    for group, (most, *others) in differing.items():
+        usual = tokens[most[0]][group]
+        for ranks in others[: _MAX_SIDES - 1]:
+            found = tokens[ranks[0]][group]
+            paths = [path for path in usual if found.get(path, usual[path]) != usual[path]]
+            for path in paths:
+                changes.append(Change("value", path, usual[path], found[path]))
+                lines.append(
+                    f"{path}: {readable_ranks(ranks)} {found[path]}; "
+                    f"{readable_ranks(most)} {usual[path]}"
+                )
+            if paths:
+                all_sides += [tuple(most), tuple(ranks)]
+    if not changes:
+        return  # What one of them does not hold at all is no difference.
+    raise AgreementError(
+        f"values that are the same on all processes differ, {about}:\n  "
+        + "\n  ".join(_shown(lines)),
+        changes,
+        tuple(dict.fromkeys(all_sides)),
+        hint="make them from the same seed, checkpoint and settings on all processes; what differs "
+        "by process belongs into a batch",
+    )
