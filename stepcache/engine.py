@@ -78,9 +78,11 @@ class Engine:
         self._is_over_buffers = False
         self.repeat: Repeat | None = None
         self.handing_in: HandingIn | None = None
+        self.calls, self.sees_all_calls, self.hands_in = 0, True, False
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
-        miss = functools.partial(_serve, weakref.ref(self), recipe.jitted)
-        eager = _eagerly(weakref.ref(self), recipe.fun)
+        self._weakly: weakref.ref[Engine] = weakref.ref(self)
+        miss = functools.partial(_serve, self._weakly, recipe.jitted)
+        eager = _eagerly(self._weakly, recipe.fun)
         self.dispatcher = Dispatcher(eager, recipe.name, miss, recipe.parameters.roles)
         self.checks = Checks(recipe, self.number, self.levels, self.ledger, self.dispatcher)
         self.bringing = Bringing(recipe, self.levels, self.checks, self.ledger)
@@ -146,6 +148,13 @@ class Engine:
                 engine._is_over_buffers = True
                 self.__dict__["over_buffers"] = engine
             return self.__dict__["over_buffers"]
+
+    def note_call(self) -> None:
+        """Counts a call that comes through Python."""
+        global _latest_engine
+        if not (self._is_over_buffers or self.hands_in):
+            self.calls += 1
+            _latest_engine = self._weakly
 
     def run_resident(self, args: tuple, kwargs: dict) -> Any:
         use = Use(self.recipe, args, kwargs)
@@ -412,6 +421,7 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     alive = engine()
     if alive is None:
         return jitted(*args, **kwargs), None, False
+    alive.note_call()
     if alive.repeat is not None and not kwargs:
         outputs = alive.repeat(args)
         if outputs is not None:
@@ -420,8 +430,25 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
         whole = alive.handing_in(args, kwargs)
         if whole is not None:
             args, kwargs = whole
-            return alive.dispatcher.call(*args, **kwargs), None, False
-    return (*alive.run(*args, **kwargs), False)
+            alive.hands_in = True
+            try:
+                return alive.dispatcher.call(*args, **kwargs), None, False
+            finally:
+                alive.hands_in = False
+    outputs, fast_path = alive.run(*args, **kwargs)
+    alive.sees_all_calls &= fast_path is None or alive.hands_in
+    return outputs, fast_path, False
+
+
+_latest_engine: weakref.ref[Engine] | None = None
+
+
+def latest_call() -> str:
+    """The latest call of a step: "call 12 of train", or its name where not every call is seen."""
+    engine = _latest_engine() if _latest_engine is not None else None
+    if engine is None:
+        return ""
+    return f"{f'call {engine.calls} of ' if engine.sees_all_calls else ''}{engine.recipe.name}"
 
 
 _caches: dict[int, WeakObjects[ProgramCache]] = {}

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from stepcache.cluster.loss import Watch
+from stepcache.cluster.loss import HANG_SECONDS, OnHang, Watch
 from stepcache.errors import AgreementError
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Unreachable
@@ -44,13 +44,14 @@ class Pod:
         ranks: as given.
         service: of the watch.
         watch: as given.
+        name: the same on all of them.
     """
 
     def __init__(self, ranks: tuple[int, ...], watch: Watch):
         self.rank, self.ranks = watch.rank, ranks
         self.service, self.watch = watch.service, watch
         everybody = ",".join(map(str, ranks))
-        self._name = f"stepcache/{hashlib.sha256(everybody.encode()).hexdigest()[:12]}"
+        self.name = f"stepcache/{hashlib.sha256(everybody.encode()).hexdigest()[:12]}"
         self._meetings = 0
         self._lock = threading.Lock()
 
@@ -64,9 +65,10 @@ class Pod:
         """
         with self._lock:
             self._meetings += 1
-            yield _Meeting(self, f"{self._name}/{self._meetings}", label, agree_seconds)
+            with self.watch.meeting():
+                yield _Meeting(self, f"{self.name}/{self._meetings}", label, agree_seconds)
             if self.rank == self.ranks[0] and self._meetings > 1:
-                self.service.delete(f"{self._name}/{self._meetings - 1}/")  # All have left it.
+                self.service.delete(f"{self.name}/{self._meetings - 1}/")  # All have left it.
 
 
 class PodOfSession:
@@ -84,10 +86,22 @@ class PodOfSession:
         """As `Peers` has it."""
         self.pod.watch.suspect(error)
 
+    def enter(self, hang_seconds: float = HANG_SECONDS, on_hang: OnHang = "warn") -> None:
+        """This thread enters a session over these processes."""
+        self.pod.watch.enter(self.pod.name, hang_seconds, on_hang)
+
+    def leave(self, error: BaseException | None) -> None:
+        """This thread leaves it."""
+        self.pod.watch.leave(self.pod.name, error)
+
     def guarded(self, work: Callable[[], T]) -> T:
         """As `Company` has it."""
         self.pod.watch.raise_if_lost()
-        return self.pod.watch.beside(work, lambda: self.pod.watch.look_at(lambda: self.ranks))
+        try:
+            return work()
+        except Exception as error:
+            self.suspect(error)
+            raise
 
     def wait_for_all(self, label: str, said: bytes = b"") -> dict[int, bytes]:
         """As `Company` has it."""
@@ -108,9 +122,9 @@ def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> PodO
     if service is None:
         return None
     with _lock:
-        pod = _pods.get(tuple(ranks))
-        if pod is None:
-            pod = _pods[tuple(ranks)] = Pod(tuple(ranks), Watch.of_this_process(service))
+        watch, pod = Watch.of_this_process(service), _pods.get(tuple(ranks))
+        if pod is None or pod.watch is not watch:
+            pod = _pods[tuple(ranks)] = Pod(tuple(ranks), watch)
         return PodOfSession(pod, agree_seconds)
 
 
@@ -144,7 +158,6 @@ class _Meeting:
         found = plain.unpack(self._wait(f"{place}/outcome", missing, bound, give_up))
         if "late" in found:
             raise self._late(found["late"])
-        self._pod.watch.meet()
         return {rank: voice for ranks, voice in found["voices"] for rank in ranks}
 
     def hand_out(self, name: str, data: bytes, takers: Sequence[int]) -> None:
@@ -197,7 +210,7 @@ class _Meeting:
                 if found is not None:
                     return found
                 waited = time.monotonic() - started
-                self._pod.watch.look_at(missing)
+                self._pod.watch.raise_if_lost()
                 if not said and waited > _LOG_AFTER_SECONDS:
                     said = True
                     text = "rank %d has waited for %s for %.0f s, to agree on %s"

@@ -95,17 +95,24 @@ def run_pod(
             "NPROC": "4",
         }
         environment |= (variables or {}) | (of_rank or {}).get(rank, {})
-        output = (directory / f"rank{rank}.txt").open("wb")
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script)],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=directory,
-                start_new_session=True,
+        # Two files: JAX's threads write errors in the middle of what is said. To append, so that no
+        # write can overwrite another one.
+        for name in (f"rank{rank}.txt", f"rank{rank}.errors.txt"):
+            (directory / name).unlink(missing_ok=True)
+        with (
+            (directory / f"rank{rank}.txt").open("ab") as said,
+            (directory / f"rank{rank}.errors.txt").open("ab") as errors,
+        ):
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script)],
+                    env=environment,
+                    stdout=said,
+                    stderr=errors,
+                    cwd=directory,
+                    start_new_session=True,
+                )
             )
-        )
     ended: dict[int, float] = {}
     try:
         while len(ended) < count and time.monotonic() < started + limit:
@@ -118,13 +125,16 @@ def run_pod(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    ranks = [
-        Rank(
-            process.returncode,
-            (directory / f"rank{rank}.txt").read_text(errors="replace"),
-            ended.get(rank, limit),
+    texts = [
+        "".join(
+            (directory / name).read_text(errors="replace")
+            for name in (f"rank{rank}.txt", f"rank{rank}.errors.txt")
         )
-        for rank, process in enumerate(processes)
+        for rank in range(count)
+    ]
+    ranks = [
+        Rank(process.returncode, text, ended.get(rank, limit))
+        for rank, (process, text) in enumerate(zip(processes, texts, strict=True))
     ]
     hung = [rank for rank in range(count) if rank not in ended]
     outputs = "\n".join(f"--- rank {n}\n{each.output[-3000:]}" for n, each in enumerate(ranks))
