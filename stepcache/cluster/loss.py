@@ -28,7 +28,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,10 +85,10 @@ class Watch:
         self._known = threading.Event()
         self._told = self._raised = self._closed = False
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._next_news = 0
+        self._heard = self._taken = 0  # Pieces of news: that have come, that have been acted on.
         self._movement = Movement(threading.main_thread().ident or 0)
         self._sessions: dict[str, list] = {}  # As in `Row`.
-        self._inside: list[tuple[str, float, OnHang]] = []
+        self._inside: list[tuple[str, Sequence[int], float, OnHang]] = []
         self._left_at = time.monotonic()
         self._failure = ""  # How this process is about to end, if by an error.
         self._ended = ""
@@ -119,18 +119,19 @@ class Watch:
 
     # ---- in the threads that use it --------------------------------------------------------------
 
-    def enter(self, mesh: str, hang_seconds: float, on_hang: OnHang) -> None:
+    def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float, on_hang: OnHang) -> None:
         """A thread enters a session; from now on its movements are watched.
 
         Args:
             mesh: names the processes of the session's mesh.
+            ranks: theirs.
             hang_seconds: how long nothing may move; infinite for any time.
             on_hang: what happens then.
         """
         self._movement = Movement(threading.get_ident())
         number, _ = self._sessions.pop(mesh, (0, ""))
         self._sessions[mesh] = [number + 1, ""]
-        self._inside.append((mesh, hang_seconds, on_hang))
+        self._inside.append((mesh, ranks, hang_seconds, on_hang))
 
     def leave(self, mesh: str, error: BaseException | None) -> None:
         """The thread leaves a session, on account of an error or not."""
@@ -195,12 +196,12 @@ class Watch:
     def _listen(self) -> None:
         with contextlib.suppress(Unreachable):
             while True:
-                number = self._next_news
+                number = self._heard
                 packed = self.service.get(f"{_NEWS}/{number}", _FOREVER_SECONDS)
                 if packed is None:
                     continue
                 news = plain.unpack(packed)
-                self._next_news = number + 1
+                self._heard = number + 1
                 self._inbox.put((number, news))
                 if news["kind"] == "lost":  # The last ones; so the end finds no thread in a call.
                     return
@@ -208,7 +209,7 @@ class Watch:
 
     def _give_news(self, kind: str, **more: Any) -> int | None:
         """Gives the next news; None where others have been faster, whose news is read first."""
-        number = self._next_news
+        number = self._heard if kind == "lost" else self._taken
         news = plain.pack({"kind": kind, "by": self.rank, **more})
         return number if self.service.put(f"{_NEWS}/{number}", news) else None
 
@@ -224,12 +225,10 @@ class Watch:
     def _watch(self) -> None:
         while not self._closed:
             try:
-                item = self._inbox.get(timeout=_LOOK_SECONDS)
-            except queue.Empty:
-                item = None
-            try:
-                if item is not None:
-                    self._take(*item)
+                with contextlib.suppress(queue.Empty):
+                    self._take(*self._inbox.get(timeout=_LOOK_SECONDS))
+                    while True:
+                        self._take(*self._inbox.get_nowait())
                 if self._known.is_set():
                     self._end_if_stuck()
                 elif not self._told:
@@ -242,15 +241,18 @@ class Watch:
     def _is_shut_down(self) -> bool:
         return bool(self._closed or self._ended) or coordination.service() is None
 
-    def _take(self, number: int | str, news: Any) -> None:
+    def _take(self, number: Any, news: Any) -> None:
         if number == "unreachable":
             if not self._is_shut_down():
                 self.service_has_gone("its connection is closed")
-        elif number == "suspicion":
+            return
+        if number == "suspicion":
             if not (self._told or self._known.is_set()) and not self._inquire(news, True):
                 time.sleep(0.01)
                 self._inbox.put((number, news))
-        elif news["kind"] == "left":
+            return
+        self._taken = max(self._taken, number + 1)
+        if news["kind"] == "left":
             self._heard_left.add((news["mesh"], news["number"]))
         elif news["kind"] == "ended":
             self._someone_ended = True
@@ -268,7 +270,7 @@ class Watch:
         movement = self._movement
         movement.look()
         still = movement.still_seconds
-        if still < _STILL_SECONDS:
+        if still < _LOOK_SECONDS / 2:
             self._reported_hang = False
         self._announce()
         meeting = time.monotonic() - self._meeting_since
@@ -276,7 +278,7 @@ class Watch:
             self._look_at_neighbours()
         if not self._inside or time.monotonic() < self._ask_after:
             return
-        mesh, hang_seconds, on_hang = self._inside[-1]
+        mesh, _, hang_seconds, on_hang = self._inside[-1]
         waits = still > _STILL_SECONDS and movement.waits_for_device
         left = (mesh, self._sessions[mesh][0]) in self._heard_left
         if (self._someone_ended and (waits or meeting > _STILL_SECONDS)) or (left and waits):
@@ -325,7 +327,7 @@ class Watch:
             movement.where, movement.still_seconds, latest_call(), self._ended, self._sessions
         )
 
-    def _answer(self, number: int | str) -> None:
+    def _answer(self, number: int) -> None:
         self.service.put(f"{_ROLL}/{number}/{self.rank}", plain.pack(self._row().packed()))
 
     def _call_roll(self) -> tuple[dict[int, Row], dict[int, str]] | None:
@@ -337,6 +339,7 @@ class Watch:
         number = self._within_seconds(lambda: self._give_news("roll"))
         if number is None:
             return None
+        self._taken = number + 1
         self._answer(number)
         names = self.service.listed(f"{_WHO}/")
         pids = {int(name.rpartition("/")[2]): (name, int(pid)) for name, pid in names.items()}
@@ -390,9 +393,9 @@ class Watch:
             reasons = dict.fromkeys(silent[rank] for rank in sorted(lost))
             why = "; ".join(reasons)
         else:
-            mesh = self._inside[-1][0] if self._inside else ""
+            mesh, ranks, *_ = self._inside[-1] if self._inside else ("", rows)
             number = self._sessions[mesh][0] if mesh else 0
-            outside = {rank: row.gone(mesh, number) for rank, row in rows.items()}
+            outside = {rank: rows[rank].gone(mesh, number) for rank in ranks if rank in rows}
             if not of_transport:  # A local computation may take its time.
                 pending = _pending_ranks()
                 outside = {

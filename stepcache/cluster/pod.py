@@ -88,7 +88,7 @@ class PodOfSession:
 
     def enter(self, hang_seconds: float = HANG_SECONDS, on_hang: OnHang = "warn") -> None:
         """This thread enters a session over these processes."""
-        self.pod.watch.enter(self.pod.name, hang_seconds, on_hang)
+        self.pod.watch.enter(self.pod.name, self.ranks, hang_seconds, on_hang)
 
     def leave(self, error: BaseException | None) -> None:
         """This thread leaves it."""

@@ -62,6 +62,7 @@ def run_pod(
     variables: dict[str, str] | None = None,
     of_rank: dict[int, dict[str, str]] | None = None,
     cache: str | Path = "off",
+    stopped: int | None = None,
 ) -> list[Rank]:
     """Runs a script in every rank, and fails if one of them does not end in time.
 
@@ -74,6 +75,7 @@ def run_pod(
         variables: of the environment.
         of_rank: more of them, by rank.
         cache: `STEPCACHE_DIR`.
+        stopped: a rank that stops, to be killed when all others have ended.
     """
     script = directory / "pod.py"
     prelude = PRELUDE.replace("HEARTBEAT", str(HEARTBEAT_SECONDS))
@@ -119,6 +121,8 @@ def run_pod(
             for rank, process in enumerate(processes):
                 if rank not in ended and process.poll() is not None:
                     ended[rank] = time.monotonic() - started
+            if stopped is not None and len(ended) == count - 1 and stopped not in ended:
+                os.killpg(processes[stopped].pid, signal.SIGKILL)
             time.sleep(0.01)
     finally:
         for process in processes:
