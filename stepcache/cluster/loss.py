@@ -270,10 +270,10 @@ class Watch:
         movement = self._movement
         movement.look()
         still = movement.still_seconds
-        if still < _LOOK_SECONDS / 2:
+        meeting = time.monotonic() - self._meeting_since
+        if still < _LOOK_SECONDS / 2 and meeting < 0:
             self._reported_hang = False
         self._announce()
-        meeting = time.monotonic() - self._meeting_since
         if max(still, meeting) > _LOOK_SECONDS:
             self._look_at_neighbours()
         if not self._inside or time.monotonic() < self._ask_after:
@@ -284,8 +284,8 @@ class Watch:
         if (self._someone_ended and (waits or meeting > _STILL_SECONDS)) or (left and waits):
             self._ask_after = time.monotonic() + _ASK_AGAIN_SECONDS
             self._inquire("")
-        elif still > hang_seconds and not self._reported_hang:
-            self._report_hang(hang_seconds, on_hang)
+        elif max(still, meeting) > hang_seconds and not self._reported_hang:
+            self._report_hang(hang_seconds, on_hang if still > hang_seconds else "warn")
 
     def _announce(self) -> None:
         """Tells the others, who may wait for this process, how it ended or left its session."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -140,6 +141,10 @@ def run_pod(
         Rank(process.returncode, text, ended.get(rank, limit))
         for rank, (process, text) in enumerate(zip(processes, texts, strict=True))
     ]
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError("a rank has left a process behind")
     hung = [rank for rank in range(count) if rank not in ended]
     outputs = "\n".join(f"--- rank {n}\n{each.output[-3000:]}" for n, each in enumerate(ranks))
     assert not hung, f"ranks {hung} hung\n{outputs}"
