@@ -23,23 +23,20 @@ import logging
 import os
 import queue
 import re
-import select
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
 from stepcache.cluster.hang_report import Movement, Row, table
+from stepcache.cluster.news import ANSWER_SECONDS, News
 from stepcache.engine import latest_call
 from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable
-from stepcache.programs import plain
 from stepcache.units import readable_ranks
 
 HANG_SECONDS = 60.0
@@ -47,7 +44,6 @@ HANG_SECONDS = 60.0
 OnHang = Literal["warn", "error"]
 
 _LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 5.0
 _STILL_SECONDS = 4.0  # A thread that has not moved for that long seems to wait for others.
 _RAISE_SECONDS = 3.0  # To raise what is known, for a main thread that waits for a device.
 _LEAVE_SECONDS = 30.0  # To end, for one that does something else.
@@ -55,8 +51,6 @@ _LAST_ONE_SECONDS = 8.0
 _ASK_AGAIN_SECONDS = 20.0
 _ERROR_LENGTH = 120
 _PROBES, _PROBE_SECONDS = 10, 0.01
-_FOREVER_SECONDS = 20 * 86400.0  # In milliseconds it is still a 32-bit number.
-_NEWS, _WHO, _ROLL, _LEFT = (f"stepcache/{name}" for name in ("news", "who", "roll", "left"))
 _OF_TRANSPORT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|"
     r"coordination ?service|UNAVAILABLE",
@@ -84,8 +78,7 @@ class Watch:
         self._error: RankLostError | None = None
         self._known = threading.Event()
         self._told = self._raised = self._closed = False
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._heard = self._taken = 0  # Pieces of news: that have come, that have been acted on.
+        self._news = News(service, self.rank)
         self._movement = Movement(threading.main_thread().ident or 0)
         self._sessions: dict[str, list] = {}  # As in `Row`.
         self._inside: list[tuple[str, Sequence[int], float, OnHang]] = []
@@ -94,19 +87,12 @@ class Watch:
         self._ended = ""
         self._heard_left: set[tuple[str, int]] = set()
         self._someone_ended = self._reported_hang = False
-        self._ask_after = self._list_after = 0.0  # By the monotonic clock.
+        self._ask_after = 0.0  # By the monotonic clock.
         self._meeting_since = float("inf")
         self._pid = os.getpid()
-        self._machine = f"{_WHO}/{_machine()}"
-        self._neighbours: dict[int, int] = {}
-        service.put(f"{self._machine}/{self.rank}", str(self._pid).encode())
         coordination.replace_shutdown(self._shut_down)
-        self._threads = [
-            threading.Thread(target=target, name=f"stepcache {name}", daemon=True)
-            for name, target in (("news", self._listen), ("watch", self._watch))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._watch, name="stepcache watch", daemon=True)
+        self._thread.start()
 
     @classmethod
     def of_this_process(cls, service: Service) -> Watch:
@@ -176,13 +162,13 @@ class Watch:
         if not self._known.is_set():
             if not _OF_TRANSPORT.search(str(error)):
                 return
-            self._inbox.put(("suspicion", first_line(error)))
+            self._news.inbox.put(("suspicion", first_line(error)))
             for _ in range(_PROBES):  # A port is closed a little later than connections are.
                 if self.rank and coordination.coordinator_refuses():
                     self.service_has_gone(first_line(error))
                 if self._known.wait(_PROBE_SECONDS):
                     break
-            self._known.wait(2 * _ANSWER_SECONDS)
+            self._known.wait(2 * ANSWER_SECONDS)
         if self._error is not None:
             self._raised = True
             raise self._error from error
@@ -191,32 +177,10 @@ class Watch:
         """The coordination service does not answer: it lives in the process of rank 0."""
         self._note_loss([0], f"its coordination service does not answer ({why})", "")
 
-    # ---- the thread that waits for news ----------------------------------------------------------
-
-    def _listen(self) -> None:
-        with contextlib.suppress(Unreachable):
-            while True:
-                number = self._heard
-                packed = self.service.get(f"{_NEWS}/{number}", _FOREVER_SECONDS)
-                if packed is None:
-                    continue
-                news = plain.unpack(packed)
-                self._heard = number + 1
-                self._inbox.put((number, news))
-                if news["kind"] == "lost":  # The last ones; so the end finds no thread in a call.
-                    return
-        self._inbox.put(("unreachable", ""))
-
-    def _give_news(self, kind: str, **more: Any) -> int | None:
-        """Gives the next news; None where others have been faster, whose news is read first."""
-        number = self._heard if kind == "lost" else self._taken
-        news = plain.pack({"kind": kind, "by": self.rank, **more})
-        return number if self.service.put(f"{_NEWS}/{number}", news) else None
-
     def _tell_loss(self, ranks: Iterable[int], why: str, report: str = "") -> None:
         self._told = True
         while not self._known.is_set():
-            if self._give_news("lost", ranks=sorted(ranks), why=why, table=report) is not None:
+            if self._news.give("lost", ranks=sorted(ranks), why=why, table=report) is not None:
                 return
             time.sleep(0.01)
 
@@ -226,9 +190,9 @@ class Watch:
         while not self._closed:
             try:
                 with contextlib.suppress(queue.Empty):
-                    self._take(*self._inbox.get(timeout=_LOOK_SECONDS))
+                    self._take(*self._news.inbox.get(timeout=_LOOK_SECONDS))
                     while True:
-                        self._take(*self._inbox.get_nowait())
+                        self._take(*self._news.inbox.get_nowait())
                 if self._known.is_set():
                     self._end_if_stuck()
                 elif not self._told:
@@ -249,16 +213,16 @@ class Watch:
         if number == "suspicion":
             if not (self._told or self._known.is_set()) and not self._inquire(news, True):
                 time.sleep(0.01)
-                self._inbox.put((number, news))
+                self._news.inbox.put((number, news))
             return
-        self._taken = max(self._taken, number + 1)
+        self._news.took(number)
         if news["kind"] == "left":
             self._heard_left.add((news["mesh"], news["number"]))
         elif news["kind"] == "ended":
             self._someone_ended = True
         elif news["kind"] == "roll" and news["by"] != self.rank:
-            self._answer(number)
-            self._ask_after = time.monotonic() + 2 * _ANSWER_SECONDS
+            self._news.answer(number, self._row())
+            self._ask_after = time.monotonic() + 2 * ANSWER_SECONDS
         elif news["kind"] == "hang":
             self._reported_hang = True
             _log.warning("%s", news["text"])
@@ -274,8 +238,8 @@ class Watch:
         if still < _LOOK_SECONDS / 2 and meeting < 0:
             self._reported_hang = False
         self._announce()
-        if max(still, meeting) > _LOOK_SECONDS:
-            self._look_at_neighbours()
+        if max(still, meeting) > _LOOK_SECONDS and self._news.ended_neighbours():
+            self._inquire("its process has ended")
         if not self._inside or time.monotonic() < self._ask_after:
             return
         mesh, _, hang_seconds, on_hang = self._inside[-1]
@@ -297,26 +261,16 @@ class Watch:
             self._ended = self._ended or "ended its script"
         if self._ended:
             if not self._someone_ended:
-                self._give_news("ended")
+                self._news.give("ended")
         elif not self._inside and time.monotonic() > self._left_at + _LOOK_SECONDS:
             for mesh, (number, left) in list(self._sessions.items()):
                 if left and (mesh, number) not in self._heard_left and not _pending_ranks():
-                    self._give_news("left", mesh=mesh, number=number)
+                    self._news.give("left", mesh=mesh, number=number)
 
     def _note_failure(self) -> None:
         error = getattr(sys, "last_value", None)
         if error is not None and not threading.main_thread().is_alive():
             self._failure = f"ended by {first_line(error)}"
-
-    def _look_at_neighbours(self) -> None:
-        """Looks whether the other processes of this machine run, where the system shows that."""
-        if time.monotonic() > self._list_after:  # Some may have come since.
-            self._list_after = time.monotonic() + _ANSWER_SECONDS
-            listed = self.service.listed(f"{self._machine}/")
-            self._neighbours = {int(rank): int(pid) for rank, pid in listed.items()}
-        gone = [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
-        if gone:
-            self._inquire("its process has ended")
 
     # ---- roll calls ------------------------------------------------------------------------------
 
@@ -327,56 +281,6 @@ class Watch:
             movement.where, movement.still_seconds, latest_call(), self._ended, self._sessions
         )
 
-    def _answer(self, number: int) -> None:
-        self.service.put(f"{_ROLL}/{number}/{self.rank}", plain.pack(self._row().packed()))
-
-    def _call_roll(self) -> tuple[dict[int, Row], dict[int, str]] | None:
-        """Has all say where they are. None where another rank's news is to be read before.
-
-        Returns:
-            What they said, and who did not answer: with its process, "its process has ended".
-        """
-        number = self._within_seconds(lambda: self._give_news("roll"))
-        if number is None:
-            return None
-        self._taken = number + 1
-        self._answer(number)
-        names = self.service.listed(f"{_WHO}/")
-        pids = {int(name.rpartition("/")[2]): (name, int(pid)) for name, pid in names.items()}
-        here = self._machine.removeprefix(f"{_WHO}/") + "/"
-        deadline, pause = time.monotonic() + _ANSWER_SECONDS, 0.02
-        while True:
-            answers = self.service.listed(f"{_ROLL}/{number}/")
-            rows = {int(rank): Row(**plain.unpack(row)) for rank, row in answers.items()}
-            silent = dict.fromkeys(pids.keys() - rows.keys(), "does not answer")
-            for rank in silent:
-                name, pid = pids[rank]
-                if name.startswith(here) and _has_ended(pid):
-                    silent[rank] = "its process has ended"
-            if "does not answer" not in silent.values() or time.monotonic() > deadline:
-                return rows, silent
-            pause = min(2 * pause, 0.5)
-            time.sleep(pause)
-
-    def _within_seconds(self, call: Callable[[], int | None]) -> int | None:
-        """Makes a call that never returns where the process of rank 0 is stopped."""
-        answers: queue.SimpleQueue = queue.SimpleQueue()
-
-        def make() -> None:
-            try:
-                answers.put((call(), None))
-            except Unreachable as error:
-                answers.put((None, error))
-
-        threading.Thread(target=make, name="stepcache call", daemon=True).start()
-        try:
-            answer, error = answers.get(timeout=2 * _ANSWER_SECONDS)
-        except queue.Empty:
-            raise Unreachable(f"no answer within {2 * _ANSWER_SECONDS:.0f} s") from None
-        if error is not None:
-            raise error
-        return answer
-
     def _inquire(self, why: str, of_transport: bool = False) -> bool:
         """Finds out who has gone, and tells all. False where that has to be asked again.
 
@@ -384,7 +288,7 @@ class Watch:
             why: what makes this process ask.
             of_transport: it is an error of a collective, so that something is wrong for certain.
         """
-        found = self._call_roll()
+        found = self._news.call_roll(self._row())
         if found is None:
             return False
         rows, silent = found
@@ -412,12 +316,12 @@ class Watch:
         return True
 
     def _report_hang(self, seconds: float, on_hang: OnHang) -> None:
-        found = self._call_roll()
+        found = self._news.call_roll(self._row())
         if found is None:
             return
         rows, silent = found
         if silent:  # A second time, to be certain.
-            found = self._call_roll()
+            found = self._news.call_roll(self._row())
             if found is None:
                 return
             silent = {rank: why for rank, why in found[1].items() if rank in silent}
@@ -427,7 +331,7 @@ class Watch:
         elif on_hang == "error":
             self._tell_loss((), text, table(rows))
         else:
-            self._give_news("hang", text=f"{text} in rank {self.rank}. {table(rows)}")
+            self._news.give("hang", text=f"{text} in rank {self.rank}. {table(rows)}")
 
     # ---- a loss ----------------------------------------------------------------------------------
 
@@ -485,7 +389,7 @@ class Watch:
         with contextlib.suppress(Unreachable):
             if self._failure and not self._known.is_set():
                 self._tell_loss([self.rank], self._failure)
-                self._known.wait(_ANSWER_SECONDS)
+                self._known.wait(ANSWER_SECONDS)
         if self._known.is_set() or self._failure:
             with contextlib.suppress(Unreachable):
                 self._say_goodbye()
@@ -495,7 +399,7 @@ class Watch:
             self._ended = "ended its script" if ending else "called jax.distributed.shutdown()"
             shut_down()
         self._closed = True
-        for thread in self._threads:
+        for thread in (self._thread, self._news.thread):
             thread.join(2 * _LOOK_SECONDS)
 
     def _say_goodbye(self) -> None:
@@ -503,13 +407,7 @@ class Watch:
         gone = set(self._error.ranks) if self._error is not None else set()
         if 0 in gone - {self.rank}:
             return
-        self.service.put(f"{_LEFT}/{self.rank}", b"1")
-        deadline = time.monotonic() + _LAST_ONE_SECONDS
-        names = self.service.listed(f"{_WHO}/") if self.rank == 0 else ()
-        staying = {int(name.rpartition("/")[2]) for name in names} - gone
-        while staying and time.monotonic() < deadline:
-            staying -= {int(rank) for rank in self.service.listed(f"{_LEFT}/")}
-            time.sleep(0.1)
+        self._news.say_goodbye(gone if self.rank == 0 else None, _LAST_ONE_SECONDS)
 
 
 def _pending_ranks() -> set[int]:
@@ -520,30 +418,3 @@ def _pending_ranks() -> set[int]:
         if not (array.is_fully_addressable or array.is_deleted() or array.is_ready())
         for device in array.sharding.device_set
     }
-
-
-def _machine() -> str:
-    """Names this machine, and the numbering of its processes."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(Path("/proc/self/ns/pid").stat().st_ino))
-    return "-".join(parts)
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a process of this machine has certainly ended."""
-    if not hasattr(os, "pidfd_open"):
-        return False
-    try:
-        file = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    try:
-        poll = select.poll()
-        poll.register(file, select.POLLIN)
-        return bool(poll.poll(0))
-    finally:
-        os.close(file)
