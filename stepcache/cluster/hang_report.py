@@ -9,6 +9,7 @@ import sysconfig
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -87,8 +88,8 @@ def _is_users(file: str) -> bool:
 
 def _expression(frame: FrameType) -> str:
     """What a frame is just evaluating, as it is written."""
-    positions = list(frame.f_code.co_positions())
-    line, end_line, start, end = positions[min(frame.f_lasti // 2, len(positions) - 1)]
+    at = max(frame.f_lasti // 2, 0)
+    line, end_line, start, end = next(islice(frame.f_code.co_positions(), at, None))
     text = linecache.getline(frame.f_code.co_filename, line or 0).encode()
     shown = text[start : end if line == end_line else None].decode(errors="replace").strip()
     return shown if len(shown) <= _EXPRESSION_LENGTH else f"{shown[:_EXPRESSION_LENGTH]}…"

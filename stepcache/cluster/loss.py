@@ -46,7 +46,7 @@ OnHang = Literal["warn", "error"]
 _LOOK_SECONDS = 1.0
 _STILL_SECONDS = 4.0  # A thread that has not moved for that long seems to wait for others.
 _RAISE_SECONDS = 3.0  # To raise what is known, for a main thread that waits for a device.
-_LEAVE_SECONDS = 30.0  # To end, for one that does something else.
+_LEAVE_SECONDS = 30.0  # To end, for one that has raised it and waits again.
 _LAST_ONE_SECONDS = 8.0
 _ASK_AGAIN_SECONDS = 20.0
 _ERROR_LENGTH = 120
@@ -359,11 +359,12 @@ class Watch:
         """
         movement = self._movement
         movement.look()
-        bound = _LEAVE_SECONDS
-        if movement.waits_for_device and not self._raised:
-            bound = _RAISE_SECONDS
-        if min(movement.still_seconds, time.monotonic() - self._known_at) < bound:
+        still = min(movement.still_seconds, time.monotonic() - self._known_at)
+        if not movement.waits_for_device:  # It goes on by itself.
             return
+        if still < (_LEAVE_SECONDS if self._raised else _RAISE_SECONDS):
+            return
+        threading.Timer(2 * _LAST_ONE_SECONDS, os._exit, (1,)).start()  # If a stream blocks.
         with contextlib.suppress(Exception):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()

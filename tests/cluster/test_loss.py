@@ -267,6 +267,22 @@ def test_one_that_ends_is_an_error_of_those_that_wait_for_it(tmp_path, how, vict
         assert waiting or how in ("exits", "raises"), rank.output
 
 
+def test_one_that_has_ended_is_not_waited_for_to_agree(tmp_path):
+    script = """
+    total = sc.step(lambda batch: batch.sum(), batch="batch")
+    try:
+        with sc.Session(mesh):
+            say("total", float(total(np.ones(2, np.float32))))
+            if RANK != 1:
+                total(np.ones(4, np.float32))
+    except sc.RankLostError as error:
+        say("lost", error.ranks, "ended its script" in str(error))
+    """
+    ranks = run_pod(tmp_path, script, 3)
+    for rank in (ranks[0], ranks[2]):
+        assert rank.said("lost") == ["(1,) True"] and rank.seconds < 30, rank.output
+
+
 def test_work_of_one_rank_alone_is_no_loss(tmp_path):
     """Rank 0 evaluates and saves, in its session, while the others have ended their scripts."""
     script = """
