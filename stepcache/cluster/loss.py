@@ -179,7 +179,7 @@ class Watch:
 
     def _tell_loss(self, ranks: Iterable[int], why: str, report: str = "") -> None:
         self._told = True
-        while not self._known.is_set():
+        while not self._news.over:
             if self._news.give("lost", ranks=sorted(ranks), why=why, table=report) is not None:
                 return
             time.sleep(0.01)

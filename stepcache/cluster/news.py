@@ -36,11 +36,13 @@ class News:
     Attributes:
         inbox: gets (number, news) for each piece, and ("unreachable", "") at the end.
         thread: that waits.
+        over: a loss has been told; nothing that comes later is heard.
     """
 
     def __init__(self, service: Service, rank: int):
         self._service, self._rank = service, rank
         self.inbox: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self.over = False
         self._heard = self._taken = 0  # Pieces that have come, and that have been acted on.
         self._machine = _machine()
         self._neighbours: dict[int, int] = {}
@@ -59,7 +61,8 @@ class News:
                 news = plain.unpack(packed)
                 self._heard = number + 1
                 self.inbox.put((number, news))
-                if news["kind"] == "lost":  # The last ones; so the end finds no thread in a call.
+                if news["kind"] == "lost":  # So the end of the process finds no thread in a call.
+                    self.over = True
                     return
         self.inbox.put(("unreachable", ""))
 
@@ -93,7 +96,7 @@ class News:
         self._service.put(f"{_ROLL}/{number}/{self._rank}", plain.pack(row.packed()))
 
     def call_roll(self, row: Row) -> tuple[dict[int, Row], dict[int, str]] | None:
-        """Has all say where they are. None where another rank's news is to be read before.
+        """Has all say where they are. None where another rank's news is to be read first.
 
         Args:
             row: of this process.
@@ -118,6 +121,8 @@ class News:
                     silent[rank] = _ENDED
             if all(why == _ENDED for why in silent.values()) or time.monotonic() > deadline:
                 return rows, silent
+            if self._heard > number + 1:  # It may be the answer, and the others have left.
+                return None
             pause = min(2 * pause, 0.5)
             time.sleep(pause)
 
