@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -336,7 +334,6 @@ def _reset() -> None:
     _switching = _Switching()
     for reset in _reset_in_child:
         reset()
-    restore_aborts()
 
 
 at_fork(lambda: None, _reset)
@@ -357,78 +354,3 @@ def signals_handled(numbers: Sequence[int], handler: Callable[[int, Any], None])
     finally:
         for number in numbers:
             signal.signal(number, before[number])
-
-
-# When JAX notices that the coordinator of a pod has gone, or that a process has been silent for the
-# heartbeat time-out, a thread of its own aborts each process. There is no hook before that, as
-# jaxlib's callback cannot be a Python function: so the abort itself is put off.
-
-_THREADS = Path("/proc/self/task")
-# A handler of a signal runs with that signal blocked, and no other.
-_IN_THE_HANDLER = f"SigBlk:\t{1 << (signal.SIGABRT - 1):016x}"
-_BYTES_OF_SIGACTION = 512  # More than any system takes.
-_aborts_before: Any = None
-
-
-def put_off_aborts() -> None:
-    """Has an abort wait for six seconds, and then go on, so that nothing hangs.
-
-    The signal's handler is the C library's `sleep`, the number of the signal being its argument.
-    """
-    global _aborts_before
-    if _aborts_before is None:
-        library = ctypes.CDLL(None)
-        before = ctypes.create_string_buffer(_BYTES_OF_SIGACTION)
-        library.sigaction(signal.SIGABRT, None, before)
-        library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        library.signal.restype = ctypes.c_void_p
-        library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
-        _aborts_before = before
-
-
-def restore_aborts() -> None:
-    """Has aborts do what they did before, unless somebody else has set a handler meanwhile."""
-    global _aborts_before
-    if _aborts_before is None:
-        return
-    library = ctypes.CDLL(None)
-    now = ctypes.create_string_buffer(_BYTES_OF_SIGACTION)
-    library.sigaction(signal.SIGABRT, None, now)
-    if _handler(now) == ctypes.cast(library.sleep, ctypes.c_void_p).value:
-        library.sigaction(signal.SIGABRT, _aborts_before, None)
-    _aborts_before = None
-
-
-def pass_on_abort() -> None:
-    """Has an abort that is being put off reach the handler of before, such as faulthandler's.
-
-    The signal that is sent here waits until the handler that sleeps returns.
-    """
-    if _aborts_before is None or not _handler(_aborts_before):
-        return
-    library = ctypes.CDLL(None)
-    threads = _aborting_threads()
-    if threads and hasattr(library, "tgkill"):
-        restore_aborts()
-        for thread in threads:
-            library.tgkill(os.getpid(), thread, signal.SIGABRT)
-
-
-def is_aborting() -> bool:
-    """Whether an abort is being put off just now, where Linux shows that."""
-    return bool(_aborting_threads())
-
-
-def _aborting_threads() -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):
-        for thread in _THREADS.iterdir():
-            with contextlib.suppress(OSError):
-                if _IN_THE_HANDLER in (thread / "status").read_text():
-                    found.append(int(thread.name))
-    return found
-
-
-def _handler(action: Any) -> int | None:
-    """The C function of a `struct sigaction`, whose first field it is; None for the default."""
-    return ctypes.c_void_p.from_buffer(action).value

@@ -87,9 +87,11 @@ class Engine:
         # Has the step call something else than the dispatcher: the step says what.
         self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
         self.handing_in: HandingIn | None = None
+        self.calls, self.sees_all_calls, self.hands_in = 0, True, False
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
-        miss = functools.partial(_serve, weakref.ref(self), recipe.jitted)
-        eager = _eagerly(weakref.ref(self), recipe.fun)
+        self._weakly: weakref.ref[Engine] = weakref.ref(self)
+        miss = functools.partial(_serve, self._weakly, recipe.jitted)
+        eager = _eagerly(self._weakly, recipe.fun)
         self.dispatcher = Dispatcher(eager, recipe.name, miss, recipe.parameters.roles)
         self._plans = CallPlans(self.dispatcher.call)
         self.checks = Checks(recipe, self.number, self.levels, self.ledger, self.dispatcher)
@@ -156,6 +158,13 @@ class Engine:
                 self.__dict__["over_buffers"] = engine
             return self.__dict__["over_buffers"]
 
+    def note_call(self) -> None:
+        """Counts a call that comes through Python."""
+        global _latest_engine
+        if not (self._is_over_buffers or self.hands_in):
+            self.calls += 1
+            _latest_engine = self._weakly
+
     def run_resident(self, args: tuple, kwargs: dict) -> Any:
         use = Use(self.recipe, args, kwargs)
         if jaxcompat.is_tracing():
@@ -195,6 +204,7 @@ class Engine:
             return
         plan = self._plans.add(use, outputs, self.over_buffers.dispatcher.call)
         if plan is not None:
+            self.sees_all_calls = False
             serve_by(plan)
 
     def _count_moved(self, use: Use) -> None:
@@ -444,12 +454,30 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
         return jitted(*args, **kwargs), None, False
     if alive.is_planned():
         return NOT_A_HIT, None, True
+    alive.note_call()
     if alive.handing_in is not None:
         whole = alive.handing_in(args, kwargs)
         if whole is not None:
             args, kwargs = whole
-            return alive.dispatcher.call(*args, **kwargs), None, False
-    return (*alive.run(*args, **kwargs), False)
+            alive.hands_in = True
+            try:
+                return alive.dispatcher.call(*args, **kwargs), None, False
+            finally:
+                alive.hands_in = False
+    outputs, fast_path = alive.run(*args, **kwargs)
+    alive.sees_all_calls &= fast_path is None or alive.hands_in
+    return outputs, fast_path, False
+
+
+_latest_engine: weakref.ref[Engine] | None = None
+
+
+def latest_call() -> str:
+    """The latest call of a step: "call 12 of train", or its name where not every call is seen."""
+    engine = _latest_engine() if _latest_engine is not None else None
+    if engine is None:
+        return ""
+    return f"{f'call {engine.calls} of ' if engine.sees_all_calls else ''}{engine.recipe.name}"
 
 
 _caches: dict[int, WeakObjects[ProgramCache]] = {}

@@ -7,14 +7,15 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from stepcache import jaxcompat
-from stepcache.cluster.pod import AGREE_SECONDS, peers_of
+from stepcache.cluster.loss import HANG_SECONDS, OnHang
+from stepcache.cluster.pod import AGREE_SECONDS, PodOfSession, peers_of
 from stepcache.engine import preload_all
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
@@ -80,6 +81,9 @@ class Session:
             the variables count.
         agree_timeout: seconds that the processes of a pod wait for one that has not come to agree
             on a new program.
+        hang_after: seconds without a movement in a session over several processes, after which each
+            of them logs, once, where all of them are, to the logger `stepcache`; None for never.
+        on_hang: "warn" goes on waiting after that; "error" makes it a `RankLostError` on all.
 
     Over the processes of a pod (`jax.distributed.initialize`), a session means the same: each hands
     in its part of a batch along `data_axis`, and the whole of everything else. Before a new program
@@ -87,7 +91,9 @@ class Session:
     they differ, that is an `AgreementError` on all of them. Where only their code or globals do,
     it is one if they lower different programs. One builds it, the others load that. An error of a
     collective that leaves a `with` block because a process of the mesh has gone becomes a
-    `RankLostError`.
+    `RankLostError`. Where a process ends, or leaves its session, while others wait for it in a
+    collective, they raise that too; one that cannot, as its thread waits for a device, prints it
+    and ends with exit code 1 within seconds.
 
     Raises:
         PlacementError: a rule or `data_axis` names an axis that the mesh does not have.
@@ -106,14 +112,11 @@ class Session:
         count_hits: bool = False,
         max_step_bytes: int | None = None,
         agree_timeout: float = AGREE_SECONDS,
+        hang_after: float | None = HANG_SECONDS,
+        on_hang: OnHang = "warn",
     ):
-        if on_miss not in _ON_MISS:
-            raise OptionError(
-                "unknown on_miss",
-                where="Session",
-                expected=f"one of {', '.join(map(repr, _ON_MISS))}",
-                got=repr(on_miss),
-            )
+        _check_choice("on_miss", on_miss, _ON_MISS)
+        _check_choice("on_hang", on_hang, get_args(OnHang))
         if max_step_bytes is not None and not (
             isinstance(max_step_bytes, int | np.integer)
             and not isinstance(max_step_bytes, bool)
@@ -126,13 +129,14 @@ class Session:
                 got=repr(max_step_bytes),
             )
         placer = _placer(mesh, rules if isinstance(rules, Rules) else Rules(rules or ()), data_axis)
-        if not agree_timeout > 0:
-            raise OptionError(
-                "agree_timeout must be positive", where="Session", got=repr(agree_timeout)
-            )
+        hang_seconds = float("inf") if hang_after is None else hang_after
+        for name, seconds in (("agree_timeout", agree_timeout), ("hang_after", hang_seconds)):
+            if not seconds > 0:
+                raise OptionError(f"{name} must be positive", where="Session", got=repr(seconds))
         cache_used = cache or DEFAULT_SCOPE.cache
         together = functools.partial(peers_of, agree_seconds=agree_timeout)
         self._open(Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together))
+        self._on_hang = hang_seconds, on_hang
         _ = self._scope.peers  # From now on they know of each other.
         if cache is not None:
             preload_all(cache)
@@ -141,6 +145,7 @@ class Session:
         self._scope = scope
         self._token = _SessionToken(scope, self)
         self._entered = threading.local()
+        self._on_hang: tuple[float, OnHang] = HANG_SECONDS, "warn"
 
     @classmethod
     def _without_mesh(cls) -> Session:
@@ -205,12 +210,16 @@ class Session:
         context = jaxcompat.session_context(self._token)
         context.__enter__()
         self._contexts().append(context)
+        if isinstance(peers := self._scope.peers, PodOfSession):
+            peers.enter(*self._on_hang)
         return self
 
     def __exit__(self, *exception) -> None:
         self._contexts().pop().__exit__(*exception)
-        if isinstance(exception[1], Exception) and (peers := self._scope.peers) is not None:
-            peers.suspect(exception[1])
+        if isinstance(peers := self._scope.peers, PodOfSession):
+            peers.leave(exception[1])
+            if isinstance(exception[1], Exception):
+                peers.suspect(exception[1])
         if self._scope.built and exception[0] is None:
             unmatched = set(range(len(self.rules))) - self._scope.matched
             self._scope.warn_of_rules(unmatched, "any step of the session")
@@ -238,6 +247,16 @@ class Session:
         mesh = dict(self.mesh.shape) if self.mesh is not None else None
         state = ", closed" if self.closed else ""
         return f"Session(mesh={mesh}, rules={len(self.rules)}, {self.cache!r}{state})"
+
+
+def _check_choice(name: str, given: Any, choices: Iterable[str]) -> None:
+    if given not in choices:
+        raise OptionError(
+            f"unknown {name}",
+            where="Session",
+            expected=f"one of {', '.join(map(repr, choices))}",
+            got=repr(given),
+        )
 
 
 def _parts_of(tree: Any) -> Iterator[tuple[str, Any, slice | None]]:

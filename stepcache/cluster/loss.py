@@ -1,16 +1,24 @@
-"""Who of a pod has gone: found out, told to all, and made an error of.
+"""Which processes of a pod have gone, or hang: found out, told to all, and made an error of.
 
-A process that dies closes its connections, so that a collective of its neighbours fails at once;
-but others wait for those neighbours, and JAX ends them all only when heartbeats have failed. Here
-whoever notices says so in the coordination service, and every process hangs up on the others, so
-that no collective waits any more. Of one that falls silent only the heartbeats tell: then there are
-the seconds for which JAX's abort is put off.
+Each process has two daemon threads. One waits in a single call of the coordination service for the
+next piece of *news*: `left` (a rank left a session), `ended` (a rank's script ended), `roll` (all
+say where they are), `hang` and `lost`. Any rank may give news; the first that gives number n has
+given it, and all get it. The other thread looks every second at this process alone, without the
+service: whether the thread that entered the session moves, and whether processes of this machine
+run. A pod where nothing happens makes no calls.
+
+A rank that ends by an error says so itself. One that was killed is noticed by its neighbours, whose
+collectives fail, and by processes of the same machine. Who of the others does not answer a roll
+call is lost. Where the main thread still waits for a device a few seconds after a loss is known,
+nothing can make it raise: then the error is printed here, and the process ends.
+
+Rank 0 runs the coordination service. When its process is killed, JAX aborts all others within a
+fraction of a second; `RankLostError` is raised, or printed, before that, where there is time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import queue
@@ -19,84 +27,133 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import jax
 
-from stepcache import _process_hooks
-from stepcache._process_hooks import is_aborting
-from stepcache.cluster.connections import (
-    accepted_at,
-    connected_by,
-    hang_up,
-    listening,
-    machine,
-    started,
-)
+from stepcache.cluster.hang_report import Movement, Row, table
+from stepcache.cluster.news import ANSWER_SECONDS, News
+from stepcache.engine import latest_call
 from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable
-from stepcache.programs import plain
 from stepcache.units import readable_ranks
 
-_SLICE_SECONDS = 0.5
-_LOOK_SECONDS = 0.75  # After the answers that come in a slice of time.
-_ANSWER_SECONDS = 1.0
-_LAST_ONE_SECONDS = 3.0
-_POLL_SECONDS = 0.02
-_LOST, _HERE, _WHO, _LEFT = (f"stepcache/{name}" for name in ("lost", "here", "who", "left"))
+HANG_SECONDS = 60.0
+"""After how long without a movement a report of all ranks is logged, by default."""
+OnHang = Literal["warn", "error"]
+
+_LOOK_SECONDS = 1.0
+_STILL_SECONDS = 4.0  # A thread that has not moved for that long seems to wait for others.
+_RAISE_SECONDS = 3.0  # To raise what is known, for a main thread that waits for a device.
+_LEAVE_SECONDS = 30.0  # To end, for one that has raised it and waits again.
+_LAST_ONE_SECONDS = 8.0
+_ASK_AGAIN_SECONDS = 20.0
+_ERROR_LENGTH = 120
+_PROBES, _PROBE_SECONDS = 10, 0.01
 _OF_TRANSPORT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|"
     r"coordination ?service|UNAVAILABLE",
     re.IGNORECASE,
 )
-T = TypeVar("T")
 _log = logging.getLogger("stepcache")
 _making = threading.Lock()
 
 
 class Watch:
-    """Knows whether all processes of the pod are there.
+    """Knows whether all processes of the pod are there, and in the same sessions.
 
     Args:
         service: JAX's coordination service.
 
     Attributes:
         rank: of this process.
-        service: the same; a call of it raises `RankLostError` rather than wait for what has gone.
+        service: as given.
+        given_up: by rank, why a process has given up waiting for others.
     """
 
     _made: Watch | None = None
 
     def __init__(self, service: Service):
-        self.service = _Guarded(service, self)
-        self.rank = jax.process_index()
-        self._others: dict[int, dict] = {}
-        self._known = threading.Event()
+        self.service, self.rank = service, jax.process_index()
+        self.given_up: dict[int, str] = {}
         self._error: RankLostError | None = None
-        self._hanging_up = threading.Lock()
-        self._hung_up = False
-        about = {
-            "machine": machine(),
-            "pid": os.getpid(),
-            "started": started(os.getpid()),
-            "listens": listening(),
-        }
-        self.service.put(f"{_WHO}/{self.rank}", plain.pack(about))
-        # Not a daemon: Python's end must not find a thread inside JAX.
-        threading.Thread(target=self._run, name="stepcache pod", daemon=False).start()
-        _process_hooks.at_exit(self._leave)
-        _process_hooks.put_off_aborts()
+        self._known = threading.Event()
+        self._told = self._raised = self._closed = False
+        self._news = News(service, self.rank)
+        self._movement = Movement(threading.main_thread().ident or 0)
+        self._sessions: dict[str, list] = {}  # As in `Row`.
+        self._inside: list[tuple[str, Sequence[int], float, OnHang]] = []
+        self._left_at = time.monotonic()
+        self._failure = ""  # How this process is about to end, if by an error.
+        self._ended = ""
+        self._heard_left: set[tuple[str, int]] = set()
+        self._someone_ended = self._reported_hang = False
+        self._ask_after = 0.0  # By the monotonic clock.
+        self._meeting_since = float("inf")
+        self._pid = os.getpid()
+        coordination.replace_shutdown(self._shut_down)
+        self._thread = threading.Thread(target=self._watch, name="stepcache watch", daemon=True)
+        self._thread.start()
 
     @classmethod
     def of_this_process(cls, service: Service) -> Watch:
-        """The one watch of this process."""
+        """The one watch of this process, for as long as JAX's service is the same."""
         with _making:
-            if cls._made is None:
-                cls._made = cls(service)
-            return cls._made
+            made = cls._made
+            if made is None or made._closed or made.service.client is not service.client:
+                made = cls._made = cls(service)
+            return made
 
-    # ---- noticing --------------------------------------------------------------------------------
+    # ---- in the threads that use it --------------------------------------------------------------
+
+    def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float, on_hang: OnHang) -> None:
+        """A thread enters a session; from now on its movements are watched.
+
+        Args:
+            mesh: names the processes of the session's mesh.
+            ranks: theirs.
+            hang_seconds: how long nothing may move; infinite for any time.
+            on_hang: what happens then.
+        """
+        self._movement = Movement(threading.get_ident())
+        number, _ = self._sessions.pop(mesh, (0, ""))
+        self._sessions[mesh] = [number + 1, ""]
+        self._inside.append((mesh, ranks, hang_seconds, on_hang))
+
+    def leave(self, mesh: str, error: BaseException | None) -> None:
+        """The thread leaves a session, on account of an error or not."""
+        for entered in reversed(self._inside):
+            if entered[0] == mesh:
+                self._inside.remove(entered)
+                break
+        if mesh in self._sessions and all(name != mesh for name, *_ in self._inside):
+            how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
+            self._sessions[mesh][1] = f"left its session{how}"
+        if isinstance(error, SystemExit) and error.code:
+            self._failure = f"ended by SystemExit: {error.code}"
+        self._left_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def meeting(self) -> Any:
+        """While processes agree: the last one may take its time, unless it has ended."""
+        self._meeting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._meeting_since = float("inf")
+
+    def tell(self, text: str, *, gives_up: bool = False) -> None:
+        """Has all processes log a line.
+
+        Args:
+            text: the line.
+            gives_up: it is why this process, where it is an error, has given up waiting.
+        """
+        while not (self._news.over or self._known.is_set()):
+            if self._news.give("said", text=text, gives_up=gives_up) is not None:
+                return
+            time.sleep(0.01)
 
     def raise_if_lost(self) -> None:
         """Raises what is known.
@@ -105,52 +162,8 @@ class Watch:
             RankLostError: a process has gone.
         """
         if self._error is not None:
+            self._raised = True
             raise self._error
-
-    def look_at(self, ranks: Callable[[], Iterable[int]]) -> None:
-        """Looks whether processes, if they are on this machine, are alive, and the service is.
-
-        Args:
-            ranks: says which processes; asked where the service is there.
-
-        Raises:
-            RankLostError: one is not.
-        """
-        self.raise_if_lost()
-        gone = [rank for rank in ranks() if self._is_gone(rank)]
-        if gone:
-            self._declare("its process has ended", gone)
-            self._known.wait(2 * (_SLICE_SECONDS + _ANSWER_SECONDS))
-            self.raise_if_lost()
-
-    def look_at_service(self) -> None:
-        """Looks whether the coordination service is there.
-
-        Raises:
-            Unreachable: it is not.
-        """
-        if not self._is_connected():
-            raise Unreachable("its connection is closed")
-
-    def _is_connected(self) -> bool:
-        return self.rank == 0 or connected_by(coordination.coordinator_port())
-
-    def _is_gone(self, rank: int) -> bool:
-        about = self._all().get(rank)
-        if about is None or about["machine"] != machine():
-            return False
-        return started(about["pid"]) != about["started"]
-
-    def meet(self) -> None:
-        """Notes who the others are. To be called when all have made their watches."""
-        self._all()
-
-    def _all(self) -> dict[int, dict]:
-        """What every process has said of itself."""
-        if len(self._others) < jax.process_count():
-            for name, packed in self.service.listed(f"{_WHO}/").items():
-                self._others[int(name)] = plain.unpack(packed)
-        return self._others
 
     def suspect(self, error: BaseException) -> None:
         """Finds out whether an error means that a process has gone.
@@ -158,198 +171,270 @@ class Watch:
         Raises:
             RankLostError: it does; the error is its cause.
         """
-        if isinstance(error, RankLostError):
+        if isinstance(error, RankLostError) or self._closed:
             return
         if not self._known.is_set():
             if not _OF_TRANSPORT.search(str(error)):
                 return
-            try:
-                self.look_at_service()
-                self._declare(first_line(error), ())
-            except Unreachable as unreachable:
-                self.service_has_gone(first_line(unreachable))
-            self._known.wait(2 * (_SLICE_SECONDS + _ANSWER_SECONDS))
+            self._news.inbox.put(("suspicion", first_line(error)))
+            for _ in range(_PROBES):  # A port is closed a little later than connections are.
+                if self.rank and coordination.coordinator_refuses():
+                    self.service_has_gone(first_line(error))
+                if self._known.wait(_PROBE_SECONDS):
+                    break
+            self._known.wait(2 * ANSWER_SECONDS)
         if self._error is not None:
+            self._raised = True
             raise self._error from error
 
-    def beside(self, work: Callable[[], T], look: Callable[[], None]) -> T:
-        """Does something in another thread, so that this one need not wait for what never comes.
-
-        Args:
-            work: what.
-            look: called now and then; what it raises ends the waiting.
-        """
-        answers: queue.SimpleQueue = queue.SimpleQueue()
-
-        def call() -> None:
-            try:
-                answers.put((work(), None))
-            except BaseException as error:
-                answers.put((None, error))
-
-        # A daemon: it may still be waiting when the process ends.
-        thread = threading.Thread(target=call, name="stepcache service", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # Python is about to end, and starts no thread any more.
-            return work()
-        while True:
-            try:
-                answer, error = answers.get(timeout=_LOOK_SECONDS)
-            except queue.Empty:
-                look()
-                continue
-            if error is not None:
-                raise error
-            return answer
-
-    def _declare(self, why: str, ranks: Sequence[int]) -> None:
-        self.service.put(_LOST, plain.pack({"by": self.rank, "why": why, "ranks": list(ranks)}))
-
     def service_has_gone(self, why: str) -> None:
-        """The coordination service does not answer: it lives in the process of rank 0.
+        """The coordination service does not answer: it lives in the process of rank 0."""
+        self._note_loss([0], f"its coordination service does not answer ({why})", "")
 
-        Nor does JAX's client once it ends this process, whoever's heartbeats it was that stopped.
-        """
-        self._hang_up()
-        if is_aborting() and self._is_connected():
-            self._note((), None, "heartbeats have stopped, and JAX ends this process")
-        else:
-            self._note([0], None, f"its coordination service does not answer ({why})")
-        _process_hooks.pass_on_abort()
-
-    # ---- all the time ----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            for turn in itertools.count():
-                if not threading.main_thread().is_alive() or self._known.is_set():
-                    return
-                self.look_at_service()
-                found = self.service.get(_LOST, _SLICE_SECONDS)
-                if found is not None:
-                    self._judge(**plain.unpack(found))
-                elif turn % 2 and is_aborting():  # Milliseconds, where there are many threads.
-                    raise Unreachable("JAX ends this process")
-        except Unreachable as error:
-            if not threading.main_thread().is_alive():
+    def _tell_loss(self, ranks: Iterable[int], why: str, report: str = "") -> None:
+        self._told = True
+        while not self._news.over:
+            if self._news.give("lost", ranks=sorted(ranks), why=why, table=report) is not None:
                 return
-            if self._is_shut_down(error):
-                _process_hooks.restore_aborts()
-            else:
+            time.sleep(0.01)
+
+    # ---- the thread that watches -----------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closed:
+            try:
+                with contextlib.suppress(queue.Empty):
+                    self._take(*self._news.inbox.get(timeout=_LOOK_SECONDS))
+                    while True:
+                        self._take(*self._news.inbox.get_nowait())
+                if self._known.is_set():
+                    self._end_if_stuck()
+                elif not self._told:
+                    self._look()
+            except Unreachable as error:
+                if self._is_shut_down():
+                    return
                 self.service_has_gone(first_line(error))
 
-    def _is_shut_down(self, error: Unreachable) -> bool:
-        """Whether `jax.distributed.shutdown` has been called, which cancels what is under way."""
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while "CANCELLED" in str(error) and time.monotonic() < deadline:
-            if coordination.service() is None:
+    def _is_shut_down(self) -> bool:
+        return bool(self._closed or self._ended) or coordination.service() is None
+
+    def _take(self, number: Any, news: Any) -> None:
+        if number == "unreachable":
+            if not self._is_shut_down():
+                self.service_has_gone("its connection is closed")
+            return
+        if number == "suspicion":
+            if not (self._told or self._known.is_set()) and not self._inquire(news, True):
+                time.sleep(0.01)
+                self._news.inbox.put((number, news))
+            return
+        self._news.took(number)
+        if news["kind"] == "left":
+            self._heard_left.add((news["mesh"], news["number"]))
+        elif news["kind"] == "said":
+            if news["gives_up"]:
+                self.given_up[news["by"]] = news["text"]
+            if not (news["gives_up"] and news["by"] == self.rank):
+                _log.warning("%s", news["text"])
+        elif news["kind"] == "ended":
+            self._someone_ended = True
+        elif news["kind"] == "roll" and news["by"] != self.rank:
+            self._news.answer(number, self._row())
+            self._ask_after = time.monotonic() + 2 * ANSWER_SECONDS
+        elif news["kind"] == "hang":
+            self._reported_hang = True
+            _log.warning("%s", news["text"])
+        elif news["kind"] == "lost":
+            by = "" if news["by"] in news["ranks"] else f" (rank {news['by']} noticed)"
+            self._note_loss(news["ranks"], f"{news['why']}{by}", news["table"])
+
+    def _look(self) -> None:
+        movement = self._movement
+        movement.look()
+        still = movement.still_seconds
+        meeting = time.monotonic() - self._meeting_since
+        if still < _LOOK_SECONDS / 2 and meeting < 0:
+            self._reported_hang = False
+        self._announce()
+        if max(still, meeting) > _LOOK_SECONDS and self._news.ended_neighbours():
+            self._inquire("its process has ended")
+        if not self._inside or time.monotonic() < self._ask_after:
+            return
+        mesh, _, hang_seconds, on_hang = self._inside[-1]
+        waits = still > _STILL_SECONDS and movement.waits_for_device
+        left = (mesh, self._sessions[mesh][0]) in self._heard_left
+        if (self._someone_ended and (waits or meeting > _STILL_SECONDS)) or (left and waits):
+            self._ask_after = time.monotonic() + _ASK_AGAIN_SECONDS
+            self._inquire("")
+        elif max(still, meeting) > hang_seconds and not self._reported_hang:
+            self._report_hang(hang_seconds, on_hang if still > hang_seconds else "warn")
+
+    def _announce(self) -> None:
+        """Tells the others, who may wait for this process, how it ended or left its session."""
+        main = threading.main_thread()
+        if not main.is_alive() and self._movement.thread == main.ident:
+            self._note_failure()
+            if self._failure:
+                return self._tell_loss([self.rank], self._failure)
+            self._ended = self._ended or "ended its script"
+        if self._ended:
+            if not self._someone_ended:
+                self._news.give("ended")
+        elif not self._inside and time.monotonic() > self._left_at + _LOOK_SECONDS:
+            for mesh, (number, left) in list(self._sessions.items()):
+                if left and (mesh, number) not in self._heard_left and not _pending_ranks():
+                    self._news.give("left", mesh=mesh, number=number)
+
+    def _note_failure(self) -> None:
+        error = getattr(sys, "last_value", None)
+        if error is not None and not threading.main_thread().is_alive():
+            self._failure = f"ended by {first_line(error)}"
+
+    # ---- roll calls ------------------------------------------------------------------------------
+
+    def _row(self) -> Row:
+        self._movement.look()
+        movement = self._movement
+        return Row(
+            movement.where, movement.still_seconds, latest_call(), self._ended, self._sessions
+        )
+
+    def _inquire(self, why: str, of_transport: bool = False) -> bool:
+        """Finds out who has gone, and tells all. False where that has to be asked again.
+
+        Args:
+            why: what makes this process ask.
+            of_transport: it is an error of a collective, so that something is wrong for certain.
+        """
+        found = self._news.call_roll(self._row())
+        if found is None:
+            return False
+        rows, silent = found
+        lost = {rank for rank, reason in silent.items() if "ended" in reason or of_transport}
+        if lost:
+            reasons = dict.fromkeys(silent[rank] for rank in sorted(lost))
+            why = "; ".join(reasons)
+        else:
+            mesh, ranks, *_ = self._inside[-1] if self._inside else ("", rows)
+            number = self._sessions[mesh][0] if mesh else 0
+            outside = {rank: rows[rank].gone(mesh, number) for rank in ranks if rank in rows}
+            if not of_transport:  # A local computation may take its time.
+                pending = _pending_ranks()
+                outside = {
+                    rank: outside[rank] for rank in outside if rank in pending or not pending
+                }
+            lost = {rank for rank, how in outside.items() if how and rank != self.rank}
+            if not lost and not of_transport:
                 return True
-            time.sleep(_POLL_SECONDS)
-        return coordination.service() is None
+            calls = {rank: f", after {rows[rank].call}" if rows[rank].call else "" for rank in lost}
+            hows = dict.fromkeys(f"{outside[rank]}{calls[rank]}" for rank in sorted(lost))
+            others = "while others wait for it" if lost else ""
+            why = "; ".join(filter(None, (*hows, why, others)))
+        self._tell_loss(lost, why, table(rows, silent))
+        return True
 
-    def _judge(self, by: int, why: str, ranks: list[int]) -> None:
-        """Somebody says that somebody has gone. If he does not say who: who does not answer."""
-        self.service.put(f"{_HERE}/{self.rank}", b"1")
-        self._all()
-        self._hang_up()
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        silent = set(ranks)
-        while not ranks and time.monotonic() < deadline:
-            silent = set(self._all()) - {int(rank) for rank in self.service.listed(f"{_HERE}/")}
-            if not silent:
-                break
-            time.sleep(_POLL_SECONDS)
-        self._note(sorted(silent), by, why)
+    def _report_hang(self, seconds: float, on_hang: OnHang) -> None:
+        found = self._news.call_roll(self._row())
+        if found is None:
+            return
+        rows, silent = found
+        if silent:  # A second time, to be certain.
+            found = self._news.call_roll(self._row())
+            if found is None:
+                return
+            silent = {rank: why for rank, why in found[1].items() if rank in silent}
+        text = f"nothing has moved for {seconds:g} s"
+        if silent:
+            self._tell_loss(silent, f"{text}, and it does not answer", table(rows, silent))
+        elif on_hang == "error":
+            self._tell_loss((), text, table(rows))
+        else:
+            self._news.give("hang", text=f"{text} in rank {self.rank}. {table(rows)}")
 
-    def _note(self, ranks: Sequence[int], by: int | None, why: str) -> None:
+    # ---- a loss ----------------------------------------------------------------------------------
+
+    def _note_loss(self, ranks: list[int], why: str, report: str) -> None:
         if self._known.is_set():
             return
-        what = f"{readable_ranks(ranks)} of the pod has gone"
-        if not ranks and by is None:
-            what = "a process of the pod has fallen silent"
-        elif not ranks:
-            what = f"rank {by} cannot reach the others of the pod, though all are there"
-        elif by not in (None, self.rank, *ranks):
-            what += f", as rank {by} noticed"
+        what = f"{readable_ranks(ranks)} of the pod has gone" if ranks else "the pod is broken"
+        where = f"rank {self.rank}"
         self._error = RankLostError(
-            f"{what}: {why}",
+            f"{what}: {why}" + (f". {report}" if report else ""),
             ranks,
-            where=f"rank {self.rank}",
+            where=f"{where}, {call}" if (call := latest_call()) else where,
             hint="start again, on as many processes as there are: Variables.restore reads what any "
             "number of them saved",
         )
+        self._known_at = time.monotonic()
         self._known.set()
-        _log.error("%s", self._error.what)
+        if not self._failure:
+            _log.error("%s", self._error.what)
 
-    def _hang_up(self) -> None:
-        """Closes the connections to the other processes, but for those of the service."""
-        with self._hanging_up:
-            if not self._hung_up:
-                self._hung_up = True
-                ends = {rank: about["listens"] for rank, about in self._others.items()}
-                own = ends.pop(self.rank, [])
-                hang_up(own, itertools.chain(*ends.values()), coordination.coordinator_port())
+    def _end_if_stuck(self) -> None:
+        """Ends the process where its main thread will not raise what is known.
+
+        It is in a call that only the lost rank could end. Python cannot interrupt that.
+        """
+        movement = self._movement
+        movement.look()
+        still = min(movement.still_seconds, time.monotonic() - self._known_at)
+        if not movement.waits_for_device:  # It goes on by itself.
+            return
+        if still < (_LEAVE_SECONDS if self._raised else _RAISE_SECONDS):
+            return
+        threading.Timer(2 * _LAST_ONE_SECONDS, os._exit, (1,)).start()  # If a stream blocks.
+        with contextlib.suppress(Exception):
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            name = f"{RankLostError.__module__}.{RankLostError.__qualname__}"
+            place = f"the thread waits at {movement.where}, and cannot raise this"
+            sys.stderr.write(f"{name}: {self._error}\n{place}\n")
+            sys.stderr.flush()
+        with contextlib.suppress(Unreachable):
+            self._say_goodbye()
+        os._exit(1)
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
-        """The end of the process. Where an exception ends it, it says so; a lost pod is left at
-        once, and by rank 0 last: the service ends with it, and JAX then aborts the others.
+    def _shut_down(self, shut_down: Callable[[], None]) -> None:
+        """In the place of `jax.distributed.shutdown`, which JAX also calls at exit.
+
+        JAX waits for all processes. One that an error ends, or whose pod is broken, must not: it
+        tells the others, and leaves.
         """
-        error = getattr(sys, "last_value", None)
-        if coordination.service() is None or (error is None and not self._known.is_set()):
-            return  # The user, or JAX, ends the pod in its own way.
-        if is_aborting():  # JAX's client does not answer then, and all leave.
-            return coordination.abandon()
-        there = self._error is None or 0 not in self._error.ranks
+        if os.getpid() != self._pid:
+            return shut_down()
+        self._note_failure()
         with contextlib.suppress(Unreachable):
-            if there and not self._known.is_set():
-                self._declare(f"it ended with {first_line(error)}", [self.rank])
-            if there:
-                self.service.put(f"{_LEFT}/{self.rank}", b"1")
-            if self.rank == 0:
-                self._wait_for_the_others()
-        coordination.abandon()
+            if self._failure and not self._known.is_set():
+                self._tell_loss([self.rank], self._failure)
+                self._known.wait(ANSWER_SECONDS)
+        if self._known.is_set() or self._failure:
+            with contextlib.suppress(Unreachable):
+                self._say_goodbye()
+            coordination.abandon()
+        else:
+            ending = not threading.main_thread().is_alive()
+            self._ended = "ended its script" if ending else "called jax.distributed.shutdown()"
+            shut_down()
+        self._closed = True
+        for thread in (self._thread, self._news.thread):
+            thread.join(2 * _LOOK_SECONDS)
 
-    def _wait_for_the_others(self) -> None:
-        """Until those who have not gone say that they leave, and then have left."""
-        gone = self._error.ranks if self._error is not None else ()
-        staying = set(self._all()) - {0, *gone}
-        deadline = time.monotonic() + _LAST_ONE_SECONDS
-        while staying and time.monotonic() < deadline:
-            staying -= {int(rank) for rank in self.service.listed(f"{_LEFT}/")}
-            time.sleep(_POLL_SECONDS)
-        while accepted_at(coordination.coordinator_port()) > 1 and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)  # One is this process's own.
+    def _say_goodbye(self) -> None:
+        """Leaves a broken pod: rank 0 last, as the service ends with it."""
+        gone = set(self._error.ranks) if self._error is not None else set()
+        if 0 in gone - {self.rank}:
+            return
+        self._news.say_goodbye(gone if self.rank == 0 else None, _LAST_ONE_SECONDS)
 
 
-class _Guarded(Service):
-    """A service that nobody waits for when it has gone: its calls are made by other threads."""
-
-    def __init__(self, service: Service, watch: Watch):
-        super().__init__(service.client)
-        self._watch = watch
-
-    def put(self, name: str, value: bytes) -> bool:
-        return self._call(super().put, name, value)
-
-    def get(self, name: str, timeout_seconds: float) -> bytes | None:
-        return self._call(super().get, name, timeout_seconds)
-
-    def listed(self, directory: str) -> dict[str, bytes]:
-        return self._call(super().listed, directory)
-
-    def add(self, name: str) -> int:
-        return self._call(super().add, name)
-
-    def delete(self, name: str) -> None:
-        self._call(super().delete, name)
-
-    def _call(self, function: Callable, *args: Any) -> Any:
-        return self._watch.beside(lambda: function(*args), self._look)
-
-    def _look(self) -> None:
-        self._watch.look_at_service()
-        if is_aborting():
-            raise Unreachable("JAX ends this process")
+def _pending_ranks() -> set[int]:
+    """The processes whose devices hold a part of an array that is still being computed."""
+    return {
+        device.process_index
+        for array in jax.live_arrays()
+        if not (array.is_fully_addressable or array.is_deleted() or array.is_ready())
+        for device in array.sharding.device_set
+    }

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from stepcache.cluster.loss import Watch
-from stepcache.cluster.notices import Notices
+from stepcache.cluster.loss import HANG_SECONDS, OnHang, Watch
 from stepcache.errors import AgreementError, RankLostError
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Unreachable
@@ -45,15 +44,14 @@ class Pod:
         ranks: as given.
         service: of the watch.
         watch: as given.
-        notices: what one of them tells all others.
+        name: the same on all of them.
     """
 
     def __init__(self, ranks: tuple[int, ...], watch: Watch):
         self.rank, self.ranks = watch.rank, ranks
         self.service, self.watch = watch.service, watch
         everybody = ",".join(map(str, ranks))
-        self._name = f"stepcache/{hashlib.sha256(everybody.encode()).hexdigest()[:12]}"
-        self.notices = Notices(self.service, self._name, self.rank)
+        self.name = f"stepcache/{hashlib.sha256(everybody.encode()).hexdigest()[:12]}"
         self._meetings = 0
         self._lock = threading.Lock()
 
@@ -68,9 +66,10 @@ class Pod:
         """
         with self._lock, self.telling_why():
             self._meetings += 1
-            yield _Meeting(self, f"{self._name}/{self._meetings}", label, why, agree_seconds)
+            with self.watch.meeting():
+                yield _Meeting(self, f"{self.name}/{self._meetings}", label, why, agree_seconds)
             if self.rank == self.ranks[0] and self._meetings > 1:
-                self.service.delete(f"{self._name}/{self._meetings - 1}/")  # All have left it.
+                self.service.delete(f"{self.name}/{self._meetings - 1}/")  # All have left it.
 
     @contextlib.contextmanager
     def telling_why(self) -> Iterator[None]:
@@ -81,8 +80,8 @@ class Pod:
         try:
             yield
         except RankLostError as lost:
-            for rank, text in self.notices.given_up.items():
-                if rank in lost.ranks or not lost.ranks:
+            for rank, text in self.watch.given_up.items():
+                if rank in self.ranks and (rank in lost.ranks or not lost.ranks):
                     raise AgreementError(
                         text, sides=((rank,), (self.rank,)), where=f"rank {self.rank}", hint=_HINT
                     ) from lost
@@ -105,11 +104,23 @@ class PodOfSession:
         with self.pod.telling_why():
             self.pod.watch.suspect(error)
 
+    def enter(self, hang_seconds: float = HANG_SECONDS, on_hang: OnHang = "warn") -> None:
+        """This thread enters a session over these processes."""
+        self.pod.watch.enter(self.pod.name, self.ranks, hang_seconds, on_hang)
+
+    def leave(self, error: BaseException | None) -> None:
+        """This thread leaves it."""
+        self.pod.watch.leave(self.pod.name, error)
+
     def guarded(self, work: Callable[[], T]) -> T:
         """As `Company` has it."""
         with self.pod.telling_why():
             self.pod.watch.raise_if_lost()
-            return self.pod.watch.beside(work, lambda: self.pod.watch.look_at(lambda: self.ranks))
+        try:
+            return work()
+        except Exception as error:
+            self.suspect(error)
+            raise
 
     def wait_for_all(self, label: str, said: bytes = b"") -> dict[int, bytes]:
         """As `Company` has it."""
@@ -130,9 +141,9 @@ def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> PodO
     if service is None:
         return None
     with _lock:
-        pod = _pods.get(tuple(ranks))
-        if pod is None:
-            pod = _pods[tuple(ranks)] = Pod(tuple(ranks), Watch.of_this_process(service))
+        watch, pod = Watch.of_this_process(service), _pods.get(tuple(ranks))
+        if pod is None or pod.watch is not watch:
+            pod = _pods[tuple(ranks)] = Pod(tuple(ranks), watch)
         return PodOfSession(pod, agree_seconds)
 
 
@@ -162,13 +173,12 @@ class _Meeting:
         def give_up() -> None:
             late = {"late": missing(), "by": self._pod.rank, "why": self._why}
             if service.put(f"{place}/outcome", plain.pack(late)):
-                self._pod.notices.tell(self._late(**late).what, gives_up=True)
+                self._pod.watch.tell(self._late(**late).what, gives_up=True)
 
         bound = None if patiently else self._agree_seconds
         found = plain.unpack(self._wait(f"{place}/outcome", missing, bound, give_up))
         if "late" in found:
             raise self._late(**found)
-        self._pod.watch.meet()
         return {rank: voice for ranks, voice in found["voices"] for rank in ranks}
 
     def hand_out(self, name: str, data: bytes, takers: Sequence[int]) -> None:
@@ -221,7 +231,7 @@ class _Meeting:
                 if found is not None:
                     return found
                 waited = time.monotonic() - started
-                self._pod.watch.look_at(missing)
+                self._pod.watch.raise_if_lost()
                 if not said and waited > _LOG_AFTER_SECONDS:
                     said = True
                     self._say_who_is_missing(missing(), waited, tell_all=give_up is not None)
@@ -238,7 +248,7 @@ class _Meeting:
         if not tell_all:
             _log.warning("%s", text)
         elif self._pod.service.put(f"{self._name}/waiting", b"1"):
-            self._pod.notices.tell(text)
+            self._pod.watch.tell(text)
 
     @contextlib.contextmanager
     def _knowing_of_losses(self) -> Iterator[None]:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import ctypes
+import socket
+from collections.abc import Callable
 from typing import Any
 
 from stepcache.jaxcompat.private import PRIVATE_API
@@ -14,6 +16,9 @@ if PRIVATE_API:
     from jax._src import distributed
 else:
     distributed: Any = None
+
+
+_PROBE_SECONDS = 0.1
 
 
 class Unreachable(Exception):
@@ -86,9 +91,35 @@ def service() -> Service | None:
     return Service(distributed.global_state.client)
 
 
-def coordinator_port() -> int:
-    """The port of the service."""
-    return int(distributed.global_state.coordinator_address.rsplit(":", 1)[1])
+def coordinator_refuses() -> bool:
+    """Whether the process of rank 0, which runs the service, has certainly ended.
+
+    Its machine then refuses connections to the port of the service. JAX's own client says nothing
+    about it any more: it is busy with the abort of this process.
+    """
+    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def replace_shutdown(replacement: Callable[[Callable[[], None]], None]) -> None:
+    """Has JAX's next shutdown of the service, at the end of the process at the latest, replaced.
+
+    Args:
+        replacement: is given JAX's own, which is back in its place before.
+    """
+    state = distributed.global_state
+
+    def shutdown() -> None:
+        del state.shutdown
+        replacement(state.shutdown)
+
+    state.shutdown = shutdown
 
 
 def abandon() -> None:

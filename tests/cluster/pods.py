@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -62,6 +63,7 @@ def run_pod(
     variables: dict[str, str] | None = None,
     of_rank: dict[int, dict[str, str]] | None = None,
     cache: str | Path = "off",
+    stopped: int | None = None,
 ) -> list[Rank]:
     """Runs a script in every rank, and fails if one of them does not end in time.
 
@@ -74,6 +76,7 @@ def run_pod(
         variables: of the environment.
         of_rank: more of them, by rank.
         cache: `STEPCACHE_DIR`.
+        stopped: a rank that stops, to be killed when all others have ended.
     """
     script = directory / "pod.py"
     prelude = PRELUDE.replace("HEARTBEAT", str(HEARTBEAT_SECONDS))
@@ -95,37 +98,53 @@ def run_pod(
             "NPROC": "4",
         }
         environment |= (variables or {}) | (of_rank or {}).get(rank, {})
-        output = (directory / f"rank{rank}.txt").open("wb")
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script)],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=directory,
-                start_new_session=True,
+        # Two files: JAX's threads write errors in the middle of what is said. To append, so that no
+        # write can overwrite another one.
+        for name in (f"rank{rank}.txt", f"rank{rank}.errors.txt"):
+            (directory / name).unlink(missing_ok=True)
+        with (
+            (directory / f"rank{rank}.txt").open("ab") as said,
+            (directory / f"rank{rank}.errors.txt").open("ab") as errors,
+        ):
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script)],
+                    env=environment,
+                    stdout=said,
+                    stderr=errors,
+                    cwd=directory,
+                    start_new_session=True,
+                )
             )
-        )
     ended: dict[int, float] = {}
     try:
         while len(ended) < count and time.monotonic() < started + limit:
             for rank, process in enumerate(processes):
                 if rank not in ended and process.poll() is not None:
                     ended[rank] = time.monotonic() - started
+            if stopped is not None and len(ended) == count - 1 and stopped not in ended:
+                os.killpg(processes[stopped].pid, signal.SIGKILL)
             time.sleep(0.01)
     finally:
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    ranks = [
-        Rank(
-            process.returncode,
-            (directory / f"rank{rank}.txt").read_text(errors="replace"),
-            ended.get(rank, limit),
+    texts = [
+        "".join(
+            (directory / name).read_text(errors="replace")
+            for name in (f"rank{rank}.txt", f"rank{rank}.errors.txt")
         )
-        for rank, process in enumerate(processes)
+        for rank in range(count)
     ]
+    ranks = [
+        Rank(process.returncode, text, ended.get(rank, limit))
+        for rank, (process, text) in enumerate(zip(processes, texts, strict=True))
+    ]
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError("a rank has left a process behind")
     hung = [rank for rank in range(count) if rank not in ended]
     outputs = "\n".join(f"--- rank {n}\n{each.output[-3000:]}" for n, each in enumerate(ranks))
     assert not hung, f"ranks {hung} hung\n{outputs}"
