@@ -19,6 +19,8 @@ from stepcache.programs import plain
 
 ANSWER_SECONDS = 5.0
 """How long a process has to answer a roll call."""
+_ENDING_SECONDS = 2.0
+"""How long a process takes to end that has said goodbye."""
 _FOREVER_SECONDS = 20 * 86400.0  # In milliseconds it is still a 32-bit number.
 _NEWS, _WHO, _ROLL, _LEFT = (f"stepcache/{name}" for name in ("news", "who", "roll", "left"))
 _ENDED = "its process has ended"
@@ -136,11 +138,21 @@ class News:
         self._service.put(f"{_LEFT}/{self._rank}", b"1")
         if wait_for_others_but is None:
             return
-        staying = set(self._everybody()) - wait_for_others_but
+        everybody = self._everybody()
+        others = {each: everybody[each] for each in everybody.keys() - wait_for_others_but}
+        others.pop(self._rank, None)
         deadline = time.monotonic() + seconds
-        while staying and time.monotonic() < deadline:
-            staying -= {int(rank) for rank in self._service.listed(f"{_LEFT}/")}
+        while time.monotonic() < deadline:
+            left = {int(rank) for rank in self._service.listed(f"{_LEFT}/")}
+            if others.keys() <= left:
+                break
             time.sleep(0.1)
+        # JAX aborts a process that still runs when the service goes.
+        deadline = min(deadline, time.monotonic() + _ENDING_SECONDS)
+        while time.monotonic() < deadline and not all(
+            machine == self._machine and _has_ended(pid) for machine, pid in others.values()
+        ):
+            time.sleep(0.05)
 
 
 def _in_time(call: Callable[[], int | None]) -> int | None:
