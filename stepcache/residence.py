@@ -97,33 +97,33 @@ class Use:
         """
         self._session = scope if scope is not DEFAULT_SCOPE else None
         for each in self.variables:
-            each.check_usable(scope.mesh)
+            each._check_usable(scope.mesh)
             if scope.placer is not None and each not in scope.seen:
                 scope.seen.add(each)
-                scope.match_rules(each.paths())
+                scope.match_rules(each._paths())
         return self
 
     def __enter__(self) -> Use:
         for each in self.in_order():
-            each.lock.acquire()
+            each._lock.acquire()
         return self
 
     def __exit__(self, *exception) -> None:
         for each in self.in_order():
-            each.lock.release()
+            each._lock.release()
 
     def in_order(self) -> Sequence[Variables]:
         """The variables in the order in which their locks are taken."""
         if len(self.variables) == 1:
             return self.variables
-        return sorted(self.variables, key=lambda each: each.number)
+        return sorted(self.variables, key=lambda each: each._number)
 
     def taken(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program takes them, which may write over what is carried."""
         return self._given(self._take)
 
     def _take(self, each: Variables, carried: bool) -> Packed:
-        packed = each.take(Reader(self._session, carried=carried), self.meter)
+        packed = each._take(Reader(self._session, carried=carried), self.meter)
         return _copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
     def _arguments(self) -> dict[int, list[str]]:
@@ -133,8 +133,8 @@ class Use:
         given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
         for name, tree in (*given, *self._kwargs.items()):
             for each in variables_of(tree):
-                if name not in names.setdefault(each.number, []):
-                    names[each.number].append(name)
+                if name not in names.setdefault(each._number, []):
+                    names[each._number].append(name)
         return names
 
     def holds(self, path: str) -> bool:
@@ -153,13 +153,13 @@ class Use:
                 if isinstance(leaf, Variables):
                     base = name.replace("[", "/").rstrip("]")  # As rules read it.
                     path = "/".join((base, keystr(keys, simple=True, separator="/"))).rstrip("/")
-                    yield from (f"{path}/{i}" for i in range(len(leaf.layout.buffers)))
+                    yield from (f"{path}/{i}" for i in range(len(leaf._layout.buffers)))
 
     def told(self) -> Iterator[str]:
         """A line for each of the variables."""
         names = self._arguments()
         for each in self.variables:
-            yield f"{' and '.join(names[each.number])}: {each!r}"
+            yield f"{' and '.join(names[each._number])}: {each!r}"
 
     def plan(self) -> Plan:
         """The transfers of the call, which are still to come."""
@@ -168,15 +168,15 @@ class Use:
             tuple(
                 planned
                 for index, each in enumerate(self.variables)
-                for planned in each.plan(
-                    Reader(self._session, tuple(names[each.number]), index < self.carried)
+                for planned in each._plan(
+                    Reader(self._session, tuple(names[each._number]), index < self.carried)
                 )
             )
         )
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program would take them."""
-        return self._given(lambda each, carried: each.described())
+        return self._given(lambda each, carried: each._described())
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments inside another transformation, with values in the place of variables.
@@ -262,13 +262,13 @@ class Use:
         if self.carried:
             outputs = self._put(outputs)
         for index, each in enumerate(self.variables):
-            each.ahead(Reader(self._session, carried=index < self.carried), self.meter)
+            each._ahead(Reader(self._session, carried=index < self.carried), self.meter)
         return outputs
 
     def _put(self, outputs: Any) -> Any:
         def put(each: Variables, value: Packed) -> None:
             value = _copied(value) if jaxcompat.arguments_outlive_calls() else value
-            each.put(value, self._session, self.meter)
+            each._put(value, self._session, self.meter)
 
         names = len(self._recipe.parameters.carry)
         return put_back(outputs, self.variables[: self.carried], names, put)

@@ -241,7 +241,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         program.captured if program else (),
         stored=stored,
         variables=tuple(use.told()) if use else (),
-        variable_leaves=sum(len(each.layout.slots) for each in use.variables) if use else 0,
+        variable_leaves=sum(len(each._layout.slots) for each in use.variables) if use else 0,
         plan=use.plan() if use else Plan(),
         rank=jax.process_index() if len(request.ranks) > 1 else 0,
         processes=max(1, len(request.ranks)),

@@ -421,3 +421,10 @@ def test_a_closed_session_refuses_and_changes_nothing(mesh):
     with sc.Session(mesh):
         step(variables)
     assert only(variables.value["w"]) == variables.version == 2
+
+
+def test_only_the_names_that_users_need_are_public():
+    names = "assign block_until_ready name nbytes placement push read restore save value version"
+    variables = sc.Variables({"w": np.ones(2)})
+    public = [name for name in dir(variables) if not name.startswith("_")]
+    assert public == [*names.split(), "write"]

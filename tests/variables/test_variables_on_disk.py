@@ -185,7 +185,7 @@ def test_another_threshold_is_another_program(tmp_path, monkeypatch):
         masters, "layout_of", lambda structure, leaves: layout_of(structure, leaves, 16)
     )
     other, variables = live(tmp_path)
-    assert len(variables.layout.buffers) == 5
+    assert len(variables._layout.buffers) == 5
     assert levels(other) == BUILT
     again, after = live(tmp_path)
     assert levels(again) == WITHOUT_A_TRACE
