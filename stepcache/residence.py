@@ -124,7 +124,7 @@ class Use:
 
     def _take(self, each: Variables, carried: bool) -> Packed:
         packed = each._take(Reader(self._session, carried=carried), self.meter)
-        return _copied(packed) if jaxcompat.arguments_outlive_calls() else packed
+        return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
     def _arguments(self) -> dict[int, list[str]]:
         """For each of the variables, by number, the arguments that it is in."""
@@ -267,7 +267,7 @@ class Use:
 
     def _put(self, outputs: Any) -> Any:
         def put(each: Variables, value: Packed) -> None:
-            value = _copied(value) if jaxcompat.arguments_outlive_calls() else value
+            value = transfer.copied(value) if jaxcompat.arguments_outlive_calls() else value
             each._put(value, self._session, self.meter)
 
         names = len(self._recipe.parameters.carry)
@@ -313,10 +313,6 @@ NOT_A_HIT: Any = object()
 
 No exception: JAX's dispatcher would never again serve such a call by itself.
 """
-
-
-def _copied(packed: Packed) -> Packed:
-    return Packed(packed.layout, map(transfer.copy, packed.buffers))
 
 
 def _substituted(tree: Any, change: Callable[[Any], Any]) -> Any:

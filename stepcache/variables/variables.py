@@ -8,7 +8,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -18,7 +18,14 @@ from stepcache.sharding import current_max_bytes, current_placer, current_reader
 from stepcache.units import counted, html_table, readable_bytes
 from stepcache.variables import checkpoints, restoring
 from stepcache.variables.checkpoint_items import Parts
-from stepcache.variables.describing import check_not_kept, check_not_tracing, joined, matching
+from stepcache.variables.describing import (
+    NoAttributeError,
+    NoTreeError,
+    check_not_kept,
+    check_not_tracing,
+    joined,
+    matching,
+)
 from stepcache.variables.masters import LOST, Held, Reader, hold
 from stepcache.variables.packing import Layout, Packed, bytes_per_device
 from stepcache.variables.plan import Plan, Transfer, check_bytes
@@ -35,6 +42,11 @@ from stepcache.variables.updates import Updates
 from stepcache.variables.wire import check_wire
 
 _numbers = itertools.count(1)
+
+_NO_TREE = "variables are no array, nor a tree of arrays"
+_USE_VALUE = (
+    "pass them as an argument of a step, whose function sees their tree; elsewhere use .value"
+)
 
 
 def any_variables() -> bool:
@@ -102,10 +114,16 @@ class Variables:
         self._mesh: Mesh | None = self._placer.mesh if self._placer else None
         self._prefix = name or ""
         made = Meter()  # Not recorded: nobody asks what it takes to make them.
-        self._held = hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack)
-        self._master: Any = self._held.master  # To be used under the lock.
+        self._pack = pack
+        held = hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack)
+        self._begin_with(held)
         self._warn_of_rules()
-        self._updates = Updates(self.name, write, placement, self._placer, pack)
+
+    def _begin_with(self, held: Held) -> None:
+        """Takes a value, without updates or optimizer state."""
+        self._held = held
+        self._master: Any = held.master  # To be used under the lock.
+        self._updates = Updates(self.name, self.write, self.placement, self._placer, self._pack)
 
     def _warn_of_rules(self) -> None:
         """Warns of the placement's own rules that match no leaf."""
@@ -178,6 +196,25 @@ class Variables:
             self._held.check_not_lost(self.name)
             jax.block_until_ready(self._master.arrays())
         return self
+
+    def copy(self) -> Variables:
+        """Makes other variables of the value as it is now, such as a target network's.
+
+        They have the same placement, policies, packing and name, and lie on the same mesh. Their
+        version is 0. Updates that are pending and the optimizer's state are not copied. Later
+        writes to either do not reach the other.
+
+        Raises:
+            VariablesError: this is inside a transformation; or the value is lost.
+        """
+        check_not_tracing("variables cannot be copied", self.name)
+        copied = Variables.__new__(Variables)
+        vars(copied).update(vars(self), _number=next(_numbers), _lock=threading.RLock())
+        with self._lock:
+            self._held.check_not_lost(self.name)
+            held = Held(self._layout, self._master.copied())
+        copied._begin_with(held)
+        return copied
 
     # ---- writing -------------------------------------------------------------------------------
 
@@ -389,20 +426,33 @@ class Variables:
         """JAX looks for this in whatever is used as an array.
 
         Raises:
-            VariablesError: always.
+            VariablesError: always. It is no `TypeError`, which JAX would put its own words around.
         """
-        raise VariablesError(
-            "variables are no array, nor a tree of arrays",
-            where=self.name,
-            hint="pass them as an argument of a step, whose function sees their tree; elsewhere "
-            "use .value",
-        )
+        raise VariablesError(_NO_TREE, where=self.name, hint=_USE_VALUE)
+
+    if not TYPE_CHECKING:  # Type checkers say already that there is nothing of this kind.
+
+        def _refuse(self, *_, **__):
+            raise NoTreeError(_NO_TREE, where=self.name, hint=_USE_VALUE)
+
+        __getitem__ = __setitem__ = __len__ = __array__ = _refuse  # Iteration asks for items.
+        __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __pow__ = _refuse
+        __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmatmul__ = __rpow__ = _refuse
+        __floordiv__ = __mod__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+        def __getattr__(self, name):
+            what = f"variables have no attribute {name!r}"
+            raise NoAttributeError(what, where=vars(self).get("name"), hint=_USE_VALUE)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __reduce__(self):
         raise VariablesError(
             "variables are neither pickled nor copied: they are one place, known to many",
             where=self.name,
-            hint="pickle or copy their .value, and make Variables(value) of it",
+            hint="use .copy(), which makes others; or pickle their .value, and make Variables(value) "
+            "of it",
         )
 
     # ---- showing -------------------------------------------------------------------------------
