@@ -451,7 +451,7 @@ class Variables:
         raise VariablesError(
             "variables are neither pickled nor copied: they are one place, known to many",
             where=self.name,
-            hint="use .copy(), which makes others; or pickle .value, and make Variables(value) of it",
+            hint="use .copy(), which makes others; or pickle .value, and make Variables of it",
         )
 
     # ---- showing -------------------------------------------------------------------------------
