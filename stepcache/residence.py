@@ -140,10 +140,15 @@ class Use:
     def holds(self, path: str) -> bool:
         """Whether a leaf of the program's arguments, by its path, is a buffer of variables."""
         if self._buffer_paths is None:
-            self._buffer_paths = set(self._paths_of_buffers())
+            self._buffer_paths = {
+                f"{path}/{index}"
+                for path, each in self.places()
+                for index in range(len(each._layout.buffers))
+            }
         return path in self._buffer_paths
 
-    def _paths_of_buffers(self) -> Iterator[str]:
+    def places(self) -> Iterator[tuple[str, Variables]]:
+        """The paths at which variables stand, as rules read them: `state`, `rest/0`."""
         name_of = self._recipe.parameters.name_of
         given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
         for name, tree in (*given, *self._kwargs.items()):
@@ -151,15 +156,15 @@ class Use:
                 continue
             for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 if isinstance(leaf, Variables):
-                    base = name.replace("[", "/").rstrip("]")  # As rules read it.
-                    path = "/".join((base, keystr(keys, simple=True, separator="/"))).rstrip("/")
-                    yield from (f"{path}/{i}" for i in range(len(leaf._layout.buffers)))
+                    base = name.replace("[", "/").rstrip("]")
+                    path = "/".join((base, keystr(keys, simple=True, separator="/")))
+                    yield path.rstrip("/"), leaf
 
     def told(self) -> Iterator[str]:
         """A line for each of the variables."""
-        names = self._arguments()
         for each in self.variables:
-            yield f"{' and '.join(names[each._number])}: {each!r}"
+            paths = (path for path, there in self.places() if there is each)
+            yield f"{' and '.join(paths)}: {each!r}"
 
     def plan(self) -> Plan:
         """The transfers of the call, which are still to come."""

@@ -386,7 +386,8 @@ def test_explain_tells_of_variables_and_transfers():
     assert "40.0 kB host ↔ device, 280.0 kB device ↔ device" in text
     assert "moments version 1: devices → host by scatter" in text
     assert "frozen version 0: nothing moves: it lives there" in text
-    assert [row.path for row in explained.arguments] == ["x"]
+    assert [row.path for row in explained.arguments] == ["state", "frozen", "x"]
+    assert [row.variables for row in explained.arguments] == ["moments", "frozen", ""]
     assert explained.moved_bytes == explained.plan.bytes + 8 * 4
     assert len(explained.variables) == 2
 
