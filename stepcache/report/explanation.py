@@ -154,7 +154,9 @@ class Explanation:
                 what = f"nothing moves: {each.why}"
             else:
                 links = ", ".join(f"{readable_bytes(n)} {link}" for link, n in each.link_bytes)
-                what = f"{each.source} → {each.target} by {each.route} ({each.why}); {links}"
+                coded = f" in {each.wire}" if each.wire else ""
+                way = f"{each.source} → {each.target} by {each.route}{coded}"
+                what = f"{way} ({each.why}); {links}"
             readers = f", for {' and '.join(each.readers)}" if len(each.readers) > 1 else ""
             yield f"      {each.variable} version {each.version}{readers}: {what}"
 
@@ -165,7 +167,7 @@ class Explanation:
             return
         cells = [
             (
-                _tail(rows[0].path),
+                _abbreviated(rows[0].path),
                 f"× {len(rows)}" if len(rows) > 1 else "",
                 rows[0].type if len({row.type for row in rows}) == 1 else "of several types",
                 readable_bytes(sum(row.size_bytes for row in rows)),
@@ -338,10 +340,12 @@ def _grouped(arguments: Iterable[Argument]) -> Iterable[list[Argument]]:
     return groups.values()
 
 
-def _tail(path: str, limit: int = 36) -> str:
-    """The end of a path, cut between two keys."""
-    keys = path.split("/")
-    while len(keys) > 2 and len("/".join(keys)) > limit:
-        keys = keys[1:] if keys[0] != "…" else ["…", *keys[2:]]
-        keys = keys if keys[0] == "…" else ["…", *keys]
-    return "/".join(keys)
+def _abbreviated(path: str, limit: int = 36) -> str:
+    """A path that is cut between two keys: the argument that it begins with, and its end."""
+    argument, *keys = path.split("/")
+    if len(path) <= limit or len(keys) < 2:
+        return path
+    keys = keys[1:]
+    while len(keys) > 1 and len("/".join((argument, "…", *keys))) > limit:
+        keys = keys[1:]
+    return "/".join((argument, "…", *keys))

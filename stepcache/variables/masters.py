@@ -214,7 +214,7 @@ class InHostMemory:
         route, why = self._route
         wire = self._wire(reader)
         moved, bound = read_bytes(self._layout, route, wire), error_bound(wire)
-        rest = (route, why + more, reader.arguments, moved, bound, self._extent)
+        rest = (route, why + more, reader.arguments, moved, wire or "", bound, self._extent)
         return Transfer(variable, version, "host", "devices", *rest)
 
     @functools.cached_property

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
-from stepcache.report.explanation import _tail, readable_bytes
+from stepcache.report.explanation import _abbreviated, readable_bytes
 
 
 @sc.step(carry="state", batch="batch", static_argnames="train")
@@ -83,8 +83,10 @@ def test_rendering_helpers():
         "2.5 MB",
         "3.0 GB",
     ]
-    assert _tail("a/b") == "a/b"
-    assert _tail("state/" + "layer/" * 20 + "kernel") == "…/layer/layer/layer/layer/kernel"
+    assert _abbreviated("a/b") == "a/b"
+    assert _abbreviated("a" * 40 + "/b") == "a" * 40 + "/b"
+    long = _abbreviated("state/" + "layer/" * 20 + "kernel")
+    assert long == "state/…/layer/layer/layer/kernel"
 
 
 def test_leaves_of_variables_are_counted_and_what_wraps_is_indented():
