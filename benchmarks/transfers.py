@@ -95,7 +95,7 @@ def moved_by(devices: int, read: sc.Read, shared: bool) -> tuple[Counter, Any]:
                 seen = float(look(*arguments))
                 assert read.max_staleness or seen == (1 + value.version) * len(arguments)
     unsubscribe()
-    return moved, value.layout
+    return moved, value._layout
 
 
 def traffic() -> list[dict[str, Any]]:

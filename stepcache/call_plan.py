@@ -77,18 +77,18 @@ class CallPlans:
             plan already, a value does not live on its devices, or variables are inside something
             else than dicts, lists and tuples.
         """
-        if not all(isinstance(each.master, OnDevices) for each in use.variables):
+        if not all(isinstance(each._master, OnDevices) for each in use.variables):
             return None
         names: dict[str, Any] = {"NOT_A_HIT": NOT_A_HIT, "Packed": Packed}
         names |= {"__name__": __name__, "call": call, "put_back": put_back, "write": _write}
         for n, each in enumerate(use.variables):
             names[f"known{n}"], names[f"again{n}"] = weakref.ref(each), Again(n)
-            names[f"acquire{n}"], names[f"release{n}"] = each.lock.acquire, each.lock.release
+            names[f"acquire{n}"], names[f"release{n}"] = each._lock.acquire, each._lock.release
         try:
             source = _source(use, outputs, names)
         except _Unplanned:
             return None
-        key = (source, *(each.number for each in use.variables))
+        key = (source, *(each._number for each in use.variables))
         with self._lock:
             if key in self._known:
                 return None

@@ -39,6 +39,10 @@ class Again:
 jax.tree_util.register_static(Again)
 
 
+HELD = "Variables"
+"""The holder of a leaf that lies in `Variables`, where they stand first in a call."""
+
+
 def is_stand_in(node: Any) -> bool:
     return isinstance(node, Packed | Again)
 
@@ -197,7 +201,7 @@ def _in_leaves(carry: Sequence[str], call: Call) -> Call:
         place, buffers = places[id(packed)]
         trees.append(shapes_in(packed))
         leaves += [_leaf_at(slot, packed.layout, buffers) for slot in packed.layout.slots]
-        holder = "Variables" if packed is node else f"the Variables of {place}"
+        holder = HELD if packed is node else f"the Variables of {place}"
         holders += [holder] * len(packed.layout.slots)
     args, kwargs = structure.unflatten(trees)
     tree = jax.tree_util.tree_structure((args, kwargs))

@@ -99,10 +99,10 @@ class Use:
         """
         self._session = scope if scope is not DEFAULT_SCOPE else None
         for each in self.variables:
-            each.check_usable(scope.mesh)
+            each._check_usable(scope.mesh)
             if scope.placer is not None and each not in scope.seen:
                 scope.seen.add(each)
-                scope.match_rules(each.paths())
+                scope.match_rules(each._paths())
         return self
 
     def compare_values(self, scope: Scope) -> None:
@@ -111,15 +111,15 @@ class Use:
         Raises:
             AgreementError: they were made of other values there.
         """
-        new = [each for each in self.variables if each.made_of]
+        new = [each for each in self.variables if each._made_of]
         peers = scope.peers if new else None
         if peers is None:
             return
         names = self._arguments()
         tokens = {
-            joined(names[each.number][0], path): token
+            joined(names[each._number][0], path): token
             for each in new
-            for path, token in each.made_of.items()
+            for path, token in each._made_of.items()
         }
         recipe = self._recipe
         with peers.meeting(
@@ -128,30 +128,30 @@ class Use:
             about = f"in variables that {recipe.name} is called with"
             compare(meeting.hear, peers.rank, about, {tuple(peers.ranks): tokens})
         for each in new:
-            each.made_of = {}
+            each._made_of = {}
 
     def __enter__(self) -> Use:
         for each in self.in_order():
-            each.lock.acquire()
+            each._lock.acquire()
         return self
 
     def __exit__(self, *exception) -> None:
         for each in self.in_order():
-            each.lock.release()
+            each._lock.release()
 
     def in_order(self) -> Sequence[Variables]:
         """The variables in the order in which their locks are taken."""
         if len(self.variables) == 1:
             return self.variables
-        return sorted(self.variables, key=lambda each: each.number)
+        return sorted(self.variables, key=lambda each: each._number)
 
     def taken(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program takes them, which may write over what is carried."""
         return self._given(self._take)
 
     def _take(self, each: Variables, carried: bool) -> Packed:
-        packed = each.take(Reader(self._session, carried=carried), self.meter)
-        return _copied(packed) if jaxcompat.arguments_outlive_calls() else packed
+        packed = each._take(Reader(self._session, carried=carried), self.meter)
+        return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
     def _arguments(self) -> dict[int, list[str]]:
         """For each of the variables, by number, the arguments that it is in."""
@@ -160,17 +160,22 @@ class Use:
         given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
         for name, tree in (*given, *self._kwargs.items()):
             for each in variables_of(tree):
-                if name not in names.setdefault(each.number, []):
-                    names[each.number].append(name)
+                if name not in names.setdefault(each._number, []):
+                    names[each._number].append(name)
         return names
 
     def holds(self, path: str) -> bool:
         """Whether a leaf of the program's arguments, by its path, is a buffer of variables."""
         if self._buffer_paths is None:
-            self._buffer_paths = set(self._paths_of_buffers())
+            self._buffer_paths = {
+                f"{path}/{index}"
+                for path, each in self.places()
+                for index in range(len(each._layout.buffers))
+            }
         return path in self._buffer_paths
 
-    def _paths_of_buffers(self) -> Iterator[str]:
+    def places(self) -> Iterator[tuple[str, Variables]]:
+        """The paths at which variables stand, as rules read them: `state`, `rest/0`."""
         name_of = self._recipe.parameters.name_of
         given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
         for name, tree in (*given, *self._kwargs.items()):
@@ -178,15 +183,15 @@ class Use:
                 continue
             for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 if isinstance(leaf, Variables):
-                    base = name.replace("[", "/").rstrip("]")  # As rules read it.
-                    path = "/".join((base, keystr(keys, simple=True, separator="/"))).rstrip("/")
-                    yield from (f"{path}/{i}" for i in range(len(leaf.layout.buffers)))
+                    base = name.replace("[", "/").rstrip("]")
+                    path = "/".join((base, keystr(keys, simple=True, separator="/")))
+                    yield path.rstrip("/"), leaf
 
     def told(self) -> Iterator[str]:
         """A line for each of the variables."""
-        names = self._arguments()
         for each in self.variables:
-            yield f"{' and '.join(names[each.number])}: {each!r}"
+            paths = (path for path, there in self.places() if there is each)
+            yield f"{' and '.join(paths)}: {each!r}"
 
     def plan(self) -> Plan:
         """The transfers of the call, which are still to come."""
@@ -195,15 +200,15 @@ class Use:
             tuple(
                 planned
                 for index, each in enumerate(self.variables)
-                for planned in each.plan(
-                    Reader(self._session, tuple(names[each.number]), index < self.carried)
+                for planned in each._plan(
+                    Reader(self._session, tuple(names[each._number]), index < self.carried)
                 )
             )
         )
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program would take them."""
-        return self._given(lambda each, carried: each.described())
+        return self._given(lambda each, carried: each._described())
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments inside another transformation, with values in the place of variables.
@@ -289,13 +294,13 @@ class Use:
         if self.carried:
             outputs = self._put(outputs)
         for index, each in enumerate(self.variables):
-            each.ahead(Reader(self._session, carried=index < self.carried), self.meter)
+            each._ahead(Reader(self._session, carried=index < self.carried), self.meter)
         return outputs
 
     def _put(self, outputs: Any) -> Any:
         def put(each: Variables, value: Packed) -> None:
-            value = _copied(value) if jaxcompat.arguments_outlive_calls() else value
-            each.put(value, self._session, self.meter)
+            value = transfer.copied(value) if jaxcompat.arguments_outlive_calls() else value
+            each._put(value, self._session, self.meter)
 
         names = len(self._recipe.parameters.carry)
         return put_back(outputs, self.variables[: self.carried], names, put)
@@ -340,10 +345,6 @@ NOT_A_HIT: Any = object()
 
 No exception: JAX's dispatcher would never again serve such a call by itself.
 """
-
-
-def _copied(packed: Packed) -> Packed:
-    return Packed(packed.layout, tuple(map(transfer.copy, packed.buffers)))
 
 
 def _substituted(tree: Any, change: Callable[[Any], Any]) -> Any:

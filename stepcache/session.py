@@ -196,8 +196,8 @@ class Session:
         ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
         held = [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, Variables)]
         with contextlib.ExitStack() as locks:
-            for each in sorted(held, key=lambda each: each.number):
-                locks.enter_context(each.lock)
+            for each in sorted(held, key=lambda each: each._number):
+                locks.enter_context(each._lock)
             groups = replicas_of(_parts_of(tree), ranks)
         if peers is not None:
             with peers.meeting("check_replicas", "") as meeting:
@@ -264,7 +264,7 @@ def _parts_of(tree: Any) -> Iterator[tuple[str, Any, slice | None]]:
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         if isinstance(leaf, Variables):
-            yield from leaf.parts_on_devices()
+            yield from leaf._parts_on_devices()
         else:
             yield path, leaf, None
 

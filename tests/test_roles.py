@@ -133,7 +133,8 @@ def test_variables_as_a_batch_stay_where_they_are(mesh):
     with sc.Session(mesh, rules=[("w", P("model"))]):
         table = sc.Variables({"w": np.ones(6, np.float32)})
         np.testing.assert_array_equal(step(table, ROWS), np.full(6, 17.0))
-        assert where(step, table, ROWS) == {"batch": SPLIT}
+        there = ("P('model')", "batch")
+        assert where(step, table, ROWS) == {"table/w": there, "batch": SPLIT}
 
 
 def test_programs_on_disk_are_looked_up_by_roles_too(mesh, tmp_path):

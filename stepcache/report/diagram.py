@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from stepcache.report.flows import Flow
 from stepcache.report.svg import Canvas, printable, shortened, text_width, wrapped
 from stepcache.units import readable_bytes
+from stepcache.variables.plan import DEVICE_LINK, HOST_LINK
 
 WIDTH = 500.0
 DEVICES_DRAWN = 8
@@ -54,8 +55,6 @@ class Slot:
 
 def slots(flow: Flow) -> list[Slot]:
     """The places of a flow, from above."""
-    if flow.pattern == "rest":
-        return [Slot("device 0" if flow.devices == 1 else f"{flow.devices} devices", _CENTRED)]
     readers = _drawn_readers(flow)
     placed, top = [], _CENTRED if flow.devices * len(readers) == 1 else _PAD
     for device in range(min(flow.devices, DEVICES_DRAWN)):
@@ -93,12 +92,12 @@ def draw_labels(canvas: Canvas, flow: Flow, x: float, top: float) -> float:
     """What crosses which link, above the diagram; returns where they end."""
     ends = [top]
     columns = (
-        ("host", _HOST_LEFT, _DEVICES_LEFT - 8, flow.host_bytes, flow.host_arrows),
-        ("device", _DEVICES_LEFT, WIDTH, flow.device_bytes, flow.device_arrows),
+        ("host", HOST_LINK, _HOST_LEFT, _DEVICES_LEFT - 8, flow.host_bytes, flow.host_arrows),
+        ("device", DEVICE_LINK, _DEVICES_LEFT, WIDTH, flow.device_bytes, flow.device_arrows),
     )
-    for kind, left, right, size, arrows in columns:
+    for kind, link, left, right, size, arrows in columns:
         if size:
-            lines = wrapped(_counted(size, arrows), right - left, LABEL_SIZE)
+            lines = [link, *wrapped(_counted(size, arrows), right - left, LABEL_SIZE)]
             ends.append(canvas.paragraph(kind, x + left, top, lines, LABEL_SIZE))
     return max(ends)
 
@@ -106,7 +105,7 @@ def draw_labels(canvas: Canvas, flow: Flow, x: float, top: float) -> float:
 def _counted(size_bytes: int, parts: int) -> str:
     total = readable_bytes(size_bytes)
     if parts < 2:
-        return total
+        return f"1 × {total}"
     part, rest = divmod(size_bytes, parts)
     if rest:
         return f"{parts} parts, {total} in all"
@@ -138,9 +137,7 @@ class Diagram:
     def draw(self) -> None:
         """Draws it."""
         self._bands()
-        if self._flow.pattern == "rest":
-            self._at_rest()
-        elif self._flow.pattern in ("shares", "back"):
+        if self._flow.pattern in ("shares", "back"):
             self._shares()
         else:
             self._whole()
@@ -167,17 +164,6 @@ class Diagram:
 
     def _host(self, kind: str, top: float, height: float, label: str) -> None:
         self._place(kind, _HOST_LEFT + _PAD, top, _HOST_WIDTH - 2 * _PAD, label, height)
-
-    def _at_rest(self) -> None:
-        (slot,) = self._slots
-        self._device("rest", slot)
-        if self._flow.source != "devices":
-            self._host("place", slot.top, _SLOT_HEIGHT, "master copy")
-        between = (_HOST_LEFT + _HOST_WIDTH + _DEVICES_LEFT) / 2
-        base = self._top + self._height / 2 + LABEL_SIZE * 0.36
-        self._canvas.text(
-            "still", self._x + between, base, "nothing moves", LABEL_SIZE, anchor="middle"
-        )
 
     def _shares(self) -> None:
         back = self._flow.pattern == "back"

@@ -19,10 +19,12 @@ from rich.text import Text
 from stepcache import jaxcompat
 from stepcache.engine import Engine
 from stepcache.events import Captured, Miss
+from stepcache.over_buffers import HELD
 from stepcache.programs.build import Program
 from stepcache.programs.placement import moved_bytes
 from stepcache.programs.recipe import Request
-from stepcache.programs.signature import Leaf, Parameters, Path, Unreadable, short_sharding
+from stepcache.programs.signature import Call, Leaf, Parameters, Path, Unreadable, short_sharding
+from stepcache.residence import Use
 from stepcache.sharding import Placed, Role
 from stepcache.units import counted, readable_bytes, terminal_width
 from stepcache.variables.plan import Plan
@@ -40,7 +42,9 @@ class Argument:
         source: where it is now: "host", "cpu:0" or a spec such as `P('data')`.
         target: where the program has it.
         why: the role of its argument, and the rule or the default that says so.
-        moved_bytes: bytes that this call moves to devices for it, over all of them.
+        moved_bytes: bytes that this call moves to devices for it, over all of them; for a leaf of
+            `Variables` the plan of the transfers says that.
+        variables: the name of the `Variables` that hold it; empty where the call passes it itself.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Argument:
     target: str
     why: str
     moved_bytes: int
+    variables: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,9 @@ class Explanation:
                 what = f"nothing moves: {each.why}"
             else:
                 links = ", ".join(f"{readable_bytes(n)} {link}" for link, n in each.link_bytes)
-                what = f"{each.source} → {each.target} by {each.route} ({each.why}); {links}"
+                coded = f" in {each.wire}" if each.wire else ""
+                way = f"{each.source} → {each.target} by {each.route}{coded}"
+                what = f"{way} ({each.why}); {links}"
             readers = f", for {' and '.join(each.readers)}" if len(each.readers) > 1 else ""
             yield f"      {each.variable} version {each.version}{readers}: {what}"
 
@@ -160,7 +167,7 @@ class Explanation:
             return
         cells = [
             (
-                _tail(rows[0].path),
+                _abbreviated(rows[0].path),
                 f"× {len(rows)}" if len(rows) > 1 else "",
                 rows[0].type if len({row.type for row in rows}) == 1 else "of several types",
                 readable_bytes(sum(row.size_bytes for row in rows)),
@@ -169,16 +176,21 @@ class Explanation:
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for (path, count, kind, size), rows in zip(cells, groups, strict=True):
+            first = rows[0]
             moved = readable_bytes(sum(row.moved_bytes for row in rows))
             yield (
                 f"  {path:<{widths[0]}}  {count:<{widths[1]}}  {kind:<{widths[2]}}"
                 f"  {size:>{widths[3]}}"
             )
-            yield f"      {rows[0].source} → {rows[0].target}, {rows[0].why}; moves {moved}"
+            if first.variables:
+                yield f"      in Variables {first.variables!r}, {first.target}, {first.why}"
+            else:
+                yield f"      {first.source} → {first.target}, {first.why}; moves {moved}"
 
     def _footer(self) -> Iterable[str]:
         where = f"mesh {self.mesh}" if self.mesh else "no mesh: as jax.jit places them"
-        leaves = counted(len(self.arguments) + self.variable_leaves, "leaf")
+        passed = sum(not row.variables for row in self.arguments)
+        leaves = counted(passed + self.variable_leaves, "leaf")
         if self.variable_leaves:
             leaves += f", {self.variable_leaves} of variables"
         yield f"{leaves}; {where}; {readable_bytes(self.moved_bytes)} moved."
@@ -231,17 +243,20 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         program is not None,
         miss,
         mesh,
-        tuple(
-            each
-            for each in _arguments(engine.recipe.parameters, request)
-            if not (use and use.holds(each.path))
+        (
+            *(_leaves_of(use, engine.recipe.parameters, request.told) if use else ()),
+            *(
+                each
+                for each in _arguments(engine.recipe.parameters, request)
+                if not (use and use.holds(each.path))
+            ),
         ),
         tuple((static.name, repr(static.value)) for static in request.call.signature.statics),
         _seconds(program),
         program.captured if program else (),
         stored=stored,
         variables=tuple(use.told()) if use else (),
-        variable_leaves=sum(len(each.layout.slots) for each in use.variables) if use else 0,
+        variable_leaves=sum(len(each._layout.slots) for each in use.variables) if use else 0,
         plan=use.plan() if use else Plan(),
         rank=jax.process_index() if len(request.ranks) > 1 else 0,
         processes=max(1, len(request.ranks)),
@@ -252,6 +267,21 @@ def _seconds(program: Program | None) -> tuple[float, float, float] | None:
     if program is None:
         return None
     return tuple(program.seconds.get(stage, 0.0) for stage in ("trace", "lower", "compile"))  # type: ignore[return-value]
+
+
+def _leaves_of(use: Use, parameters: Parameters, told: Call) -> Iterable[Argument]:
+    """A row for each leaf of variables; of those that are passed twice, where they stand first."""
+    places = [(f"{place}/", each.name) for place, each in use.places()]
+    for path, leaf in zip(told.paths, told.signature.leaves, strict=True):
+        if path.holder != HELD:
+            continue
+        name = next(name for place, name in places if f"{path.slashed}/".startswith(place))
+        role = parameters.role_of(path.argument)
+        target = short_sharding(leaf.sharding).removeprefix("@ ")
+        yield Argument(
+            *(path.argument, path.slashed, str(leaf), leaf.size_bytes),
+            *("variables", target, role or "read", 0, name),
+        )
 
 
 def _arguments(parameters: Parameters, request: Request) -> Iterable[Argument]:
@@ -304,14 +334,18 @@ def _argument(
 def _grouped(arguments: Iterable[Argument]) -> Iterable[list[Argument]]:
     groups: dict[tuple, list[Argument]] = {}
     for row in arguments:
-        groups.setdefault((row.name, row.source, row.target, row.why), []).append(row)
+        groups.setdefault((row.name, row.source, row.target, row.why, row.variables), []).append(
+            row
+        )
     return groups.values()
 
 
-def _tail(path: str, limit: int = 36) -> str:
-    """The end of a path, cut between two keys."""
-    keys = path.split("/")
-    while len(keys) > 2 and len("/".join(keys)) > limit:
-        keys = keys[1:] if keys[0] != "…" else ["…", *keys[2:]]
-        keys = keys if keys[0] == "…" else ["…", *keys]
-    return "/".join(keys)
+def _abbreviated(path: str, limit: int = 36) -> str:
+    """A path that is cut between two keys: the argument that it begins with, and its end."""
+    argument, *keys = path.split("/")
+    if len(path) <= limit or len(keys) < 2:
+        return path
+    keys = keys[1:]
+    while len(keys) > 1 and len("/".join((argument, "…", *keys))) > limit:
+        keys = keys[1:]
+    return "/".join((argument, "…", *keys))

@@ -29,7 +29,6 @@ class Flow:
         devices: how many.
         note: why, in a sentence.
         size_bytes: of the value.
-        source: where the master copy is.
         readers: what takes it on each device; none where one copy there serves all.
         host_bytes: over the host's link.
         device_bytes: between devices.
@@ -39,7 +38,6 @@ class Flow:
     devices: int
     note: str
     size_bytes: int = 0
-    source: str = "host"
     readers: tuple[str, ...] = ()
     host_bytes: int = 0
     device_bytes: int = 0
@@ -63,8 +61,8 @@ class Lane:
     """What one transfer of a plan does, next to what its readers would do without it."""
 
     transfer: Transfer
-    before: Flow
-    after: Flow
+    naive: Flow
+    planned: Flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class Totals:
 def lanes(plan: Plan) -> tuple[Lane, ...]:
     """One lane for each transfer of a plan, in its order."""
     moved = {each.variable for each in plan.transfers if each.target == "devices" and each.bytes}
-    return tuple(Lane(each, _before(each, moved), _after(each)) for each in plan.transfers)
+    return tuple(Lane(each, _naive(each, moved), _planned(each)) for each in plan.transfers)
 
 
 def totals(flows: Iterable[Flow]) -> Totals:
@@ -92,9 +90,9 @@ def totals(flows: Iterable[Flow]) -> Totals:
     return Totals(sum(flow.host_bytes for flow in flows), sum(flow.device_bytes for flow in flows))
 
 
-def savings(before: Totals, after: Totals) -> str:
+def savings(naive: Totals, planned: Totals) -> str:
     """What canonicalization saves on the host's link, in a sentence."""
-    was, now = before.host_bytes, after.host_bytes
+    was, now = naive.host_bytes, planned.host_bytes
     if not was and not now:
         return "Nothing crosses the host's link, either way."
     if was == now:
@@ -102,19 +100,17 @@ def savings(before: Totals, after: Totals) -> str:
     if not now:
         return f"Nothing crosses the host's link, where {readable_bytes(was)} would."
     factor = f"{was / now:.1f} × less" if was > now else f"{now / was:.1f} × more"
-    there = f"{readable_bytes(now)}, where it would be {readable_bytes(was)}"
+    there = f"{readable_bytes(now)} planned, {readable_bytes(was)} naive"
     return f"{factor} over the host's link: {there}."
 
 
-def _after(transfer: Transfer) -> Flow:
+def _planned(transfer: Transfer) -> Flow:
     links, extent = dict(transfer.link_bytes), transfer.extent
-    note = f"{transfer.route}: {transfer.why}"
-    if transfer.error_bound:
-        note += f"; {transfer.error_bound}"
     if not transfer.bytes:
-        note = transfer.why if transfer.route == "none" else note
-        note = f"on the devices: {note}" if transfer.source == "devices" else note
-        return Flow("rest", extent.devices, note, extent.size_bytes, transfer.source)
+        return Flow("rest", extent.devices, transfer.why, extent.size_bytes)
+    note = f"{transfer.route}: {transfer.why}"
+    if transfer.wire:
+        note += f"; as {transfer.wire} on the wire, {transfer.error_bound}"
     if len(transfer.readers) > 1 and transfer.route != "scatter":
         note += f". One transfer serves {listed(transfer.readers)}"
     return Flow(
@@ -122,7 +118,6 @@ def _after(transfer: Transfer) -> Flow:
         extent.devices,
         note,
         extent.size_bytes,
-        transfer.source,
         host_bytes=links.get(HOST_LINK, 0),
         device_bytes=links.get(DEVICE_LINK, 0),
     )
@@ -139,18 +134,18 @@ def _pattern(transfer: Transfer) -> Pattern:
     return "fanout" if transfer.route == "fanout" and whole else "shares"
 
 
-def _before(transfer: Transfer, moved: set[str]) -> Flow:
+def _naive(transfer: Transfer, moved: set[str]) -> Flow:
     extent = transfer.extent
     if transfer.source == "devices" and transfer.bytes:
-        return replace(_after(transfer), note="what is written goes back once, either way")
+        return replace(_planned(transfer), note="what is written goes back once, either way")
     if transfer.source == "devices" or not extent.held_bytes:
-        return _after(transfer)
+        return _planned(transfer)
     if transfer.route == "none" and transfer.variable in moved:
         note = "a fetch ahead is counted in the step that makes it"
-        return Flow("rest", extent.devices, note, extent.size_bytes, transfer.source)
+        return Flow("rest", extent.devices, note, extent.size_bytes)
     readers = transfer.readers or ("the step",)
     where = "the device" if extent.devices == 1 else f"each of {extent.devices} devices"
     fetch = "fetches it" if len(readers) == 1 else "each fetch it"
-    note = f"{listed(readers)} {fetch} on {where}"
+    note = f"{listed(readers)} {fetch} on {where}{', uncoded' if transfer.wire else ''}"
     fetched = extent.held_bytes * len(readers)
-    return Flow("each", extent.devices, note, extent.size_bytes, transfer.source, readers, fetched)
+    return Flow("each", extent.devices, note, extent.size_bytes, readers, fetched)

@@ -33,6 +33,13 @@ _THINNEST, _WIDEST = 1.2, 5.5
 _BAR_LEFT, _BAR_HEIGHT = 250.0, 10.0
 
 
+_HOW_TO_READ = (
+    "Each row is one version of a value, with its bytes counted once. Above a drawing: how many "
+    "arrows cross a link, the bytes of each, and of all of them. In the host's memory: the bytes "
+    "of the value, or of the shares that cross. The wider an arrow, the more bytes."
+)
+
+
 class Explained(Protocol):
     """What is drawn of an `Explanation`."""
 
@@ -62,8 +69,8 @@ def plan_svg(explanation: Explained) -> str:
 
     On the left every reader, which is an argument on a device, fetches each value for itself from
     where its master copy is. On the right is the plan: one transfer for each version of a variable
-    and each memory, by its route. The wider an arrow, the more bytes it stands for. What lives on
-    the devices moves on neither side, and what is written back is the same on both.
+    and each memory, by its route. The wider an arrow, the more bytes it stands for. What is
+    written back is the same on both, and where nothing moves there is no drawing.
 
     Args:
         explanation: from `step.explain(...)`.
@@ -109,9 +116,9 @@ class _Picture:
     def __init__(self, explained: Explained):
         self._explained = explained
         self._lanes = lanes(explained.plan)
-        self._before = totals(lane.before for lane in self._lanes)
-        self._after = totals(lane.after for lane in self._lanes)
-        flows = [flow for lane in self._lanes for flow in (lane.before, lane.after)]
+        self._naive = totals(lane.naive for lane in self._lanes)
+        self._planned = totals(lane.planned for lane in self._lanes)
+        flows = [flow for lane in self._lanes for flow in (lane.naive, lane.planned)]
         self._largest = max(map(_part, flows), default=0.0)
         self._canvas, self._y = Canvas(), _MARGIN
 
@@ -120,15 +127,18 @@ class _Picture:
         title = f"{step}: what one call moves for its variables"
         self._paragraph(title, _TITLE_SIZE, bold=True)
         self._paragraph(_mesh_text(self._explained.mesh), _TEXT_SIZE, "quiet")
-        if self._lanes:
+        self._y += 12
+        if not self._lanes:
+            self._paragraph("Nothing is planned: the call passes no Variables.", _HEAD_SIZE)
+        if self._largest:
             self._legend()
             self._heads()
-            for lane in self._lanes:
-                self._lane(lane)
+        for lane in self._lanes:
+            self._lane(lane)
+        if self._largest:
             self._totals()
-        else:
-            self._y += 12
-            self._paragraph("Nothing is planned: the call passes no Variables.", _HEAD_SIZE)
+        if self._lanes:
+            self._paragraph(savings(self._naive, self._planned), 16.0, bold=True)
         others = self._explained.moved_bytes - self._explained.plan.bytes
         if others > 0:
             moved = f"Other arguments move {readable_bytes(others)} to devices, not drawn here."
@@ -153,19 +163,19 @@ class _Picture:
             self._canvas.arrow(kind, [(x, y), (x + 30, y)], 3, text)
             self._canvas.text("ink", x + 38, y + 4, text, _TEXT_SIZE)
             x += 190
-        self._canvas.box("rest", x, y - 6, 30, 12)
-        self._canvas.text("ink", x + 38, y + 4, "there already: nothing moves", _TEXT_SIZE)
-        self._y = y + 20
+        self._y = y + 14
+        self._paragraph(_HOW_TO_READ, _TEXT_SIZE, "quiet")
+        self._y += 10
 
     def _heads(self) -> None:
         heads = (
-            (_LEFT, "Before", "every argument fetches on every device"),
-            (_RIGHT, "After", "one transfer for each version and memory"),
+            (_LEFT, "Naive", "every argument fetches on every device"),
+            (_RIGHT, "Planned", "one transfer for each version and memory"),
         )
         for x, head, what in heads:
             base = self._y + _HEAD_SIZE
             self._canvas.text("ink", x, base, head, _HEAD_SIZE, bold=True)
-            self._canvas.text("quiet", x + 64, base, what, _TEXT_SIZE)
+            self._canvas.text("quiet", x + 84, base, what, _TEXT_SIZE)
             for middle, memory in ((HOST_MIDDLE, "host memory"), (DEVICES_MIDDLE, "devices")):
                 at = x + middle
                 self._canvas.text("ink", at, base + 24, memory, _TEXT_SIZE, "middle")
@@ -175,13 +185,20 @@ class _Picture:
 
     def _lane(self, lane: Lane) -> None:
         self._strip(lane)
-        columns = ((_LEFT, lane.before), (_RIGHT, lane.after))
-        top = max(draw_labels(self._canvas, flow, x, self._y) for x, flow in columns) + 2
+        if lane.naive.pattern == lane.planned.pattern == "rest":
+            self._paragraph(_at_rest(lane.planned), LABEL_SIZE, "quiet")
+            self._y += 14
+            return
+        columns = ((_LEFT, lane.naive), (_RIGHT, lane.planned))
+        moving = [(x, flow) for x, flow in columns if flow.pattern != "rest"]
+        top = max(draw_labels(self._canvas, flow, x, self._y) for x, flow in moving) + 2
         ends = []
         for x, flow in columns:
-            Diagram(self._canvas, flow, x, top, self._stroke).draw()
-            note = wrapped(printable(flow.note), WIDTH - 16, LABEL_SIZE)
-            below = top + height_of(flow) + 4
+            text, below = _at_rest(flow), self._y
+            if flow.pattern != "rest":
+                Diagram(self._canvas, flow, x, top, self._stroke).draw()
+                text, below = printable(flow.note), top + height_of(flow) + 4
+            note = wrapped(text, WIDTH - 16, LABEL_SIZE)
             ends.append(self._canvas.paragraph("quiet", x + 8, below, note, LABEL_SIZE))
         self._y = max(ends) + 14
 
@@ -202,8 +219,10 @@ class _Picture:
         width = _PAGE - 2 * _MARGIN
         self._canvas.box("strip", _LEFT, self._y, width, 1, 0)
         self._y += 10
-        largest = max(*_sizes(self._before), *_sizes(self._after), 1)
-        for x, sums in ((_LEFT, self._before), (_RIGHT, self._after)):
+        self._paragraph("The sums of all rows, with bars of one scale:", _TEXT_SIZE, "quiet")
+        self._y += 6
+        largest = max(*_sizes(self._naive), *_sizes(self._planned), 1)
+        for x, sums in ((_LEFT, self._naive), (_RIGHT, self._planned)):
             y = self._y
             for kind, link, size in zip(
                 ("host", "device"), (HOST_LINK, DEVICE_LINK), _sizes(sums), strict=True
@@ -216,7 +235,6 @@ class _Picture:
                     self._canvas.box(kind, *at, max(bar, 1.5), _BAR_HEIGHT, 2)
                 y += 20
         self._y += 50
-        self._paragraph(savings(self._before, self._after), 16.0, bold=True)
 
     # ---- for screen readers ---------------------------------------------------------------------
 
@@ -225,11 +243,15 @@ class _Picture:
         if not self._lanes:
             return "Nothing is planned: the call passes no Variables."
         sentences = [
-            f"{printable(lane.transfer.variable)}, {_about(lane)}: {_moves(lane.after)}"
-            f"{printable(lane.after.note)}."
+            f"{printable(lane.transfer.variable)}, {_about(lane)}: {_moves(lane.planned)}"
+            f"{printable(lane.planned.note)}."
             for lane in self._lanes
         ]
-        return " ".join((*sentences, savings(self._before, self._after)))
+        return " ".join((*sentences, savings(self._naive, self._planned)))
+
+
+def _at_rest(flow: Flow) -> str:
+    return printable(f"Nothing moves: {flow.note}.")
 
 
 def _moves(flow: Flow) -> str:

@@ -27,13 +27,11 @@ _STYLE = """
 .stepcache-plan .band { fill: #f6f8fa; stroke: #d0d7de; }
 .stepcache-plan .place { fill: #ffffff; stroke: #8c959f; }
 .stepcache-plan .value { fill: #fbe3cb; stroke: #a84a00; }
-.stepcache-plan .rest { fill: #c9ecdf; stroke: #00674a; }
 .stepcache-plan .more { stroke-dasharray: 3 2; }
 .stepcache-plan .ink { fill: #1f2328; }
 .stepcache-plan .quiet { fill: #57606a; }
 .stepcache-plan .host { fill: #a84a00; }
 .stepcache-plan .device { fill: #0063a0; }
-.stepcache-plan .still { fill: #00674a; }
 .stepcache-plan path.line { fill: none; }
 .stepcache-plan .host.line { stroke: #d55e00; }
 .stepcache-plan .host.head { fill: #d55e00; }
@@ -45,12 +43,10 @@ _STYLE = """
 .stepcache-plan .band { fill: #161b22; stroke: #30363d; }
 .stepcache-plan .place { fill: #0d1117; stroke: #8b949e; }
 .stepcache-plan .value { fill: #4a2a0c; stroke: #ffb066; }
-.stepcache-plan .rest { fill: #0d3b2e; stroke: #4fd1a5; }
 .stepcache-plan .ink { fill: #e6edf3; }
 .stepcache-plan .quiet { fill: #9da7b3; }
 .stepcache-plan .host { fill: #ffb066; }
 .stepcache-plan .device { fill: #79c0ff; }
-.stepcache-plan .still { fill: #4fd1a5; }
 .stepcache-plan .host.line { stroke: #f08c2e; }
 .stepcache-plan .host.head { fill: #f08c2e; }
 .stepcache-plan .device.line { stroke: #56b4e9; }

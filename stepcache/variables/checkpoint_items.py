@@ -43,18 +43,18 @@ class Parts:
 class Savable(Protocol):
     """`Variables`, as they are saved and restored."""
 
-    number: int
-    lock: Any
+    _number: int
+    _lock: Any
 
-    def parts(self) -> Parts:
+    def _parts(self) -> Parts:
         """What is to be saved. Under the lock."""
         ...
 
-    def wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
+    def _wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
         """What is to be restored, of the parts that are stored."""
         ...
 
-    def put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
+    def _put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
         """Takes leaves, of which those are None that were not stored. Under the lock."""
         ...
 
@@ -76,8 +76,8 @@ def locked(items: dict[str, Any]) -> Iterator[None]:
     """Locks all variables, in the order in which steps lock them."""
     variables = {id(item): item for item in items.values() if isinstance(item, Savable)}
     with contextlib.ExitStack() as stack:
-        for each in sorted(variables.values(), key=lambda each: each.number):
-            stack.enter_context(each.lock)
+        for each in sorted(variables.values(), key=lambda each: each._number):
+            stack.enter_context(each._lock)
         yield
 
 

@@ -245,7 +245,7 @@ def _collected(items: dict[str, Any], *, copied: bool) -> tuple[dict[str, Any], 
             if not isinstance(item, Savable):
                 leaves += leaves_of(name, item)
                 continue
-            parts = item.parts()
+            parts = item._parts()
             versions[name] = parts.about
             for part, tree in parts.trees.items():
                 leaves += leaves_of(joined_part(name, part), tree)

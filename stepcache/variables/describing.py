@@ -16,6 +16,14 @@ from stepcache.variables.packing import Described, Layout
 from stepcache.variables.policy import OnHost, Placement, Sharded
 
 
+class NoTreeError(VariablesError, TypeError):
+    """Variables are used as an array, or as their tree."""
+
+
+class NoAttributeError(VariablesError, AttributeError):
+    """Variables are asked for an attribute that they do not have; their tree may."""
+
+
 def joined(name: str, path: str) -> str:
     """The path of a leaf, as rules read it and errors name it."""
     return f"{name}/{path}" if path else name

@@ -102,6 +102,10 @@ class Master(Protocol):
         """The arrays that hold the master."""
         ...
 
+    def copied(self) -> Master:
+        """Another master copy of the same value, of version 0."""
+        ...
+
 
 class OnDevices:
     """A master copy in the memory of the devices that use it: a step takes it as it is.
@@ -158,28 +162,21 @@ class OnDevices:
     def arrays(self) -> Sequence[jax.Array]:
         return self.packed.buffers
 
+    def copied(self) -> OnDevices:
+        return OnDevices(transfer.copied(self.packed))
+
 
 class InHostMemory:
     """A master copy in the hosts' memory: a step takes a copy, and what it returns is written back.
 
     Args:
-        leaves: of the value.
-        packed_layout: how they lie in buffers.
-        layout: how the buffers lie on the hosts.
+        packed: the value, in the hosts' memory.
+        layout: how its buffers lie there.
         policy: how it is read.
-        meter: counts what moves.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[Any],
-        packed_layout: Layout,
-        layout: HostLayout,
-        policy: Read,
-        meter: Meter,
-    ):
-        self._layout, self._policy = layout, policy
-        self._packed = transfer.pack_on_hosts(leaves, packed_layout, layout, meter)
+    def __init__(self, packed: Packed, layout: HostLayout, policy: Read):
+        self._packed, self._layout, self._policy = packed, layout, policy
         self._copies = Copies(policy)
         self.version = 0
 
@@ -217,7 +214,7 @@ class InHostMemory:
         route, why = self._route
         wire = self._wire(reader)
         moved, bound = read_bytes(self._layout, route, wire), error_bound(wire)
-        rest = (route, why + more, reader.arguments, moved, bound, self._extent)
+        rest = (route, why + more, reader.arguments, moved, wire or "", bound, self._extent)
         return Transfer(variable, version, "host", "devices", *rest)
 
     @functools.cached_property
@@ -294,6 +291,9 @@ class InHostMemory:
 
     def arrays(self) -> Sequence[jax.Array]:
         return self._packed.buffers
+
+    def copied(self) -> InHostMemory:
+        return InHostMemory(transfer.copied(self._packed), self._layout, self._policy)
 
 
 def _devices_of(buffer: Any) -> Any:
@@ -381,7 +381,8 @@ def hold(
     if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
         _check_for_pod(name, placement, policy)
     on_host = host_layout(layout, mesh, placement.memory_kind, name)
-    return Held(layout, InHostMemory(leaves, layout, on_host, policy, meter))
+    packed = transfer.pack_on_hosts(leaves, layout, on_host, meter)
+    return Held(layout, InHostMemory(packed, on_host, policy))
 
 
 def _check_for_pod(name: str, placement: OnHost, policy: Read) -> None:

@@ -52,6 +52,7 @@ class Transfer:
         why: what chose the route, or why nothing moves.
         readers: the arguments that it is for: more than one share it.
         link_bytes: bytes that cross each link.
+        wire: the type that floating point values have on the way; empty where that is their own.
         error_bound: how far a value that is coded on the way may be off; empty for exact.
         extent: of the value on the devices, whether it moves or not.
     """
@@ -64,6 +65,7 @@ class Transfer:
     why: str
     readers: tuple[str, ...] = ()
     link_bytes: tuple[tuple[str, int], ...] = ()
+    wire: str = ""
     error_bound: str = ""
     extent: Extent = Extent()
 

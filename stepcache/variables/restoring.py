@@ -101,7 +101,7 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
         with _damage(path):
             stored = _Stored(path, checkpointer.metadata(path), set(items))
         wanted = {
-            name: item.wanted_parts(stored.parts_of(name), stored.versions.get(name, {}), partial)
+            name: item._wanted_parts(stored.parts_of(name), stored.versions.get(name, {}), partial)
             for name, item in items.items()
             if isinstance(item, Savable)
         }
@@ -130,7 +130,7 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
             got = {
                 part: [read.get(leaf.name) for leaf in leaves[name, part]] for part in parts.trees
             }
-            items[name].put_parts(parts, got)
+            items[name]._put_parts(parts, got)
     return restored
 
 

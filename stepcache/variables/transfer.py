@@ -114,6 +114,11 @@ def copy(array: jax.Array) -> jax.Array:
     return placed(array, sharding, may_alias=False)
 
 
+def copied(packed: Packed) -> Packed:
+    """The same value in buffers of its own."""
+    return Packed(packed.layout, tuple(map(copy, packed.buffers)))
+
+
 # ---- between hosts and devices ----------------------------------------------------------------
 
 

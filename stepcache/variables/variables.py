@@ -8,7 +8,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -26,8 +26,15 @@ from stepcache.sharding import (
 from stepcache.units import counted, html_table, readable_bytes
 from stepcache.variables import checkpoints, restoring
 from stepcache.variables.checkpoint_items import Parts
-from stepcache.variables.describing import check_not_kept, check_not_tracing, joined, matching
-from stepcache.variables.masters import LOST, Held, Master, OnDevices, Reader, hold
+from stepcache.variables.describing import (
+    NoAttributeError,
+    NoTreeError,
+    check_not_kept,
+    check_not_tracing,
+    joined,
+    matching,
+)
+from stepcache.variables.masters import LOST, Held, OnDevices, Reader, hold
 from stepcache.variables.packing import Layout, Packed, bytes_per_device
 from stepcache.variables.plan import Plan, Transfer, check_bytes
 from stepcache.variables.policy import (
@@ -44,10 +51,15 @@ from stepcache.variables.wire import check_wire
 
 _numbers = itertools.count(1)
 
+_NO_TREE = "variables are no array, nor a tree of arrays"
+_USE_VALUE = (
+    "pass them as an argument of a step, whose function sees their tree; elsewhere use .value"
+)
+
 
 def any_variables() -> bool:
     """Whether this process has made any yet."""
-    return Variables.made
+    return Variables._made
 
 
 class Variables:
@@ -85,7 +97,7 @@ class Variables:
     It is thread-safe: a reader sees one whole version.
     """
 
-    made = False
+    _made = False
 
     def __init__(
         self,
@@ -101,24 +113,31 @@ class Variables:
         check_policies(placement, read, write)
         for wire in (read.wire, write.wire):
             check_wire(wire, name or "Variables")
-        Variables.made = True
-        self.number = next(_numbers)
-        self.name = name or f"variables{self.number}"
+        Variables._made = True
+        self._number = next(_numbers)
+        self.name = name or f"variables{self._number}"
         self.placement, self.read, self.write = placement, read, write
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self._placer = current_placer()
-        self.mesh: Mesh | None = self._placer.mesh if self._placer else None
+        self._mesh: Mesh | None = self._placer.mesh if self._placer else None
         self._prefix = name or ""
         made = Meter()  # Not recorded: nobody asks what it takes to make them.
-        self._held = hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack)
-        self._master: Any = self._held.master
-        self.made_of = self._tokens(tree)
+        self._pack = pack
+        held = hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack)
+        self._begin_with(held)
+        self._made_of = self._tokens(tree)
         self._warn_of_rules()
-        self._updates = Updates(self.name, write, placement, self._placer, pack)
+
+    def _begin_with(self, held: Held) -> None:
+        """Takes a value, without updates or optimizer state."""
+        self._held = held
+        self._made_of: dict[str, str] = {}  # In pods, until it is compared.
+        self._master: Any = held.master  # To be used under the lock.
+        self._updates = Updates(self.name, self.write, self.placement, self._placer, self._pack)
 
     def _tokens(self, tree: Any) -> dict[str, str]:
         """What each process of a pod says of the host values that it makes the variables of."""
-        if self.mesh is None or len(processes_of(self.mesh.devices.flat)) < 2:
+        if self._mesh is None or len(processes_of(self._mesh.devices.flat)) < 2:
             return {}
         named, _ = jax.tree_util.tree_flatten_with_path(tree)
         return {
@@ -132,7 +151,7 @@ class Variables:
         on_device = getattr(self.placement, "on_device", self.placement)
         if not isinstance(on_device, Sharded):
             return
-        paths = self.paths()
+        paths = self._paths()
         matched = set(map(on_device.rules.match, paths))
         examples = ", ".join(paths[:3])
         for index, (pattern, spec) in enumerate(on_device.rules.rules):
@@ -143,27 +162,22 @@ class Variables:
                 )
 
     @property
-    def layout(self) -> Layout:
+    def _layout(self) -> Layout:
         """How the leaves lie in buffers."""
         return self._held.layout
 
-    @property
-    def master(self) -> Master:
-        """The master copy. To be used under the lock."""
-        return self._held.master
-
-    def paths(self) -> Sequence[str]:
+    def _paths(self) -> Sequence[str]:
         """The paths of the leaves, as rules read them."""
-        return [joined(self._prefix, slot.path) for slot in self.layout.slots]
+        return [joined(self._prefix, slot.path) for slot in self._layout.slots]
 
-    def parts_on_devices(self) -> Iterator[tuple[str, jax.Array, slice | None]]:
+    def _parts_on_devices(self) -> Iterator[tuple[str, jax.Array, slice | None]]:
         """Path and buffer of each leaf, and which part of a flat one it is. Under the lock.
 
         Nothing where the master copy is in host memory, of which each process has a share.
         """
-        if isinstance(self.master, OnDevices):
-            buffers = self.master.arrays()
-            for slot in self.layout.slots:
+        if isinstance(self._master, OnDevices):
+            buffers = self._master.arrays()
+            for slot in self._layout.slots:
                 start = slot.offset
                 part = slice(start, start + slot.size) if start is not None else None
                 yield joined(self.name, slot.path), buffers[slot.buffer], part
@@ -173,12 +187,12 @@ class Variables:
     @property
     def version(self) -> int:
         """How often the value has been written; 0 for the one it was made with."""
-        return self.master.version
+        return self._master.version
 
     @property
     def nbytes(self) -> int:
         """Bytes of the value, however many devices hold it."""
-        return self.layout.size_bytes
+        return self._layout.size_bytes
 
     @property
     def value(self) -> Any:
@@ -194,16 +208,16 @@ class Variables:
         check_not_kept(self.name)
         with self._moving("value") as meter:
             try:  # Not under the lock: a step on another thread may build its program for minutes.
-                leaves = self.master.leaves(meter)
+                leaves = self._master.leaves(meter)
             except (
                 RuntimeError,
                 ValueError,
             ):  # Such a step has just taken the buffers for its own.
-                with self.lock:
+                with self._lock:
                     self._held.check_not_lost(self.name)
-                    leaves = self.master.leaves(meter)
-        self.master.looked_at(current_reader())
-        return self.layout.tree.unflatten(leaves)
+                    leaves = self._master.leaves(meter)
+        self._master.looked_at(current_reader())
+        return self._layout.tree.unflatten(leaves)
 
     def block_until_ready(self) -> Variables:
         """Waits until the value has been computed.
@@ -211,10 +225,29 @@ class Variables:
         Raises:
             VariablesError: it is lost.
         """
-        with self.lock:
+        with self._lock:
             self._held.check_not_lost(self.name)
-            jax.block_until_ready(self.master.arrays())
+            jax.block_until_ready(self._master.arrays())
         return self
+
+    def copy(self) -> Variables:
+        """Makes other variables of the value as it is now, such as a target network's.
+
+        They have the same placement, policies, packing and name, and lie on the same mesh. Their
+        version is 0. Updates that are pending and the optimizer's state are not copied. Later
+        writes to either do not reach the other.
+
+        Raises:
+            VariablesError: this is inside a transformation; or the value is lost.
+        """
+        check_not_tracing("variables cannot be copied", self.name)
+        copied = Variables.__new__(Variables)
+        vars(copied).update(vars(self), _number=next(_numbers), _lock=threading.RLock())
+        with self._lock:
+            self._held.check_not_lost(self.name)
+            held = Held(self._layout, self._master.copied())
+        copied._begin_with(held)
+        return copied
 
     # ---- writing -------------------------------------------------------------------------------
 
@@ -231,12 +264,12 @@ class Variables:
             TransferBudgetError: it would move more than the session allows.
         """
         check_not_tracing("variables cannot be assigned", self.name)
-        leaves = matching(self.name, self.layout, tree, "assigned")
-        with self.lock, self._moving("assign", self._held) as meter:
+        leaves = matching(self.name, self._layout, tree, "assigned")
+        with self._lock, self._moving("assign", self._held) as meter:
             self._held.put(leaves, current_reader(), meter)
             self._updates.forget_lost_state()
-            if self.made_of:  # Not compared yet.
-                self.made_of = self._tokens(tree)
+            if self._made_of:  # Not compared yet.
+                self._made_of = self._tokens(tree)
 
     def push(self, update: Any) -> None:
         """Does with an update what the `Write` policy says.
@@ -255,8 +288,8 @@ class Variables:
             self.assign(update)
             return
         exact = self.write.mode == "add"
-        leaves = matching(self.name, self.layout, update, "pushed", dtypes=exact)
-        with self.lock, self._moving("push") as meter:
+        leaves = matching(self.name, self._layout, update, "pushed", dtypes=exact)
+        with self._lock, self._moving("push") as meter:
             self._updates.push(leaves, self._held, meter)
 
     # ---- keeping ---------------------------------------------------------------------------------
@@ -314,7 +347,7 @@ class Variables:
         finally:
             meter.emit(self.name)
 
-    def parts(self) -> Parts:
+    def _parts(self) -> Parts:
         """What a checkpoint is to hold. To be called under the lock."""
         trees = {"": self.value}
         about = {"version": self.version, "mode": self.write.mode, "pending": self._updates.pending}
@@ -323,10 +356,10 @@ class Variables:
             with self._moving("save") as meter:
                 trees["optimizer"] = state.layout.tree.unflatten(state.master.leaves(meter))
         if (pending := self._updates.pending_leaves) is not None:
-            trees["pending"] = self.layout.tree.unflatten(pending)
+            trees["pending"] = self._layout.tree.unflatten(pending)
         return Parts(trees, about)
 
-    def wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
+    def _wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
         """What is to be restored of a checkpoint.
 
         Args:
@@ -345,7 +378,7 @@ class Variables:
         unmade = "optimizer" not in stored and (same or partial)
         apply = self.write.mode == "apply" and not unmade
         held = (self._held, *((self._updates.state,) if apply and self._updates.state else ()))
-        with self.lock, self._moving("restore", *held) as meter:
+        with self._lock, self._moving("restore", *held) as meter:
             if apply:
                 before = self._updates.state
                 wanted.state = self._updates.state_to_restore(self._held, meter)
@@ -353,7 +386,7 @@ class Variables:
                 wanted.trees["optimizer"] = wanted.state.templates()
         return wanted
 
-    def put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
+    def _put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
         """Takes what was restored. To be called under the lock.
 
         Args:
@@ -361,12 +394,12 @@ class Variables:
             restored: the leaves of each part; None for those that stay as they are.
         """
         about, reader = wanted.about, current_reader()
-        for slot, leaf in zip(self.layout.slots, restored[""], strict=False):
+        for slot, leaf in zip(self._layout.slots, restored[""], strict=False):
             if leaf is not None:
-                self.made_of.pop(slot.path, None)
+                self._made_of.pop(slot.path, None)
         with self._moving("restore") as meter:
             if any(leaf is not None for leaf in restored[""]) or not restored[""]:
-                self.master.version = max(self.version, about.get("version", 0) - 1)
+                self._master.version = max(self.version, about.get("version", 0) - 1)
                 self._held.put(_filled(restored[""], self._held, meter), reader, meter)
             if (state := wanted.state) is not None:
                 state.put(_filled(restored["optimizer"], state, meter), reader, meter)
@@ -378,49 +411,49 @@ class Variables:
 
     # ---- for the engine ------------------------------------------------------------------------
 
-    def plan(self, reader: Reader) -> tuple[Transfer, ...]:
+    def _plan(self, reader: Reader) -> tuple[Transfer, ...]:
         """What a call is going to move."""
-        with self.lock:
-            return self.master.plan(self.name, reader)
+        with self._lock:
+            return self._master.plan(self.name, reader)
 
-    def take(self, reader: Reader, meter: Meter) -> Packed:
+    def _take(self, reader: Reader, meter: Meter) -> Packed:
         """The value as a program takes it. To be called, and used, under the lock.
 
         Raises:
             VariablesError: it is lost.
         """
         self._held.check_not_lost(self.name)
-        return self.master.take(reader, meter)
+        return self._master.take(reader, meter)
 
-    def put(self, packed: Packed, session: Any, meter: Meter) -> None:
+    def _put(self, packed: Packed, session: Any, meter: Meter) -> None:
         """Takes what a program returned for the value. To be called under the lock."""
-        self.master.put(packed, session, meter)
+        self._master.put(packed, session, meter)
 
-    def described(self) -> Packed:
+    def _described(self) -> Packed:
         """The value as a program would take it: shapes, dtypes and shardings alone."""
         buffers = (
             jax.ShapeDtypeStruct(
                 buffer.shape, buffer.dtype, sharding=buffer.sharding, weak_type=buffer.weak_type
             )
-            for buffer in self.layout.buffers
+            for buffer in self._layout.buffers
         )
-        return Packed(self.layout, tuple(buffers))
+        return Packed(self._layout, tuple(buffers))
 
-    def ahead(self, reader: Reader, meter: Meter) -> None:
+    def _ahead(self, reader: Reader, meter: Meter) -> None:
         """Starts to read what the next step is going to take. To be called under the lock."""
-        self.master.ahead(reader, meter)
+        self._master.ahead(reader, meter)
 
-    def check_usable(self, mesh: Mesh | None) -> None:
+    def _check_usable(self, mesh: Mesh | None) -> None:
         """Whether a session with this mesh can use the variables.
 
         Raises:
             VariablesError: they lie on another one.
         """
-        if mesh is not self.mesh and mesh_identity(mesh) != mesh_identity(self.mesh):
+        if mesh is not self._mesh and mesh_identity(mesh) != mesh_identity(self._mesh):
             raise VariablesError(
                 "variables of another session's mesh",
                 where=self.name,
-                expected=_mesh_text(self.mesh),
+                expected=_mesh_text(self._mesh),
                 got=_mesh_text(mesh),
                 hint="make them inside the session that uses them, or assign their value to "
                 "variables made there",
@@ -431,38 +464,50 @@ class Variables:
         """JAX looks for this in whatever is used as an array.
 
         Raises:
-            VariablesError: always.
+            VariablesError: always. It is no `TypeError`, which JAX would put its own words around.
         """
-        raise VariablesError(
-            "variables are no array, nor a tree of arrays",
-            where=self.name,
-            hint="pass them as an argument of a step, whose function sees their tree; elsewhere "
-            "use .value",
-        )
+        raise VariablesError(_NO_TREE, where=self.name, hint=_USE_VALUE)
+
+    if not TYPE_CHECKING:  # Type checkers say already that there is nothing of this kind.
+
+        def _refuse(self, *_, **__):
+            raise NoTreeError(_NO_TREE, where=self.name, hint=_USE_VALUE)
+
+        __getitem__ = __setitem__ = __len__ = __array__ = _refuse  # Iteration asks for items.
+        __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __pow__ = _refuse
+        __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmatmul__ = __rpow__ = _refuse
+        __floordiv__ = __mod__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+        def __getattr__(self, name):
+            what = f"variables have no attribute {name!r}"
+            raise NoAttributeError(what, where=vars(self).get("name"), hint=_USE_VALUE)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __reduce__(self):
         raise VariablesError(
             "variables are neither pickled nor copied: they are one place, known to many",
             where=self.name,
-            hint="pickle or copy their .value, and make Variables(value) of it",
+            hint="use .copy(), which makes others; or pickle .value, and make Variables of it",
         )
 
     # ---- showing -------------------------------------------------------------------------------
 
     def _told(self) -> dict[str, str]:
-        leaves = counted(len(self.layout.slots), "leaf")
-        buffers = counted(len(self.layout.buffers), "buffer")
+        leaves = counted(len(self._layout.slots), "leaf")
+        buffers = counted(len(self._layout.buffers), "buffer")
         told = {
             "name": repr(self.name),
             "version": str(self.version),
             "value": f"{leaves} in {buffers}, {readable_bytes(self.nbytes)}",
             "placement": str(self.placement),
         }
-        if self.lock.acquire(blocking=False):  # Else a step is at work, and may have the buffers.
+        if self._lock.acquire(blocking=False):  # Else a step is at work, and may have the buffers.
             if self._held.is_lost:
                 told["value"] += f", {LOST}"
-            self.lock.release()
-        for memory, size in bytes_per_device(self.master.arrays()).items():
+            self._lock.release()
+        for memory, size in bytes_per_device(self._master.arrays()).items():
             told[memory] = f"{readable_bytes(size)} per device"
         if self.read != Read():
             told["read"] = str(self.read)

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
-from stepcache.report.explanation import _tail, readable_bytes
+from stepcache.report.explanation import _abbreviated, readable_bytes
 
 
 @sc.step(carry="state", batch="batch", static_argnames="train")
@@ -83,8 +83,10 @@ def test_rendering_helpers():
         "2.5 MB",
         "3.0 GB",
     ]
-    assert _tail("a/b") == "a/b"
-    assert _tail("state/" + "layer/" * 20 + "kernel") == "…/layer/layer/layer/layer/kernel"
+    assert _abbreviated("a/b") == "a/b"
+    assert _abbreviated("a" * 40 + "/b") == "a" * 40 + "/b"
+    long = _abbreviated("state/" + "layer/" * 20 + "kernel")
+    assert long == "state/…/layer/layer/layer/kernel"
 
 
 def test_leaves_of_variables_are_counted_and_what_wraps_is_indented():
@@ -94,3 +96,24 @@ def test_leaves_of_variables_are_counted_and_what_wraps_is_indented():
     assert lines[-1].startswith("3 leaves, 2 of variables; ")
     first = next(n for n, line in enumerate(lines) if line.startswith("  state: Variables("))
     assert lines[first + 1].startswith("      ") and max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_paths_of_variables_begin_with_the_argument(pack):
+    def variables(name):
+        return sc.Variables({"w": np.ones((4, 3)), "b": np.ones(3)}, name=name, pack=pack)
+
+    step = sc.step(lambda state, *rest, x: (state, x.sum()), carry="state")
+    one, two, three = map(variables, ("one", "two", "three"))
+    explained = step.explain({"of": one, "plain": np.ones(2)}, two, [three, two], x=np.ones(5))
+    assert [row.path for row in explained.arguments] == [
+        *("state/of/b", "state/of/w", "rest/0/b", "rest/0/w", "rest/1/0/b", "rest/1/0/w"),
+        *("state/plain", "x"),
+    ]
+    names = ["one"] * 2 + ["two"] * 2 + ["three"] * 2 + [""] * 2
+    assert [row.variables for row in explained.arguments] == names
+    starts = [line.split(": Variables")[0] for line in explained.variables]
+    assert starts == ["state/of", "rest/0 and rest/1/1", "rest/1/0"]
+    text = str(explained)
+    assert "  rest/1/0/b   × 2  of several types  60 B\n      in Variables 'three', " in text
+    assert "8 leaves, 6 of variables; " in text

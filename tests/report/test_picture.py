@@ -101,9 +101,9 @@ def words(svg: str) -> str:
     return "\n".join(line.text for line in lines_of(svg))
 
 
-def count(svg: str, kind: str, after: bool) -> int:
+def count(svg: str, kind: str, planned: bool) -> int:
     return sum(
-        arrow.kind == kind and (arrow.points[0][0] > MIDDLE) is after for arrow in arrows_of(svg)
+        arrow.kind == kind and (arrow.points[0][0] > MIDDLE) is planned for arrow in arrows_of(svg)
     )
 
 
@@ -155,16 +155,18 @@ def plans(mesh) -> Iterator[Explanation]:
 def test_the_numbers_are_the_plans_own(mesh, one_device_mesh):
     for explanation in itertools.chain(plans(mesh), plans(one_device_mesh)):
         drawn = lanes(explanation.plan)
-        after, before = (totals(getattr(lane, at) for lane in drawn) for at in ("after", "before"))
+        planned, naive = (
+            totals(getattr(lane, at) for lane in drawn) for at in ("planned", "naive")
+        )
         links = explanation.plan.link_bytes
-        assert (after.host_bytes, after.device_bytes) == tuple(
+        assert (planned.host_bytes, planned.device_bytes) == tuple(
             links.get(link, 0) for link in (HOST_LINK, DEVICE_LINK)
         )
-        assert before.host_bytes >= after.host_bytes and before.device_bytes == 0
+        assert naive.host_bytes >= planned.host_bytes and naive.device_bytes == 0
         right = [line.text for line in lines_of(plan_svg(explanation)) if line.left > MIDDLE]
         for link, size in links.items():
             assert f"{link}: {readable_bytes(size)}" in right
-        assert savings(before, after) in words(plan_svg(explanation))
+        assert savings(naive, planned) in words(plan_svg(explanation))
 
 
 def test_two_readers_of_one_variable(mesh):
@@ -175,9 +177,9 @@ def test_two_readers_of_one_variable(mesh):
     size = table.nbytes
     assert planned.extent == Extent(size, size * 8, 8)
     (lane,) = lanes(explanation.plan)
-    assert lane.before.host_bytes == 2 * 8 * size
+    assert lane.naive.host_bytes == 2 * 8 * size
     svg = plan_svg(explanation)
-    assert count(svg, "host", after=False) == 16
+    assert count(svg, "host", planned=False) == 16
     assert f"16 × {readable_bytes(size)} = {readable_bytes(16 * size)}" in words(svg)
     assert "One transfer serves a and b" in " ".join(words(svg).split())
     assert "device 7 · b" in words(svg)
@@ -190,7 +192,7 @@ def test_a_value_that_is_split_over_devices(mesh):
     extent = explanation.plan.transfers[0].extent
     small = TREE["b"].nbytes + TREE["n"].nbytes
     assert extent == Extent(split.nbytes, 2 * TREE["w"].nbytes + 8 * small, 8)
-    assert count(plan_svg(explanation), "host", after=True) == 8
+    assert count(plan_svg(explanation), "host", planned=True) == 8
 
 
 def test_host_adam_is_read_and_written(mesh):
@@ -208,9 +210,12 @@ def test_what_lives_on_the_devices_does_not_move():
     state = sc.Variables(TREE, name="params")
     svg = plan_svg(train_step.explain(state, np.ones((8, 2), np.float32)))
     assert not arrows_of(svg)
-    assert words(svg).count("nothing moves") == 3  # Once in the legend.
-    assert "on the devices: it lives there" in words(svg)
-    assert "Nothing crosses the host's link, either way." in words(svg)
+    text = words(svg)
+    assert text.count("Nothing moves: it lives there.") == 1
+    assert "Nothing crosses the host's link, either way." in text
+    drawn = list(ElementTree.fromstring(svg).iter(f"{NAMESPACE}rect"))
+    assert len(drawn) == 2  # The paper, and what is behind the row's name.
+    assert not {"Naive", "Planned", HOST_LINK, DEVICE_LINK, "host memory"} & {*text.splitlines()}
 
 
 @pytest.mark.parametrize("explanation", [explained(), Explanation("f", False, None, None)])
@@ -236,11 +241,58 @@ def test_routes_are_drawn_as_what_they_are(route, devices):
     drawn = min(devices, 9)  # Eight, and one for the others.
     others = 0 if devices == 1 else drawn
     host = {"fanout": 1, "none": 0, "resident": 0}.get(route, drawn)
+    assert ("Nothing moves: asked for." in words(svg)) is (route in ("none", "resident"))
     device = {"fanout": drawn - 1, "gather": others}.get(route, 0)
     assert (count(svg, "host", True), count(svg, "device", True)) == (host, device)
     assert count(svg, "host", False) == (0 if route == "resident" else drawn)
     assert count(svg, "device", False) == 0
     assert ("… and 56 more" in words(svg)) is (devices == 64 and route != "resident")
+
+
+def test_the_columns_are_naive_and_planned():
+    text = words(plan_svg(explained(transfer("gather"))))
+    assert {"Naive", "Planned"} <= {*text.splitlines()}
+    assert "before" not in text.lower() and "after" not in text.lower()
+
+
+def test_what_serves_without_moving_has_no_drawing(mesh):
+    svg = plan_svg(explained(transfer("none")))
+    bands = [
+        float(node.get("x"))
+        for node in ElementTree.fromstring(svg).iter(f"{NAMESPACE}rect")
+        if node.get("class") == "band"
+    ]
+    assert len(bands) == 2 and max(bands) < MIDDLE
+
+
+@pytest.mark.parametrize("wire", [None, "bf16", "int8"])
+def test_the_wire_is_named(wire, mesh):
+    with sc.Session(mesh):
+        explanation = compare.explain(on_host(wire=wire), sc.Variables(TREE))
+    (planned, _) = explanation.plan.transfers
+    assert planned.wire == (wire or "")
+    text = " ".join(words(plan_svg(explanation)).split())
+    assert (f"; as {wire} on the wire, off by at most" in text) is (wire is not None)
+    assert ("on each of 8 devices, uncoded" in text) is (wire is not None)
+    assert (f"by gather in {wire} (" in " ".join(str(explanation).split())) is (wire is not None)
+
+
+def test_every_number_of_bytes_says_what_it_is():
+    """A figure is in words, counts arrows under the name of a link, or is in the host's memory."""
+    svg = plan_svg(explained(*map(transfer, ROUTES)))
+    assert "In the host's memory: the bytes of the value" in " ".join(words(svg).split())
+    lines = lines_of(svg)
+    for above, line in itertools.pairwise(lines):
+        if not re.search(r"\d [kMG]?B\b", line.text):
+            continue
+        if " × " in line.text and "link" not in line.text:
+            assert above.text in (HOST_LINK, DEVICE_LINK)
+        elif re.fullmatch(r"[\d.]+ [kMG]?B", line.text):
+            assert 32 <= (line.left - 24) % (MIDDLE - 10) + 24 <= 136, line
+        else:
+            assert re.match(
+                rf"version|{HOST_LINK}: |{DEVICE_LINK}: |.* planned, .* naive", line.text
+            )
 
 
 def test_every_transfer_appears():
@@ -268,9 +320,9 @@ def test_arrows_grow_with_bytes_within_bounds():
 def test_what_was_fetched_ahead_is_counted_once():
     ahead = transfer("gather", why="the value crosses once, ahead of the next step")
     drawn = lanes(Plan((transfer("none", why="it was fetched ahead"), ahead)))
-    assert [lane.before.host_bytes for lane in drawn] == [0, 64_000_000]
+    assert [lane.naive.host_bytes for lane in drawn] == [0, 64_000_000]
     cached = lanes(Plan((transfer("none", why="a copy is there"),)))
-    assert [lane.before.host_bytes for lane in cached] == [64_000_000]
+    assert [lane.naive.host_bytes for lane in cached] == [64_000_000]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +344,7 @@ def test_screen_readers_are_told():
     assert [child.tag for child in root[:2]] == [f"{NAMESPACE}title", f"{NAMESPACE}desc"]
     assert root[1].text == (
         "params, version 3 · 8.0 MB · for state: 8.0 MB host ↔ device, 56.0 MB device ↔ device; "
-        "gather: asked for. 8.0 × less over the host's link: 8.0 MB, where it would be 64.0 MB."
+        "gather: asked for. 8.0 × less over the host's link: 8.0 MB planned, 64.0 MB naive."
     )
 
 
@@ -301,9 +353,9 @@ def test_text_stands_out_from_what_is_behind_it():
     light, dark = style.split("@media (prefers-color-scheme: dark)")
     for scheme in (light, dark):
         fills = dict(re.findall(r"\.stepcache-plan \.(\w+) { fill: (#\w{6})", scheme))
-        on_paper = itertools.product(("ink", "quiet", "host", "device", "still"), ("paper",))
+        on_paper = itertools.product(("ink", "quiet", "host", "device"), ("paper",))
         on_others = itertools.product(("ink", "quiet"), ("strip",))
-        in_boxes = itertools.product(("ink",), ("place", "value", "rest"))
+        in_boxes = itertools.product(("ink",), ("place", "value"))
         for text, behind in itertools.chain(on_paper, on_others, in_boxes):
             assert contrast(fills[text], fills[behind]) >= 4.5, (text, behind)
 

@@ -58,5 +58,5 @@ def assert_same_in_numpy(expected, got) -> None:
 
 def on_devices(variables):
     """The tree as the devices have it when a step takes it."""
-    leaves, _ = transfer.unpack(variables.master.on_devices(transfer.Meter()))
-    return variables.layout.tree.unflatten(leaves)
+    leaves, _ = transfer.unpack(variables._master.on_devices(transfer.Meter()))
+    return variables._layout.tree.unflatten(leaves)

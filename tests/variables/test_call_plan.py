@@ -245,7 +245,7 @@ def test_a_plan_keeps_no_variables_alive():
     for _ in range(3):
         step(state)
     dead = weakref.ref(state)
-    buffers = [weakref.ref(leaf) for leaf in state.master.arrays()]
+    buffers = [weakref.ref(leaf) for leaf in state._master.arrays()]
     del state
     gc.collect()
     assert dead() is None
@@ -258,7 +258,7 @@ def test_a_carry_that_is_lost_is_named():
     state = sc.Variables(ramp(0), name="weights")
     for _ in range(2):
         step(state)
-    for array in state.master.arrays():
+    for array in state._master.arrays():
         array.delete()
     with pytest.raises(VariablesError, match="lost"):
         step(state)

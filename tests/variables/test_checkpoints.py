@@ -59,11 +59,11 @@ def test_a_value_moves_to_another_mesh_and_placement(before, after, tmp_path, re
     session, placement = place(after)
     with session:
         other = sc.Variables(tree(0.0), placement=placement)
-        shardings = [array.sharding for array in other.master.arrays()]
+        shardings = [array.sharding for array in other._master.arrays()]
         other.restore(tmp_path / "saved")
         same(other.value, tree(2.0))
         assert other.version == 1
-        assert [array.sharding for array in other.master.arrays()] == shardings
+        assert [array.sharding for array in other._master.arrays()] == shardings
 
 
 def test_versions_never_go_back(tmp_path):

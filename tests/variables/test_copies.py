@@ -476,7 +476,7 @@ class Player:
                 count(one)
                 self.saw(which, before + 1)
             elif action in ("assign", "push"):
-                with one.lock:
+                with one._lock:
                     write = one.assign if action == "assign" else one.push
                     write(numbered(one.version + 1 if action == "assign" else 1))
                     self.saw(which, one.version)

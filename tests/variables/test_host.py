@@ -225,7 +225,7 @@ def test_leaves_placed_by_the_user_without_a_session():
     step(hosted)
     step(hosted)
     assert all(leaf.devices() == {at} for leaf in on_devices(hosted).values())
-    assert all(array.devices() == {at} for array in hosted.master.arrays())
+    assert all(array.devices() == {at} for array in hosted._master.arrays())
     assert step.stats().misses == 1
     np.testing.assert_array_equal(hosted.value["a"], 3)
 
@@ -286,7 +286,7 @@ def test_variables_that_lie_alike_share_the_programs_that_move_them(mesh):
     with session(mesh):
         a, b = (sc.Variables({"a": np.ones(n)}, placement=sc.OnHost()) for n in (3, 3))
         other = sc.Variables({"a": np.ones(4)}, placement=sc.OnHost())
-    layouts = [each.master._layout for each in (a, b, other)]
+    layouts = [each._master._layout for each in (a, b, other)]
     assert layouts[0] is layouts[1] is not layouts[2]
 
 

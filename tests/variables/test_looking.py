@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import assert_same, raw
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from states import LARGE
@@ -421,3 +422,60 @@ def test_a_closed_session_refuses_and_changes_nothing(mesh):
     with sc.Session(mesh):
         step(variables)
     assert only(variables.value["w"]) == variables.version == 2
+
+
+def test_only_the_names_that_users_need_are_public():
+    names = "assign block_until_ready copy name nbytes placement push read restore save value"
+    variables = sc.Variables({"w": np.ones(2)})
+    public = [name for name in dir(variables) if not name.startswith("_")]
+    assert public == [*names.split(), "version", "write"]
+
+
+MISUSES = {
+    "v['w']": lambda v: v["w"],
+    "v['w'] = 1": lambda v: v.__setitem__("w", 1),
+    "iteration": list,
+    "in": lambda v: "w" in v,
+    "len": len,
+    "v + 1": lambda v: v + 1,
+    "1 - v": lambda v: 1 - v,
+    "-v": lambda v: -v,
+    "v @ array": lambda v: v @ np.ones((2, 2)),
+    "array * v": lambda v: np.ones(2) * v,
+    "v < 1": lambda v: v < 1,
+    "jax.tree.map": lambda v: jax.tree.map(lambda x: 2 * x, v),
+    "np.asarray": np.asarray,
+    "np.add": lambda v: np.add(v, 1),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_what_only_the_tree_can_do_names_value(misuse):
+    variables = sc.Variables({"w": np.ones(2, np.float32)}, name="table")
+    with pytest.raises(sc.VariablesError, match=r"at: table(.|\n)*\.value") as raised:
+        MISUSES[misuse](variables)
+    assert isinstance(raised.value, TypeError)  # As of any object that cannot do this.
+    assert variables  # Though it has no length.
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.jit, jax.vmap, jax.grad, jax.eval_shape, nnx.jit, nnx.grad]
+)
+def test_transformations_name_value(transform):
+    variables = sc.Variables({"w": np.ones(2, np.float32)}, name="table")
+
+    def function(tree):
+        return tree["w"].sum()
+
+    with pytest.raises(sc.VariablesError, match=r"at: table(.|\n)*\.value"):
+        if transform is jax.eval_shape:
+            transform(function, variables)
+        transform(function)(variables)
+
+
+def test_attributes_of_the_tree_name_value_and_are_not_there():
+    variables = sc.Variables({"w": np.ones(2, np.float32)}, name="table")
+    assert not hasattr(variables, "w") and getattr(variables, "shape", None) is None
+    with pytest.raises(AttributeError, match=r"'w'(.|\n)*at: table(.|\n)*\.value") as raised:
+        _ = variables.w
+    assert isinstance(raised.value, sc.VariablesError)

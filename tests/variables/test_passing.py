@@ -189,7 +189,7 @@ def test_in_the_rest_of_the_arguments():
     assert number(one.value) == 2
     explanation = step.explain(one, two, tree_of(9), three, scale=2, x=two, y=tree_of(8))
     assert explanation.hit
-    assert "rest[0] and x: Variables('v2'" in str(explanation).replace("\n", " ")
+    assert "rest/0 and x: Variables('v2'" in str(explanation).replace("\n", " ")
     assert "buffers/" not in str(explanation)
 
 

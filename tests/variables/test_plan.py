@@ -105,7 +105,7 @@ def test_predicted_bytes_are_the_bytes_that_move(data):
             if action == "a":
                 value, before = made[0].value, len(moved.calls)
                 made[0].assign(value)
-                planned = made[0].master.plan_put("", Reader(None))
+                planned = made[0]._master.plan_put("", Reader(None))
                 assigned_bytes += sum(each.bytes for each in planned)
                 assert moved.calls[before:] == [
                     dict(each.link_bytes) for each in planned if each.bytes
@@ -146,7 +146,7 @@ def test_the_gathering_program_copies_shares_from_the_host_and_nothing_else():
         tree = {"big": np.ones(100_003, np.float32), "few": np.ones(13, jnp.bfloat16)}
         hosted = sc.Variables(tree, placement=sc.OnHost())
         planned = sc.step(lambda state: state["few"]).explain(hosted).plan
-    layout, buffers = hosted.master._layout, hosted.master.arrays()
+    layout, buffers = hosted._master._layout, hosted._master.arrays()
     for program, side in (
         (layout.read.lower(buffers), 0),
         (layout.write.lower(layout.read(buffers)), 1),
@@ -166,7 +166,7 @@ def test_a_read_ahead_is_copied_by_no_program(mesh):
     programs = []
     with session(mesh):
         hosted = sc.Variables(np.ones(100_003, np.float32), placement=sc.OnHost())
-        layout, buffers = hosted.master._layout, hosted.master.arrays()
+        layout, buffers = hosted._master._layout, hosted._master.arrays()
         layout.__dict__["_gather"] = lambda shares: programs.extend(shares) or layout.read(buffers)
         arrived = layout.read_ahead(buffers)
     assert [each.sharding for each in arrived] == [each.sharding for each in layout.on_device]
@@ -386,7 +386,8 @@ def test_explain_tells_of_variables_and_transfers():
     assert "40.0 kB host ↔ device, 280.0 kB device ↔ device" in text
     assert "moments version 1: devices → host by scatter" in text
     assert "frozen version 0: nothing moves: it lives there" in text
-    assert [row.path for row in explained.arguments] == ["x"]
+    assert [row.path for row in explained.arguments] == ["state", "frozen", "x"]
+    assert [row.variables for row in explained.arguments] == ["moments", "frozen", ""]
     assert explained.moved_bytes == explained.plan.bytes + 8 * 4
     assert len(explained.variables) == 2
 

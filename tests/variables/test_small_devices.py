@@ -104,7 +104,7 @@ for name, mesh_of, on_device in (
             variables.restore(directory)
         same(variables, state(3))
         # The master has one copy, and what is read of it is right.
-        masters = variables.master.arrays()
+        masters = variables._master.arrays()
         assert {array.sharding.memory_kind for array in masters} == {"pinned_host"}
         held = sum(s.data.nbytes for array in masters for s in array.addressable_shards)
         assert SIZE <= held < SIZE + 8 * 64
@@ -131,7 +131,7 @@ for name, sharding in {
             variables.assign(given)
         given["w"].delete()
         same(variables, {"w": state(5)["w"]})
-        (master,) = variables.master.arrays()
+        (master,) = variables._master.arrays()
         assert master.sharding.memory_kind == "pinned_host"
 print(json.dumps(told))
 """

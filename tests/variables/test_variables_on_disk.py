@@ -180,7 +180,7 @@ def test_leaves_in_another_order_or_under_other_names_are_another_program(tmp_pa
 def test_packed_leaves_are_another_program(tmp_path):
     live(tmp_path)
     other, variables = live(tmp_path, pack=True)
-    assert len(variables.layout.buffers) < len(variables.layout.slots)
+    assert len(variables._layout.buffers) < len(variables._layout.slots)
     assert levels(other) == BUILT
     again, after = live(tmp_path, pack=True)
     assert levels(again) == WITHOUT_A_TRACE
