@@ -161,8 +161,11 @@ class Explanation:
             yield f"      {each.variable} version {each.version}{readers}: {what}"
 
     def _rows(self) -> Iterable[str]:
-        """Two lines for each group of leaves that share an argument, a place and a reason."""
-        groups = list(_grouped(self.arguments))
+        """Two lines for each group of leaves that share an argument, a place and a reason.
+
+        Of variables there is a line each already.
+        """
+        groups = list(_grouped(row for row in self.arguments if not row.variables))
         if not groups:
             return
         cells = [
@@ -176,16 +179,12 @@ class Explanation:
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for (path, count, kind, size), rows in zip(cells, groups, strict=True):
-            first = rows[0]
-            moved = readable_bytes(sum(row.moved_bytes for row in rows))
+            first, moved = rows[0], readable_bytes(sum(row.moved_bytes for row in rows))
             yield (
                 f"  {path:<{widths[0]}}  {count:<{widths[1]}}  {kind:<{widths[2]}}"
                 f"  {size:>{widths[3]}}"
             )
-            if first.variables:
-                yield f"      in Variables {first.variables!r}, {first.target}, {first.why}"
-            else:
-                yield f"      {first.source} → {first.target}, {first.why}; moves {moved}"
+            yield f"      {first.source} → {first.target}, {first.why}; moves {moved}"
 
     def _footer(self) -> Iterable[str]:
         where = f"mesh {self.mesh}" if self.mesh else "no mesh: as jax.jit places them"
@@ -334,9 +333,7 @@ def _argument(
 def _grouped(arguments: Iterable[Argument]) -> Iterable[list[Argument]]:
     groups: dict[tuple, list[Argument]] = {}
     for row in arguments:
-        groups.setdefault((row.name, row.source, row.target, row.why, row.variables), []).append(
-            row
-        )
+        groups.setdefault((row.name, row.source, row.target, row.why), []).append(row)
     return groups.values()
 
 
