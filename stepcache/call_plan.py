@@ -43,8 +43,6 @@ def plan(*args, **kwargs):
             {release}
     return other(*args, **kwargs)
 """
-
-
 _PLANS_PER_STEP = 8
 
 
@@ -88,7 +86,8 @@ class CallPlans:
             source = _source(use, outputs, names)
         except _Unplanned:
             return None
-        key = (source, *(each._number for each in use.variables))
+        constants = [value for name, value in names.items() if name.startswith("key")]
+        key = (source, *constants, *(each._number for each in use.variables))
         with self._lock:
             if key in self._known:
                 return None
@@ -146,7 +145,7 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
     elif len(carry) == 1 and tree_structure(carry[0]) == tree_structure(outputs, is_stand_in):
         returned = _rebuilt("out", carry[0], written, expected, names)
     elif (kind := type(outputs)) in (tuple, list):
-        expected.append(f"type(out) is {kind.__name__} and len(out) >= {len(carry)}")
+        expected.append(f"type(out) is {kind.__name__} and len(out) == {len(outputs)}")
         trees = enumerate(carry)
         news = [_rebuilt(f"out[{i}]", tree, written, expected, names) for i, tree in trees]
         rest = [f"*out[{len(carry)}:]"] if len(outputs) > len(carry) else []

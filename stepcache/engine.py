@@ -452,8 +452,6 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     alive = engine()
     if alive is None:
         return jitted(*args, **kwargs), None, False
-    if alive.is_planned():
-        return NOT_A_HIT, None, True
     alive.note_call()
     if alive.handing_in is not None:
         whole = alive.handing_in(args, kwargs)
@@ -464,6 +462,8 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
                 return alive.dispatcher.call(*args, **kwargs), None, False
             finally:
                 alive.hands_in = False
+    if alive.is_planned():
+        return NOT_A_HIT, None, True
     outputs, fast_path = alive.run(*args, **kwargs)
     alive.sees_all_calls &= fast_path is None or alive.hands_in
     return outputs, fast_path, False

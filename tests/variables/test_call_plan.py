@@ -186,6 +186,28 @@ def test_what_is_static_may_change_what_comes_back():
     assert float(state.value["b"]) == 6
 
 
+def test_more_outputs_than_before_are_not_lost():
+    step = sc.step(
+        lambda state, *, wants: (up(state), *[state["b"]] * wants),
+        carry="state",
+        static_argnames="wants",
+    )
+    state = sc.Variables(ramp(0))
+    for wants in (0, 0, 2, 2, 1, 0, 3):
+        assert len(step(state, wants=wants)) == 1 + wants
+    assert state.version == 7
+
+
+def test_the_same_variables_under_other_keys(entered):
+    step = sc.step(lambda held: jax.tree.map(lambda leaf: leaf + 1, held), carry="held")
+    state = sc.Variables(ramp(0))
+    for _ in range(3):
+        step({"a": state})
+        step({"b": state})
+    assert len(entered) == 2
+    assert state.version == 6
+
+
 def test_a_new_shape_is_built_and_then_served_by_the_same_plan(entered):
     step = sc.step(with_batch, carry="state")
     state = sc.Variables(ramp(0))
