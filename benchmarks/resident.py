@@ -265,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="show that it runs; no real figures")
     quick = parser.parse_args().quick
-    settings = {"rounds": 3 if quick else 15, "batch_seconds": 0.005 if quick else 0.1}
+    settings = {"rounds": 3 if quick else 21, "batch_seconds": 0.005 if quick else 0.05}
     long = {**settings, "batch_seconds": 10 * settings["batch_seconds"]}
     counts = (1, 10) if quick else (1, 10, 30, 100, 300, 1000)
     models = (2,) if quick else (12, 24)
