@@ -183,8 +183,9 @@ class Engine:
             try:
                 args, kwargs = use.taken()
                 outputs = call(*args, **kwargs)
+                written = use.written(outputs)
                 self._plan(scope, use, outputs)
-                return use.written(outputs)
+                return written
             finally:
                 _admitted.engine = before
                 self._count_moved(use)

@@ -217,18 +217,6 @@ def arguments_outlive_calls() -> bool:
     return jit_is_disabled() or bool(setting("jax_debug_nans") or setting("jax_debug_infs"))
 
 
-def is_plain_call(token: Any) -> bool:
-    """Whether this is a call outside of transformations, in a session, and with settings as usual.
-
-    Args:
-        token: what the session's context has to be.
-    """
-    if not PRIVATE_API:
-        return False
-    usual = core.trace_state_clean() and _settings_context.value is None
-    return usual and session_context.value is token
-
-
 def has_concrete_mesh() -> bool:
     """True where the caller has set a mesh of their own."""
     mesh = mesh_lib.get_concrete_mesh() if PRIVATE_API else jax.sharding.get_mesh()

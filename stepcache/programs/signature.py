@@ -125,12 +125,6 @@ class Parameters:
         named = frozenset(p.name for p in parameters if p.name != keywords)
         return cls(positional, variadic, named, keywords, roles, carry, batch)
 
-    @functools.cached_property
-    def carry_positions(self) -> dict[int, int]:
-        """Where carried parameters stand among the positional ones; and in the carry."""
-        names = enumerate(self.carry)
-        return {self.positional.index(n): i for i, n in names if n in self.positional}
-
     def parameter_of(self, argument: str) -> str:
         """The parameter that takes an argument: itself, or `*args` or `**kwargs` by their names."""
         name = argument.partition("[")[0]
