@@ -143,7 +143,7 @@ class Engine:
         through_python = watched or scope.closed or self.checks.stale is not None
         plain = not (request.call.signature.statics or through_python)
         if plain and is_of_pod(request):
-            self.handing_in = HandingIn(request, jaxcompat.session_context.value)
+            self.handing_in = HandingIn(request, self.scope)
         return outputs, None if through_python else fast_path
 
     # ---- calls that pass `Variables` -----------------------------------------------------------

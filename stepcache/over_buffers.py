@@ -21,19 +21,10 @@ from stepcache.programs.signature import Call, Leaf, Parameters, Signature
 from stepcache.variables.packing import Layout, Packed, Slot
 
 
-class Again:
+class Again(int):
     """Stands for `Variables` that are in the call already, by their number among them."""
 
-    __slots__ = ("number",)
-
-    def __init__(self, number: int):
-        self.number = number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Again) and self.number == other.number
-
-    def __hash__(self) -> int:
-        return hash(self.number)
+    __slots__ = ()
 
 
 jax.tree_util.register_static(Again)
@@ -85,7 +76,7 @@ class _OverBuffers:
             if not is_stand_in(node):
                 return node
             same = (pair for pair in seen if pair[0] is node)
-            packed, leaves = seen[node.number] if isinstance(node, Again) else next(same)
+            packed, leaves = seen[node] if isinstance(node, Again) else next(same)
             return packed.layout.tree.unflatten(leaves)
 
         outputs = self.__wrapped__(
@@ -197,7 +188,7 @@ def _in_leaves(carry: Sequence[str], call: Call) -> Call:
             leaves += given
             holders.append("")
             continue
-        packed = values[node.number] if isinstance(node, Again) else node
+        packed = values[node] if isinstance(node, Again) else node
         place, buffers = places[id(packed)]
         trees.append(shapes_in(packed))
         leaves += [_leaf_at(slot, packed.layout, buffers) for slot in packed.layout.slots]

@@ -6,9 +6,11 @@ The session is the front door to it; the engine knows only this.
 from __future__ import annotations
 
 import contextvars
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from stepcache import jaxcompat
 from stepcache.errors import UnmatchedRuleWarning, warn
@@ -41,6 +43,7 @@ class Scope:
         matched: rules that have matched a leaf so far, or that have been warned about.
         seen: the `Variables` whose leaves have been matched.
         shown: paths of some leaves of the last of them.
+        session: the front door to it.
     """
 
     placer: Placer | None
@@ -54,6 +57,7 @@ class Scope:
     matched: set[int] = field(default_factory=set)
     seen: WeakObjects = field(default_factory=WeakObjects)
     shown: tuple[str, ...] = ()
+    session: weakref.ref[Any] | None = None
 
     @property
     def mesh(self):
@@ -112,58 +116,25 @@ class Scope:
             warn(message, UnmatchedRuleWarning)
 
 
-class ScopeToken(jaxcompat.ContextToken):
-    """Stands for a scope in JAX's own keys, without keeping it alive there.
+def token_of(scope: Scope) -> jaxcompat.ContextToken | None:
+    """What stands for a scope in JAX's own keys, without keeping it alive there.
 
-    Scopes that decide alike have equal tokens, and one that decides as calls outside any session do
-    has one that equals None, which JAX's keys hold there. So entering a session does not make JAX
-    trace and compile anew whatever runs in it, steps or not.
+    Scopes that decide alike have one token, and one that decides as calls outside any session do
+    has none. So entering a session does not make JAX trace and compile anew whatever runs in it,
+    steps or not.
     """
+    decides = (scope.placer, scope.cache.number, scope.count_hits, scope.max_step_bytes)
+    if decides == (None, DEFAULT_SCOPE.cache.number, False, None):
+        return None
+    with _naming:
+        token = _tokens.get(decides)
+        if token is None:
+            token = _tokens[decides] = jaxcompat.ContextToken()
+        return token
 
-    __slots__ = ("_alike", "scope")
 
-    def __init__(self, scope: Scope):
-        self.scope = weakref.ref(scope)
-        decides = (scope.placer, scope.cache.number, scope.count_hits, scope.max_step_bytes)
-        outside = (None, DEFAULT_SCOPE.cache.number, False, None)
-        self._alike = None if decides == outside else decides
-
-    @property
-    def reader(self) -> Scope | None:
-        return self.scope()
-
-    @property
-    def placer(self) -> Placer | None:
-        scope = self.scope()
-        return scope.placer if scope is not None else None
-
-    @property
-    def peers(self) -> Peers | None:
-        scope = self.scope()
-        return scope.peers if scope is not None else None
-
-    @property
-    def max_step_bytes(self) -> int | None:
-        scope = self.scope()
-        return scope.max_step_bytes if scope is not None else None
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if other is None:
-            return self._alike is None and not self._closed
-        if not isinstance(other, ScopeToken):
-            return False
-        return self._alike == other._alike and not (self._closed or other._closed)
-
-    @property
-    def _closed(self) -> bool:
-        scope = self.scope()
-        return scope is not None and scope.closed
-
-    def __hash__(self) -> int:
-        return hash(self._alike)
-
+_tokens: weakref.WeakValueDictionary[tuple, jaxcompat.ContextToken] = weakref.WeakValueDictionary()
+_naming = threading.Lock()
 
 DEFAULT_SCOPE = Scope(None, ProgramCache())
 """The scope of calls outside any session: it places nothing."""
@@ -171,6 +142,4 @@ DEFAULT_SCOPE = Scope(None, ProgramCache())
 
 def current_scope() -> Scope:
     """The scope of the innermost session of this thread."""
-    token = jaxcompat.session_context.value
-    scope = token.scope() if token is not None else None
-    return scope or DEFAULT_SCOPE
+    return jaxcompat.entered_session() or DEFAULT_SCOPE

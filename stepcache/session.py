@@ -22,23 +22,13 @@ from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
 from stepcache.programs.pods.values import check_devices, compare
 from stepcache.replicas import replicas_of
-from stepcache.scope import DEFAULT_SCOPE, Scope, ScopeToken, recompiles_forbidden
+from stepcache.scope import DEFAULT_SCOPE, Scope, current_scope, recompiles_forbidden, token_of
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
 from stepcache.variables.variables import Variables
 
 OnMiss = Literal["compile", "warn", "error"]
 _ON_MISS = ("compile", "warn", "error")
-
-
-class _SessionToken(ScopeToken):
-    """A token that leads back to its session too."""
-
-    __slots__ = ("session",)
-
-    def __init__(self, scope: Scope, session: Session):
-        super().__init__(scope)
-        self.session = weakref.ref(session)
 
 
 class Session:
@@ -143,7 +133,8 @@ class Session:
 
     def _open(self, scope: Scope) -> None:
         self._scope = scope
-        self._token = _SessionToken(scope, self)
+        scope.session = weakref.ref(self)
+        self._token = token_of(scope)
         self._entered = threading.local()
         self._on_hang: tuple[float, OnHang] = HANG_SECONDS, "warn"
 
@@ -207,7 +198,7 @@ class Session:
     def __enter__(self) -> Session:
         if self.closed:
             raise SessionClosedError("this session has been closed", hint="make a new one")
-        context = jaxcompat.session_context(self._token)
+        context = jaxcompat.entering(self._scope, self._token)
         context.__enter__()
         self._contexts().append(context)
         if isinstance(peers := self._scope.peers, PodOfSession):
@@ -301,9 +292,8 @@ def current_session() -> Session:
     The default session has no mesh and no rules: it places nothing, so that a step runs where
     `jax.jit` would run it.
     """
-    token = jaxcompat.session_context.value
-    session = token.session() if token is not None else None
-    return session or _DEFAULT_SESSION
+    scope = current_scope()
+    return (scope.session and scope.session()) or _DEFAULT_SESSION
 
 
 @contextlib.contextmanager

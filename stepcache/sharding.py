@@ -285,20 +285,19 @@ class Placer:
 
 def current_placer() -> Placer | None:
     """The mesh and rules of the innermost session of this thread; None outside of one."""
-    token = jaxcompat.session_context.value
-    return token.placer if token is not None else None
+    session = jaxcompat.entered_session()
+    return session.placer if session is not None else None
 
 
 def current_reader() -> object | None:
     """What tells the innermost session of this thread from others that read and write variables."""
-    token = jaxcompat.session_context.value
-    return token.reader if token is not None else None
+    return jaxcompat.entered_session()
 
 
 def current_max_bytes() -> int | None:
     """What a call may move in the innermost session of this thread; None for no bound."""
-    token = jaxcompat.session_context.value
-    return token.max_step_bytes if token is not None else None
+    session = jaxcompat.entered_session()
+    return session.max_step_bytes if session is not None else None
 
 
 class Company(Protocol):
@@ -323,5 +322,5 @@ class Company(Protocol):
 
 def current_company() -> Company | None:
     """The other processes of the innermost session's mesh; None where there are none."""
-    token = jaxcompat.session_context.value
-    return token.peers if token is not None else None
+    session = jaxcompat.entered_session()
+    return session.peers if session is not None else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -21,39 +22,23 @@ if PRIVATE_API:
     from stepcache.jaxcompat.private import core, jax_config, mesh_lib
 
 
-class ContextToken:
-    """A value of one of our contexts in JAX's keys. Compared by identity.
+# What our contexts hold is compared in C, by identity or as a tuple. JAX's dispatcher looks a call
+# up while it compares, and an `__eq__` of Python's would let other threads change its tables then.
 
-    Attributes:
-        placer: of a session: its mesh and rules, or None.
-        reader: of a session: tells it from others that read and write variables.
-        peers: of a session: the other processes of its mesh, or None.
-        max_step_bytes: of a session: what a call may move, or None for no bound.
-    """
+
+class ContextToken:
+    """A value of one of our contexts in JAX's keys, compared by identity."""
 
     __slots__ = ("__weakref__",)
-    placer: Any = None
-    reader: Any = None
-    peers: Any = None
-    max_step_bytes: int | None = None
 
 
-class ValueToken(ContextToken):
-    """Stands for some values, and is compared by them."""
+class ValueToken(tuple[Hashable, ...]):
+    """A value of one of our contexts in JAX's keys, compared by the values in it."""
 
-    __slots__ = ("values",)
-
-    def __init__(self, values: tuple[Hashable, ...]):
-        self.values = values
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ValueToken) and self.values == other.values
-
-    def __hash__(self) -> int:
-        return hash(self.values)
+    __slots__ = ()
 
 
-session_context = jax.make_user_context(None)
+_session_context = jax.make_user_context(None)
 _settings_context = jax.make_user_context(None)
 # Traces made in it are made anew, down to the functions that were traced before outside it.
 recording_context = jax.make_user_context(None)
@@ -129,7 +114,7 @@ def _watch_settings() -> tuple[tuple[str, ...], ValueToken]:
     unset = jax_config.config_ext.unset
 
     def mark(values: Iterable[Hashable]) -> ValueToken | None:
-        settings = ValueToken(tuple(values))
+        settings = ValueToken(values)
         return None if settings == defaults else settings
 
     def global_values() -> Iterable[Hashable]:
@@ -157,7 +142,8 @@ def environment() -> tuple[tuple[str, Hashable], ...]:
             ("mesh", jax.sharding.get_mesh()),
             *_settings(_WATCHED),
         )
-    watched = _settings_context.value or _watched_defaults
+    watched = _settings_context.value
+    watched = _watched_defaults if watched is None else watched
     return _named(jax_config.trace_context(), mesh_lib.get_concrete_mesh(), watched)
 
 
@@ -167,12 +153,12 @@ def _named(context: tuple, mesh: Any, watched: ValueToken) -> tuple[tuple[str, H
     return (
         # What our own contexts hold is no setting: a key says apart what of it decides a program.
         *(
-            (name, None if isinstance(value, ContextToken) else value)
+            (name, None if isinstance(value, ContextToken | ValueToken) else value)
             for name, value in settings
             if name != "axis_env_state"
         ),
         ("mesh", mesh),
-        *zip(_watched_names, watched.values, strict=True),
+        *zip(_watched_names, watched, strict=True),
     )
 
 
@@ -223,15 +209,45 @@ def has_concrete_mesh() -> bool:
     return not mesh.empty
 
 
+class _Entered(threading.local):
+    session: Any = None
+    token: ContextToken | None = None
+
+
+_entered = _Entered()
+
+
+def entered_session() -> Any:
+    """What the innermost `entering` of this thread was given first; None outside of one."""
+    return _entered.session
+
+
 @contextlib.contextmanager
-def _in_settings(values: dict[Any, Any], mesh: Any, session: Any):
+def entering(session: Any, token: ContextToken | None):
+    """Enters a session in this thread.
+
+    Args:
+        session: what `entered_session` gives.
+        token: what tells it from others in JAX's keys; None where nothing has to.
+    """
+    before = _entered.session, _entered.token
+    try:
+        with _session_context(token):
+            _entered.session, _entered.token = session, token
+            yield
+    finally:
+        _entered.session, _entered.token = before
+
+
+@contextlib.contextmanager
+def _in_settings(values: dict[Any, Any], mesh: Any, session: Any, token: ContextToken | None):
     before = {holder: holder.get_local() for holder in values}
     for holder, value in values.items():
         holder.set_local(value)
     try:
         with contextlib.ExitStack() as stack:
             if session is not None:
-                stack.enter_context(session_context(session))
+                stack.enter_context(entering(session, token))
             if mesh is not None:
                 stack.enter_context(jax.set_mesh(mesh))
             yield
@@ -247,7 +263,8 @@ def carried_settings() -> contextlib.AbstractContextManager:
     holders = [holder for holder in everything.values() if hasattr(holder, "get_local")]
     values = {h: value for h in holders if (value := h.get_local()) is not unset}
     mesh = mesh_lib.get_concrete_mesh()
-    return _in_settings(values, None if mesh.empty else mesh, session_context.value)
+    mesh = None if mesh.empty else mesh
+    return _in_settings(values, mesh, _entered.session, _entered.token)
 
 
 def backends_are_initialized() -> bool:

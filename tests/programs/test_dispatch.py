@@ -1,4 +1,7 @@
+import contextlib
 import gc
+import itertools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +46,38 @@ def test_a_hit_does_not_enter_python(monkeypatch):
     monkeypatch.setattr(f._engine, "request", None)
     np.testing.assert_array_equal(f(x), 2.0)
     assert f._cache_size() == 1
+
+
+@needs_cpp
+@pytest.mark.parametrize(
+    "context",
+    [
+        contextlib.nullcontext,
+        sc.Session,
+        lambda: sc.Session(cache=sc.ProgramCache()),
+        lambda: sc.Session(jax.make_mesh((8,), ("data",))),
+        lambda: jax.enable_checks(True),
+        lambda: jax.default_prng_impl("rbg"),
+    ],
+    ids=["plain", "session", "cache", "mesh", "checks", "keys"],
+)
+def test_a_hit_compares_nothing_in_python(context):
+    """While JAX's dispatcher compares, no other thread may come in between and change its table."""
+    step, x = sc.step(lambda x: x * 2), np.ones(8)
+    for _ in range(2):  # Another session of the same kind finds the entries of the first.
+        with context():
+            step(x), step(x)
+    with context():
+        step(x)
+        calls = []
+        sys.setprofile(lambda frame, event, value: calls.append((event, frame.f_code.co_name)))
+        try:
+            step(x)
+        finally:
+            sys.setprofile(None)
+    entered = [name for event, name in calls if event == "call"]
+    compared = list(itertools.takewhile(lambda name: name != "cc_shard_arg", entered))
+    assert compared == []  # What puts host values on a mesh comes after the comparison.
 
 
 @needs_cpp

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from stepcache import jaxcompat
 from stepcache.programs.recipe import Request
 from stepcache.programs.signature import Call
 from stepcache.spanning import spanning, spans_processes
@@ -26,11 +27,11 @@ class HandingIn:
 
     Args:
         request: that call; without static arguments.
-        token: of its session.
+        scope: gives what a session decides for a call made now.
     """
 
-    def __init__(self, request: Request, token: Any):
-        self._token = token
+    def __init__(self, request: Request, scope: Callable[[], Any]):
+        self._scope, self._made_in = scope, weakref.ref(scope())
         self._tree = request.call.signature.tree
         self._parts = [
             (index, type(value), value.shape, value.dtype, placed)
@@ -44,7 +45,7 @@ class HandingIn:
         """The arguments with arrays over all processes; None where nothing becomes one of those,
         and for a call that is not alike.
         """
-        if not self._parts or jaxcompat.session_context.value is not self._token:
+        if not self._parts or self._scope() is not self._made_in():
             return None
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         if tree != self._tree:
