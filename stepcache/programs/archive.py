@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from stepcache import jaxcompat
 from stepcache._process_hooks import quick_switching
 from stepcache.events import Change
 from stepcache.jaxcompat import Runnable, storing
-from stepcache.programs.background import LATER, Job, Worker, builds
+from stepcache.programs.background import LATER, Job, Worker
 from stepcache.programs.candidate import (
     Address,
     Candidate,
@@ -43,7 +42,6 @@ from stepcache.programs.question import Question
 CANDIDATES_KEPT = 8
 _RUNS_COMPARED = 8
 _PRELOADED_AT_MOST = 256
-_LOADED_AGAIN_SECONDS = 1.0
 
 _log = logging.getLogger("stepcache")
 
@@ -263,18 +261,8 @@ class Archive:
             data = publication.data or publication.serialized()
             if not self.tier.publish("program", digest, {"label": address.label}, data):
                 return
-            devices = storing.program_devices(publication.run)
-            due = time.perf_counter() + _LOADED_AGAIN_SECONDS
-            self.verifier.submit(functools.partial(self._load_again, digest, devices, due))
         if publication.traced.tree is not None:
             self._add_candidate(address, publication.candidate(self.history.clock()))
-
-    def _load_again(self, digest: str, devices: tuple[Any, ...], due: float) -> Any:
-        """Loads what was stored as another process would, and discards what does not load."""
-        if not builds.are_quiet() or time.perf_counter() < due:
-            return LATER
-        self._read_executable(digest, lambda data: storing.load_executable(data, devices))
-        return None
 
     def _add_candidate(self, address: Address, candidate: Candidate) -> None:
         others = self._others(address, candidate)
