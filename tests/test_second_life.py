@@ -802,7 +802,9 @@ def test_a_library_patched_between_two_steps_that_share_traces(tmp_path, monkeyp
         mean = reductions.mean
         monkeypatch.setattr(reductions, "mean", lambda *args, **kwargs: mean(*args, **kwargs) + 1)
         patched = np.float32(np.mean((x - x.mean() - 1) ** 2))
-        assert life(source(4), cache, tmp_path).step(x) == patched * 4
+        step = life(source(4), cache, tmp_path).step
+        assert step(x) == patched * 4
+        assert step.stats().traces == 2  # The first shared what was traced before the patch.
         monkeypatch.undo()
     cache.flush()
     cache = cache_in(tmp_path)

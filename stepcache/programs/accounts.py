@@ -62,7 +62,8 @@ def account(
     miss = dataclasses.replace(miss, advice=advice, unvouched=brought.unvouched, remedy=remedy)
     ledger.add(request, miss)
     traced, built = program.level > 1, program.level > 2
-    counts = {"traces": traced, "lowers": traced, "compiles": built, "loads": not built}
+    traces = program.traces
+    counts = {"traces": traces, "lowers": traces, "compiles": built, "loads": not built}
     times = {f"{stage}_seconds": value for stage, value in seconds.items()}
     ledger.count(misses=1, own_seconds=own_seconds, **counts, **times)
     if built:

@@ -2,9 +2,7 @@
 
 1. *No trace*: a question asked before the trace finds a candidate that agrees with every fact.
 2. *No compile*: what was lowered has the digest of a stored executable.
-3. *Build*: nothing was found; what was compiled is stored, in the background. Soon after it is
-   loaded again, as another process would load it, and discarded if it does not load. A process that
-   ends before leaves that to the next start.
+3. *Build*: nothing was found; what was compiled is stored, in the background.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,7 @@ class Program:
         captured: the arrays that became part of it by closure, largest first.
         seconds: what each stage took, in the process that went through it.
         level: 1 if it was loaded without a trace, 2 if it was traced but not compiled, 3 if built.
+        traces: how often the step was traced for it; twice where a library changed meanwhile.
         facts: what its code depended on when it was traced, where that was asked for.
         used: what that trace used, likewise.
         lowered: digest of all that XLA was given; empty where nobody asked for it.
@@ -46,6 +48,7 @@ class Program:
     captured: tuple[Captured, ...]
     seconds: dict[str, float]
     level: int = 3
+    traces: int = 0
     facts: dict[str, str] | None = None
     used: Any = None
     lowered: str = ""
@@ -67,11 +70,13 @@ class Stopwatch:
 
     Attributes:
         seconds: what each has taken, without the stages within it.
+        times: how often each was entered.
         current: the one entered last.
     """
 
     entered: Callable[[str], None]
     seconds: dict[str, float] = field(default_factory=dict)
+    times: Counter[str] = field(default_factory=Counter)
     current: str = ""
     _within: list[str] = field(default_factory=list)
     _timed: float = 0.0
@@ -81,6 +86,7 @@ class Stopwatch:
         self.current = name
         self._within.append(name)
         self.entered(name)
+        self.times[name] += 1
         started, timed = time.perf_counter(), self._timed
         try:
             yield
@@ -171,7 +177,10 @@ def build(
         with stopwatch.stage("compile"), compiling(staged) if compiling else _NOTHING:
             run = staged.compile()
     captured = _name_captured(recipe.fun, jaxcompat.captured_arrays(staged.jaxpr))
-    return Program(request.key, run, captured, stopwatch.seconds), staged
+    program = Program(
+        request.key, run, captured, stopwatch.seconds, traces=stopwatch.times["trace"]
+    )
+    return program, staged
 
 
 _LARGE_CAPTURE_BYTES = 1 << 20

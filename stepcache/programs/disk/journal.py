@@ -7,6 +7,7 @@ marker whose process is gone says that the entry took its loader down.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import secrets
@@ -39,8 +40,7 @@ class Process:
     @classmethod
     def current(cls) -> Process:
         """This process. Not to be kept: after a fork it is another one."""
-        pid = os.getpid()
-        return cls(pid, _start_of(pid) or "0", _host())
+        return _process_of(os.getpid())
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
@@ -61,6 +61,11 @@ class Process:
         """Whether a process of this host is no more."""
         start = _start_of(self.pid)
         return start is None or ("0" not in (start, self.start) and start != self.start)
+
+
+@functools.lru_cache(maxsize=1)
+def _process_of(pid: int) -> Process:
+    return Process(pid, _start_of(pid) or "0", _host())
 
 
 def _host() -> str:
