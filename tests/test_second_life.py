@@ -454,34 +454,42 @@ def test_jax_own_persistent_cache_goes_on_working(tmp_path, monkeypatch):
 # ---- verification ----------------------------------------------------------------------------
 
 
-def wait_for(kind, count, seconds=60):
+@pytest.fixture
+def told():
+    """What is told from now on: the recorder itself forgets the oldest."""
+    events = []
+    unsubscribe = recorder.subscribe(events.append)
+    yield lambda kind: [event for event in events if isinstance(event, kind)]
+    unsubscribe()
+
+
+def wait_for_one(told, kind, seconds=60):
     limit = time.monotonic() + seconds
-    while len(recorder.recent(kind)) < count:
+    while not told(kind):
         assert time.monotonic() < limit, f"no {kind.__name__}"
         time.sleep(0.01)
 
 
-def test_a_program_is_verified_in_the_background(tmp_path):
+def test_a_program_is_verified_in_the_background(tmp_path, told):
     source = """
     @sc.step
     def step(x):
         return x * 2
     """
-    before = len(recorder.recent(Verified))
     for _ in range(2):
         cache = cache_in(tmp_path, verify="background")
         with sc.Session(cache=cache):
             step = life(source, cache, tmp_path).step
             step(np.ones(8))
         cache.flush()
-    wait_for(Verified, before + 1)
-    assert recorder.recent(Verified)[-1].agrees
+    wait_for_one(told, Verified)
+    assert told(Verified)[0].agrees
     assert levels(step.stats()) == WITHOUT_A_TRACE
     assert step.stats().verifications == 1
     step(np.ones(8))
 
 
-def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypatch):
+def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypatch, told):
     """A hole in the fingerprint, made on purpose: all numbers are taken for equal."""
     template = """
     RATE = {rate}
@@ -495,7 +503,6 @@ def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypat
     monkeypatch.setattr(
         walk, "atom", lambda value: "a number" if type(value) is float else atom(value)
     )
-    before = len(recorder.recent(Verified))
     cache = cache_in(tmp_path)
     with sc.Session(cache=cache):
         life(template.format(rate=0.5), cache, tmp_path).step(np.ones(8))
@@ -504,7 +511,7 @@ def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypat
     with sc.Session(cache=cache):
         step = life(template.format(rate=0.25), cache, tmp_path).step
         assert step(np.ones(8))[0] == 0.5, "the hole"
-        wait_for(Verified, before + 1)
+        wait_for_one(told, Verified)
         limit = time.monotonic() + 30
         while step._engine.checks.stale is None:
             assert time.monotonic() < limit
@@ -812,7 +819,7 @@ def test_a_library_patched_between_two_steps_that_share_traces(tmp_path, monkeyp
         assert life(source(4), cache, tmp_path).step(x) == np.var(x) * 4
 
 
-def test_one_build_and_one_load_however_many_threads(tmp_path, monkeypatch):
+def test_one_build_and_one_load_however_many_threads(tmp_path, monkeypatch, told):
     source = """
     @sc.step
     def step(x):
@@ -825,7 +832,6 @@ def test_one_build_and_one_load_however_many_threads(tmp_path, monkeypatch):
     cache, results = cache_in(tmp_path), []
     session = sc.Session(cache=cache)
     step = life(source, cache, tmp_path).step
-    before = len(recorder.recent(Loaded))
 
     def call():
         with session:
@@ -837,7 +843,7 @@ def test_one_build_and_one_load_however_many_threads(tmp_path, monkeypatch):
     for thread in threads:
         thread.join(60)
     assert results == [2.0] * 8 and levels(step.stats()) == WITHOUT_A_TRACE
-    assert len(recorder.recent(Loaded)) == before + 1
+    assert len(told(Loaded)) == 1
 
 
 def test_warming_for_devices_that_are_only_described():
