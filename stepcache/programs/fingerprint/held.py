@@ -34,10 +34,12 @@ class Held:
     def hold(self, values: Iterable[Any]) -> None:
         """Adds values: of a class its members, of a function its code and defaults."""
         values = list(values)
-        spaces = [vars(each) for each in values if isinstance(each, type)]
+        spaces = [
+            vars(each) for each in values if isinstance(each, type) and not is_immutable(each)
+        ]
         owners = gc.get_referents(*spaces)  # The dictionaries behind the proxies.
         values += chain.from_iterable(space.values() for space in spaces)
-        owners += filter(None, map(_function_in, values))
+        owners += filter(None, map(function_in, values))
         containers = [each for each in values if type(each) in CONTAINERS]
         for _ in range(_CONTAINERS_DEEP):
             dicts = [each for each in containers if type(each) is dict]
@@ -108,7 +110,16 @@ def _keys_and_values(dicts: Iterable[dict]) -> Iterable[Any]:
     return chain.from_iterable(chain.from_iterable(map(_ITEMS, dicts)))
 
 
-def _function_in(value: Any) -> types.FunctionType | None:
+def is_immutable(cls: type) -> bool:
+    """Whether Python refuses to set attributes of a class."""
+    return not cls.__flags__ & _HEAP_TYPE or bool(cls.__flags__ & _IMMUTABLE_TYPE)
+
+
+_IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_HEAPTYPE
+
+
+def function_in(value: Any) -> types.FunctionType | None:
+    """A function written in Python, by itself or in a property or a method of a class."""
     kind = type(value)
     if kind is property:
         value = value.fget

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from stepcache.jaxcompat.hooks import REPLACED
 from stepcache.programs.fingerprint import instances
 from stepcache.programs.fingerprint.classes import is_foreign
-from stepcache.programs.fingerprint.held import CONTAINERS, Held
+from stepcache.programs.fingerprint.held import CONTAINERS, Held, function_in, is_immutable
 from stepcache.programs.fingerprint.origin import (
     INSTALLED,
     USER,
@@ -115,7 +115,7 @@ def _put_together(reads: list[_Read]) -> Reads:
 def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     module = by_file.get(code.co_filename)
     found: dict[str, set[str]] = {}
-    if module is not None and not _is_compiler(module):
+    if module is not None and not _is_known_by_file(module):
         found[module] = {code.co_qualname.partition(".")[0]}
         _add_names(found, module, vars(sys.modules[module]), code.co_names, 3)
         found[module] &= vars(sys.modules[module]).keys()
@@ -142,7 +142,7 @@ def _add_names(
 ) -> None:
     for name in names:
         value = space.get(name, sys.modules.get(name) if "." in name else None)
-        if type(value) is types.ModuleType and _is_compiler(value.__name__):
+        if type(value) is types.ModuleType and _is_known_by_file(value.__name__):
             continue
         if name in space and not name.startswith("__"):
             found.setdefault(owner, set()).add(name)
@@ -152,9 +152,11 @@ def _add_names(
                 _add_names(found, value.__name__, vars(value), names, depth - 1)
 
 
-def _is_compiler(module: str) -> bool:
-    """jaxlib's bindings are loaded bit by bit while a program is lowered."""
-    return module.partition(".")[0] == "jaxlib"
+def _is_known_by_file(module: str) -> bool:
+    """Modules whose names are not looked at: jaxlib's bindings are loaded bit by bit while a
+    program is lowered, and stepcache's own are nobody's to replace.
+    """
+    return module.partition(".")[0] in ("jaxlib", "stepcache")
 
 
 def note_modules(walk: Walk, modules: Sequence[str], names: dict[str, str]) -> None:
@@ -451,6 +453,14 @@ def _is_held_whole(value: Any) -> bool:
 
 
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_WRITTEN_IN_C = frozenset(
+    (
+        *_DESCRIPTORS,
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.ClassMethodDescriptorType,
+    )
+)
 
 
 def _is_told(attribute: str, value: Any, text: str, package: str) -> bool:
@@ -470,11 +480,17 @@ def _members(cls: type) -> list[tuple[str, Any]]:
 
 
 def _told_class(walk: Any, cls: type, has_state: bool) -> str:
+    if is_immutable(cls):
+        return "immutable"
     texts = []
     name = f"{cls.__module__}.{cls.__qualname__}"
     for attribute, value in sorted(_members(cls)):
-        text = _name_of_function(value)
-        if text is not None and value.__module__ == cls.__module__ and text.endswith(attribute):
+        if type(value) in _WRITTEN_IN_C:
+            texts.append(f"{attribute} {value.__objclass__.__qualname__}.{value.__name__}")
+            continue
+        text, function = _name_of_function(value), function_in(value)
+        is_own = function is not None and function.__module__ == cls.__module__
+        if is_own and text is not None and text.endswith(attribute):
             texts.append(f"{attribute} {text}")  # Most are such.
             continue
         if text is None:
@@ -510,13 +526,18 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 def _name_of_function(value: Any) -> str | None:
-    """The name of a function that is an installed package's own, or None: the usual case, fast."""
-    if type(value) is not types.FunctionType:
+    """The name of a function, method or property that is an installed package's own, or None.
+
+    The usual case, fast.
+    """
+    function = function_in(value)
+    if function is None or (function is not value and function.__dict__):
         return None
-    filename = value.__code__.co_filename
+    filename = function.__code__.co_filename
     if filename.startswith("<") or origin_of_file(filename) == USER:
         return None
-    return _name_with_defaults(value)
+    name = _name_with_defaults(function)
+    return name if function is value else f"{type(value).__name__} {name}"
 
 
 def _name_with_defaults(function: types.FunctionType) -> str:

@@ -12,6 +12,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
+from stepcache.programs.fingerprint.held import is_immutable
 from stepcache.programs.fingerprint.origin import PYTHON, USER, origin_of
 
 _MISSING = object()
@@ -75,7 +76,7 @@ def native_base(cls: type) -> type:
 def _is_native(cls: type) -> bool:
     if cls is object:
         return False
-    if not cls.__flags__ & (1 << 9):  # Py_TPFLAGS_HEAPTYPE
+    if is_immutable(cls):
         return True
     slots = slots_of(cls)
     for name, value in list(vars(cls).items()):
