@@ -230,6 +230,73 @@ pod.PIECE_BYTES, pod._WINDOW = 256, 3
     assert levels(run(tmp_path / "a", 3, tmp_path / "cache{rank}", before)) == ["1", "1", "1"]
 
 
+RELAYED = """
+import atexit, re
+from stepcache.cluster import pod, relay
+from stepcache.jaxcompat.coordination import Service
+pod.RELAYED_BYTES, relay.CHILDREN = 256, 1
+served, pieces, serve, get = [], [], relay.Relay._serve, Service.get
+def note_serve(self, connection):
+    served.append(1)
+    serve(self, connection)
+def note_get(self, name, *rest):
+    found = get(self, name, *rest)
+    if found is not None and re.search(r"/(trace|program|executable)/[0-9]+/[0-9]+$", name):
+        pieces.append(name)
+    return found
+relay.Relay._serve, Service.get = note_serve, note_get
+atexit.register(lambda: say("relayed", len(served), len(pieces)))
+"""
+
+
+def relayed(ranks):
+    return [[int(number) for number in rank.said("relayed")[0].split()] for rank in ranks]
+
+
+@pytest.mark.parametrize("inside", ["pass", "time.time()"])
+def test_large_programs_go_from_rank_to_rank(tmp_path, inside):
+    """Each passes them on to one other here, and none are read from the service of rank 0."""
+    cache = tmp_path / "cache{rank}"
+    ranks = run(tmp_path / "a", 4, cache, RELAYED, inside)
+    loaded = "1" if inside == "pass" else "2"
+    assert levels(ranks) == ["3", loaded, loaded, loaded]
+    served, pieces = zip(*relayed(ranks), strict=True)
+    assert max(served) <= 2 and sum(served) == 6 and not any(pieces)  # The trace, and the program.
+    for rank in (0, 1, 3):
+        shutil.rmtree(tmp_path / f"cache{rank}")
+    assert levels(run(tmp_path / "a", 4, cache, RELAYED, inside)) == [loaded] * 4
+
+
+CUT_OFF = """
+if RANK == 2:
+    def refuse(*rest):
+        raise ConnectionRefusedError("a firewall")
+    relay.socket.create_connection = refuse
+"""
+NO_LISTENING = """
+if RANK == 0:
+    def refuse(*rest, **named):
+        raise PermissionError("no listening")
+    relay.socket.create_server = refuse
+"""
+TAMPERED = """
+if RANK == 0:
+    relay_of = pod.Relay
+    pod.Relay = lambda host, token, data, complete: relay_of(
+        host, token, data[:-1] + bytes([data[-1] ^ 1]), complete=complete)
+"""
+
+
+@pytest.mark.parametrize("trouble", [CUT_OFF, NO_LISTENING, TAMPERED])
+def test_what_cannot_go_from_rank_to_rank_comes_in_pieces(tmp_path, trouble):
+    ranks = run(tmp_path / "a", 4, "off", RELAYED + trouble)
+    assert levels(ranks) == ["3", "1", "1", "1"]
+    pieces = [each[1] for each in relayed(ranks)]
+    assert pieces[2] == 2
+    if trouble is not CUT_OFF:
+        assert pieces == [0, 2, 2, 2]
+
+
 def test_all_take_the_trace_where_one_asks_for_it(tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 2, cache)

@@ -4,8 +4,8 @@ First each says which call it makes. Where the calls differ, that is an error on
 the code differs, or what it reads, each traces the step, and what was lowered is compared before
 anything is compiled; only where that differs too, it is an error. Then one that has the program on
 its disk, or else the first one, which builds it, hands it to those that have not: what the trace
-told while XLA compiles, and then the program. Before the first one has XLA compile what it lowered,
-it asks the others whether that is on their disks. What is made on one kind of host serves on that kind
+told while XLA compiles, and then the program. Before it has XLA compile what it lowered, it asks
+the others whether that is on their disks. What is made on one kind of host serves on that kind
 only, so there is one such process for each kind. At the end each says what it holds, and nothing
 runs before all hold the same.
 """

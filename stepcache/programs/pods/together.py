@@ -243,6 +243,7 @@ class _Bringing:
         """The executable that another process made, of what has been traced here."""
         with self.stopwatch.stage("wait"):
             self._answer()
+            self.gathering.told()  # What hands out the program has told by now, and waits for it.
             candidate, data, why_not = self.gathering.receive()
         if candidate is not None and digest != candidate.program and self._differs_from(candidate):
             raise Different
