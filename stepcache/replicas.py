@@ -61,8 +61,8 @@ def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...], *, summed: bool 
     Args:
         leaves: what it holds.
         ranks: the processes that hold the same of what is no array over several of them.
-        summed: read only a checksum that each device makes of what it holds, and of a flat array
-            that of the whole.
+        summed: of an array above 64 KiB, read only a checksum that each device makes of what it
+            holds; of a flat one, that of the whole.
     """
     groups: Groups = {}
     read: dict[tuple[int, str], list[np.ndarray]] = {}
@@ -94,20 +94,29 @@ def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...], *, summed: bool 
 def _checksums(
     leaves: Iterable[Part],
 ) -> list[Part]:
-    """The leaves, with checksums by device in the place of those arrays that are on a mesh.
+    """The leaves, with checksums by device in the place of the large ones on a mesh.
 
     Where several devices hold the same part of an array, theirs are the shards of one array that
     JAX believes to be the same on all of these.
     """
     found: dict[int, Part] = {}
     for path, value, part in leaves:
-        if isinstance(value, jax.Array) and isinstance(value.sharding, NamedSharding):
+        if _is_summed(value):
             if id(value) not in found:
-                data = jax.random.key_data(value) if is_key(value) else value
-                found[id(value)] = path, _summed(data.sharding, data.ndim)(data), None
+                found[id(value)] = path, _summed(value.sharding, value.ndim)(value), None
         else:
             found[len(found)] = path, value, part
     return list(found.values())
+
+
+def _is_summed(value: Any) -> bool:
+    """Whether a program that sums a value up costs less than to read it."""
+    return (
+        isinstance(value, jax.Array)
+        and isinstance(value.sharding, NamedSharding)
+        and not is_key(value)
+        and value.nbytes > _READ_WHOLE_BYTES
+    )
 
 
 @functools.lru_cache(maxsize=1024)

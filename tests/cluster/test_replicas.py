@@ -149,8 +149,9 @@ EVERY = """
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 rules = [("wide", P(None, "model"))]
 def values():
-    return {"wide": np.ones((64, 8), np.float32), "b": np.zeros(3, np.float32),
-            "c": np.zeros(3, np.float32), "key": jax.random.key(0), "n": np.int32(0)}
+    return {"wide": np.ones((256, 128), np.float32), "b": np.zeros(3, np.float32),
+            "table": np.ones((200, 100), np.float32), "c": np.zeros(3, np.float32),
+            "key": jax.random.key(0), "n": np.int32(0)}
 def wrong(variables, path, index):
     # One element, on one rank, by a little.
     value = {key: each for key, each in values().items()}
@@ -182,6 +183,7 @@ run("alike", 4)
 run("unasked", None, "b", 1)
 run("small", 4, "b", 1)
 run("split", 4, "wide", (3, 5))
+run("whole", 4, "table", (100, 50))
 run("packed", 4, "c", 2, pack=True)
 run("planned", 4, "b", 0, before=True)
 with sc.Session(mesh, rules=rules, check_replicas_every=3):
@@ -198,10 +200,16 @@ def test_what_comes_apart_in_a_run_is_found_at_every_so_many_calls(tmp_path):
     for rank in ranks:
         assert rank.said("ran") == ["alike", "unasked", "on-host"], rank.output
         found = {line.split()[0]: line for line in rank.said("found")}
-        for name, path in {"small": "b", "split": "wide", "packed": "c", "planned": "b"}.items():
+        for name, path in {
+            "small": "b",
+            "split": "wide",
+            "whole": "table",
+            "packed": "c",
+            "planned": "b",
+        }.items():
             assert f"{name} at 8 " in found[name] and "((0,), (1,))" in found[name]
             assert f"params/{path}" in found[name] and "rank 1 [" in found[name]
-            others = {"b", "c", "n", "key", "wide"} - {path}
+            others = {"b", "c", "n", "key", "wide", "table"} - {path}
             assert not any(f"params/{other}" in found[name] for other in others)
             assert "at call 8 of" in found[name]
     assert ranks[0].said("found") == ranks[1].said("found")
@@ -213,12 +221,13 @@ def test_every_so_many_calls_is_a_count(every):
         sc.Session(check_replicas_every=every)
 
 
-def test_devices_of_one_process_are_compared_at_every_so_many_calls():
+@pytest.mark.parametrize("size", [3, 20_000])
+def test_devices_of_one_process_are_compared_at_every_so_many_calls(size):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     step = sc.step(lambda state: {"w": state["w"] * 2}, carry="state")
     sharding = NamedSharding(mesh, PartitionSpec())
-    shards = [jax.device_put(np.full(3, 1.0 * (n == 5)), d) for n, d in enumerate(mesh.devices)]
-    apart = jax.make_array_from_single_device_arrays((3,), sharding, shards)
+    shards = [jax.device_put(np.full(size, 1.0 * (n == 5)), d) for n, d in enumerate(mesh.devices)]
+    apart = jax.make_array_from_single_device_arrays((size,), sharding, shards)
     with sc.Session(mesh, check_replicas_every=3):
         variables = sc.Variables({"w": apart}, name="params")
         step(variables), step(variables)
