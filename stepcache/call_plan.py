@@ -60,7 +60,18 @@ class CallPlans:
     def __init__(self, dispatch: Callable[..., Any]):
         self._dispatch = self._newest = dispatch
         self._known: set[Any] = set()
+        self._is_stopped = False
         self._lock = threading.Lock()
+
+    def stop(self) -> Callable[..., Any] | None:
+        """Makes no plans from now on, as a plan counts no calls.
+
+        Returns:
+            What is to serve all calls of the step now; None where that stays as it is.
+        """
+        with self._lock:
+            was_stopped, self._is_stopped = self._is_stopped, True
+        return None if was_stopped else self._dispatch
 
     def add(self, use: Use, outputs: Any, call: Callable[..., Any]) -> Callable[..., Any] | None:
         """Makes a plan for calls that pass the same `Variables` in the same places.
@@ -89,7 +100,7 @@ class CallPlans:
         constants = [value for name, value in names.items() if name.startswith("key")]
         key = (source, *constants, *(each._number for each in use.variables))
         with self._lock:
-            if key in self._known:
+            if key in self._known or self._is_stopped:
                 return None
             if len(self._known) == _PLANS_PER_STEP:
                 self._known, self._newest = set(), self._dispatch

@@ -87,6 +87,7 @@ class Engine:
         # Has the step call something else than the dispatcher: the step says what.
         self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
         self.handing_in: HandingIn | None = None
+        self._resident_calls = 0
         self.calls, self.sees_all_calls, self.hands_in = 0, True, False
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         self._weakly: weakref.ref[Engine] = weakref.ref(self)
@@ -173,6 +174,9 @@ class Engine:
         scope = self._open_scope()
         with use.held(scope):
             use.compare_values(scope)
+            if scope.check_replicas_every:
+                self._resident_calls += 1
+                use.check_replicas(scope, self._resident_calls)
             if scope.max_step_bytes is not None:
                 request = None  # Where only JAX can judge the other arguments.
                 with contextlib.suppress(Unreadable):
@@ -203,7 +207,10 @@ class Engine:
             return
         if jaxcompat.arguments_outlive_calls():
             return
-        plan = self._plans.add(use, outputs, self.over_buffers.dispatcher.call)
+        if scope.check_replicas_every:
+            plan = self._plans.stop()
+        else:
+            plan = self._plans.add(use, outputs, self.over_buffers.dispatcher.call)
         if plan is not None:
             self.sees_all_calls = False
             serve_by(plan)

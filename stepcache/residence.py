@@ -16,7 +16,7 @@ from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.over_buffers import Again, argument_of, leaves_of
 from stepcache.passing import PLAIN, check_options, variables_of
-from stepcache.programs.pods.values import compare
+from stepcache.programs.pods.values import check_replicas, compare
 from stepcache.programs.recipe import Recipe
 from stepcache.scope import DEFAULT_SCOPE, Scope
 from stepcache.variables import transfer
@@ -129,6 +129,25 @@ class Use:
             compare(meeting.hear, peers.rank, about, {tuple(peers.ranks): tokens})
         for each in new:
             each._made_of = {}
+
+    def check_replicas(self, scope: Scope, number: int) -> None:
+        """Checks what the devices of several processes, or of one, hold alike. Under the locks.
+
+        Args:
+            scope: says at which calls.
+            number: of the call, among those of the step.
+
+        Raises:
+            AgreementError: they do not.
+        """
+        if scope.check_replicas_every and number % scope.check_replicas_every == 0:
+            held = [each for each in self.variables if not each._held.is_lost]
+            check_replicas(
+                lambda: (part for each in held for part in each._parts_on_devices()),
+                scope.peers,
+                f"at call {number} of {self._recipe.name}",
+                summed=True,
+            )
 
     def __enter__(self) -> Use:
         for each in self.in_order():

@@ -38,6 +38,7 @@ class Scope:
         count_hits: keep the C++ dispatcher out, so that every call is counted.
         max_step_bytes: what one call may move, or None.
         together: gives the peers of a pod, by the ranks of its processes; None for one process.
+        check_replicas_every: at which calls that pass `Variables` replicas are compared, or None.
         closed: no call may be made in it any more.
         built: a program has been built in it.
         matched: rules that have matched a leaf so far, or that have been warned about.
@@ -52,6 +53,7 @@ class Scope:
     count_hits: bool = False
     max_step_bytes: int | None = None
     together: Callable[[tuple[int, ...]], Peers | None] = lambda ranks: None
+    check_replicas_every: int | None = None
     closed: bool = False
     built: bool = False
     matched: set[int] = field(default_factory=set)
@@ -123,8 +125,9 @@ def token_of(scope: Scope) -> jaxcompat.ContextToken | None:
     has none. So entering a session does not make JAX trace and compile anew whatever runs in it,
     steps or not.
     """
-    decides = (scope.placer, scope.cache.number, scope.count_hits, scope.max_step_bytes)
-    if decides == (None, DEFAULT_SCOPE.cache.number, False, None):
+    decides = (scope.placer, scope.cache.number, scope.count_hits)
+    decides += (scope.max_step_bytes, scope.check_replicas_every)
+    if decides == (None, DEFAULT_SCOPE.cache.number, False, None, None):
         return None
     with _naming:
         token = _tokens.get(decides)

@@ -20,8 +20,8 @@ from stepcache.engine import preload_all
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
-from stepcache.programs.pods.values import check_devices, compare
-from stepcache.replicas import replicas_of
+from stepcache.programs.pods.values import check_replicas
+from stepcache.replicas import Part
 from stepcache.scope import DEFAULT_SCOPE, Scope, current_scope, recompiles_forbidden, token_of
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
@@ -71,6 +71,11 @@ class Session:
             the variables count.
         agree_timeout: seconds that the processes of a pod wait for one that has not come to agree
             on a new program.
+        check_replicas_every: at every so many calls of a step that passes `Variables`, check that
+            what several processes, or devices, hold of the same values in them is the same, as
+            `check_replicas` does; but what is compared first are checksums that the devices make.
+            Calls of all processes are counted, so all have to make the same ones. It takes each
+            call that passes `Variables` through Python. None never checks.
         hang_after: seconds without a movement in a session over several processes, after which each
             of them logs, once, where all of them are, to the logger `stepcache`; None for never.
         on_hang: "warn" goes on waiting after that; "error" makes it a `RankLostError` on all.
@@ -101,23 +106,15 @@ class Session:
         on_miss: OnMiss = "compile",
         count_hits: bool = False,
         max_step_bytes: int | None = None,
+        check_replicas_every: int | None = None,
         agree_timeout: float = AGREE_SECONDS,
         hang_after: float | None = HANG_SECONDS,
         on_hang: OnHang = "warn",
     ):
         _check_choice("on_miss", on_miss, _ON_MISS)
         _check_choice("on_hang", on_hang, get_args(OnHang))
-        if max_step_bytes is not None and not (
-            isinstance(max_step_bytes, int | np.integer)
-            and not isinstance(max_step_bytes, bool)
-            and max_step_bytes >= 0
-        ):
-            raise OptionError(
-                "max_step_bytes counts bytes",
-                where="Session",
-                expected="an int ≥ 0, or None for no bound",
-                got=repr(max_step_bytes),
-            )
+        _check_count("max_step_bytes counts bytes", max_step_bytes, 0)
+        _check_count("check_replicas_every counts calls", check_replicas_every, 1)
         placer = _placer(mesh, rules if isinstance(rules, Rules) else Rules(rules or ()), data_axis)
         hang_seconds = float("inf") if hang_after is None else hang_after
         for name, seconds in (("agree_timeout", agree_timeout), ("hang_after", hang_seconds)):
@@ -125,7 +122,9 @@ class Session:
                 raise OptionError(f"{name} must be positive", where="Session", got=repr(seconds))
         cache_used = cache or DEFAULT_SCOPE.cache
         together = functools.partial(peers_of, agree_seconds=agree_timeout)
-        self._open(Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together))
+        scope = Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together)
+        scope.check_replicas_every = check_replicas_every
+        self._open(scope)
         self._on_hang = hang_seconds, on_hang
         _ = self._scope.peers  # From now on they know of each other.
         if cache is not None:
@@ -183,17 +182,11 @@ class Session:
         Raises:
             AgreementError: values differ; it names their paths, and the ranks.
         """
-        peers = self._scope.peers
-        ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
         held = [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, Variables)]
         with contextlib.ExitStack() as locks:
             for each in sorted(held, key=lambda each: each._number):
                 locks.enter_context(each._lock)
-            groups = replicas_of(_parts_of(tree), ranks)
-        if peers is not None:
-            with peers.meeting("check_replicas", "") as meeting:
-                compare(meeting.hear, peers.rank, "in check_replicas", groups)
-        check_devices(groups)
+            check_replicas(lambda: _parts_of(tree), self._scope.peers, "in check_replicas")
 
     def __enter__(self) -> Session:
         if self.closed:
@@ -250,7 +243,14 @@ def _check_choice(name: str, given: Any, choices: Iterable[str]) -> None:
         )
 
 
-def _parts_of(tree: Any) -> Iterator[tuple[str, Any, slice | None]]:
+def _check_count(what: str, given: Any, least: int) -> None:
+    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    if given is not None and not (whole and given >= least):
+        expected = f"an int ≥ {least}, or None"
+        raise OptionError(what, where="Session", expected=expected, got=repr(given))
+
+
+def _parts_of(tree: Any) -> Iterator[Part]:
     """Path and array of what is in a tree; the leaves of variables in the place of those."""
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
+
+from stepcache import jaxcompat
 
 
 def spans_processes(sharding: Sharding | None) -> bool:
@@ -55,12 +59,49 @@ def spanning(value: Any, sharding: Sharding, shape: tuple[int, ...] | None = Non
         shape: of the whole; by default the value's. Along a dimension in which it differs from the
             value's, the value is this process's part.
     """
-    whole = np.shape(value) if shape is None else shape
     if is_key(value):
+        whole = value.shape if shape is None else shape
         data = np.asarray(jax.random.key_data(value))
-        data = spanning(data, sharding, (*whole, *data.shape[len(whole) :]))
+        data = spanning(data, sharding, (*whole, *data.shape[value.ndim :]))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    return jax.make_array_from_process_local_data(sharding, np.asarray(value), whole)
+    part = np.asarray(value)
+    dtype = jax.dtypes.canonicalize_dtype(part.dtype)
+    make = _maker(sharding, part.shape if shape is None else shape, part.shape, dtype)
+    return make(part if part.dtype == dtype else part.astype(dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _maker(
+    sharding: Sharding, shape: tuple[int, ...], part_shape: tuple[int, ...], dtype: np.dtype
+) -> Callable[[np.ndarray], jax.Array]:
+    """Makes arrays over devices of several processes, of this process's parts.
+
+    Does what `jax.make_array_from_process_local_data` does at each call once: which device gets
+    which slice of the part.
+
+    Args:
+        sharding: of the arrays.
+        shape: of the whole.
+        part_shape: of this process's part.
+        dtype: of both.
+    """
+    make = jaxcompat.maker_of_arrays(sharding, shape, dtype)
+    indices: Any = list(sharding.addressable_devices_indices_map(shape).values())
+    if sharding.is_fully_replicated:
+        return lambda part: make([part] * len(indices))
+    slices: list[list[slice]] = [[] for _ in indices]  # Of the part, by device and dimension.
+    for dimension, shard_size in enumerate(sharding.shard_shape(shape)):
+        given = [index[dimension] for index in indices]
+        if part_shape[dimension] != shape[dimension]:
+            starts = sorted({each.start or 0 for each in given})
+            if len(starts) * shard_size != part_shape[dimension]:  # Which JAX will say.
+                return lambda part: jax.make_array_from_process_local_data(sharding, part, shape)
+            numbers = (starts.index(each.start or 0) for each in given)
+            given = [slice(n * shard_size, (n + 1) * shard_size) for n in numbers]
+        for own, each in zip(slices, given, strict=True):
+            own.append(each)
+    keys = [tuple(own) for own in slices]
+    return lambda part: make([part[key] for key in keys])
 
 
 def is_key(value: Any) -> bool:

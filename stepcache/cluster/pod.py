@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stepcache.cluster.loss import HANG_SECONDS, OnHang, Watch
+from stepcache.cluster.relay import Relay, own_host, parent_of
 from stepcache.errors import AgreementError, RankLostError
 from stepcache.jaxcompat import coordination
-from stepcache.jaxcompat.coordination import Unreachable
+from stepcache.jaxcompat.coordination import Unreachable, coordinator_address
 from stepcache.programs import plain
 from stepcache.programs.pods.peers import Meeting
 from stepcache.units import readable_ranks
 
 PIECE_BYTES = 1 << 20
 """What is handed out travels in pieces: the service keeps each in memory, and bounds a message."""
+RELAYED_BYTES = 4 << 20
+"""What is as large goes from process to process, and not through the service."""
 AGREE_SECONDS = 60.0
 """How long to wait, by default, for a process that has not come to agree on a program."""
 _WINDOW = 32
@@ -66,8 +70,9 @@ class Pod:
         """
         with self._lock, self.telling_why():
             self._meetings += 1
-            with self.watch.meeting():
-                yield _Meeting(self, f"{self.name}/{self._meetings}", label, why, agree_seconds)
+            name = f"{self.name}/{self._meetings}"
+            with self.watch.meeting(), _Meeting(self, name, label, why, agree_seconds) as meeting:
+                yield meeting
             if self.rank == self.ranks[0] and self._meetings > 1:
                 self.service.delete(f"{self.name}/{self._meetings - 1}/")  # All have left it.
 
@@ -157,6 +162,14 @@ class _Meeting:
     def __init__(self, pod: Pod, name: str, label: str, why: str, agree_seconds: float):
         self._pod, self._name = pod, name
         self._label, self._why, self._agree_seconds = label, why, agree_seconds
+        self._relays: list[Relay] = []
+
+    def __enter__(self) -> _Meeting:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for each in self._relays:  # All have what they came for.
+            each.close()
 
     def hear(self, topic: str, said: bytes, *, patiently: bool = False) -> dict[int, bytes]:
         """As `Meeting` has it."""
@@ -186,8 +199,11 @@ class _Meeting:
         service, place = self._pod.service, f"{self._name}/{name}/{self._pod.rank}"
         pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)] or [b""]
         with self._knowing_of_losses():
-            service.put(f"{place}/count", str(len(pieces)).encode())
-            for number, piece in enumerate(pieces):
+            source = self._relayed(data, len(takers)) if len(data) >= RELAYED_BYTES else None
+            service.put(f"{place}/begin", plain.pack([len(pieces), source]))
+            if source is not None:
+                takers = plain.unpack(self._wait(f"{place}/left", lambda: takers))
+            for number, piece in enumerate(pieces if takers else ()):
                 if number >= _WINDOW:
                     self._take_back(place, number - _WINDOW, takers)
                 service.put(f"{place}/{number}", piece)
@@ -201,13 +217,62 @@ class _Meeting:
     def take(self, name: str, giver: int) -> bytes:
         """As `Meeting` has it."""
         service, place = self._pod.service, f"{self._name}/{name}/{giver}"
-        count = int(self._wait(f"{place}/count", lambda: [giver]))
+        count, source = plain.unpack(self._wait(f"{place}/begin", lambda: [giver]))
+        data = self._fetched(place, giver, source) if source is not None else None
+        if data is not None:
+            return data
         pieces = []
         for number in range(count):
             pieces.append(self._wait(f"{place}/{number}", lambda: [giver]))
             if number + _WINDOW < count:
                 service.put(f"{place}/taken/{number}/{self._pod.rank}", b"1")
         return b"".join(pieces)
+
+    def _relayed(self, data: bytes, takers: int) -> dict[str, Any] | None:
+        """Where some takers find bytes; None where no relay can be set up."""
+        token = secrets.token_bytes(32)
+        try:
+            relay = Relay(own_host(coordinator_address()), token, data, complete=True)
+        except OSError as error:
+            _log.info("what is handed out goes through the coordination service: %s", error)
+            return None
+        self._relays.append(relay)
+        about = {"address": list(relay.address), "token": token, "size_bytes": len(data)}
+        return about | {"digest": hashlib.sha256(data).digest(), "takers": takers}
+
+    def _fetched(self, place: str, giver: int, source: dict[str, Any]) -> bytes | None:
+        """What is handed out, by relays; None where this process has to get it in pieces.
+
+        Who comes first is nearer to the giver. The last one that has it, or has not got it, says
+        who needs pieces.
+        """
+        service, data = self._pod.service, None
+        with self._knowing_of_losses():
+            number = service.add(f"{place}/joined")
+            try:
+                data = self._by_relay(f"{place}/at", number, giver, source)
+            except OSError as error:
+                service.put(f"{place}/at/{number}", plain.pack(None))
+                service.put(f"{place}/failed/{self._pod.rank}", b"1")
+                _log.info("what rank %d hands out comes in pieces: %s", giver, error)
+            if service.add(f"{place}/ended") == source["takers"]:
+                left = sorted(map(int, service.listed(f"{place}/failed/")))
+                service.put(f"{place}/left", plain.pack(left))
+        return data
+
+    def _by_relay(self, places: str, number: int, giver: int, source: dict[str, Any]) -> bytes:
+        data, address = bytearray(source["size_bytes"]), source["address"]
+        relay = Relay(own_host(coordinator_address()), source["token"], data, complete=False)
+        self._relays.append(relay)
+        self._pod.service.put(f"{places}/{number}", plain.pack(list(relay.address)))
+        if parent := parent_of(number):
+            address = plain.unpack(self._wait(f"{places}/{parent}", lambda: [giver]))
+        if address is None:
+            raise ConnectionError("the process that was to pass it on cannot")
+        relay.fetch(tuple(address), self._pod.watch.raise_if_lost)
+        if hashlib.sha256(data).digest() != source["digest"]:
+            raise ConnectionError("what came is not what was handed out")
+        return bytes(data)
 
     def _wait(
         self,

@@ -15,6 +15,7 @@ from stepcache.jaxcompat.arguments import (
     argument_roles,
     custom_layout,
     is_array_type,
+    maker_of_arrays,
     tree_differences,
     uncommitted,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "jit_is_disabled",
     "keeps_what_is_read",
     "make_dispatcher",
+    "maker_of_arrays",
     "must_delegate",
     "outline",
     "primitives_of",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import numpy as np
+from jax.sharding import Sharding
 
 from stepcache.jaxcompat.private import PRIVATE_API
 
@@ -81,6 +83,22 @@ def uncommitted(array: jax.Array) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     parts = [shard.data for shard in array.addressable_shards]
     return array_lib.ArrayImpl(array.aval, array.sharding, parts, committed=False)
+
+
+def maker_of_arrays(
+    sharding: Sharding, shape: tuple[int, ...], dtype: Any
+) -> Callable[[Sequence[np.ndarray]], jax.Array]:
+    """A function that makes an array of its shards on the devices of this process.
+
+    It takes them in the order of `sharding.addressable_devices_indices_map(shape)`.
+    """
+    devices = list(sharding.addressable_devices_indices_map(shape))
+    if not PRIVATE_API:
+        return lambda shards: jax.make_array_from_single_device_arrays(
+            shape, sharding, jax.device_put(list(shards), devices)
+        )
+    aval = core.update_aval_with_sharding(jax.core.ShapedArray(shape, dtype), sharding)
+    return lambda shards: pxla.batched_device_put(aval, sharding, shards, devices)
 
 
 def is_array_type(aval: Any) -> bool:

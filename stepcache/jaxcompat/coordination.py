@@ -91,13 +91,18 @@ def service() -> Service | None:
     return Service(distributed.global_state.client)
 
 
+def coordinator_address() -> str:
+    """Where the service is, as `host:port`."""
+    return distributed.global_state.coordinator_address
+
+
 def coordinator_refuses() -> bool:
     """Whether the process of rank 0, which runs the service, has certainly ended.
 
     Its machine then refuses connections to the port of the service. JAX's own client says nothing
     about it any more: it is busy with the abort of this process.
     """
-    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    host, _, port = coordinator_address().rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
     except ConnectionRefusedError:

@@ -201,6 +201,11 @@ class Archive:
         except OSError:
             return ""
 
+    @_no_matter_of_the_step("look for programs", bool)
+    def has_programs(self) -> bool:
+        """Whether there is any executable."""
+        return self.tier.holds_any("program")
+
     @_no_matter_of_the_step("read a program", bytes)
     def executable_bytes(self, digest: str) -> bytes:
         """A stored executable, to be given to another process; empty where there is none."""

@@ -135,3 +135,80 @@ def test_every_kind_of_argument_over_ten_calls(tmp_path, count):
     script = EVERY_KIND.replace("SCALE", str(count))
     ranks = succeeded(run_pod(tmp_path, script, count))
     assert len({tuple(rank.said("misses")) for rank in ranks}) == 1
+
+
+COST = """
+@sc.step(batch="batch")
+def step(batch):
+    return [x + 1 for x in batch]
+split = NamedSharding(mesh, P("data"))
+batch = [np.full((COUNT * 2, 3), RANK, np.float32) for _ in range(50)]
+plain = jax.jit(lambda batch: [x + 1 for x in batch])
+def calls(function):
+    for _ in range(3):
+        function()
+    counts = {"call": 0, "c_call": 0}
+    def count(frame, event, argument):
+        if event in counts:
+            counts[event] += 1
+    sys.setprofile(count)
+    function()
+    sys.setprofile(None)
+    return counts
+with sc.Session(mesh):
+    ours = calls(lambda: step(batch))
+    plains = calls(lambda: plain(jax.make_array_from_process_local_data(split, batch)))
+say("calls", ours["call"], ours["c_call"], plains["call"], plains["c_call"])
+"""
+
+
+def test_a_hit_does_less_in_python_than_plain_jax(tmp_path):
+    """Which device gets which slice is decided once, and not at each call as by JAX."""
+    for rank in succeeded(run_pod(tmp_path, COST, 2, devices=2)):
+        python, c, plain_python, plain_c = map(int, rank.said("calls")[0].split())
+        assert python < plain_python / 2 and c < plain_c
+
+
+SAME_AS_JAX = """
+from stepcache.spanning import spanning
+mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+generator = np.random.default_rng(0)
+def make(shape, dtype):
+    return (generator.normal(size=shape) * 50).astype(dtype)
+values = [make((8, 6), each) for each in ("f4", "f8", "i4", "i8", "u1", "bool", "c8", "f2")]
+values += [np.float32(3), np.int64(3), np.asfortranarray(make((8, 6), "f4")), jnp.ones((8, 6)),
+           make((16, 6), "f4")[::2], make((8, 6), "f4").astype(jnp.bfloat16), np.zeros((8, 0))]
+specs = [P(), P("data"), P("data", "model"), P(None, "model"), P(("data", "model")), P("model")]
+for where in (mesh, explicit):
+    for spec in specs:
+        sharding = NamedSharding(where, spec)
+        for value in values:
+            whole = np.shape(value)
+            parts = 2 if spec and spec[0] in ("data", ("data", "model")) else 1
+            for shape in {whole, (whole[0] * parts, *whole[1:]) if whole else whole}:
+                if len(spec) > len(shape):
+                    continue
+                for x64 in (False, True):
+                    with jax.enable_x64(x64):
+                        ours = spanning(value, sharding, shape)
+                        theirs = jax.make_array_from_process_local_data(
+                            sharding, np.asarray(value), shape)
+                    assert ours.aval == theirs.aval and ours.sharding == theirs.sharding
+                    assert ours.committed == theirs.committed
+                    for one, other in zip(ours.addressable_shards, theirs.addressable_shards):
+                        assert one.device == other.device and one.index == other.index
+                        np.testing.assert_array_equal(one.data, other.data)
+try:
+    spanning(np.ones((3, 2)), NamedSharding(mesh, P("data")), (8, 2))
+except ValueError as error:
+    say("refused", "match" in str(error))
+say("same")
+"""
+
+
+@pytest.mark.parametrize("dispatch", ["cpp", "public"])
+def test_arrays_of_a_pod_are_those_that_jax_makes(tmp_path, dispatch):
+    variables = {"STEPCACHE_DISPATCH": dispatch}
+    for rank in succeeded(run_pod(tmp_path, SAME_AS_JAX, 2, devices=4, variables=variables)):
+        assert rank.said("refused") == ["True"] and rank.said("same") == [""], rank.output

@@ -80,6 +80,67 @@ def test_what_is_not_vouched_for_is_traced_by_all_and_compiled_by_one(tmp_path):
         assert levels(run(tmp_path / "a", 3, cache, inside=inside)) == ["3", "2", "2"]
 
 
+@pytest.mark.parametrize("held", [(1, 2, 3), (2,)])
+@pytest.mark.parametrize("inside", ["time.time()", "time.time() if RANK else None"])
+def test_what_is_not_vouched_for_is_compiled_by_none_where_one_has_it(tmp_path, held, inside):
+    """Also where it has to be traced by all, and the first rank's directory is empty."""
+    cache = tmp_path / "cache{rank}"
+    first = levels(run(tmp_path / "a", 4, cache, inside=inside))
+    assert first == ["3", "2", "2", "2"]
+    for rank in set(range(4)) - set(held):
+        shutil.rmtree(tmp_path / f"cache{rank}")
+    assert levels(run(tmp_path / "a", 4, cache, inside=inside)) == ["2", "2", "2", "2"]
+    for rank in held:
+        shutil.rmtree(tmp_path / f"cache{rank}")
+    assert levels(run(tmp_path / "a", 4, cache, inside=inside)) == ["2", "2", "2", "2"]
+
+
+def test_what_was_edited_but_lowers_the_same_is_compiled_by_none_where_one_has_it(tmp_path):
+    cache = tmp_path / "cache{rank}"
+    run(tmp_path / "a", 4, cache, inside="unused = 1")
+    for rank in (0, 1):
+        shutil.rmtree(tmp_path / f"cache{rank}")
+    assert levels(run(tmp_path / "a", 4, cache, inside="unused = 2")) == ["2", "1", "1", "1"]
+
+
+def test_another_program_is_compiled_by_one_where_all_have_some(tmp_path):
+    cache = tmp_path / "cache{rank}"
+    run(tmp_path / "a", 3, cache)
+    assert levels(run(tmp_path / "a", 3, cache, inside="batch = batch * 1.0")) == ["3", "1", "1"]
+
+
+def test_what_others_hold_but_does_not_load_is_built(tmp_path):
+    cache = tmp_path / "cache{rank}"
+    run(tmp_path / "a", 3, cache, inside="time.time()")
+    shutil.rmtree(tmp_path / "cache0")
+    before = """
+from stepcache.programs.archive import Archive
+Archive.executable_bytes = lambda archive, digest: b"no program"
+"""
+    ranks = run(tmp_path / "a", 3, cache, before, inside="time.time()")
+    assert levels(ranks)[0] == "3"
+    assert "what another process made does not load here" in ranks[0].output
+
+
+def test_a_rank_that_fails_to_trace_what_all_have_to_trace_holds_up_nobody(tmp_path):
+    script = """
+    @sc.step(batch="batch")
+    def step(batch):
+        if RANK == 1:
+            raise ValueError("not here")
+        return batch.sum()
+    with sc.Session(mesh):
+        try:
+            step(np.ones(2, np.float32))
+        except (ValueError, sc.AgreementError) as error:
+            say("raised", type(error).__name__, error)
+    """
+    ranks = succeeded(run_pod(tmp_path, script, 3, limit=40))
+    told = [rank.said("raised")[0] for rank in ranks]
+    assert told[1].startswith("ValueError not here")
+    assert "AgreementError" in told[0] and "rank 1: ValueError: not here" in told[2]
+
+
 def test_what_cannot_be_shared_is_built_by_each(tmp_path):
     inside = "jax.debug.callback(lambda: None)"
     ranks = run(tmp_path / "a", 2, "off", inside=inside)
@@ -167,6 +228,73 @@ pod.PIECE_BYTES, pod._WINDOW = 256, 3
     run(tmp_path / "a", 3, tmp_path / "cache{rank}", before)
     shutil.rmtree(tmp_path / "cache2")
     assert levels(run(tmp_path / "a", 3, tmp_path / "cache{rank}", before)) == ["1", "1", "1"]
+
+
+RELAYED = """
+import atexit, re
+from stepcache.cluster import pod, relay
+from stepcache.jaxcompat.coordination import Service
+pod.RELAYED_BYTES, relay.CHILDREN = 256, 1
+served, pieces, serve, get = [], [], relay.Relay._serve, Service.get
+def note_serve(self, connection):
+    served.append(1)
+    serve(self, connection)
+def note_get(self, name, *rest):
+    found = get(self, name, *rest)
+    if found is not None and re.search(r"/(trace|program|executable)/[0-9]+/[0-9]+$", name):
+        pieces.append(name)
+    return found
+relay.Relay._serve, Service.get = note_serve, note_get
+atexit.register(lambda: say("relayed", len(served), len(pieces)))
+"""
+
+
+def relayed(ranks):
+    return [[int(number) for number in rank.said("relayed")[0].split()] for rank in ranks]
+
+
+@pytest.mark.parametrize("inside", ["pass", "time.time()"])
+def test_large_programs_go_from_rank_to_rank(tmp_path, inside):
+    """Each passes them on to one other here, and none are read from the service of rank 0."""
+    cache = tmp_path / "cache{rank}"
+    ranks = run(tmp_path / "a", 4, cache, RELAYED, inside)
+    loaded = "1" if inside == "pass" else "2"
+    assert levels(ranks) == ["3", loaded, loaded, loaded]
+    served, pieces = zip(*relayed(ranks), strict=True)
+    assert max(served) <= 2 and sum(served) == 6 and not any(pieces)  # The trace, and the program.
+    for rank in (0, 1, 3):
+        shutil.rmtree(tmp_path / f"cache{rank}")
+    assert levels(run(tmp_path / "a", 4, cache, RELAYED, inside)) == [loaded] * 4
+
+
+CUT_OFF = """
+if RANK == 2:
+    def refuse(*rest):
+        raise ConnectionRefusedError("a firewall")
+    relay.socket.create_connection = refuse
+"""
+NO_LISTENING = """
+if RANK == 0:
+    def refuse(*rest, **named):
+        raise PermissionError("no listening")
+    relay.socket.create_server = refuse
+"""
+TAMPERED = """
+if RANK == 0:
+    relay_of = pod.Relay
+    pod.Relay = lambda host, token, data, complete: relay_of(
+        host, token, data[:-1] + bytes([data[-1] ^ 1]), complete=complete)
+"""
+
+
+@pytest.mark.parametrize("trouble", [CUT_OFF, NO_LISTENING, TAMPERED])
+def test_what_cannot_go_from_rank_to_rank_comes_in_pieces(tmp_path, trouble):
+    ranks = run(tmp_path / "a", 4, "off", RELAYED + trouble)
+    assert levels(ranks) == ["3", "1", "1", "1"]
+    pieces = [each[1] for each in relayed(ranks)]
+    assert pieces[2] == 2
+    if trouble is not CUT_OFF:
+        assert pieces == [0, 2, 2, 2]
 
 
 def test_all_take_the_trace_where_one_asks_for_it(tmp_path):

@@ -413,6 +413,10 @@ class DiskTier:
             if info is not None:
                 yield info
 
+    def holds_any(self, kind: str) -> bool:
+        """Whether there is any entry of a kind, whatever its worth."""
+        return any(True for _ in self._shelf.found(kind))
+
     def size_bytes(self) -> int:
         """Size of all entries in bytes."""
         return sum(found.size_bytes for found in self._shelf.found())

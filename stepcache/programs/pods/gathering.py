@@ -4,7 +4,8 @@ First each says which call it makes. Where the calls differ, that is an error on
 the code differs, or what it reads, each traces the step, and what was lowered is compared before
 anything is compiled; only where that differs too, it is an error. Then one that has the program on
 its disk, or else the first one, which builds it, hands it to those that have not: what the trace
-told while XLA compiles, and then the program. What is made on one kind of host serves on that kind
+told while XLA compiles, and then the program. Before it has XLA compile what it lowered, it asks
+the others whether that is on their disks. What is made on one kind of host serves on that kind
 only, so there is one such process for each kind. At the end each says what it holds, and nothing
 runs before all hold the same.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
@@ -84,6 +85,7 @@ class Gathering:
         self._to_compare = several and not all(having.values())
         self._told: tuple[Traced | None, str] | None = None
         self._received: tuple[Candidate | None, bytes, str] | None = None
+        self._has_asked = False
 
     def _hear(self, topic: str, said: bytes) -> dict[int, bytes]:
         return self._meeting.hear(topic, said, patiently=True)
@@ -176,6 +178,54 @@ class Gathering:
             for each in self._stands.values()
         )
 
+    @property
+    def _asked(self) -> list[int]:
+        """Those that are asked for an executable before it is built: one for each directory."""
+        by_directory = {
+            each.directory: rank
+            for rank, each in reversed(self._stands.items())
+            if rank in self._alike and each.directory and each.stocked
+        }
+        by_directory.pop(self._given().directory, None)
+        return sorted(by_directory.values()) if self.builds else []
+
+    def ask(self, digest: str) -> bytes:
+        """Asks the others for the executable of what was lowered here, before XLA compiles it.
+
+        Args:
+            digest: of what XLA is about to be given; empty where there is nothing to ask for.
+
+        Returns:
+            The executable; empty where none of them has it.
+        """
+        asked = [] if self._has_asked else self._asked
+        self._has_asked = True
+        if not asked:
+            return b""
+        self._meeting.hand_out("wanted", plain.pack(digest), asked)
+        if not digest:
+            return b""
+        having = [rank for rank in asked if plain.unpack(self._meeting.take("has it", rank))]
+        self._meeting.hand_out("giver", plain.pack(having[:1]), asked)
+        return self._meeting.take("executable", having[0]) if having else b""
+
+    def answer(self, find: Callable[[str], bytes]) -> None:
+        """Answers the one that builds, where that asks this process for the executable.
+
+        Args:
+            find: gives a stored executable by its digest; empty where there is none.
+        """
+        if self._has_asked or self._peers.rank not in self._asked:
+            return
+        self._has_asked = True
+        digest = plain.unpack(self._meeting.take("wanted", self.giver))
+        if not digest:
+            return
+        data = find(digest)
+        self._meeting.hand_out("has it", plain.pack(bool(data)), [self.giver])
+        if plain.unpack(self._meeting.take("giver", self.giver)) == [self._peers.rank]:
+            self._meeting.hand_out("executable", data, [self.giver])
+
     def tell(self, traced: Traced | None, why_not: str = "") -> None:
         """Hands out what the trace told.
 
@@ -183,6 +233,7 @@ class Gathering:
             traced: that; None where there is nothing that others can use.
             why_not: why not.
         """
+        self.ask("")  # If it has asked before, that stands.
         if self.takers:
             told = plain.pack([traced.packed() if traced is not None else None, why_not])
             self._meeting.hand_out("trace", zlib.compress(told, 1), self.takers)
@@ -220,6 +271,7 @@ class Gathering:
     def take_all(self) -> None:
         """Takes what is handed out, wanted or not: who hands it out waits for that."""
         with contextlib.suppress(Exception):
+            self.answer(lambda digest: b"")
             self.told()
             self.receive()
 

@@ -72,6 +72,7 @@ class Stand:
         code: digest of what the step is known to depend on otherwise.
         host: digest of what decides whether a program made by one loads on the other.
         directory: names the directory of programs; empty for none.
+        stocked: whether there is any program in it.
         program: digest of the program that it has on disk; empty for none.
         trusts: whether it would run that without tracing the step.
         values: digest of the host values that it hands in whole; empty where they are unknown.
@@ -82,6 +83,7 @@ class Stand:
     code: str
     host: str
     directory: str
+    stocked: bool
     program: str
     trusts: bool
     values: str
@@ -109,6 +111,7 @@ def stand_of(
         digest_facts(facts.code),
         digest_facts({name: host.get(name, "") for name in _OF_HOST}),
         archive.name() if archive is not None else "",
+        archive is not None and archive.has_programs(),
         answer.candidate.program if answer.candidate is not None else "",
         archive is None or archive.verify != "before",
         digest_of(values),

@@ -22,6 +22,8 @@ from stepcache.programs.pods.values import compare, handed_in_whole
 from stepcache.programs.question import Question
 from stepcache.programs.recipe import Recipe, Request
 
+_DOES_NOT_LOAD = "what another process made does not load here (%s)"
+
 _log = logging.getLogger("stepcache")
 
 
@@ -109,6 +111,7 @@ class _Bringing:
     before_trace: Callable[[Answer], None]
     watch: bool
     lowered: Lowered | None = None
+    taken: bytes = b""
 
     def brought(self) -> Brought:
         gathering = self.gathering
@@ -120,6 +123,9 @@ class _Bringing:
             return self._load(self.answer) or self._trace()
         try:
             return self._adopt()
+        except Exception as error:
+            gathering.compare(None, error)  # The one that gives waits for it.
+            raise
         finally:
             gathering.take_all()
 
@@ -143,7 +149,7 @@ class _Bringing:
             text = "%s is built here as well: what the others make is for another kind of host"
             _log.warning(text, self.question.address.label)
         try:
-            brought = self._trace(tell=self.gathering.tell)
+            brought = self._trace(self._found, self.gathering.tell)
             with self.stopwatch.stage("give"):
                 publication = brought.publication
                 if publication is None:
@@ -164,10 +170,27 @@ class _Bringing:
                 self._give(None, b"", why_not)
             raise
 
+    def _found(self, digest: str, load: Callable[[bytes], Any]) -> Any:
+        """The executable of what was lowered here: from disk, or of another process's disk."""
+        found = self.archive.find(digest, load) if self.archive is not None else None
+        if found is not None:
+            return found
+        with self.stopwatch.stage("wait"):
+            data = self.gathering.ask(digest)
+        try:
+            found = load(data) if data else None
+        except Exception as error:
+            self._say_why(_DOES_NOT_LOAD % error, logging.WARNING)
+            return None
+        self.taken = data
+        return found
+
     def _serialized(self, brought: Brought) -> bytes:
         assert brought.publication is not None
         if "compile" in brought.program.seconds:
             return brought.publication.serialized()
+        if self.taken:
+            return self.taken
         return self.archive.executable_bytes(brought.digest) if self.archive is not None else b""
 
     def _give(self, candidate: Candidate | None, data: bytes, why_not: str = "") -> None:
@@ -180,6 +203,7 @@ class _Bringing:
         if self.gathering.traces:
             return self._trace_and_load()
         with self.stopwatch.stage("wait"):
+            self._answer()
             traced, why_not = self.gathering.told()
         if traced is None:
             return self._build_here(why_not)
@@ -198,11 +222,7 @@ class _Bringing:
         try:
             brought = self._load(Answer(candidate), data)
         except Exception as error:
-            _log.warning(
-                "%s builds for itself: what another process made does not load here (%s)",
-                self.question.address.label,
-                error,
-            )
+            self._say_why(_DOES_NOT_LOAD % error, logging.WARNING)
             brought = None
         if brought is not None and data and self.archive is not None:
             archive, address = self.archive, self.question.address
@@ -222,6 +242,8 @@ class _Bringing:
     def _received(self, digest: str, load: Callable[[bytes], Any]) -> Any:
         """The executable that another process made, of what has been traced here."""
         with self.stopwatch.stage("wait"):
+            self._answer()
+            self.gathering.told()  # What hands out the program has told by now, and waits for it.
             candidate, data, why_not = self.gathering.receive()
         if candidate is not None and digest != candidate.program and self._differs_from(candidate):
             raise Different
@@ -231,6 +253,11 @@ class _Bringing:
         if not data:
             return self.archive.find(digest, load) if self.archive is not None else None
         return load(data)
+
+    def _answer(self) -> None:
+        """Says whether the executable that another process is about to build is on disk here."""
+        if self.archive is not None:
+            self.gathering.answer(self.archive.executable_bytes)
 
     def _differs_from(self, candidate: Candidate) -> bool:
         outline = zlib.decompress(candidate.outline).decode()
@@ -247,8 +274,8 @@ class _Bringing:
         self._say_why(why_not)
         return self._trace()
 
-    def _say_why(self, why_not: str) -> None:
-        _log.info("%s builds for itself: %s", self.question.address.label, why_not)
+    def _say_why(self, why_not: str, level: int = logging.INFO) -> None:
+        _log.log(level, "%s builds for itself: %s", self.question.address.label, why_not)
 
     def _trace(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import numpy as np
@@ -12,8 +12,9 @@ import numpy as np
 from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.programs import plain
+from stepcache.programs.pods.peers import Peers
 from stepcache.programs.recipe import Request
-from stepcache.replicas import SEVERAL, Groups, is_own, token_of
+from stepcache.replicas import SEVERAL, Groups, Part, is_own, replicas_of, token_of
 from stepcache.spanning import spans_processes
 from stepcache.units import counted, readable_ranks
 
@@ -104,6 +105,39 @@ def check_devices(groups: Groups) -> None:
             f"{jax.process_index()}:\n  " + "\n  ".join(_shown(lines)),
             hint="jax.shard_map(…, check_vma=False) believes what its out_specs say of replicas",
         )
+
+
+def check_replicas(
+    parts: Callable[[], Iterable[Part]], peers: Peers | None, about: str, *, summed: bool = False
+) -> None:
+    """Checks that what several processes, or devices, hold of the same values is the same.
+
+    Args:
+        parts: gives the values.
+        peers: the processes; None for this one alone.
+        about: on what occasion, for people.
+        summed: compare checksums first, and values only where those differ.
+
+    Raises:
+        AgreementError: values differ; it names their paths, and the ranks.
+    """
+    ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
+
+    def meet(groups: Groups) -> None:
+        assert peers is not None
+        with peers.meeting("check_replicas", "") as meeting:
+            compare(meeting.hear, peers.rank, about, groups)
+
+    groups = replicas_of(parts(), ranks, summed=summed)
+    for check in (check_devices,) if peers is None else (meet, check_devices):
+        try:
+            check(groups)
+            continue
+        except AgreementError as error:
+            differing = error
+        if summed:  # Says which values they are.
+            check(replicas_of(parts(), ranks))
+        raise differing
 
 
 def _shown(lines: list[str]) -> list[str]:
