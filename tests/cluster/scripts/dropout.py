@@ -43,7 +43,9 @@ def step_fn(state, batch, dropout_key=None, *, train):
         dropout_key = jax.random.fold_in(state.key, state.step)
 
     def loss_fn(params):
-        out = model.apply({"params": params}, batch["x"], train=train, rngs={"dropout": dropout_key})
+        out = model.apply(
+            {"params": params}, batch["x"], train=train, rngs={"dropout": dropout_key}
+        )
         return jnp.mean((out - batch["y"]) ** 2)
 
     if not train:
@@ -63,7 +65,8 @@ def get_batch(step):
 def main():
     jax.distributed.initialize()
     key, init_key = jax.random.split(jax.random.key(42))
-    params = model.init(init_key, jnp.ones((1, 4)), train=False)["params"]
+    init = jax.jit(model.init, static_argnames="train")
+    params = init(init_key, jnp.ones((1, 4)), train=False)["params"]
     state = State(step=0, params=params, opt_state=tx.init(params), key=key)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     key = jax.random.key(7)

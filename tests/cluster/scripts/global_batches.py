@@ -16,7 +16,10 @@ tx = optax.adam(0.03)
 
 def init(key):
     keys = jax.random.split(key)
-    params = {"w1": jax.random.normal(keys[0], (4, 16)) / 2, "w2": jax.random.normal(keys[1], (16,))}
+    params = {
+        "w1": jax.random.normal(keys[0], (4, 16)) / 2,
+        "w2": jax.random.normal(keys[1], (16,)),
+    }
     return params, tx.init(params)
 
 

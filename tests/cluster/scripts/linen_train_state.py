@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 def create_train_state(key, learning_rate):
     model = Net()
-    variables = model.init(key, jnp.ones((1, 6, 6, 1)))
+    variables = jax.jit(model.init)(key, jnp.ones((1, 6, 6, 1)))
     tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(learning_rate, momentum=0.9))
     return TrainState.create(
         apply_fn=model.apply,

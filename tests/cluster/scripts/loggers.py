@@ -14,7 +14,7 @@ import stepcache as sc
 
 class MetricWriter:
     def __init__(self, path):
-        self.file = open(path, "w")  # noqa: SIM115
+        self.file = open(path, "w")
         self.rows = csv.writer(self.file)
 
     def scalars(self, step, **values):

@@ -24,9 +24,11 @@ class Prefetch:
 
     def _fill(self):
         for batch in self.batches:
-            put = jax.make_array_from_process_local_data
-            self.queue.put(jax.tree.map(lambda x: put(self.sharding, x), batch))
+            self.queue.put(jax.tree.map(self._put, batch))
         self.queue.put(None)
+
+    def _put(self, x):
+        return jax.make_array_from_process_local_data(self.sharding, x)
 
     def __iter__(self):
         while (batch := self.queue.get()) is not None:

@@ -1,7 +1,6 @@
 """Epochs over a data set that the batch size does not divide: the last batch is short on all."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType

@@ -50,7 +50,7 @@ class Trainer:
         return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
 
     def _train_step(self, state, batch):
-        self.log(f"tracing, {time.time() - self.started:.3f} s after the start")
+        self.log("tracing")
         params, opt_state = state
         loss, grads = jax.value_and_grad(self.loss)(params, batch)
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
@@ -71,7 +71,8 @@ class Trainer:
                     self.log(f"step {self.global_step}: loss {self.history[-1]:.6f}")
                 self.seconds.append(time.perf_counter() - began)
             held_out = [self.eval_step(state[0], batch) for batch in batches.epoch(99)]
-            self.log(f"epoch {epoch}: loss {np.mean([float(loss) for loss in held_out]):.6f}")
+            self.log(f"epoch {epoch} after {time.time() - self.started:.1f} s")
+            self.log(f"held out: loss {np.mean([float(loss) for loss in held_out]):.6f}")
         return state[0]
 
 
