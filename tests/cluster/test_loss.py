@@ -89,9 +89,11 @@ def check(directory, point, victim, count=4):
 
 
 def assert_ended(rank, victim, *, killed=True):
-    """A rank that cannot raise prints the error; one whose coordinator was killed is aborted."""
+    """A rank that cannot raise prints the error; one whose coordinator was killed is aborted, and
+    has logged who has gone."""
     if victim == 0 and killed and rank.code == -6:
         assert "Terminating process because the JAX distributed service" in rank.output
+        assert "rank 0 of the pod has gone" in rank.output, rank.output
         return
     assert rank.code == 1, f"{rank.code}\n{rank.output}"
     assert f"RankLostError: rank {victim} of the pod has gone" in rank.output, rank.output
@@ -238,6 +240,28 @@ def test_the_coordinator_is_killed_during_steps(tmp_path, turn):
     """JAX aborts the others within a fraction of a second: the error is raised before."""
     ranks = run_pod(tmp_path, SCRIPT.format(victim=0, point="running"), 2)
     assert ranks[1].said("lost") and ranks[1].said("lost")[0].startswith("(0,)"), ranks[1].output
+
+
+AWAY = """
+total = sc.step(lambda batch: batch.sum(), batch="batch")
+with sc.Session(mesh):
+    float(total(np.ones(2, np.float32)))
+    if RANK == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if RANK == 1:
+        time.sleep(60)
+    while True:
+        sum(range(10_000))
+"""
+
+
+@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(4))])
+def test_the_coordinator_is_killed_while_the_others_are_on_their_own(tmp_path, turn):
+    """JAX aborts them; who has gone is in their logs before, whatever their main threads do."""
+    for rank in run_pod(tmp_path, AWAY, 3)[1:]:
+        assert rank.code == -6
+        assert "rank 0 of the pod has gone" in rank.output, rank.output
 
 
 # ---- one ends, and the others wait ---------------------------------------------------------------
