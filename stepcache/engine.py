@@ -41,7 +41,7 @@ from stepcache.programs.key import Key
 from stepcache.programs.layers import count_step
 from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Levels
-from stepcache.programs.placement import place, unnamed_batch
+from stepcache.programs.placement import is_elsewhere, place, unnamed_batch
 from stepcache.programs.pods.handing_in import HandingIn, handed_in, is_of_pod
 from stepcache.programs.question import Question, step_label
 from stepcache.programs.recipe import Recipe, Request
@@ -307,14 +307,15 @@ class Engine:
         call = signatures.read(self.recipe.parameters, args, kwargs)
         leaves, placed, asked = place(self.recipe, scope.placer, call)
         placed_call = call.with_signature_leaves(leaves)
+        mesh = None if is_elsewhere(scope.mesh, leaves, placed) else scope.mesh
         key = Key(
             self.recipe.identity,
             placed_call.signature,
-            mesh_identity(scope.mesh),
+            mesh_identity(mesh),
             self.recipe.key_options,
             jaxcompat.environment(),
         )
-        return Request(call, leaves, placed, asked, key, scope.mesh, self.recipe.tell)
+        return Request(call, leaves, placed, asked, key, mesh, self.recipe.tell)
 
     def _warn_of_unnamed_batch(self, scope: Scope, request: Request) -> None:
         if scope.placer is not None and not self.ledger.warned_of_batch:

@@ -88,6 +88,18 @@ def test_arrays_the_user_placed_are_left_where_they_are(mesh):
         assert same(placed).sharding.is_equivalent_to(placed.sharding, 2)
 
 
+def test_a_call_on_other_devices_is_left_to_jax(mesh):
+    """As an evaluation on one device is, of values that the user has put there."""
+    one = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[3:4])
+    double = sc.step(lambda x: x * 2)
+    with sc.Session(mesh):
+        x = jax.device_put(np.ones(3, np.float32), jax.devices()[3])
+        assert double(x).devices() == double(x).devices() == {jax.devices()[3]}
+        assert double(jax.device_put(x, NamedSharding(one, P()))).devices() == {jax.devices()[3]}
+        assert len(double(np.ones(3, np.float32)).devices()) == 8
+    assert double.stats().misses == 3
+
+
 def test_in_shardings_of_the_step_come_before_rules(mesh):
     wanted = NamedSharding(mesh, P("model"))
 

@@ -1,6 +1,6 @@
 """Which processes of a pod have gone, or hang: found out, told to all, and made an error of.
 
-Each process has two daemon threads. One waits in a single call of the coordination service for the
+Each process has daemon threads. One waits in a single call of the coordination service for the
 next piece of *news*: `left` (a rank left a session), `ended` (a rank's script ended), `roll` (all
 say where they are), `hang` and `lost`. Any rank may give news; the first that gives number n has
 given it, and all get it. The other thread looks every second at this process alone, without the
@@ -13,7 +13,8 @@ call is lost. Where the main thread still waits for a device a few seconds after
 nothing can make it raise: then the error is printed here, and the process ends.
 
 Rank 0 runs the coordination service. When its process is killed, JAX aborts all others within a
-fraction of a second; `RankLostError` is raised, or printed, before that, where there is time.
+fraction of a second, and no Python can prevent it. A third thread, which holds a connection to rank
+0, logs before that who has gone; where the main thread is in Python's hands, it raises too.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Watch:
         self.service, self.rank = service, jax.process_index()
         self.given_up: dict[int, str] = {}
         self._error: RankLostError | None = None
-        self._known = threading.Event()
+        self._known, self._noting = threading.Event(), threading.Lock()
         self._told = self._raised = self._closed = False
         self._news = News(service, self.rank)
         self._movement = Movement(threading.main_thread().ident or 0)
@@ -95,6 +96,9 @@ class Watch:
         coordination.replace_shutdown(self._shut_down)
         self._thread = threading.Thread(target=self._watch, name="stepcache watch", daemon=True)
         self._thread.start()
+        if self.rank:
+            name = "stepcache coordinator"
+            threading.Thread(target=self._watch_coordinator, name=name, daemon=True).start()
 
     @classmethod
     def of_this_process(cls, service: Service) -> Watch:
@@ -215,6 +219,11 @@ class Watch:
                 if self._is_shut_down():
                     return
                 self.service_has_gone(first_line(error))
+
+    def _watch_coordinator(self) -> None:
+        """JAX's abort is under way then: there is time for a line, before other threads get on."""
+        if coordination.wait_until_coordinator_ends(self._is_shut_down):
+            self.service_has_gone("its process has ended")
 
     def _is_shut_down(self) -> bool:
         return bool(self._closed or self._ended) or coordination.service() is None
@@ -355,8 +364,11 @@ class Watch:
     # ---- a loss ----------------------------------------------------------------------------------
 
     def _note_loss(self, ranks: list[int], why: str, report: str) -> None:
-        if self._known.is_set():
-            return
+        with self._noting:
+            if not self._known.is_set():
+                self._note_first_loss(ranks, why, report)
+
+    def _note_first_loss(self, ranks: list[int], why: str, report: str) -> None:
         what = f"{readable_ranks(ranks)} of the pod has gone" if ranks else "the pod is broken"
         where = f"rank {self.rank}"
         self._error = RankLostError(

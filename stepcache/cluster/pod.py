@@ -353,7 +353,8 @@ class _Meeting:
 
 _HINT = (
     "make the same calls, of the same shapes and static values, in the same order on all "
-    "processes; Session(agree_timeout=…) waits longer"
+    "processes; a call of one process alone needs all its arguments on devices of its own "
+    "(jax.device_put), or sc.Session() around it; Session(agree_timeout=…) waits longer"
 )
 
 

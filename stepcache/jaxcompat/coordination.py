@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ else:
 
 
 _PROBE_SECONDS = 0.1
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 10.0
 
 
 class Unreachable(Exception):
@@ -109,6 +111,37 @@ def coordinator_refuses() -> bool:
         return True
     except OSError:
         return False
+    return False
+
+
+def wait_until_coordinator_ends(is_over: Callable[[], bool]) -> bool:
+    """Waits until the process of rank 0 has certainly ended.
+
+    Holds a connection to the port of the service, and says nothing there. It is closed with the
+    process, and JAX's client, which hears of that too, begins to abort this one. The service also
+    closes it when it has heard nothing for two minutes; then its port takes another.
+
+    Args:
+        is_over: whether nobody wants to know any more.
+
+    Returns:
+        Whether it has ended; False where `is_over`.
+    """
+    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    pause = _SHORTEST_PAUSE_SECONDS
+    while not is_over():
+        started = time.monotonic()
+        try:
+            with socket.create_connection((host.strip("[]"), int(port))) as connection:
+                while connection.recv(4096):
+                    pass
+        except ConnectionRefusedError:
+            return not is_over()
+        except OSError:
+            pass
+        lasted = time.monotonic() - started > 1
+        pause = _SHORTEST_PAUSE_SECONDS if lasted else min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        time.sleep(pause)
     return False
 
 

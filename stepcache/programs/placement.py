@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepcache.programs.recipe import Recipe, Request
 from stepcache.programs.signature import Call, Leaf, Unreadable
@@ -48,6 +50,29 @@ def place(
                 leaves[index] = leaf._replace(shape=at.shape, sharding=at.sharding)
     sent = (sharding if isinstance(sharding, Sharding) else None for sharding in asked)
     return tuple(leaves), tuple(placed), tuple(sent)
+
+
+def is_elsewhere(
+    mesh: Mesh | None, leaves: Sequence[Leaf], placed: Sequence[Placed | None]
+) -> bool:
+    """Whether a call runs on other devices than a mesh's: the user has placed its arrays there.
+
+    JAX runs a program on the devices of its committed arrays, which are the same for all of them.
+
+    Args:
+        mesh: of the session.
+        leaves: of the call, placed.
+        placed: as `place` returns it.
+    """
+    if mesh is None or any(placed):
+        return False
+    committed = next((leaf.sharding for leaf in leaves if leaf.sharding is not None), None)
+    return committed is not None and committed.device_set != _devices_of(mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _devices_of(mesh: Mesh) -> frozenset:
+    return frozenset(mesh.devices.flat)
 
 
 _LARGE_BYTES = 1 << 20

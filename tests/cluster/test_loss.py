@@ -89,9 +89,11 @@ def check(directory, point, victim, count=4):
 
 
 def assert_ended(rank, victim, *, killed=True):
-    """A rank that cannot raise prints the error; one whose coordinator was killed is aborted."""
+    """A rank that cannot raise prints the error; one whose coordinator was killed is aborted, and
+    has logged who has gone."""
     if victim == 0 and killed and rank.code == -6:
         assert "Terminating process because the JAX distributed service" in rank.output
+        assert "rank 0 of the pod has gone" in rank.output, rank.output
         return
     assert rank.code == 1, f"{rank.code}\n{rank.output}"
     assert f"RankLostError: rank {victim} of the pod has gone" in rank.output, rank.output
@@ -139,6 +141,46 @@ def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(tmp_path, m
             assert_ended(rank, victim, killed=False)
         assert "does not answer" in rank.output
         assert rank.seconds < 40
+
+
+ALONE = """
+import queue
+from stepcache.cluster import loss, news
+# As with NCCL, TPUs and other machines: no collective fails, and no process is seen to end.
+news._has_ended = lambda pid: False
+loss.Watch.suspect = lambda self, error: None
+total = sc.step(lambda batch: batch.sum(), batch="batch")
+pair = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
+both = jax.jit(lambda x: x.sum())
+try:
+    with sc.Session(mesh, hang_after=3):
+        float(total(np.ones(2, np.float32)))
+        if RANK < 2:
+            ones = jax.make_array_from_process_local_data(pair, np.ones(1, np.float32))
+            float(both(ones))
+        if RANK == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if RANK == 1:
+            float(both(ones))
+        try:
+            queue.Queue().get(timeout=16)
+        except queue.Empty:
+            pass
+        total(np.ones(4, np.float32))
+except sc.RankLostError as error:
+    say("lost", error.ranks)
+"""
+
+
+def test_one_that_was_killed_is_found_out_by_a_roll_call_alone(tmp_path, monkeypatch):
+    """Rank 0 waits for its data and calls a step then; rank 1 waits in a collective."""
+    monkeypatch.setattr(pods, "HEARTBEAT_SECONDS", 60)
+    ranks = run_pod(tmp_path, ALONE, 3)
+    assert ranks[0].said("lost") == ["(2,)"] and ranks[0].code == 0, ranks[0].output
+    assert_ended(ranks[1], 2)
+    for rank in ranks[:2]:
+        assert "nothing has moved for 3 s, and it does not answer" in rank.output, rank.output
+        assert rank.seconds < 50
 
 
 SAVING = """
@@ -198,6 +240,28 @@ def test_the_coordinator_is_killed_during_steps(tmp_path, turn):
     """JAX aborts the others within a fraction of a second: the error is raised before."""
     ranks = run_pod(tmp_path, SCRIPT.format(victim=0, point="running"), 2)
     assert ranks[1].said("lost") and ranks[1].said("lost")[0].startswith("(0,)"), ranks[1].output
+
+
+AWAY = """
+total = sc.step(lambda batch: batch.sum(), batch="batch")
+with sc.Session(mesh):
+    float(total(np.ones(2, np.float32)))
+    if RANK == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if RANK == 1:
+        time.sleep(60)
+    while True:
+        sum(range(10_000))
+"""
+
+
+@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(4))])
+def test_the_coordinator_is_killed_while_the_others_are_on_their_own(tmp_path, turn):
+    """JAX aborts them; who has gone is in their logs before, whatever their main threads do."""
+    for rank in run_pod(tmp_path, AWAY, 3)[1:]:
+        assert rank.code == -6
+        assert "rank 0 of the pod has gone" in rank.output, rank.output
 
 
 # ---- one ends, and the others wait ---------------------------------------------------------------

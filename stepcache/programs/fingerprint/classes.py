@@ -20,7 +20,7 @@ from stepcache.programs.fingerprint import instances, values
 from stepcache.programs.fingerprint.names import DYNAMIC_ACCESS
 from stepcache.programs.fingerprint.origin import USER, origin_of
 from stepcache.programs.fingerprint.tokens import digest, plain_text, qualified_name
-from stepcache.programs.fingerprint.trail import Trail
+from stepcache.programs.fingerprint.trail import Trail, making
 
 # What Python itself keeps in a class; none of it is the user's.
 _INTERNALS = frozenset(
@@ -80,6 +80,13 @@ def note_class(walk: Trail, path: str, cls: type) -> None:
     if cls.__name__ in DYNAMIC_ACCESS and origin_of(cls) != USER:
         walk.reads_any_attribute()
     walk.note(path, f"class {walk.follow_class(cls)}")
+    may_be_called(walk, cls)
+
+
+def may_be_called(walk: Trail, cls: type) -> None:
+    """Notes that code has a class as a value, and so may make instances of it."""
+    bases = (base for base in cls.__mro__ if origin_of(base) == USER)
+    walk.read_attributes(making(walk.follow_class(base)) for base in bases)
 
 
 def follow_user_class(walk: Trail, name: str, cls: type) -> None:
@@ -107,10 +114,16 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         if is_enum and (isinstance(value, enum.Enum) or _ENUM_INTERNALS.fullmatch(attribute)):
             continue
         path = f"{name}.{attribute}"
-        if selective and not is_special(attribute):
+        if selective and attribute in _CONSTRUCTORS:
+            walk.when_named(making(name), path, value)
+        elif selective and not is_special(attribute):
             walk.when_named(attribute, path, value)
         else:
             walk.value(path, value)
+
+
+# They run when an instance is made. One that is there already does not need them.
+_CONSTRUCTORS = ("__init__", "__new__")
 
 
 def _texts(value: Any) -> tuple[str, ...]:

@@ -122,11 +122,14 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     strings = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     asking = not _ASKING.isdisjoint(code.co_names)
     names = tuple((owner, frozenset(each)) for owner, each in found.items())
+    if module is not None and module.partition(".")[0] == _OURS:  # It asks no object of the user's.
+        return _Read(code, module, names, frozenset(), frozenset())
     attributes = frozenset((*code.co_names, *strings))
     return _Read(code, module, names, attributes, frozenset(strings if asking else ()))
 
 
 _ASKING = frozenset(("getattr", "hasattr"))
+_OURS = __name__.partition(".")[0]
 
 
 def _modules_by_file() -> dict[str, str]:

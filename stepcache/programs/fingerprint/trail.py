@@ -23,6 +23,17 @@ from stepcache.programs.fingerprint.tokens import digest
 _ALWAYS_READ = frozenset(
     "shape dtype ndim size T at sharding weak_type aval nbytes itemsize".split()
 )
+# Code that names one of these may make another object of the class of one that it has.
+_MAKES_ANY = frozenset("type __class__ __mro__ mro __init__ __new__ classmethod".split())
+
+
+def making(name: str) -> str:
+    """What stands among the names that code reads for a call of a class.
+
+    Args:
+        name: of the class, as `Trail.follow_class` returns it.
+    """
+    return f"make {name}"
 
 
 class Trail(ABC):
@@ -44,7 +55,7 @@ class Trail(ABC):
         self.codes: set[types.CodeType] = set()
         self._root = root
         self._names: set[str] = set(_ALWAYS_READ)
-        self._reads_all = False
+        self._reads_all = self._makes_any = False
         self._waiting: dict[str, list[tuple[str, Any]]] = {}
         self._when_dynamic: dict[str, tuple[str, ...]] = {}
         self.seen: dict[int, str] = {}
@@ -117,7 +128,8 @@ class Trail(ABC):
 
     def when_named(self, name: str, path: str, value: Any) -> None:
         """Notes an attribute as soon as code is found that names it."""
-        if self._reads_all or name in self._names:
+        is_made = self._makes_any and name.startswith(making(""))
+        if self._reads_all or is_made or name in self._names:
             self.value(path, value)
         else:
             self.alive.append(value)
@@ -148,6 +160,9 @@ class Trail(ABC):
     def _add(self, names: set[str]) -> None:
         new = names - self._names
         self._names |= new
+        if not (self._makes_any or new.isdisjoint(_MAKES_ANY)):
+            self._makes_any = True
+            new |= {name for name in self._waiting if name.startswith(making(""))}
         self._release(new & self._waiting.keys())
 
     def _release(self, names: set[str]) -> None:

@@ -197,6 +197,11 @@ def _note_wrapped_function(walk: Trail, path: str, value: Any) -> None:
     walk.value(f"{path} (function)", value.__func__)
 
 
+def _note_class_method(walk: Trail, path: str, value: classmethod) -> None:
+    _note_wrapped_function(walk, path, value)
+    walk.read_attributes((classmethod.__name__,))  # It may call the class that it is given.
+
+
 def note_remembering(walk: Trail, path: str, value: Any) -> None:
     """A function that remembers its results, such as that of `functools.lru_cache`."""
     walk.note(path, f"{type(value).__name__}")
@@ -317,7 +322,7 @@ HANDLERS: dict[Any, Any] = {
     functools.partialmethod: note_partial,
     property: _note_property,
     staticmethod: _note_wrapped_function,
-    classmethod: _note_wrapped_function,
+    classmethod: _note_class_method,
     threading.local: _note_local_data,
     type(threading.Lock()): _note_opaque,
     type(threading.RLock()): _note_opaque,

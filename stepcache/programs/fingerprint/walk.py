@@ -72,6 +72,8 @@ class Walk(Trail):
         if known is not None:
             if known != path:
                 self.note(path, f"see {known}")
+            if known.startswith("class ") and issubclass(type(value), type):
+                classes.may_be_called(self, value)
             return
         if path in self.facts:
             path = self.unique(path)

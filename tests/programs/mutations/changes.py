@@ -856,6 +856,63 @@ OBJECTS = [
         "config.rate",
     ),
     Kind(
+        "constructor_by_name",
+        """
+        class Config:
+            def __init__(self): self.rate = «2.0¦3.0»
+        def step(x): return x * Config().rate
+        """,
+        "Config.__init__",
+    ),
+    Kind(
+        "constructor_by_type",
+        """
+        class Config:
+            def __init__(self, rate=«2.0¦3.0»): self.rate = rate
+            def fresh(self): return type(self)()
+        config = Config(4.0)
+        def step(x): return x * config.fresh().rate
+        """,
+        "Config.__init__",
+    ),
+    Kind(
+        "constructor_by_class_method",
+        """
+        class Config:
+            def __init__(self): self.rate = «2.0¦3.0»
+            @classmethod
+            def fresh(cls): return cls()
+        config = Config.__new__(Config)
+        def step(x): return x * config.fresh().rate
+        """,
+        "Config.__init__",
+    ),
+    Kind(
+        "constructor_of_a_base",
+        """
+        class Base:
+            def __init__(self): self.rate = «2.0¦3.0»
+        class Config(Base):
+            def make(self): return Config().rate
+        config = Config.__new__(Config)
+        def step(x): return x * config.make()
+        """,
+        "Base.__init__",
+    ),
+    Kind(
+        "constructor_of_a_held_class",
+        """
+        class Config:
+            def __init__(self): self.rate = «2.0¦3.0»
+        class Maker:
+            def __init__(self): self.first, self.kind = Config(), Config
+        maker = Maker()
+        maker.first.rate = 5.0
+        def step(x): return x * maker.first.rate * maker.kind().rate
+        """,
+        "Config.__init__",
+    ),
+    Kind(
         "attribute_via_function",
         """
         class Config:

@@ -26,6 +26,19 @@ HARMLESS = [
     _kind("harmless_other_global", "OTHER = «2¦3»\ndef step(x): return x * 2"),
     _kind("harmless_new_global", "«¦MORE = [1, 2]\n»RATE = 2\ndef step(x): return x * RATE"),
     _kind(
+        "harmless_constructor",
+        """
+        import time
+        class Trainer:
+            def __init__(self):
+                self.rank, self.started, self.rate = jax.process_index(), time.time(), «2.0¦1.0 + 1»
+                self.seconds = [«0.1¦0.2»]  # Whose name stepcache has for attributes of its own.
+            def run(self, x): return x * self.rate
+        trainer = Trainer()
+        step = trainer.run
+        """,
+    ),
+    _kind(
         "harmless_order_of_functions",
         """
         «def a(x): return x * 2
