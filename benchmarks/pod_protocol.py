@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +152,7 @@ class Rank:
         loss._pending_ranks = set
         machine = f"{news._machine()}-{rank // OF_A_MACHINE}"
         news._machine = lambda: machine
-        peers = peers_of(range(count), AGREE_SECONDS)
+        peers = peers_of(range(count))
         assert peers is not None
         self.peers = peers
         self.records: dict[str, Any] = {}
@@ -214,7 +215,7 @@ class Rank:
             elif gathering.builds:
                 gathering.compare(lowered if gathering.traces else None)
                 gathering.take_all()
-            stages = {name: self.rank / 7 for name in ("hash", "read", "load", "agree")}
+            stages = dict.fromkeys(("hash", "read", "load", "agree"), self.rank / 7)
             gathering.conclude(lowered, None, 1, stages)
 
     def run(self, quick: bool) -> None:
@@ -234,7 +235,6 @@ class Rank:
             with contextlib.suppress(sc.AgreementError):
                 self.agree("stored")
 
-        self.peers.agree_seconds = 10 * AGREE_SECONDS
         self.measured("late", come_late)
         self.peers.agree_seconds = AGREE_SECONDS
 
@@ -248,6 +248,7 @@ class Rank:
         if last:
             with contextlib.suppress(sc.AgreementError):
                 self.agree("stored")
+        self.peers.agree_seconds = 10 * AGREE_SECONDS
         self.measured("lost", lambda: self.lose(last, sc.RankLostError))
 
     def lose(self, victim: bool, error: type[Exception]) -> None:
@@ -301,6 +302,8 @@ def pod(count: int, quick: bool) -> None:
                     try:
                         work(rank, count, address, directory, quick)
                         code = 0
+                    except Exception:
+                        traceback.print_exc()
                     finally:
                         os._exit(code)
                 processes.append(process)
