@@ -164,8 +164,6 @@ class _Meeting:
     ) -> dict[int, bytes]:
         """As `Meeting` has it."""
         service, ranks, place = self._pod.service, self._pod.ranks, f"{self._name}/{topic}"
-        with self._knowing_of_losses():
-            is_first = service.say(place, self._pod.rank, len(ranks), said, brief) == 1
         outcome = coordination.outcome_of(place)
 
         def missing() -> list[int]:
@@ -173,19 +171,21 @@ class _Meeting:
             return [rank for rank in ranks if rank not in there]
 
         def give_up() -> None:
-            if service.put(f"{place}/given up", b"1"):
-                late = {"late": missing(), "by": self._pod.rank, "why": self._why}
+            if service.put(f"{place}/given up", b"1") and (who := missing()):
+                late = {"late": who, "by": self._pod.rank, "why": self._why}
                 if service.put(outcome, coordination.pack_outcome(**late)):
                     self._pod.watch.tell(self._late(**late).what, gives_up=True)
 
-        bound = self._agree_seconds + (0 if is_first else _FIRST_SECONDS)
-        packed = self._wait(
-            outcome,
-            missing,
-            float("inf") if patiently else bound,
-            give_up,
-            log_seconds=_LOG_AFTER_SECONDS if is_first else float("inf"),
-        )
+        with self._knowing_of_losses():
+            turn = service.say(place, self._pod.rank, len(ranks), said, brief)
+            if turn == len(ranks):  # It is there.
+                packed = service.get(outcome)
+            else:
+                is_first, never = turn == 1, float("inf")
+                bound = self._agree_seconds + (0 if is_first else _FIRST_SECONDS)
+                log_seconds = _LOG_AFTER_SECONDS if is_first else never
+                bound = never if patiently else bound
+                packed = self._wait(outcome, missing, bound, give_up, log_seconds)
         found = coordination.unpack_outcome(packed)
         if "failed" in found:
             raise AgreementError(
