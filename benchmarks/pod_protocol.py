@@ -7,6 +7,7 @@ in the process of rank 0. Eight ranks take each other for processes of one machi
 - a new key: all processes agree on a program that each has stored in a directory of its own;
 - a new key that rank 0 builds, and the others take from a shared directory; and the same where
   code that was captured differs from rank to rank, so that what was lowered is compared first;
+- a barrier of JAX's, which is not counted as calls: what the least that all do together takes;
 - quiet: nothing happens;
 - late: one rank comes seconds after the others; or it never comes, and the others give up;
 - lost: one rank is killed while the others wait for it to agree.
@@ -42,6 +43,7 @@ RANKS = (4, 64, 256, 1024)
 KEYS = 20
 QUIET_SECONDS, LATE_SECONDS, AGREE_SECONDS, LOST_SECONDS = 20.0, 8.0, 7.0, 3.0
 WAYS = ("stored", "built by one", "built by one, code differs")
+BARRIER = "a barrier of JAX's"
 OF_A_MACHINE = 8
 PROGRAM = b"p" * 2000  # What is told of a trace, about, where the program itself is on disk.
 
@@ -228,6 +230,7 @@ class Rank:
         keys = 3 if quick else KEYS
         for way in WAYS:
             self.measured(way, lambda way=way: self.agree(way), keys)
+        self.measured(BARRIER, self.together, keys)
         self.measured("quiet", lambda: time.sleep(5 if quick else QUIET_SECONDS))
 
         def come_late() -> None:

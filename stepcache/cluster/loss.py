@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 import jax
@@ -36,7 +37,7 @@ from stepcache.cluster.news import ANSWER_SECONDS, News
 from stepcache.engine import latest_call
 from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat import coordination
-from stepcache.jaxcompat.coordination import Asked, Service, Unreachable
+from stepcache.jaxcompat.coordination import Service, Unreachable, asked
 from stepcache.units import readable_ranks
 
 HANG_SECONDS = 60.0
@@ -92,7 +93,7 @@ class Watch:
         self._someone_ended = self._reported_hang = False
         self._ask_after = self._others_ask_until = 0.0  # By the monotonic clock.
         self._meeting_since = float("inf")
-        self._left_calls: list[tuple[str, Asked[bytes]]] = []
+        self._left_calls: dict[Future[bytes], str] = {}  # The names that they wait for.
         self._pid = os.getpid()
         coordination.replace_shutdown(self._shut_down)
         self._thread = threading.Thread(target=self._watch, name="stepcache watch", daemon=True)
@@ -147,7 +148,7 @@ class Watch:
             self._news.some_may_be_new()
 
     @contextlib.contextmanager
-    def asking(self, name: str) -> Iterator[Asked[bytes]]:
+    def asking(self, name: str) -> Iterator[Future[bytes]]:
         """While a value is waited for. A call that is left in the middle ends with the pod."""
 
         def get() -> bytes:
@@ -157,11 +158,11 @@ class Watch:
                 raise Unreachable("a process has gone")
             return value
 
-        asked = Asked(get)
+        call = asked(get)
         try:
-            yield asked
+            yield call
         except BaseException:
-            self._left_calls.append((name, asked))
+            self._left_calls[call] = name
             raise
 
     def tell(self, text: str, *, gives_up: bool = False) -> None:
@@ -442,16 +443,16 @@ class Watch:
             self._ended = "ended its script" if ending else "called jax.distributed.shutdown()"
             shut_down()
         self._closed = True
-        calls = [asked.thread for _, asked in self._left_calls]
-        for thread in (self._thread, self._news.thread, *calls):
+        for thread in (self._thread, self._news.thread):
             thread.join(2 * _LOOK_SECONDS)
 
     def _end_calls(self) -> None:
         """Ends the calls that were left: no thread may come back from one while Python ends."""
         if self._news.over:  # All know of the loss, or will, and heed no other answer.
-            for name, asked in self._left_calls:
-                if asked.thread.is_alive():
+            for call, name in self._left_calls.items():
+                if not call.done():
                     self.service.put(name, _NO_ANSWER)
+            wait(self._left_calls, 2 * _LOOK_SECONDS)
 
     def _say_goodbye(self) -> None:
         """Leaves a broken pod: rank 0 last, as the service ends with it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.cluster.hang_report import Row
-from stepcache.jaxcompat.coordination import Asked, Service, Unreachable
+from stepcache.jaxcompat.coordination import Service, Unreachable, asked
 from stepcache.programs import plain
 
 ANSWER_SECONDS = 5.0
@@ -107,7 +107,7 @@ class News:
             What they said, and why others did not answer.
         """
         try:
-            number = Asked(lambda: self.give("roll")).answer(2 * ANSWER_SECONDS)
+            number = asked(lambda: self.give("roll")).result(2 * ANSWER_SECONDS)
         except TimeoutError:
             text = f"does not answer within {2 * ANSWER_SECONDS:.0f} s"
             raise Unreachable(text) from None

@@ -248,10 +248,10 @@ class _Meeting:
             log_seconds: after how long to say who is missing.
         """
         watch, started = self._pod.watch, time.monotonic()
-        with self._knowing_of_losses(), watch.asking(name) as asked:
+        with self._knowing_of_losses(), watch.asking(name) as call:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    return asked.answer(_LOOK_SECONDS)
+                    return call.result(_LOOK_SECONDS)
                 watch.raise_if_lost()
                 waited = time.monotonic() - started
                 if waited > log_seconds:

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import ctypes
-import queue
 import socket
 import threading
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -158,45 +158,22 @@ def unpack_outcome(outcome: bytes) -> dict[str, Any]:
     return found
 
 
-class Asked(Generic[T]):
-    """A call of the service in a thread of its own.
+def asked(call: Callable[[], T]) -> Future[T]:
+    """A call of the service, made in a thread of its own.
 
     While a thread is in such a call it handles no signals, and raises no loss that becomes known.
     Where the process of rank 0 is stopped, the call never returns.
-
-    Args:
-        call: the call.
-
-    Attributes:
-        thread: that makes it.
     """
+    future: Future[T] = Future()
 
-    def __init__(self, call: Callable[[], T]):
-        self._call = call
-        self._answers: queue.SimpleQueue = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._make, name="stepcache call", daemon=True)
-        self.thread.start()
-
-    def _make(self) -> None:
+    def make() -> None:
         try:
-            self._answers.put((self._call(), None))
+            future.set_result(call())
         except Unreachable as error:
-            self._answers.put((None, error))
+            future.set_exception(error)
 
-    def answer(self, timeout_seconds: float) -> T:
-        """What it returns.
-
-        Raises:
-            TimeoutError: it has not returned in time. It may be asked for again.
-            Unreachable: as the call has it.
-        """
-        try:
-            answer, error = self._answers.get(timeout=timeout_seconds)
-        except queue.Empty:
-            raise TimeoutError from None
-        if error is not None:
-            raise error
-        return answer
+    threading.Thread(target=make, name="stepcache call", daemon=True).start()
+    return future
 
 
 def _expect(error: Exception, status: str) -> None:

@@ -113,10 +113,10 @@ class Everybody:
             return {jax.process_index(): said}
         place = f"stepcache/checkpoints/{next(self._exchanges)}"
         service.say(place, jax.process_index(), jax.process_count(), said, None)
-        asked = coordination.Asked(lambda: service.get(coordination.outcome_of(place)))
+        call = coordination.asked(lambda: service.get(coordination.outcome_of(place)))
         while True:
             with contextlib.suppress(TimeoutError):  # So that signals are heeded.
-                return coordination.unpack_outcome(asked.answer(1.0))["voices"]
+                return coordination.unpack_outcome(call.result(1.0))["voices"]
 
 
 def of_leader(company: Company, path: Path, work: Callable[[], str]) -> str:
