@@ -41,7 +41,7 @@ from typing import Any
 
 RANKS = (4, 64, 256, 1024)
 KEYS = 20
-QUIET_SECONDS, LATE_SECONDS, AGREE_SECONDS, LOST_SECONDS = 20.0, 8.0, 7.0, 3.0
+QUIET_SECONDS, LATE_SECONDS, AGREE_SECONDS, LOST_SECONDS = 30.0, 8.0, 7.0, 3.0
 WAYS = ("stored", "built by one", "built by one, code differs")
 BARRIER = "a barrier of JAX's"
 OF_A_MACHINE = 8

@@ -20,6 +20,8 @@ ANSWER_SECONDS = 5.0
 """How long a process has to answer a roll call."""
 _ENDING_SECONDS = 2.0
 """How long a process takes to end that has said goodbye."""
+_HEARTBEAT_SECONDS = 60.0
+"""A process that waits asks the service at most so often, once all have met."""
 _NEWS, _WHO, _ROLL, _LEFT = (f"stepcache/{name}" for name in ("news", "who", "roll", "left"))
 _ENDED = "its process has ended"
 
@@ -90,8 +92,8 @@ class News:
         return [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
 
     def some_may_be_new(self) -> None:
-        """Has the processes of this machine looked up again."""
-        self._list_after = 0.0
+        """Has the processes of this machine looked up once more, and then rarely."""
+        self._list_after, self._list_pause = 0.0, _HEARTBEAT_SECONDS
 
     def answer(self, number: int, row: Row) -> None:
         """Answers a roll call, by the number of that news."""
