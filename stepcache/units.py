@@ -35,15 +35,21 @@ def listed(names: Sequence[str]) -> str:
 
 def readable_ranks(ranks: Iterable[int]) -> str:
     """Processes of a pod: "rank 3", "ranks 0–2, 5"."""
-    ordered = sorted(ranks)
-    spans: list[list[int]] = []
-    for rank in ordered:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
+    spans = spans_of(ranks)
     texts = (str(low) if low == high else f"{low}–{high}" for low, high in spans)
-    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(texts)}"
+    single = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return f"rank{'' if single else 's'} {', '.join(texts)}"
+
+
+def spans_of(numbers: Iterable[int]) -> list[list[int]]:
+    """The first and the last of each run of numbers."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return spans
 
 
 def html_table(caption: str, rows: Mapping[str, str]) -> str:

@@ -52,7 +52,7 @@ def test_the_language_model_explains_what_the_readme_says(tmp_path):
 
 
 # Each of these is a dozen fresh processes, and minutes.
-ROUNDS = {"restart": 5, "first_steps": 11, "pod_start": 7, "small_steps": 5}
+ROUNDS = {"restart": 5, "first_steps": 11, "pod_start": 7, "small_steps": 5, "pod_protocol": 5}
 
 
 @pytest.mark.parametrize("result", sorted((ROOT / "benchmarks" / "results").glob("*.json")))
@@ -80,6 +80,39 @@ def test_the_figures_of_pods_are_those_of_two_results():
             assert seconds == f"{row['median_seconds']:.1f}"
             ratios = "{ratio:.2f} × ({ratio_low:.2f} … {ratio_high:.2f})".format(**row)
             assert ratio == ("" if name.endswith("`jax.jit`") else ratios)
+
+
+def test_the_figures_of_the_protocol_are_those_of_a_result():
+    lines = README[README.index("| ranks | a new key") :].split("\n\n")[0].splitlines()[2:]
+    (result,) = (ROOT / "benchmarks" / "results").glob("pod_protocol-*.json")
+    measured = {(row["case"], row["ranks"]): row for row in json.loads(result.read_text())["rows"]}
+    assert len(lines) == len({ranks for _, ranks in measured})
+    for line in lines:
+        ranks, *cells = (cell.strip().replace(",", "") for cell in line.strip("|").split("|"))
+        key, built, barrier, quiet, late, never, lost = (
+            measured[case, int(ranks)]
+            for case in (
+                "stored",
+                "built by one",
+                "a barrier of JAX's",
+                "quiet",
+                "late",
+                "never comes",
+                "lost",
+            )
+        )
+        assert cells == [
+            f"{key['mean_calls']:.1f}",
+            f"{key['mean_bytes']:.0f}",
+            f"{key['service_cpu_seconds'] * 1e3:.0f} ms",
+            f"{key['seconds']:.2f} s",
+            f"{built['mean_calls']:.1f}",
+            f"{barrier['service_cpu_seconds'] * 1e3:.1f} ms",
+            f"{quiet['mean_calls']:.0f}",
+            f"{late['mean_calls']:.1f}",
+            f"{never['seconds'] - 7:.1f} s",
+            f"{lost['seconds'] - 3:.1f} s",
+        ]
 
 
 def test_the_figures_of_small_steps_are_those_of_the_results():

@@ -70,8 +70,9 @@ class Movement:
         callee = _expression(frame).partition("(")[0].rpartition(".")[2]
         inside = file.startswith((_OWN, *_OF_JAX))
         self.waits_for_device = inside or (_is_users(file) and callee not in _OTHER_WAITS)
-        while not _is_users(frame.f_code.co_filename) and frame.f_back is not None:
-            frame = frame.f_back
+        # Asked for once: the thread runs on, and a frame that has returned has no caller any more.
+        while not _is_users(frame.f_code.co_filename) and (back := frame.f_back) is not None:
+            frame = back
         name = Path(frame.f_code.co_filename).name
         self.where = f"{name}:{frame.f_lineno} {_expression(frame)} in {frame.f_code.co_name}"
 

@@ -27,7 +27,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 import jax
@@ -37,7 +38,7 @@ from stepcache.cluster.news import ANSWER_SECONDS, News
 from stepcache.engine import latest_call
 from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat import coordination
-from stepcache.jaxcompat.coordination import Service, Unreachable
+from stepcache.jaxcompat.coordination import Service, Unreachable, asked
 from stepcache.units import readable_ranks
 
 HANG_SECONDS = 60.0
@@ -52,6 +53,7 @@ _LAST_ONE_SECONDS = 8.0
 _ASK_AGAIN_SECONDS = 20.0
 _ERROR_LENGTH = 120
 _PROBES, _PROBE_SECONDS = 10, 0.01
+_NO_ANSWER = b"no answer: a process has gone"
 _OF_TRANSPORT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|"
     r"coordination ?service|UNAVAILABLE",
@@ -90,8 +92,9 @@ class Watch:
         self._ended = ""
         self._heard_left: set[tuple[str, int]] = set()
         self._someone_ended = self._reported_hang = False
-        self._ask_after = 0.0  # By the monotonic clock.
+        self._ask_after = self._others_ask_until = 0.0  # By the monotonic clock.
         self._meeting_since = float("inf")
+        self._left_calls: dict[Future[bytes], str] = {}  # The names that they wait for.
         self._pid = os.getpid()
         coordination.replace_shutdown(self._shut_down)
         self._thread = threading.Thread(target=self._watch, name="stepcache watch", daemon=True)
@@ -146,6 +149,25 @@ class Watch:
             yield
         finally:
             self._meeting_since = float("inf")
+            self._news.some_may_be_new()
+
+    @contextlib.contextmanager
+    def asking(self, name: str) -> Iterator[Future[bytes]]:
+        """While a value is waited for. A call that is left in the middle ends with the pod."""
+
+        def get() -> bytes:
+            value = self.service.get(name)
+            if value == _NO_ANSWER:
+                self._known.wait(2 * ANSWER_SECONDS)
+                raise Unreachable("a process has gone")
+            return value
+
+        call = asked(get)
+        try:
+            yield call
+        except BaseException:
+            self._left_calls[call] = name
+            raise
 
     def tell(self, text: str, *, gives_up: bool = False) -> None:
         """Has all processes log a line.
@@ -250,7 +272,7 @@ class Watch:
             self._someone_ended = True
         elif news["kind"] == "roll" and news["by"] != self.rank:
             self._news.answer(number, self._row())
-            self._ask_after = time.monotonic() + 2 * ANSWER_SECONDS
+            self._ask_after = self._others_ask_until = time.monotonic() + 2 * ANSWER_SECONDS
         elif news["kind"] == "hang":
             self._reported_hang = True
             _log.warning("%s", news["text"])
@@ -266,7 +288,8 @@ class Watch:
         if still < _LOOK_SECONDS / 2 and meeting < 0:
             self._reported_hang = False
         self._announce()
-        if max(still, meeting) > _LOOK_SECONDS and self._news.ended_neighbours():
+        may_ask = time.monotonic() > self._others_ask_until
+        if max(still, meeting) > _LOOK_SECONDS and may_ask and self._news.ended_neighbours():
             self._inquire("its process has ended")
         if not self._inside or time.monotonic() < self._ask_after:
             return
@@ -424,6 +447,7 @@ class Watch:
                 self._known.wait(ANSWER_SECONDS)
         if self._known.is_set() or self._failure:
             with contextlib.suppress(Unreachable):
+                self._end_calls()
                 self._say_goodbye()
             coordination.abandon()
         else:
@@ -433,6 +457,14 @@ class Watch:
         self._closed = True
         for thread in (self._thread, self._news.thread):
             thread.join(2 * _LOOK_SECONDS)
+
+    def _end_calls(self) -> None:
+        """Ends the calls that were left: no thread may come back from one while Python ends."""
+        if self._news.over:  # All know of the loss, or will, and heed no other answer.
+            for call, name in self._left_calls.items():
+                if not call.done():
+                    self.service.put(name, _NO_ANSWER)
+            wait(self._left_calls, 2 * _LOOK_SECONDS)
 
     def _say_goodbye(self) -> None:
         """Leaves a broken pod: rank 0 last, as the service ends with it."""

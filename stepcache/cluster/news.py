@@ -9,19 +9,19 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stepcache.cluster.hang_report import Row
-from stepcache.jaxcompat.coordination import Service, Unreachable
+from stepcache.jaxcompat.coordination import Service, Unreachable, asked
 from stepcache.programs import plain
 
 ANSWER_SECONDS = 5.0
 """How long a process has to answer a roll call."""
 _ENDING_SECONDS = 2.0
 """How long a process takes to end that has said goodbye."""
-_FOREVER_SECONDS = 20 * 86400.0  # In milliseconds it is still a 32-bit number.
+_HEARTBEAT_SECONDS = 60.0
+"""A process that waits asks the service at most so often, once all have met."""
 _NEWS, _WHO, _ROLL, _LEFT = (f"stepcache/{name}" for name in ("news", "who", "roll", "left"))
 _ENDED = "its process has ended"
 
@@ -48,7 +48,7 @@ class News:
         self._heard = self._taken = 0  # Pieces that have come, and that have been acted on.
         self._machine = _machine()
         self._neighbours: dict[int, int] = {}
-        self._list_after = 0.0
+        self._list_after, self._list_pause = 0.0, ANSWER_SECONDS
         service.put(f"{_WHO}/{self._machine}/{rank}", str(os.getpid()).encode())
         self.thread = threading.Thread(target=self._listen, name="stepcache news", daemon=True)
         self.thread.start()
@@ -57,10 +57,7 @@ class News:
         with contextlib.suppress(Unreachable):
             while True:
                 number = self._heard
-                packed = self._service.get(f"{_NEWS}/{number}", _FOREVER_SECONDS)
-                if packed is None:
-                    continue
-                news = plain.unpack(packed)
+                news = plain.unpack(self._service.get(f"{_NEWS}/{number}"))
                 self._heard = number + 1
                 self.inbox.put((number, news))
                 if news["kind"] == "lost":  # So the end of the process finds no thread in a call.
@@ -88,10 +85,15 @@ class News:
     def ended_neighbours(self) -> list[int]:
         """The ranks of this machine whose processes have ended, where the system shows that."""
         if time.monotonic() > self._list_after:  # Some may have come since.
-            self._list_after = time.monotonic() + ANSWER_SECONDS
+            self._list_after = time.monotonic() + self._list_pause
+            self._list_pause *= 2
             listed = self._service.listed(f"{_WHO}/{self._machine}/")
             self._neighbours = {int(rank): int(pid) for rank, pid in listed.items()}
         return [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
+
+    def some_may_be_new(self) -> None:
+        """Has the processes of this machine looked up once more, and then rarely."""
+        self._list_after, self._list_pause = 0.0, _HEARTBEAT_SECONDS
 
     def answer(self, number: int, row: Row) -> None:
         """Answers a roll call, by the number of that news."""
@@ -106,7 +108,11 @@ class News:
         Returns:
             What they said, and why others did not answer.
         """
-        number = _in_time(lambda: self.give("roll"))
+        try:
+            number = asked(lambda: self.give("roll")).result(2 * ANSWER_SECONDS)
+        except TimeoutError:
+            text = f"does not answer within {2 * ANSWER_SECONDS:.0f} s"
+            raise Unreachable(text) from None
         if number is None:
             return None
         self.took(number)
@@ -125,8 +131,8 @@ class News:
                 return rows, silent
             if self._heard > number + 1:  # It may be the answer, and the others have left.
                 return None
-            pause = min(2 * pause, 0.5)
-            time.sleep(pause)
+            pause *= 2  # All answers are read each time.
+            time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
 
     def say_goodbye(self, wait_for_others_but: set[int] | None, seconds: float) -> None:
         """Leaves a broken pod.
@@ -153,26 +159,6 @@ class News:
             machine == self._machine and _has_ended(pid) for machine, pid in others.values()
         ):
             time.sleep(0.05)
-
-
-def _in_time(call: Callable[[], int | None]) -> int | None:
-    """Makes a call that never returns where the process of rank 0 is stopped."""
-    answers: queue.SimpleQueue = queue.SimpleQueue()
-
-    def make() -> None:
-        try:
-            answers.put((call(), None))
-        except Unreachable as error:
-            answers.put((None, error))
-
-    threading.Thread(target=make, name="stepcache call", daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=2 * ANSWER_SECONDS)
-    except queue.Empty:
-        raise Unreachable(f"does not answer within {2 * ANSWER_SECONDS:.0f} s") from None
-    if error is not None:
-        raise error
-    return answer
 
 
 def _machine() -> str:

@@ -15,7 +15,7 @@ from stepcache.cluster.loss import HANG_SECONDS, OnHang, Watch
 from stepcache.cluster.relay import Relay, own_host, parent_of
 from stepcache.errors import AgreementError, RankLostError
 from stepcache.jaxcompat import coordination
-from stepcache.jaxcompat.coordination import Unreachable, coordinator_address
+from stepcache.jaxcompat.coordination import Brief, Unreachable, coordinator_address
 from stepcache.programs import plain
 from stepcache.programs.pods.peers import Meeting
 from stepcache.units import readable_ranks
@@ -27,8 +27,9 @@ RELAYED_BYTES = 4 << 20
 AGREE_SECONDS = 60.0
 """How long to wait, by default, for a process that has not come to agree on a program."""
 _WINDOW = 32
-_SLICE_SECONDS = 0.5
+_LOOK_SECONDS = 0.2  # Whether a loss is known here; the service is not asked.
 _LOG_AFTER_SECONDS = 5.0
+_FIRST_SECONDS = 1.0  # For the one that has waited for longest to give up before the others do.
 
 T = TypeVar("T")
 _log = logging.getLogger("stepcache")
@@ -155,8 +156,9 @@ def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> PodO
 class _Meeting:
     """One meeting.
 
-    Whoever comes last writes down what all have said; whoever has waited too long writes down that
-    somebody is missing. A name is given its value once, so all read the same.
+    Whoever comes last writes down what all have said, as `Service.say` has it. Whoever came first
+    says who is missing, and writes down that somebody is when it has waited for too long. A name
+    is given its value once, so all read the same.
     """
 
     def __init__(self, pod: Pod, name: str, label: str, why: str, agree_seconds: float):
@@ -171,28 +173,48 @@ class _Meeting:
         for each in self._relays:  # All have what they came for.
             each.close()
 
-    def hear(self, topic: str, said: bytes, *, patiently: bool = False) -> dict[int, bytes]:
+    def hear(
+        self, topic: str, said: bytes, *, patiently: bool = False, brief: Brief | None = None
+    ) -> dict[int, bytes]:
         """As `Meeting` has it."""
-        service, place = self._pod.service, f"{self._name}/{topic}"
-        with self._knowing_of_losses():
-            service.put(f"{place}/said/{self._pod.rank}", said)
-            if service.add(f"{place}/count") == len(self._pod.ranks):
-                service.put(f"{place}/outcome", _pack_voices(service.listed(f"{place}/said/")))
+        service, ranks, place = self._pod.service, self._pod.ranks, f"{self._name}/{topic}"
+        outcome = coordination.outcome_of(place)
 
         def missing() -> list[int]:
-            there = service.listed(f"{place}/said/")
-            return [rank for rank in self._pod.ranks if str(rank) not in there]
+            there = service.said(place)
+            return [rank for rank in ranks if rank not in there]
 
         def give_up() -> None:
-            late = {"late": missing(), "by": self._pod.rank, "why": self._why}
-            if service.put(f"{place}/outcome", plain.pack(late)):
-                self._pod.watch.tell(self._late(**late).what, gives_up=True)
+            if service.put(f"{place}/given up", b"1") and (who := missing()):
+                late = {"late": who, "by": self._pod.rank, "why": self._why}
+                if service.put(outcome, coordination.pack_outcome(**late)):
+                    self._pod.watch.tell(self._late(**late).what, gives_up=True)
 
-        bound = None if patiently else self._agree_seconds
-        found = plain.unpack(self._wait(f"{place}/outcome", missing, bound, give_up))
+        with self._knowing_of_losses():
+            turn = service.say(place, self._pod.rank, len(ranks), said, brief)
+            if turn == len(ranks):  # It is there.
+                packed = service.get(outcome)
+            else:
+                is_first, never = turn == 1, float("inf")
+                bound = self._agree_seconds + (0 if is_first else _FIRST_SECONDS)
+                log_seconds = _LOG_AFTER_SECONDS if is_first else never
+                bound = never if patiently else bound
+                packed = self._wait(outcome, missing, bound, give_up, log_seconds)
+        found = coordination.unpack_outcome(packed)
+        if "failed" in found:
+            raise AgreementError(
+                f"the processes do not understand what they say of {self._label}: "
+                f"{found['failed']}",
+                hint="run the same version of stepcache on all of them",
+            )
         if "late" in found:
             raise self._late(**found)
-        return {rank: voice for ranks, voice in found["voices"] for rank in ranks}
+        return found["voices"]
+
+    def said(self, topic: str) -> dict[int, bytes]:
+        """As `Meeting` has it."""
+        with self._knowing_of_losses():
+            return self._pod.service.said(f"{self._name}/{topic}")
 
     def hand_out(self, name: str, data: bytes, takers: Sequence[int]) -> None:
         """As `Meeting` has it."""
@@ -278,42 +300,49 @@ class _Meeting:
         self,
         name: str,
         missing: Callable[[], Iterable[int]],
-        bound_seconds: float | None = None,
+        bound_seconds: float = float("inf"),
         give_up: Callable[[], None] | None = None,
+        log_seconds: float = _LOG_AFTER_SECONDS,
     ) -> bytes:
-        """Waits for a value.
+        """Waits for a value, in one call of the service.
 
         Args:
             name: its name.
-            missing: says who is being waited for.
-            bound_seconds: for how long; None for as long as all live.
-            give_up: gives the name a value when the time is over.
+            missing: says who is being waited for; asks the service.
+            bound_seconds: for how long, before `give_up`; without that, for as long as all live.
+            give_up: gives the name a value when the time is over, in one of those that wait.
+            log_seconds: after how long to say who is missing.
         """
-        started, said = time.monotonic(), False
-        with self._knowing_of_losses():
+        watch, started = self._pod.watch, time.monotonic()
+        with self._knowing_of_losses(), watch.asking(name) as call:
             while True:
-                found = self._pod.service.get(name, _SLICE_SECONDS)
-                if found is not None:
-                    return found
+                with contextlib.suppress(TimeoutError):
+                    return call.result(_LOOK_SECONDS)
+                watch.raise_if_lost()
                 waited = time.monotonic() - started
-                self._pod.watch.raise_if_lost()
-                if not said and waited > _LOG_AFTER_SECONDS:
-                    said = True
-                    self._say_who_is_missing(missing(), waited, tell_all=give_up is not None)
-                if bound_seconds is not None and waited > bound_seconds and give_up is not None:
+                if waited > log_seconds:
+                    log_seconds = float("inf")
+                    self._say_who_is_missing(missing, waited, tell_all=give_up is not None)
+                if waited > bound_seconds and give_up is not None:
+                    bound_seconds = float("inf")
                     give_up()
 
-    def _say_who_is_missing(self, who: Iterable[int], waited: float, *, tell_all: bool) -> None:
+    def _say_who_is_missing(
+        self, missing: Callable[[], Iterable[int]], waited: float, *, tell_all: bool
+    ) -> None:
         """Logs it; or, once for all that wait, has all processes log it."""
+        if tell_all and not self._pod.service.put(f"{self._name}/waiting", b"1"):
+            return
+        who = readable_ranks(missing())
         text = (
-            f"rank {self._pod.rank} has waited for {readable_ranks(who)} for {waited:.0f} s, to "
+            f"rank {self._pod.rank} has waited for {who} for {waited:.0f} s, to "
             f"agree on {self._label}"
             + (f"; its call is new there: {self._why}" if self._why else "")
         )
-        if not tell_all:
-            _log.warning("%s", text)
-        elif self._pod.service.put(f"{self._name}/waiting", b"1"):
+        if tell_all:
             self._pod.watch.tell(text)
+        else:
+            _log.warning("%s", text)
 
     @contextlib.contextmanager
     def _knowing_of_losses(self) -> Iterator[None]:
@@ -356,11 +385,3 @@ _HINT = (
     "processes; a call of one process alone needs all its arguments on devices of its own "
     "(jax.device_put), or sc.Session() around it; Session(agree_timeout=…) waits longer"
 )
-
-
-def _pack_voices(voices: dict[str, bytes]) -> bytes:
-    """What all said, and who said the same."""
-    by_voice: dict[bytes, list[int]] = {}
-    for rank, voice in voices.items():
-        by_voice.setdefault(voice, []).append(int(rank))
-    return plain.pack({"voices": [[ranks, voice] for voice, ranks in by_voice.items()]})

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgpack
 
 from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.units import spans_of
 
 if PRIVATE_API:
     from jax._src import distributed
@@ -19,6 +25,11 @@ else:
     distributed: Any = None
 
 
+T = TypeVar("T")
+Brief = Callable[[dict[int, bytes]], Mapping[int, bytes]]
+"""Makes of what each rank said what all have to know of it."""
+
+_FOREVER_SECONDS = 20 * 86400.0  # In milliseconds it is still a 32-bit number.
 _PROBE_SECONDS = 0.1
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 10.0
 
@@ -49,13 +60,17 @@ class Service:
             return False
         return True
 
-    def get(self, name: str, timeout_seconds: float) -> bytes | None:
-        """Waits for the value of a name; None where none has come in time."""
-        try:
-            return self.client.blocking_key_value_get_bytes(name, int(timeout_seconds * 1000))
-        except Exception as error:
-            _expect(error, "DEADLINE_EXCEEDED")
-            return None
+    def get(self, name: str) -> bytes:
+        """Waits for the value of a name.
+
+        In one call, however long that takes: the service keeps a record of each call that ends
+        without an answer for as long as the name has no value.
+        """
+        while True:
+            try:
+                return self.client.blocking_key_value_get_bytes(name, int(_FOREVER_SECONDS * 1000))
+            except Exception as error:
+                _expect(error, "DEADLINE_EXCEEDED")
 
     def listed(self, directory: str) -> dict[str, bytes]:
         """The names below a directory, without it, and their values."""
@@ -73,12 +88,94 @@ class Service:
         except Exception as error:
             raise Unreachable(str(error)) from None
 
+    def say(self, place: str, rank: int, count: int, said: bytes, brief: Brief | None) -> int:
+        """Says something to all; what all say is then the value of `outcome_of(place)`.
+
+        The process that comes last reads what each has said and writes the outcome, once for all.
+        So the others read as much as differs, and not as many values as there are processes.
+
+        Args:
+            place: a name that all of them use, once.
+            rank: of this process.
+            count: how many have to say something.
+            said: by this one.
+            brief: shortens what they said.
+
+        Returns:
+            How many have spoken so far.
+        """
+        self.put(f"{place}/said/{rank}", said)
+        turn = self.add(f"{place}/count")
+        if turn == count:
+            try:
+                voices = self.said(place)
+                heard: Mapping[int, bytes] = brief(voices) if brief is not None else voices
+                outcome = pack_outcome(voices=heard)
+            except Exception as error:  # Nobody may wait for an outcome in vain.
+                outcome = pack_outcome(failed=f"{type(error).__name__}: {error}")
+            self.put(outcome_of(place), outcome)
+        return turn
+
+    def said(self, place: str) -> dict[int, bytes]:
+        """What each rank has said, as it was. Only for one process: it grows with their number."""
+        voices = self.listed(f"{place}/said/")
+        return {int(rank): voices[rank] for rank in sorted(voices, key=int)}
+
     def delete(self, name: str) -> None:
         """Forgets a name, or a directory that ends with `/`."""
         try:
             self.client.key_value_delete(name)
         except Exception as error:
             _expect(error, "NOT_FOUND")
+
+
+def outcome_of(place: str) -> str:
+    """The name that has the outcome of what was said at a place."""
+    return f"{place}/outcome"
+
+
+def pack_outcome(voices: Mapping[int, bytes] | None = None, **more: Any) -> bytes:
+    """What all said, where ranks that said the same take the place of one; or something else."""
+    if voices is not None:
+        groups: dict[bytes, list[int]] = {}
+        for rank, voice in voices.items():
+            groups.setdefault(voice, []).append(rank)
+        more["voices"] = [[spans_of(ranks), voice] for voice, ranks in groups.items()]
+    packed = msgpack.packb(more, unicode_errors="surrogatepass")
+    assert packed is not None
+    return zlib.compress(packed, 1)
+
+
+def unpack_outcome(outcome: bytes) -> dict[str, Any]:
+    """What was packed, with the voices by rank."""
+    found = msgpack.unpackb(zlib.decompress(outcome), unicode_errors="surrogatepass")
+    if "voices" in found:
+        by_rank = {
+            rank: voice
+            for spans, voice in found["voices"]
+            for low, high in spans
+            for rank in range(low, high + 1)
+        }
+        found["voices"] = dict(sorted(by_rank.items()))
+    return found
+
+
+def asked(call: Callable[[], T]) -> Future[T]:
+    """A call of the service, made in a thread of its own.
+
+    While a thread is in such a call it handles no signals, and raises no loss that becomes known.
+    Where the process of rank 0 is stopped, the call never returns.
+    """
+    future: Future[T] = Future()
+
+    def make() -> None:
+        try:
+            future.set_result(call())
+        except Unreachable as error:
+            future.set_exception(error)
+
+    threading.Thread(target=make, name="stepcache call", daemon=True).start()
+    return future
 
 
 def _expect(error: Exception, status: str) -> None:

@@ -112,13 +112,11 @@ class Everybody:
         if jax.process_count() == 1 or service is None:
             return {jax.process_index(): said}
         place = f"stepcache/checkpoints/{next(self._exchanges)}"
-        service.put(f"{place}/{jax.process_index()}", said)
-        heard = {}
-        for rank in range(jax.process_count()):
-            while rank not in heard:
-                answer = service.get(f"{place}/{rank}", 1.0)
-                heard |= {} if answer is None else {rank: answer}
-        return heard
+        service.say(place, jax.process_index(), jax.process_count(), said, None)
+        call = coordination.asked(lambda: service.get(coordination.outcome_of(place)))
+        while True:
+            with contextlib.suppress(TimeoutError):  # So that signals are heeded.
+                return coordination.unpack_outcome(call.result(1.0))["voices"]
 
 
 def of_leader(company: Company, path: Path, work: Callable[[], str]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
+from stepcache.jaxcompat.coordination import Brief
 from stepcache.programs import plain
 from stepcache.programs.candidate import (
     Candidate,
@@ -30,10 +31,12 @@ from stepcache.programs.candidate import (
 from stepcache.programs.levels import Lowered
 from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank, digest_of_lowered, judge
 from stepcache.programs.pods.peers import Meeting, Peers
-from stepcache.programs.pods.stand import Facts, Stand, known_to_all
-from stepcache.programs.pods.values import compare
+from stepcache.programs.pods.stand import OF_ONE, Facts, Stand, brief, known_to_all
+from stepcache.programs.pods.values import MAX_SIDES, compare
 from stepcache.programs.question import Question
 from stepcache.units import readable_ranks
+
+_ASKED_AT_MOST = 8
 
 
 class Gathering:
@@ -67,8 +70,9 @@ class Gathering:
     ):
         self._meeting, self._peers, self._question = meeting, peers, question
         self._facts, self._stand = facts, stand
-        voices = meeting.hear("stand", stand.packed())
-        self._stands = {rank: Stand.unpacked(voice) for rank, voice in sorted(voices.items())}
+        voices = meeting.hear("stand", stand.packed(), brief=brief)
+        unpacked = {voice: Stand.unpacked(voice) for voice in set(voices.values())}
+        self._stands = {rank: unpacked[voice] for rank, voice in voices.items()}
         self._check_same()
         said = {rank: each.values for rank, each in self._stands.items()}
         everybody = tuple(peers.ranks)
@@ -81,14 +85,15 @@ class Gathering:
         self._alike = by_host[stand.host]
         self.builds = not having[stand.host]
         self.giver = (having[stand.host] or self._alike)[0]
-        several = len({each.code for each in self._stands.values()}) > 1
+        codes = {each.code for each in self._stands.values()}
+        several = len(codes) > 1 or OF_ONE in codes
         self._to_compare = several and not all(having.values())
         self._told: tuple[Traced | None, str] | None = None
         self._received: tuple[Candidate | None, bytes, str] | None = None
         self._has_asked = False
 
-    def _hear(self, topic: str, said: bytes) -> dict[int, bytes]:
-        return self._meeting.hear(topic, said, patiently=True)
+    def _hear(self, topic: str, said: bytes, brief: Brief | None = None) -> dict[int, bytes]:
+        return self._meeting.hear(topic, said, patiently=True, brief=brief)
 
     def _having(self, ranks: Sequence[int]) -> list[int]:
         """Those that have the program on disk, where all would run that without a trace."""
@@ -109,7 +114,7 @@ class Gathering:
         if len(sides) == 1:
             return
         ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1]))
-        most, others = ordered[0], ordered[1:]
+        most, others = ordered[0], ordered[1:MAX_SIDES]
         labels = [label for (label, _), _ in ordered]
         if len(set(labels)) > 1:
             calls = "; ".join(f"{readable_ranks(ranks)}: {label}" for (label, _), ranks in ordered)
@@ -118,7 +123,7 @@ class Gathering:
                 sides=[tuple(ranks) for _, ranks in ordered],
                 hint="call the same steps in the same order on all of them",
             )
-        speakers = {ranks[0] for _, ranks in ordered}
+        speakers = {ranks[0] for _, ranks in (most, *others)}
         own = self._facts.call if self._peers.rank in speakers else {}
         voices = self._meeting.hear("facts", zlib.compress(plain.pack(own), 1), patiently=True)
         facts = {rank: plain.unpack(zlib.decompress(voices[rank])) for rank in speakers}
@@ -180,14 +185,16 @@ class Gathering:
 
     @property
     def _asked(self) -> list[int]:
-        """Those that are asked for an executable before it is built: one for each directory."""
+        """Those that are asked for an executable before it is built: one for each directory, but
+        not more than a few.
+        """
         by_directory = {
-            each.directory: rank
+            each.directory or rank: rank
             for rank, each in reversed(self._stands.items())
-            if rank in self._alike and each.directory and each.stocked
+            if rank in self._alike and each.stocked
         }
-        by_directory.pop(self._given().directory, None)
-        return sorted(by_directory.values()) if self.builds else []
+        by_directory.pop(self._given().directory or self.giver, None)
+        return sorted(by_directory.values())[:_ASKED_AT_MOST] if self.builds else []
 
     def ask(self, digest: str) -> bytes:
         """Asks the others for the executable of what was lowered here, before XLA compiles it.
@@ -319,7 +326,8 @@ class Gathering:
             seconds: what that took, by stage.
 
         Returns:
-            Level and seconds of all, by rank.
+            Level and seconds of the others, by rank; on the first process only, and only where the
+            others do not write their own into the directory that all share.
 
         Raises:
             AgreementError: another one holds something else, or nothing.
@@ -331,10 +339,17 @@ class Gathering:
             level,
             rounded,
         ]
-        voices = self._meeting.hear("held", plain.pack(said), patiently=True)
-        held = {rank: plain.unpack(voice) for rank, voice in sorted(voices.items())}
+        voices = self._hear("held", plain.pack(said), _without_times)
         if error is not None:
             return {}  # It is raised here as it is.
-        digests = {rank: said[:2] for rank, said in held.items()}
-        judge(self._meeting, self._peers.rank, self._stand.label, digests, lowered)
-        return {rank: (level, seconds) for rank, (_, _, level, seconds) in held.items()}
+        own_rank = self._peers.rank
+        digests = {rank: plain.unpack(voice) for rank, voice in voices.items()}
+        judge(self._meeting, own_rank, self._stand.label, digests, lowered)
+        if self.all_share or own_rank != min(self._stands):
+            return {}
+        held = {rank: plain.unpack(voice) for rank, voice in self._meeting.said("held").items()}
+        return {rank: (each[2], each[3]) for rank, each in held.items() if rank != own_rank}
+
+
+def _without_times(voices: dict[int, bytes]) -> dict[int, bytes]:
+    return {rank: plain.pack(plain.unpack(voice)[:2]) for rank, voice in voices.items()}

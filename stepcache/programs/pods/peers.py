@@ -9,23 +9,37 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from stepcache.jaxcompat.coordination import Brief
 from stepcache.sharding import Company
 
 
 class Meeting(Protocol):
     """All processes of a mesh, on the occasion of one new program."""
 
-    def hear(self, topic: str, said: bytes, *, patiently: bool = False) -> dict[int, bytes]:
+    def hear(
+        self, topic: str, said: bytes, *, patiently: bool = False, brief: Brief | None = None
+    ) -> dict[int, bytes]:
         """What every process says on a topic, by rank; waits for the last one.
+
+        What several say alike is read once. So say what is the same on most of them, or shorten it.
 
         Args:
             topic: the same on all of them.
             said: by this one.
             patiently: wait as long as all are alive, and not only for the agreed time.
+            brief: shortens what all said, by rank, to what all have to know of it; one process
+                calls it.
 
         Raises:
             AgreementError: some process has not come in time.
             RankLostError: some process has gone.
+        """
+        ...
+
+    def said(self, topic: str) -> dict[int, bytes]:
+        """What every process has said on a topic that has been heard, by rank and not shortened.
+
+        For one process only, as it reads something of each of the others.
         """
         ...
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from stepcache.programs import plain
 from stepcache.programs.archive import Answer, Archive
@@ -62,6 +63,10 @@ def known_to_all(facts: dict[str, str]) -> dict[str, str]:
     return {name: fact for name, fact in facts.items() if name not in _OF_HOST}
 
 
+OF_ONE = ""
+"""In the place of what one process says and no other one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stand:
     """What a process says before it brings a program.
@@ -69,9 +74,9 @@ class Stand:
     Attributes:
         label: the step, by file and name.
         call: digest of what all have to have in common.
-        code: digest of what the step is known to depend on otherwise.
+        code: digest of what the step is known to depend on otherwise; `OF_ONE` in `brief`.
         host: digest of what decides whether a program made by one loads on the other.
-        directory: names the directory of programs; empty for none.
+        directory: names the directory of programs; empty for none, and in `brief`.
         stocked: whether there is any program in it.
         program: digest of the program that it has on disk; empty for none.
         trusts: whether it would run that without tracing the step.
@@ -94,6 +99,24 @@ class Stand:
     @classmethod
     def unpacked(cls, data: bytes) -> Stand:
         return cls(*plain.unpack(data))
+
+
+def brief(voices: dict[int, bytes]) -> dict[int, bytes]:
+    """Packed stands of all, by rank, without what tells each process from all others.
+
+    That its code or its directory is no other one's is all that the others have to know of it.
+    """
+    stands = {rank: Stand.unpacked(voice) for rank, voice in voices.items()}
+    codes = Counter(each.code for each in stands.values())
+    directories = Counter(each.directory for each in stands.values())
+    return {
+        rank: replace(
+            each,
+            code=each.code if codes[each.code] > 1 else OF_ONE,
+            directory=each.directory if directories[each.directory] > 1 else OF_ONE,
+        ).packed()
+        for rank, each in stands.items()
+    }
 
 
 def stand_of(

@@ -79,9 +79,6 @@ def bring_together(
         with stopwatch.stage("agree"):
             level, seconds = brought.program.level, stopwatch.seconds
             told = gathering.conclude(brought.lowered, None, level, seconds)
-        if gathering.all_share or peers.rank != min(peers.ranks):
-            told = {}
-        told.pop(peers.rank, None)
         return replace(brought, others=told, has_compared=gathering.has_compared)
 
 

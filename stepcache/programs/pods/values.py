@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from stepcache.errors import AgreementError
 from stepcache.events import Change
+from stepcache.jaxcompat.coordination import Brief
 from stepcache.programs import plain
 from stepcache.programs.pods.peers import Peers
 from stepcache.programs.recipe import Request
@@ -19,9 +21,19 @@ from stepcache.spanning import spans_processes
 from stepcache.units import counted, readable_ranks
 
 _MAX_SHOWN = 12
-_MAX_SIDES = 8
+MAX_SIDES = 8
+"""How many differing processes tell what they hold."""
 
-Hear = Callable[[str, bytes], Mapping[int, bytes]]
+Differing = dict[str, list[list[int]]]
+"""By the name of a group of processes: those of it that hold the same, most of them first."""
+
+
+class Hear(Protocol):
+    """As `Meeting.hear`."""
+
+    def __call__(
+        self, topic: str, said: bytes, *, brief: Brief | None = None
+    ) -> Mapping[int, bytes]: ...
 
 
 def handed_in_whole(request: Request) -> dict[str, str] | None:
@@ -64,27 +76,40 @@ def compare(
     Raises:
         AgreementError: values differ that are one; with their paths, and the ranks.
     """
-    everybody = next(iter(groups), ())
+    named = {_name(ranks): tokens for ranks, tokens in groups.items()}
     if said is not None:
-        digests = {each: {everybody: digest} for each, digest in said.items() if digest}
+        differing = _differing(
+            {each: dict.fromkeys(named, digest) for each, digest in said.items() if digest}
+        )
     else:
-        own = [[list(ranks), digest_of(tokens)] for ranks, tokens in groups.items()]
-        heard = hear("values", plain.pack(own))
-        digests = {
-            each: {tuple(ranks): digest for ranks, digest in plain.unpack(voice)}
-            for each, voice in heard.items()
-        }
-    differing = {}
-    for group in sorted({group for each in digests.values() for group in each}):
-        sides: dict[str, list[int]] = {}
-        for each, digest in sorted(
-            (each, found[group]) for each, found in digests.items() if group in found
-        ):
-            sides.setdefault(digest, []).append(each)
-        if len(sides) > 1:
-            differing[group] = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
+        own = {name: digest_of(tokens) for name, tokens in named.items()}
+        differing = plain.unpack(hear("values", plain.pack(own), brief=_brief)[rank])
     if differing:
-        _explain(hear, rank, about, groups, differing)
+        _explain(hear, rank, about, named, differing)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """A short name for some processes."""
+    return hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+
+
+def _differing(digests: Mapping[int, Mapping[str, str]]) -> Differing:
+    """The groups whose processes, by rank, have not the same digest."""
+    sides: dict[str, dict[str, list[int]]] = {}
+    for rank, found in sorted(digests.items()):
+        for name, digest in found.items():
+            sides.setdefault(name, {}).setdefault(digest, []).append(rank)
+    ordered = {
+        name: sorted(each.values(), key=lambda ranks: (-len(ranks), ranks))
+        for name, each in sides.items()
+        if len(each) > 1
+    }
+    return dict(sorted(ordered.items(), key=lambda each: each[1]))
+
+
+def _brief(voices: dict[int, bytes]) -> dict[int, bytes]:
+    differing = _differing({rank: plain.unpack(voice) for rank, voice in voices.items()})
+    return dict.fromkeys(voices, plain.pack(differing))
 
 
 def check_devices(groups: Groups) -> None:
@@ -149,29 +174,27 @@ def _explain(
     hear: Hear,
     rank: int,
     about: str,
-    groups: Groups,
-    differing: dict[tuple[int, ...], list[list[int]]],
+    named: Mapping[str, dict[str, str]],
+    differing: Differing,
 ) -> None:
     """Compares path by path, on one rank for each digest.
 
     Raises:
         AgreementError: values of the same path differ.
     """
-    own = [
-        [list(group), groups[group]]
-        for group, sides in differing.items()
-        if rank in [ranks[0] for ranks in sides[:_MAX_SIDES]]
-    ]
-    heard = hear("differing values", zlib.compress(plain.pack(own), 1))
-    tokens = {
-        each: {tuple(group): found for group, found in plain.unpack(zlib.decompress(voice))}
-        for each, voice in heard.items()
+    own = {
+        name: named[name]
+        for name, sides in differing.items()
+        if rank in [ranks[0] for ranks in sides[:MAX_SIDES]]
     }
+    heard = hear("differing values", zlib.compress(plain.pack(own), 1))
+    speakers = {ranks[0] for sides in differing.values() for ranks in sides[:MAX_SIDES]}
+    tokens = {each: plain.unpack(zlib.decompress(heard[each])) for each in speakers}
     changes, lines, all_sides = [], [], []
-    for group, (most, *others) in differing.items():
-        usual = tokens[most[0]][group]
-        for ranks in others[: _MAX_SIDES - 1]:
-            found = tokens[ranks[0]][group]
+    for name, (most, *others) in differing.items():
+        usual = tokens[most[0]][name]
+        for ranks in others[: MAX_SIDES - 1]:
+            found = tokens[ranks[0]][name]
             paths = [path for path in usual if found.get(path, usual[path]) != usual[path]]
             for path in paths:
                 changes.append(Change("value", path, usual[path], found[path]))

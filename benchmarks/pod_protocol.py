@@ -1,0 +1,407 @@
+"""What the processes of a pod ask of JAX's coordination service: calls, bytes, seconds and CPU.
+
+The protocol alone, as stepcache runs it: no devices, no programs. Each rank is a process of its
+own with JAX's own client, forked from one that has imported everything; the service is JAX's own,
+in the process of rank 0. Eight ranks take each other for processes of one machine.
+
+- a new key: all processes agree on a program that each has stored in a directory of its own;
+- a new key that rank 0 builds, and the others take from a shared directory; and the same where
+  code that was captured differs from rank to rank, so that what was lowered is compared first;
+- a barrier of JAX's, which is not counted as calls: what the least that all do together takes;
+- quiet: nothing happens;
+- late: one rank comes seconds after the others; or it never comes, and the others give up;
+- lost: one rank is killed while the others wait for it to agree.
+
+Bytes are those of names and values, both ways. A get that ends without an answer is counted by
+itself, because the service never forgets who asked.
+
+    python -m benchmarks.pod_protocol [--quick] [--ranks 4 64 256 1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RANKS = (4, 64, 256, 1024)
+KEYS = 5
+QUIET_SECONDS, LATE_SECONDS, AGREE_SECONDS, LOST_SECONDS = 30.0, 8.0, 7.0, 3.0
+WAYS = ("stored", "built by one", "built by one, code differs")
+BARRIER = "a barrier of JAX's"
+OF_A_MACHINE = 8
+PROGRAM = b"p" * 2000  # What is told of a trace, about, where the program itself is on disk.
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one case costs, by its ranks.
+
+    Attributes:
+        case: what happens.
+        ranks: how many.
+        mean_calls, max_calls: of the service, by one rank, a key.
+        mean_bytes, max_bytes: sent and received by one rank, a key.
+        unanswered: gets of all ranks that ended without an answer.
+        seconds: from the first rank's start to the last one's end; the median of keys.
+        low_seconds, high_seconds: the quartiles.
+        service_cpu_seconds: of the process of rank 0, which runs the service, a key.
+        rank_cpu_seconds: of each other one, a key, the mean.
+    """
+
+    case: str
+    ranks: int
+    mean_calls: float
+    max_calls: float
+    mean_bytes: float
+    max_bytes: float
+    unanswered: int
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    service_cpu_seconds: float
+    rank_cpu_seconds: float
+
+
+# ---- in the processes of a pod -----------------------------------------------------------------
+
+
+class Counted:
+    """JAX's client; counts what is asked of the service.
+
+    Args:
+        client: JAX's.
+
+    Attributes:
+        calls, size_bytes, unanswered: so far.
+    """
+
+    def __init__(self, client: Any):
+        self._client = client
+        self.calls = self.size_bytes = self.unanswered = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+        if not name.startswith(("key_value", "blocking_key_value")):
+            return method
+
+        def call(*arguments):
+            self.calls += 1
+            self.size_bytes += _size_bytes(arguments)
+            try:
+                found = method(*arguments)
+            except Exception as error:
+                self.unanswered += "DEADLINE_EXCEEDED" in str(error)
+                raise
+            self.size_bytes += _size_bytes(found)
+            return found
+
+        return call
+
+
+def _size_bytes(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size_bytes, value))
+    return len(value) if isinstance(value, (bytes, str)) else 0
+
+
+class Rank:
+    """One process of the pod, from its start to the loss of another one.
+
+    Args:
+        rank: its number.
+        count: of all.
+        address: of the service.
+    """
+
+    def __init__(self, rank: int, count: int, address: str):
+        import jax
+        from jax._src import distributed
+
+        from stepcache.cluster import loss, news
+        from stepcache.cluster.pod import peers_of
+
+        logging.getLogger("stepcache").setLevel(logging.CRITICAL)
+        jax.distributed.initialize(
+            address,
+            count,
+            rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=600,
+            heartbeat_timeout_seconds=600,
+        )
+        self.rank, self.count = rank, count
+        self.jax_client: Any = distributed.global_state.client
+        self.client: Any = Counted(self.jax_client)
+        distributed.global_state.client = self.client
+        # There are no devices to ask, and one machine.
+        jax.process_index = lambda *_: rank
+        loss._pending_ranks = set
+        machine = f"{news._machine()}-{rank // OF_A_MACHINE}"
+        news._machine = lambda: machine
+        peers = peers_of(range(count))
+        assert peers is not None
+        self.peers = peers
+        self.records: dict[str, Any] = {}
+        self._barriers = 0
+        self._keys = 0
+
+    def together(self) -> None:
+        """Waits for all others; this is not counted."""
+        self._barriers += 1
+        self.jax_client.wait_at_barrier(f"benchmark {self._barriers}", 600_000)
+
+    def measured(self, case: str, work: Callable[[], Any], times: int = 1) -> None:
+        """Notes what some work takes, once or several times."""
+        self.together()
+        before = (self.client.calls, self.client.size_bytes, self.client.unanswered)
+        cpu, started, seconds = time.process_time(), time.monotonic(), []
+        for _ in range(times):
+            once = time.monotonic()
+            work()
+            seconds.append(time.monotonic() - once)
+        ended = time.monotonic()
+        after = (self.client.calls, self.client.size_bytes, self.client.unanswered)
+        if case != "lost":
+            self.together()
+        self.records[case] = {
+            "counts": [(b - a) for a, b in zip(before, after, strict=True)],
+            "started": started,
+            "ended": ended,
+            "seconds": seconds,
+            "cpu_seconds": time.process_time() - cpu,
+            "times": times,
+        }
+
+    def agree(self, way: str) -> None:
+        """What `programs.pods.together` does about a new program, without the program."""
+        from stepcache.programs.levels import Lowered
+        from stepcache.programs.pods.gathering import Gathering
+        from stepcache.programs.pods.stand import Facts, Stand
+
+        self._keys += 1
+        key, stored = f"{self._keys:064x}", way == "stored"
+        stand = Stand(
+            "train.py:train",
+            key,
+            f"{self.rank:064x}" if way.endswith("differs") else key,
+            "h" * 64,
+            f"{self.rank if stored else 0:064x}",
+            key if stored else "",
+            True,
+            "v" * 16,
+        )
+        lowered = Lowered(key, dict)
+        with self.peers.meeting("train", "its first call") as meeting:
+            question: Any = None  # Of a trace only.
+            gathering = Gathering(meeting, self.peers, question, Facts({}, {}), {}, stand)
+            if gathering.gives:
+                gathering.compare(lowered)
+                gathering.tell(None, PROGRAM.decode())
+                gathering.give("train.py:train", None, b"", PROGRAM.decode())
+            elif gathering.builds:
+                gathering.compare(lowered if gathering.traces else None)
+                gathering.take_all()
+            stages = dict.fromkeys(("hash", "read", "load", "agree"), self.rank / 7)
+            gathering.conclude(lowered, None, 1, stages)
+
+    def run(self, quick: bool) -> None:
+        """All that is measured, in order."""
+        import stepcache as sc
+
+        self.peers.enter()
+        self.agree("stored")  # The first meeting of all.
+        last = self.rank == self.count - 1
+        keys = 3 if quick else KEYS
+        for way in WAYS:
+            self.measured(way, lambda way=way: self.agree(way), keys)
+        self.measured(BARRIER, self.together, keys)
+        self.measured("quiet", lambda: time.sleep(5 if quick else QUIET_SECONDS))
+
+        def come_late() -> None:
+            time.sleep(LATE_SECONDS if last else 0)
+            with contextlib.suppress(sc.AgreementError):
+                self.agree("stored")
+
+        self.measured("late", come_late)
+        self.peers.agree_seconds = AGREE_SECONDS
+
+        def never_come() -> None:
+            if not last:
+                with contextlib.suppress(sc.AgreementError):
+                    self.agree("stored")
+                    raise AssertionError("all have agreed")
+
+        self.measured("never comes", never_come)
+        if last:
+            with contextlib.suppress(sc.AgreementError):
+                self.agree("stored")
+        self.peers.agree_seconds = 10 * AGREE_SECONDS
+        self.measured("lost", lambda: self.lose(last, sc.RankLostError))
+
+    def lose(self, victim: bool, error: type[Exception]) -> None:
+        """The last rank is killed; the others wait for it."""
+        if victim:
+            time.sleep(LOST_SECONDS)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            self.agree("stored")
+        except error:
+            return
+        raise AssertionError("nothing was lost")
+
+
+def work(rank: int, count: int, address: str, directory: Path, quick: bool) -> None:
+    """One process: writes its records to a file."""
+    signal.alarm(1500)
+    one = Rank(rank, count, address)
+    one.run(quick)
+    part = directory / f"{rank}.part"
+    part.write_text(json.dumps(one.records))
+    part.rename(directory / f"{rank}.json")
+    if rank == 0:  # The service ends with this process, and JAX then aborts the others.
+        while sum(1 for _ in directory.glob("*.json")) < count - 1:
+            time.sleep(0.1)
+        time.sleep(1)
+
+
+# ---- around them -------------------------------------------------------------------------------
+
+
+def pod(count: int, quick: bool) -> None:
+    """Forks a pod, and prints the costs of its cases as JSON, one a line."""
+    import jax  # noqa: F401
+
+    import stepcache.programs.pods.together  # noqa: F401
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    gc.collect()
+    gc.freeze()
+    processes = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        try:
+            for rank in range(count):
+                process = os.fork()
+                if not process:
+                    code = 1
+                    try:
+                        work(rank, count, address, directory, quick)
+                        code = 0
+                    except Exception:
+                        traceback.print_exc()
+                    finally:
+                        os._exit(code)
+                processes.append(process)
+            for process in processes:
+                os.waitpid(process, 0)
+            records = [json.loads(file.read_text()) for file in directory.glob("*.json")]
+            zero = json.loads((directory / "0.json").read_text())
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    if os.waitpid(process, os.WNOHANG)[0] == 0:
+                        os.kill(process, signal.SIGKILL)
+    assert len(records) == count - 1, f"{len(records)} of {count - 1} have told"  # One was killed.
+    for case in zero:
+        print(json.dumps(cost(case, count, [record[case] for record in records], zero[case])))
+
+
+def cost(case: str, count: int, ranks: list[dict], zero: dict) -> dict[str, Any]:
+    """The cost of one case."""
+    times = zero["times"]
+    calls, size_bytes, unanswered = zip(*(each["counts"] for each in ranks), strict=True)
+    seconds = sorted(zero["seconds"])
+    if times == 1:
+        seconds = [max(each["ended"] for each in ranks) - min(each["started"] for each in ranks)]
+    quarters = statistics.quantiles(seconds, n=4) if times > 1 else 3 * seconds
+    others = [each["cpu_seconds"] for each in ranks if each is not zero]
+    return {
+        "case": case,
+        "ranks": count,
+        "mean_calls": statistics.mean(calls) / times,
+        "max_calls": max(calls) / times,
+        "mean_bytes": statistics.mean(size_bytes) / times,
+        "max_bytes": max(size_bytes) / times,
+        "unanswered": sum(unanswered),
+        "seconds": quarters[1],
+        "low_seconds": quarters[0],
+        "high_seconds": quarters[2],
+        "service_cpu_seconds": zero["cpu_seconds"] / times,
+        "rank_cpu_seconds": statistics.mean(others) / times,
+    }
+
+
+def costs(count: int, quick: bool) -> list[Cost]:
+    """A fresh pod."""
+    command = [sys.executable, "-m", "benchmarks.pod_protocol", "--pod", str(count)]
+    environment = dict(os.environ, JAX_PLATFORMS="cpu", STEPCACHE_DIR="off", NPROC="1")
+    done = subprocess.run(
+        command + ["--quick"] * quick,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=1500,
+        check=True,
+    )
+    return [Cost(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer keys, nothing is written")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--pod", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.pod:
+        return pod(options.pod, options.quick)
+    from rich.console import Console
+    from rich.table import Table
+
+    from benchmarks.harness import write
+
+    rows: list[Cost] = []
+    for count in options.ranks:
+        rows += costs(count, options.quick)
+        table = Table(title=f"{count} ranks", title_justify="left")
+        for name in ("case", "calls a rank", "most", "bytes a rank", "most", "unanswered"):
+            table.add_column(name)
+        for name in ("seconds", "CPU of rank 0, ms", "of others, ms"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            if row.ranks == count:
+                table.add_row(
+                    row.case,
+                    f"{row.mean_calls:.2f}",
+                    f"{row.max_calls:.1f}",
+                    f"{row.mean_bytes:,.0f}",
+                    f"{row.max_bytes:,.0f}",
+                    str(row.unanswered),
+                    f"{row.seconds:.3f}",
+                    f"{row.service_cpu_seconds * 1e3:,.1f}",
+                    f"{row.rank_cpu_seconds * 1e3:,.2f}",
+                )
+        Console(width=118).print(table)
+    if not options.quick:
+        print(f"written to {write('pod_protocol', rows, {}, rounds=KEYS)}")  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()
