@@ -216,7 +216,8 @@ def wait_until_coordinator_ends(is_over: Callable[[], bool]) -> bool:
 
     Holds a connection to the port of the service, and says nothing there. It is closed with the
     process, and JAX's client, which hears of that too, begins to abort this one. The service also
-    closes it when it has heard nothing for two minutes; then its port takes another.
+    closes it when it has heard nothing for two minutes; then its port takes another. A port that
+    has never taken one says nothing: JAX may have another way there.
 
     Args:
         is_over: whether nobody wants to know any more.
@@ -225,17 +226,17 @@ def wait_until_coordinator_ends(is_over: Callable[[], bool]) -> bool:
         Whether it has ended; False where `is_over`.
     """
     host, _, port = distributed.global_state.coordinator_address.rpartition(":")
-    pause = _SHORTEST_PAUSE_SECONDS
+    pause, was_connected = _SHORTEST_PAUSE_SECONDS, False
     while not is_over():
         started = time.monotonic()
         try:
             with socket.create_connection((host.strip("[]"), int(port))) as connection:
+                was_connected = True
                 while connection.recv(4096):
                     pass
-        except ConnectionRefusedError:
-            return not is_over()
-        except OSError:
-            pass
+        except OSError as error:
+            if was_connected and isinstance(error, ConnectionRefusedError):
+                return not is_over()
         lasted = time.monotonic() - started > 1
         pause = _SHORTEST_PAUSE_SECONDS if lasted else min(2 * pause, _LONGEST_PAUSE_SECONDS)
         time.sleep(pause)
