@@ -1,62 +1,125 @@
-"""Items of a checkpoint: what may be one, and how the processes of a pod treat them together."""
+"""What a checkpoint may hold: `Variables` in parts, pytrees and numbers, by name."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import jax
-
-from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
-from stepcache.jaxcompat import coordination
-from stepcache.sharding import Company
+from stepcache.errors import VariablesError
+from stepcache.sharding import current_reader
 from stepcache.variables.checkpoint_tree import Name
+from stepcache.variables.masters import Master
+from stepcache.variables.policy import Write
+from stepcache.variables.transfer import Meter
+from stepcache.variables.updates import Updates
 
 NOTHING: Name = ("%nothing",)
-"""What is stored in a checkpoint without leaves: orbax stores no empty trees."""
+"""The name of what is stored in a checkpoint without leaves: orbax stores no empty trees."""
 
 
 @dataclass
 class Parts:
-    """What a checkpoint holds, or is to hold, of some variables.
+    """What a checkpoint holds, or will hold, of some variables.
 
     Attributes:
-        trees: of arrays or `jax.ShapeDtypeStruct`s: "" the value, "optimizer" its state, "pending"
-            the sum of the updates that are not written yet.
-        about: the version, the write mode, and how many updates are pending; empty where what is
+        trees: of arrays or templates: "" the value, "optimizer" its state, "pending" the sum of the
+            updates that are not written yet.
+        about: the version, the write mode, and the number of pending updates; empty where what is
             stored was no `Variables`.
-        state: where the optimizer's state is to be put.
+        state: the optimizer's state, to be overwritten.
     """
 
     trees: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
-    state: Any = None
+    state: Master | None = None
 
 
-@runtime_checkable
-class Savable(Protocol):
-    """`Variables`, as they are saved and restored."""
+class Savable:
+    """The half of `Variables` that checkpoints use."""
 
+    name: str
+    write: Write
+    value: Any
     _number: int
     _lock: Any
+    _master: Master
+    _updates: Updates
+    _made_of: dict[str, str]
+    _moving: Callable[..., contextlib.AbstractContextManager[Meter]]
 
     def _parts(self) -> Parts:
-        """What is to be saved. Under the lock."""
-        ...
+        """The parts to save. Under the lock."""
+        master, updates = self._master, self._updates
+        trees = {"": self.value}
+        if (state := updates.state) is not None:
+            state.check_not_lost(self.name)
+            with self._moving("save") as meter:
+                trees["optimizer"] = state.layout.tree.unflatten(state.leaves(meter))
+        if (pending := updates.pending_leaves) is not None:
+            trees["pending"] = master.layout.tree.unflatten(pending)
+        about = {"version": master.version, "mode": self.write.mode, "pending": updates.pending}
+        return Parts(trees, about)
 
     def _wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
-        """What is to be restored, of the parts that are stored."""
-        ...
+        """Templates of the parts to restore.
+
+        Args:
+            stored: the parts that the checkpoint has.
+            about: what it has stored about the variables; empty where it was of something else.
+            partial: whether leaves that it lacks may stay as they are.
+
+        Raises:
+            TransferBudgetError: it would move more than the session allows.
+        """
+        wanted = Parts({"": self._master.templates()}, about)
+        is_same_mode = about.get("mode") == self.write.mode
+        if "pending" in stored and is_same_mode:
+            wanted.trees["pending"] = self._master.templates()
+        # A checkpoint from before the first push has no state.
+        has_state = "optimizer" in stored or not (is_same_mode or partial)
+        has_state = has_state and self.write.mode == "apply"
+        state = self._updates.state if has_state else None
+        written = (self._master,) if state is None else (self._master, state)
+        with self._lock, self._moving("restore", *written) as meter:
+            if has_state:
+                before = self._updates.state
+                wanted.state = self._updates.state_to_restore(self._master, meter)
+                self._updates.state = before  # Until all has been read.
+                wanted.trees["optimizer"] = wanted.state.templates()
+        return wanted
 
     def _put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
-        """Takes leaves, of which those are None that were not stored. Under the lock."""
-        ...
+        """Takes what was restored. Under the lock.
+
+        Args:
+            wanted: what `_wanted_parts` returned.
+            restored: the leaves of each part; None for those that stay as they are.
+        """
+        about, reader, leaves = wanted.about, current_reader(), restored[""]
+        for slot, leaf in zip(self._master.layout.slots, leaves, strict=True):
+            if leaf is not None:
+                self._made_of.pop(slot.path, None)
+        with self._moving("restore") as meter:
+            if not leaves or any(leaf is not None for leaf in leaves):
+                self._master.version = max(self._master.version, about.get("version", 0) - 1)
+                self._master.assign(_filled(leaves, self._master, meter), reader, meter)
+            if (state := wanted.state) is not None:
+                state.assign(_filled(restored["optimizer"], state, meter), reader, meter)
+                self._updates.state = state
+            elif about.get("mode") == "apply":
+                self._updates.state = None
+        if about:
+            self._updates.resume(restored.get("pending"), about["pending"])
+
+
+def _filled(leaves: list[Any], master: Master, meter: Meter) -> list[Any]:
+    """Leaves, with the current ones in the place of None."""
+    if all(leaf is not None for leaf in leaves):
+        return leaves
+    pairs = zip(leaves, master.leaves(meter), strict=True)
+    return [now if leaf is None else leaf for leaf, now in pairs]
 
 
 def joined_part(name: str, part: str) -> str:
@@ -79,69 +142,3 @@ def locked(items: dict[str, Any]) -> Iterator[None]:
         for each in sorted(variables.values(), key=lambda each: each._number):
             stack.enter_context(each._lock)
         yield
-
-
-def path_of(directory: str | os.PathLike) -> Path:
-    refuse_url(directory, VariablesError, "directory")
-    return Path(directory).expanduser().resolve()
-
-
-def unwritten(path: Path, error: Exception) -> Exception:
-    if isinstance(error, StepCacheError):
-        return error
-    wrapped = VariablesError(
-        "the checkpoint could not be written", where=str(path), got=first_line(error)
-    )
-    wrapped.__cause__ = error
-    return wrapped
-
-
-# ---- pods ----
-
-
-class Everybody:
-    """All processes of JAX's pod, outside of sessions: a loss is noticed by JAX's heartbeats."""
-
-    _exchanges = itertools.count()
-
-    def guarded(self, work: Callable[[], Any]) -> Any:
-        return work()
-
-    def wait_for_all(self, label: str, said: bytes = b"") -> dict[int, bytes]:
-        service = coordination.service()
-        if jax.process_count() == 1 or service is None:
-            return {jax.process_index(): said}
-        place = f"stepcache/checkpoints/{next(self._exchanges)}"
-        service.put(f"{place}/{jax.process_index()}", said)
-        heard = {}
-        for rank in range(jax.process_count()):
-            while rank not in heard:
-                answer = service.get(f"{place}/{rank}", 1.0)
-                heard |= {} if answer is None else {rank: answer}
-        return heard
-
-
-def of_leader(company: Company, path: Path, work: Callable[[], str]) -> str:
-    """Has the first process do something, and returns or raises on all what came of it."""
-    error, text = None, ""
-    if jax.process_index() == 0:
-        try:
-            text = work()
-        except Exception as raised:
-            error = unwritten(path, raised)
-    said = json.dumps([error is not None, str(error) if error else text]).encode()
-    failed, text = json.loads(company.wait_for_all(f"the checkpoint {path}", said)[0])
-    if error is not None:
-        raise error
-    if failed:
-        raise VariablesError(text)
-    return text
-
-
-def raise_together(company: Company, label: str, error: BaseException | None) -> None:
-    heard = company.wait_for_all(label, str(error or "").encode())
-    if error is not None:
-        raise error
-    for rank, text in heard.items():
-        if text:
-            raise VariablesError(f"rank {rank}: {text.decode()}")

@@ -1,7 +1,7 @@
 """Leaves of a checkpoint by name: from pytrees to orbax's nested dicts, and back.
 
 A leaf is stored below its item under the keys of its path, as text: `params/layers/0/w`. Text that
-orbax cannot hold is percent-encoded, and so are keys that are told apart by more than their text.
+orbax cannot store is percent-encoded, and so are keys that differ by more than their text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax.tree_util import keystr
 
 from stepcache.errors import VariablesError
 from stepcache.variables.describing import abstract, joined
+from stepcache.variables.packing import is_key_type
 
 Name = tuple[str, ...]
 
@@ -26,7 +27,7 @@ class Leaf(NamedTuple):
 
     Attributes:
         name: the keys under which it is stored.
-        path: the same for people.
+        path: its path in messages.
         value: an array, a number, or a `jax.ShapeDtypeStruct`.
     """
 
@@ -41,7 +42,7 @@ def escape(text: str) -> str:
 
 
 def leaves_of(item: str, tree: Any) -> list[Leaf]:
-    """The leaves of an item. Equal paths have equal names, whatever the order of the leaves."""
+    """The leaves of an item. Equal paths get equal names, whatever the order of the leaves."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     siblings = collections.defaultdict(set)
     for keys, _ in flat:
@@ -57,13 +58,12 @@ def leaves_of(item: str, tree: Any) -> list[Leaf]:
                 text += "" if kind == "str" else f"%{kind}"
             parts.append(text)
         names.append(tuple(parts))
-    # Orbax joins keys by dots.
-    counts = collections.Counter(map(".".join, names))
+    counts = collections.Counter(map(".".join, names))  # orbax joins keys by dots.
     leaves, taken = [], set()
     for name, (keys, value) in zip(names, flat, strict=True):
         if counts[".".join(name)] > 1:
             name = tuple(part.replace(".", "%2E") for part in name)
-        while name in taken:  # A node of the user's that gives two children one key.
+        while name in taken:  # A node of a user's class that gives two children one key.
             name = (*name[:-1], f"{name[-1]}%again")
         taken.add(name)
         path = joined(item, keystr(keys, simple=True, separator="/"))
@@ -87,23 +87,17 @@ def nested(values: dict[Name, Any]) -> dict[str, Any]:
 
 
 def is_key(value: Any) -> bool:
-    """Whether this is an array of random keys."""
+    """Whether this is an array of random keys, or a template for one."""
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended)
+    return dtype is not None and is_key_type(dtype)
 
 
-def is_number(value: Any) -> bool:
-    """Whether this is a number of Python's."""
+def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
 
 
 class Kind(NamedTuple):
-    """What a leaf is.
-
-    Attributes:
-        dtype: its name.
-        shape: its shape.
-    """
+    """The name of a leaf's dtype, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -113,13 +107,13 @@ class Kind(NamedTuple):
 
 
 def kind_of(leaf: Leaf) -> Kind:
-    """What a leaf is, or is to be.
+    """Dtype and shape of a leaf.
 
     Raises:
         VariablesError: it is no array and no number.
     """
-    value = leaf.value
-    if is_number(value) and not _is_too_large(value):
+    value: Any = leaf.value
+    if _is_number(value) and not (isinstance(value, int) and not -(2**63) <= value < 2**64):
         return Kind(np.asarray(value).dtype.name, ())
     if isinstance(value, jax.ShapeDtypeStruct) or abstract(value) is not None:
         return Kind(getattr(value.dtype, "name", str(value.dtype)), tuple(value.shape))
@@ -132,48 +126,41 @@ def kind_of(leaf: Leaf) -> Kind:
     )
 
 
-def _is_too_large(value: Any) -> bool:
-    return isinstance(value, int) and not -(2**63) <= value < 2**64
-
-
 def storable(leaf: Leaf, *, copied: bool) -> Any:
     """A leaf as orbax takes it.
 
     Args:
-        leaf: it.
-        copied: whether arrays in the user's hands may change before they are written.
+        leaf: of an item to save.
+        copied: whether to copy numpy arrays, which may change before they are written.
 
     Raises:
         VariablesError: it is no array and no number, has no value, or was donated.
     """
     kind_of(leaf)
     value = leaf.value
-    if isinstance(value, jax.ShapeDtypeStruct) or (
-        isinstance(value, jax.Array) and value.is_deleted()
-    ):
+    is_template = isinstance(value, jax.ShapeDtypeStruct)
+    if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
         raise VariablesError(
             "a leaf of a checkpoint has no value",
             where=leaf.path,
-            got="a jax.ShapeDtypeStruct"
-            if isinstance(value, jax.ShapeDtypeStruct)
-            else "an array that was donated or deleted",
+            got="a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted",
         )
-    if is_number(value):
+    if _is_number(value):
         return np.asarray(value) if isinstance(value, bool | complex) else value
     if not isinstance(value, jax.Array):
         return np.array(value) if copied else np.asarray(value)
     value = jax.random.key_data(value) if is_key(value) else value
-    if jax.process_count() > 1 and value.is_fully_addressable:  # Orbax writes global arrays only.
+    if jax.process_count() > 1 and value.is_fully_addressable:  # orbax writes global arrays only.
         return np.asarray(value)
     return value
 
 
 def compatible(stored: Kind, leaf: Leaf) -> bool:
-    """Whether what was stored can be the leaf."""
-    if is_key(leaf.value):  # Orbax stores keys as their data, and does not say so.
+    """Whether what was stored can be restored as the leaf."""
+    if is_key(leaf.value):  # orbax stores keys as their data.
         data = jax.eval_shape(jax.random.key_data, leaf.value)
         return stored in (kind_of(leaf), Kind(data.dtype.name, data.shape))
-    if not is_number(leaf.value):
+    if not _is_number(leaf.value):
         return stored == kind_of(leaf)
     if stored.shape or stored.dtype.startswith("key<"):
         return False
@@ -186,7 +173,7 @@ def compatible(stored: Kind, leaf: Leaf) -> bool:
 
 
 def sharding_for(template: Any) -> Any:
-    """Where an array is to be read to; None for the memory of this process."""
+    """The sharding that an array is read to; None for the memory of this process."""
     if isinstance(template, jax.ShapeDtypeStruct):
         sharding: Any = template.sharding or SingleDeviceSharding(jax.local_devices()[0])
     elif isinstance(template, jax.Array) and template.committed:
@@ -194,22 +181,21 @@ def sharding_for(template: Any) -> Any:
     else:
         return None
     if is_key(template) and isinstance(sharding, NamedSharding):
-        # The data of keys has a dimension more, which is not split.
+        # The data of keys has one more dimension, which is not split.
         return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding
 
 
 def like(template: Any, read: Any) -> Any:
-    """What was read, as the template is."""
-    if is_number(template):
+    """What was read, in the type and sharding of its template."""
+    if _is_number(template):
         return type(template)(np.asarray(read).item())
     if isinstance(template, np.generic):
         return np.asarray(read)[()]
     if isinstance(template, np.ndarray):
         return np.asarray(read)
     if is_key(template):
-        if not is_key(read):
-            read = _keys(jnp.asarray(read), template)
+        read = read if is_key(read) else _keys(jnp.asarray(read), template)
         placed = sharding_for(template) is None or template.sharding in (None, read.sharding)
         return read if placed else jax.device_put(read, template.sharding)
     if isinstance(read, jax.Array):
@@ -224,7 +210,7 @@ def blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def empty_like(template: Any) -> Any:
-    """What would be read of an array without elements, which orbax does not store."""
+    """The data of an array without elements, which orbax does not store."""
     data = jax.eval_shape(jax.random.key_data, template) if is_key(template) else template
     return np.zeros(data.shape, data.dtype)
 
