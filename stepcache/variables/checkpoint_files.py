@@ -85,15 +85,7 @@ def _occupied(path: Path, got: str) -> VariablesError:
 
 
 class Staging:
-    """A hidden directory beside a target, in which one save writes a checkpoint.
-
-    Args:
-        target: the path of the checkpoint.
-
-    Attributes:
-        target: as given.
-        new: where to write it first.
-    """
+    """A hidden directory beside a target, where one save writes a checkpoint, at `new`."""
 
     def __init__(self, target: Path):
         self.target = target
@@ -159,20 +151,13 @@ def _recover(directory: Path, target: Path) -> bool:
     """Cleans up after one save. Returns whether it is alive, and between its two renames."""
     old = directory / "old"
     is_between = old.exists() and not os.path.lexists(target)
-    try:
-        lock = os.open(directory / "lock", os.O_RDWR)
-    except OSError:
-        return is_between
-    try:
+    with contextlib.suppress(OSError), (directory / "lock").open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Fails while its process lives.
         if is_between:
             old.rename(target)
         shutil.rmtree(directory, ignore_errors=True)
         return False
-    except OSError:
-        return is_between
-    finally:
-        os.close(lock)
+    return is_between
 
 
 def _names_in(directory: Path) -> list[str]:

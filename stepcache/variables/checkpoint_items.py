@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from stepcache.errors import VariablesError
@@ -24,15 +24,15 @@ class Parts:
     """What a checkpoint holds, or will hold, of some variables.
 
     Attributes:
-        trees: of arrays or templates: "" the value, "optimizer" its state, "pending" the sum of the
-            updates that are not written yet.
+        trees: of arrays or templates: "" the value, "optimizer" its state, "pending" the sum of
+            pending updates.
         about: the version, the write mode, and the number of pending updates; empty where what is
             stored was no `Variables`.
         state: the optimizer's state, to be overwritten.
     """
 
     trees: dict[str, Any]
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any]
     state: Master | None = None
 
 
@@ -63,12 +63,7 @@ class Savable:
         return Parts(trees, about)
 
     def _wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
-        """Templates of the parts to restore.
-
-        Args:
-            stored: the parts that the checkpoint has.
-            about: what it has stored about the variables; empty where it was of something else.
-            partial: whether leaves that it lacks may stay as they are.
+        """Templates of the parts to restore, of those stored, and what is stored `about` them.
 
         Raises:
             TransferBudgetError: it would move more than the session allows.
@@ -91,12 +86,7 @@ class Savable:
         return wanted
 
     def _put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
-        """Takes what was restored. Under the lock.
-
-        Args:
-            wanted: what `_wanted_parts` returned.
-            restored: the leaves of each part; None for those that stay as they are.
-        """
+        """Takes the leaves that were restored, or None for those that stay. Under the lock."""
         about, reader, leaves = wanted.about, current_reader(), restored[""]
         for slot, leaf in zip(self._master.layout.slots, leaves, strict=True):
             if leaf is not None:

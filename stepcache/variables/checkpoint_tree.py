@@ -10,12 +10,12 @@ import collections
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 from jax.tree_util import keystr
 
 from stepcache.errors import VariablesError
+from stepcache.spanning import placed
 from stepcache.variables.describing import abstract, joined
 from stepcache.variables.packing import is_key_type
 
@@ -23,16 +23,10 @@ Name = tuple[str, ...]
 
 
 class Leaf(NamedTuple):
-    """A leaf of an item.
-
-    Attributes:
-        name: the keys under which it is stored.
-        path: its path in messages.
-        value: an array, a number, or a `jax.ShapeDtypeStruct`.
-    """
+    """A leaf of an item: an array, a number, or a `jax.ShapeDtypeStruct`."""
 
     name: Name
-    path: str
+    path: str  # The same in messages.
     value: Any
 
 
@@ -113,8 +107,8 @@ def kind_of(leaf: Leaf) -> Kind:
         VariablesError: it is no array and no number.
     """
     value: Any = leaf.value
-    if _is_number(value) and not (isinstance(value, int) and not -(2**63) <= value < 2**64):
-        return Kind(np.asarray(value).dtype.name, ())
+    if _is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
+        return Kind(number.dtype.name, ())
     if isinstance(value, jax.ShapeDtypeStruct) or abstract(value) is not None:
         return Kind(getattr(value.dtype, "name", str(value.dtype)), tuple(value.shape))
     raise VariablesError(
@@ -127,17 +121,13 @@ def kind_of(leaf: Leaf) -> Kind:
 
 
 def storable(leaf: Leaf, *, copied: bool) -> Any:
-    """A leaf as orbax takes it.
-
-    Args:
-        leaf: of an item to save.
-        copied: whether to copy numpy arrays, which may change before they are written.
+    """A leaf as orbax takes it; with `copied`, a copy, if it could change before it is written.
 
     Raises:
         VariablesError: it is no array and no number, has no value, or was donated.
     """
     kind_of(leaf)
-    value = leaf.value
+    value: Any = leaf.value
     is_template = isinstance(value, jax.ShapeDtypeStruct)
     if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
         raise VariablesError(
@@ -145,8 +135,6 @@ def storable(leaf: Leaf, *, copied: bool) -> Any:
             where=leaf.path,
             got="a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted",
         )
-    if _is_number(value):
-        return np.asarray(value) if isinstance(value, bool | complex) else value
     if not isinstance(value, jax.Array):
         return np.array(value) if copied else np.asarray(value)
     value = jax.random.key_data(value) if is_key(value) else value
@@ -164,26 +152,15 @@ def compatible(stored: Kind, leaf: Leaf) -> bool:
         return stored == kind_of(leaf)
     if stored.shape or stored.dtype.startswith("key<"):
         return False
-    dtype, kind = jnp.dtype(stored.dtype), type(leaf.value)
-    if kind is bool or dtype == np.bool_:
-        return kind is bool and dtype == np.bool_
-    if kind is int:
-        return jnp.issubdtype(dtype, jnp.integer)
-    return kind is complex or not jnp.issubdtype(dtype, jnp.complexfloating)
+    dtype, kind = np.dtype(stored.dtype), type(leaf.value)
+    return (dtype.kind == "b") is (kind is bool) and np.can_cast(dtype, kind, "same_kind")
 
 
 def sharding_for(template: Any) -> Any:
-    """The sharding that an array is read to; None for the memory of this process."""
+    """The sharding that a leaf is restored to; None for the memory of this process."""
     if isinstance(template, jax.ShapeDtypeStruct):
-        sharding: Any = template.sharding or SingleDeviceSharding(jax.local_devices()[0])
-    elif isinstance(template, jax.Array) and template.committed:
-        sharding = template.sharding
-    else:
-        return None
-    if is_key(template) and isinstance(sharding, NamedSharding):
-        # The data of keys has one more dimension, which is not split.
-        return NamedSharding(sharding.mesh, PartitionSpec())
-    return sharding
+        return template.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return template.sharding if isinstance(template, jax.Array) and template.committed else None
 
 
 def like(template: Any, read: Any) -> Any:
@@ -195,18 +172,9 @@ def like(template: Any, read: Any) -> Any:
     if isinstance(template, np.ndarray):
         return np.asarray(read)
     if is_key(template):
-        read = read if is_key(read) else _keys(jnp.asarray(read), template)
-        placed = sharding_for(template) is None or template.sharding in (None, read.sharding)
-        return read if placed else jax.device_put(read, template.sharding)
-    if isinstance(read, jax.Array):
-        return read
-    where = sharding_for(template)
-    return jnp.asarray(read) if where is None else jax.device_put(read, where)
-
-
-def blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A template for an array in this process's memory, which takes none itself."""
-    return np.broadcast_to(np.zeros((), dtype), shape)
+        data = jax.random.key_data(read) if is_key(read) else np.asarray(read)
+        return placed(_keys(data, template), sharding_for(template))
+    return read if isinstance(read, jax.Array) else placed(read, sharding_for(template))
 
 
 def empty_like(template: Any) -> Any:

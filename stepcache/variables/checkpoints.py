@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import operator
 import os
@@ -35,13 +34,7 @@ _writing = threading.Lock()  # Two saves at once would wait for each other's sig
 
 
 class Saving:
-    """A save that is being written, or has been.
-
-    Args:
-        root: the directory that `save` was given.
-        keep: as given to `save`.
-        step: the number of the step, where `keep` is given.
-    """
+    """A save that is being written, or has been."""
 
     def __init__(self, root: Path, keep: int | None, step: int):
         self._root, self._keep, self._step = root, keep, step
@@ -273,19 +266,19 @@ class WholePod:
 
 def of_leader(pod: Company, path: Path, work: Callable[[], str]) -> str:
     """Does some work in the first process, and returns its text, or raises its error, in all."""
-    error, text = None, ""
+    error, said = None, b""
     if jax.process_index() == 0:
         try:
-            text = work()
+            said = b"+" + work().encode()
         except Exception as raised:
             error = _unwritten(path, raised)
-    said = json.dumps([error is not None, str(error) if error else text]).encode()
-    failed, text = json.loads(pod.wait_for_all(f"the checkpoint {path}", said)[0])
+            said = str(error).encode()
+    answer = pod.wait_for_all(f"the checkpoint {path}", said)[0].decode()
     if error is not None:
         raise error
-    if failed:
-        raise VariablesError(text)
-    return text
+    if not answer.startswith("+"):
+        raise VariablesError(answer)
+    return answer[1:]
 
 
 def _raise_together(pod: Company, label: str, error: BaseException | None) -> None:

@@ -19,30 +19,17 @@ from stepcache.variables.policy import Read
 
 @dataclass(slots=True)
 class Copy:
-    """A copy of one version of a value.
-
-    Attributes:
-        version: its version.
-        value: the copy.
-        fetched_seconds: when it was fetched, or last found to be current.
-        served_steps: how many steps it has served since.
-        exact: whether it was fetched without a `wire`.
-    """
+    """A copy of one version of a value."""
 
     version: int
     value: Any
-    fetched_seconds: float
-    served_steps: int = 0
-    exact: bool = False
+    fetched_seconds: float  # Or last found to be current.
+    served_steps: int = 0  # Since then.
+    exact: bool = False  # Fetched without a `wire`.
 
 
 class Copies:
-    """The copy that a process keeps of one value in one memory, and the one that it prefetched.
-
-    Args:
-        policy: says when a copy is valid.
-        clock: returns seconds.
-    """
+    """The copy that a process keeps of one value, and the one that it prefetched."""
 
     def __init__(self, policy: Read, clock: Callable[[], float] = time.monotonic):
         self._policy, self._clock = policy, clock
@@ -65,12 +52,7 @@ class Copies:
             self._known[reader] = max(version, self._known.get(reader, 0))
 
     def serving(self, reader: Any, current: int) -> tuple[Copy | None, str]:
-        """The copy that may serve a reader now, and why it may; or None, and why none may.
-
-        Args:
-            reader: the session that reads, or None.
-            current: the current version.
-        """
+        """The copy that may serve a session, or None, now; or None, and why none may."""
         if self._ahead is not None and self._ahead.version == current:
             return self._ahead, "it was fetched ahead"
         copy, policy = self._kept, self._policy

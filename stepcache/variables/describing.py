@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.tree_util import keystr
 
@@ -30,17 +30,14 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 def describe(
     name: str, tree: Any, placement: Placement, placer: Placer | None, prefix: str = ""
 ) -> tuple[Any, list[Any], list[Described]]:
-    """What the leaves of a tree are, and their shardings on the devices.
+    """The structure of a tree, its leaves, and what they are and where they go on the devices.
 
     Args:
-        name: of the variables.
-        tree: the tree.
+        name: of the variables, for errors.
+        tree: the value.
         placement: where the master copy will live.
         placer: the session's mesh and rules, or None.
         prefix: what paths begin with for rules.
-
-    Returns:
-        The structure, the leaves, and their descriptions.
 
     Raises:
         VariablesError: a leaf is no array, or is to be split without a mesh.
@@ -69,7 +66,8 @@ def describe(
             )
         sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
         if sharding is not None and isinstance(placement, OnHost):
-            sharding = _in_device_memory(sharding)
+            device = min(sharding.device_set, key=lambda each: each.id)
+            sharding = sharding.with_memory_kind(device.default_memory().kind)
         by_rules = isinstance(on_device, Sharded)
         if placer is not None and (by_rules or not _is_on(sharding, placer.mesh)):
             sharding = placer.place(joined(prefix, path), aval.shape, "carry").sharding
@@ -81,9 +79,9 @@ def _is_on(sharding: Sharding | None, mesh: Mesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.device_set == set(mesh.devices.flat)
 
 
-def _in_device_memory(sharding: Sharding) -> Sharding:
-    device = min(sharding.device_set, key=lambda each: each.id)
-    return sharding.with_memory_kind(device.default_memory().kind)
+def blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A template for an array in this process's memory, which takes none itself."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def abstract(leaf: Any) -> Any:
@@ -98,21 +96,21 @@ def abstract(leaf: Any) -> Any:
 
 
 def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = True) -> list[Any]:
-    """The leaves of another tree, which must have the same structure, shapes and dtypes.
-
-    Args:
-        name: of the variables.
-        layout: of their value.
-        tree: the other tree.
-        what: what is done with it, for errors: "assigned", "pushed".
-        dtypes: whether dtypes must agree.
+    """The leaves of another tree, of the same structure, shapes and, if asked, dtypes.
 
     Raises:
         VariablesError: a leaf is missing or new, or has another shape or dtype.
     """
     named, structure = named_leaves(tree)
     if structure != layout.tree:
-        _refuse_structure(name, layout, [path for path, _ in named], structure, what)
+        own, given = {slot.path for slot in layout.slots}, {path for path, _ in named}
+        missing, new = sorted(own - given), sorted(given - own)
+        raise VariablesError(
+            f"a value of another structure cannot be {what}",
+            where=joined(name, (missing or new or [""])[0]),
+            expected=f"a leaf {missing[0]!r}" if missing else "the structure it was made with",
+            got=f"a leaf {new[0]!r}" if new else "none" if missing else str(structure),
+        )
     for slot, (_, leaf) in zip(layout.slots, named, strict=True):
         aval = abstract(leaf)
         if aval is None or aval.shape != slot.shape or (dtypes and aval.dtype != slot.dtype):
@@ -124,19 +122,6 @@ def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = 
                 hint="cast or reshape it first",
             )
     return [leaf for _, leaf in named]
-
-
-def _refuse_structure(
-    name: str, layout: Layout, given: Sequence[str], structure: Any, what: str
-) -> None:
-    own = {slot.path for slot in layout.slots}
-    missing, new = sorted(own - set(given)), sorted(set(given) - own)
-    raise VariablesError(
-        f"a value of another structure cannot be {what}",
-        where=joined(name, (missing or new or [""])[0]),
-        expected=f"a leaf {missing[0]!r}" if missing else "the structure it was made with",
-        got=f"a leaf {new[0]!r}" if new else "none" if missing else str(structure),
-    )
 
 
 def check_not_tracing(what: str, where: str) -> None:

@@ -16,9 +16,8 @@ import jax
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, processes_of
 from stepcache.variables import transfer
-from stepcache.variables.checkpoint_tree import blank
 from stepcache.variables.copies import Copies, Copy
-from stepcache.variables.describing import describe
+from stepcache.variables.describing import blank, describe
 from stepcache.variables.packing import (
     PACKED_BELOW_BYTES,
     Layout,
@@ -52,85 +51,75 @@ class Reader(NamedTuple):
 
 
 class Master(ABC):
-    """The master copy of a value.
-
-    Args:
-        packed: the value.
-
-    Attributes:
-        packed: the value.
-        version: of the value.
-    """
+    """The master copy of a value: its `Packed` buffers, and its version."""
 
     def __init__(self, packed: Packed):
-        self.packed = packed
-        self.version = 0
+        self.packed, self.version = packed, 0
 
     @property
     def layout(self) -> Layout:
         """How the leaves lie in buffers."""
         return self.packed.layout
 
-    @abstractmethod
-    def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        """The transfers of a call of a step."""
-
-    @abstractmethod
-    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        """The transfers of `take`."""
-
-    @abstractmethod
-    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        """The transfers of `put` or `assign`."""
-
-    @abstractmethod
-    def take(self, reader: Reader, meter: Meter) -> Packed:
-        """The value as a program takes it."""
-
-    @abstractmethod
-    def put(self, packed: Packed, session: Any, meter: Meter) -> None:
-        """Makes what a program returned the value, and raises the version."""
-
-    @abstractmethod
-    def ahead(self, reader: Reader, meter: Meter) -> None:
-        """Starts to read what the next step will take, if the policy says so."""
-
-    @abstractmethod
-    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
-        """Makes copies of other leaves the value, and raises the version."""
-
-    @abstractmethod
-    def on_devices(self, meter: Meter) -> Packed:
-        """The value in the memory of the devices."""
-
-    @abstractmethod
-    def leaves(self, meter: Meter) -> list[Any]:
-        """Copies of the leaves."""
-
-    @abstractmethod
-    def looked_at(self, session: Any) -> None:
-        """Records that a session has seen the current version."""
-
-    @abstractmethod
-    def _template(self, slot: Slot) -> Any:
-        """The shape and dtype of a leaf, and the sharding that `assign` accepts without a copy."""
-
-    @abstractmethod
-    def copied(self) -> Master:
-        """Another master copy of the same value, of version 0."""
+    def arrays(self) -> Sequence[jax.Array]:
+        """The arrays that hold the value."""
+        return self.packed.buffers
 
     def write(self, packed: Packed) -> None:
         """Makes this the value, and raises the version."""
         _old, self.packed = self.packed, packed  # To free it may let another thread look.
         self.version += 1
 
-    def arrays(self) -> Sequence[jax.Array]:
-        """The arrays that hold the value."""
-        return self.packed.buffers
+    def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        """The transfers of a call of a step."""
+        return self.plan_take(variable, reader)
+
+    @abstractmethod
+    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        """The transfers of `take`."""
+
+    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        """The transfers of `put` or `assign`."""
+        return ()
+
+    def take(self, reader: Reader, meter: Meter) -> Packed:
+        """The value as a program takes it."""
+        return self.packed
+
+    def put(self, packed: Packed, session: Any, meter: Meter) -> None:
+        """Makes what a program returned the value, and raises the version."""
+        self.write(packed)
+
+    def ahead(self, reader: Reader, meter: Meter) -> None:
+        """Starts to read what the next step will take, if the policy says so."""
+        return
+
+    def looked_at(self, session: Any) -> None:
+        """Records that a session has seen the current version."""
+        return
+
+    @abstractmethod
+    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
+        """Makes copies of other leaves the value, and raises the version."""
+
+    def on_devices(self, meter: Meter) -> Packed:
+        """The value in the memory of the devices."""
+        return self.packed
+
+    @abstractmethod
+    def leaves(self, meter: Meter) -> list[Any]:
+        """Copies of the leaves."""
+
+    @abstractmethod
+    def copied(self) -> Master:
+        """Another master copy of the same value, of version 0."""
 
     def templates(self) -> Any:
-        """The tree of the value, with templates for `restore` in the place of its leaves."""
+        """The tree, with the types and shardings in which `restore` reads its leaves."""
         return self.layout.tree.unflatten(map(self._template, self.layout.slots))
+
+    def _template(self, slot: Slot) -> Any:
+        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding)
 
     @property
     def is_lost(self) -> bool:
@@ -154,60 +143,30 @@ class Master(ABC):
 class OnDevices(Master):
     """A master copy in the memory of the devices that use it: a step takes it as it is."""
 
-    def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         there = ("devices", "devices", "none", "it lives there", reader.arguments)
         return (Transfer(variable, self.version, *there, extent=self._extent),)
-
-    plan_take = plan
-
-    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        return ()
 
     @functools.cached_property
     def _extent(self) -> Extent:
         return extent_of(self.packed.buffers)
 
-    def take(self, reader: Reader, meter: Meter) -> Packed:
-        return self.packed
-
-    def put(self, packed: Packed, session: Any, meter: Meter) -> None:
-        self.write(packed)
-
-    def ahead(self, reader: Reader, meter: Meter) -> None:
-        pass
-
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         self.write(transfer.pack(leaves, self.layout))
 
-    def on_devices(self, meter: Meter) -> Packed:
-        return self.packed
-
     def leaves(self, meter: Meter) -> list[Any]:
-        leaves, shared = transfer.unpack(self.packed)
-        own = {id(array) for array in shared}
-        return [transfer.copy(leaf) if id(leaf) in own else leaf for leaf in leaves]
-
-    def looked_at(self, session: Any) -> None:
-        pass
-
-    def _template(self, slot: Slot) -> Any:
-        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding)
+        leaves, own = transfer.unpack(self.packed)
+        return [
+            transfer.copy(leaf) if is_own else leaf
+            for leaf, is_own in zip(leaves, own, strict=True)
+        ]
 
     def copied(self) -> OnDevices:
         return OnDevices(transfer.copied(self.packed))
 
 
 class InHostMemory(Master):
-    """A master copy in host memory: a step takes a copy, and what it returns is written back.
-
-    Args:
-        packed: the value, in host memory.
-        host_layout: how its buffers lie there.
-        policy: how it is read.
-
-    Attributes:
-        host_layout: as given.
-    """
+    """A master copy in host memory: a step takes a copy, and what it returns is written back."""
 
     def __init__(self, packed: Packed, host_layout: HostLayout, policy: Read):
         super().__init__(packed)
@@ -314,19 +273,19 @@ class InHostMemory(Master):
 
     def on_host(self) -> Packed:
         """The value in the memory of this host, in the shapes that it has on the devices."""
-        return Packed(self.layout, tuple(transfer.on_host(self.packed, self.host_layout)))
+        return transfer.on_host(self.packed, self.host_layout)
 
     def store(self, packed: Packed, session: Any) -> None:
         """Makes what was computed on the host the value. It crosses no link."""
         self._write(transfer.store(packed.buffers, self.layout, self.host_layout), session)
 
     def _template(self, slot: Slot) -> Any:
-        array, sharding = self.packed.buffers[slot.buffer], slot.sharding
-        if not is_key_type(array.dtype):
-            if slot.offset is not None or array.is_fully_addressable or array.shape != slot.shape:
-                return blank(slot.shape, slot.dtype)
-            sharding = array.sharding
-        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
+        array = self.packed.buffers[slot.buffer]
+        if is_key_type(array.dtype):
+            return super()._template(slot)
+        if slot.offset is not None or array.is_fully_addressable or array.shape != slot.shape:
+            return blank(slot.shape, slot.dtype)
+        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=array.sharding)
 
     def copied(self) -> InHostMemory:
         return InHostMemory(transfer.copied(self.packed), self.host_layout, self._policy)
@@ -345,7 +304,7 @@ def hold(
     """Copies the arrays of a tree to where a placement says.
 
     Args:
-        name: of the variables.
+        name: of the variables, for errors.
         tree: the value.
         placement: where the master copy will live.
         placer: the session's mesh and rules, or None.

@@ -21,21 +21,13 @@ class NoAttributeError(VariablesError, AttributeError):
 
 
 class NoTree:
-    """An object that is no tree: what only its tree can do raises `VariablesError`.
-
-    Attributes:
-        name: of the object, for errors.
-    """
+    """An object that is no tree: what only its tree can do raises `VariablesError`."""
 
     name: str
 
     @property
     def __jax_array__(self):
-        """JAX looks for this in whatever is used as an array.
-
-        Raises:
-            VariablesError: always. JAX would replace the message of a `TypeError`.
-        """
+        # JAX asks whatever is used as an array, and replaces the message of a `TypeError`.
         raise VariablesError(_NO_TREE, where=self.name, hint=_USE_VALUE)
 
     if not TYPE_CHECKING:  # Type checkers say already that there is nothing of this kind.

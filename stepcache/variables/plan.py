@@ -42,11 +42,7 @@ class Extent:
 
 
 def extent_of(buffers: Iterable[Any]) -> Extent:
-    """The extent of a value.
-
-    Args:
-        buffers: `Buffer` records with shardings, or arrays.
-    """
+    """The extent of a value, from `Buffer` records with shardings, or arrays."""
     buffers = tuple(buffers)
     return Extent(
         sum(buffer.size * buffer.dtype.itemsize for buffer in buffers),
@@ -125,12 +121,7 @@ class Plan:
 
 
 def check_bytes(mover: str, needed: Mapping[str, int], max_bytes: int | None) -> None:
-    """Checks that a call moves no more than its session allows.
-
-    Args:
-        mover: the step or method that would move it.
-        needed: bytes of each of the things that would move.
-        max_bytes: the bound, or None.
+    """Checks that a call moves no more than its session allows, given the bytes of each transfer.
 
     Raises:
         TransferBudgetError: it would move more.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jax.sharding import PartitionSpec
 
@@ -247,8 +247,7 @@ def check_policies(placement: object, read: object, write: object) -> None:
     """
     rows = (("placement", placement, Placement), ("read", read, Read), ("write", write, Write))
     for name, given, kinds in rows:
-        names = [kind.__name__ for kind in getattr(kinds, "__args__", (kinds,))]
-        expected = " or ".join(f"{each}(...)" for each in names)
+        expected = " or ".join(f"{kind.__name__}(...)" for kind in get_args(kinds) or (kinds,))  # type: ignore[union-attr]
         is_one = isinstance(given, kinds)
         _check(is_one, f"{name} is no policy", f"Variables({name}=...)", expected, given)
     assert isinstance(read, Read) and isinstance(write, Write)

@@ -21,17 +21,17 @@ from stepcache.variables.checkpoint_tree import (
     Kind,
     Leaf,
     Name,
-    blank,
     compatible,
     empty_like,
     escape,
+    is_key,
     kind_of,
     leaves_of,
     like,
     sharding_for,
 )
 from stepcache.variables.checkpoints import WholePod, join_all, of_leader, path_of
-from stepcache.variables.describing import check_not_tracing
+from stepcache.variables.describing import blank, check_not_tracing
 
 _log = logging.getLogger("stepcache")
 
@@ -112,17 +112,7 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
 
 
 class _Stored:
-    """What a checkpoint holds.
-
-    Args:
-        path: its directory.
-        metadata: orbax's.
-        asked: the names of the items to restore.
-
-    Attributes:
-        kinds: shape and dtype of each leaf, by name.
-        about: what was stored about variables, by item.
-    """
+    """What a checkpoint holds: dtype and shape of each leaf, and what is stored about variables."""
 
     def __init__(self, path: Path, metadata: Any, asked: set[str]):
         self._path = path
@@ -169,7 +159,8 @@ class _Stored:
         templates = {leaf.name: leaf.value for leaf in leaves}
         targets, options = [], []
         for name in self._names:
-            where = sharding_for(templates[name]) if name in templates else None
+            template = templates.get(name)
+            where = None if is_key(template) else sharding_for(template)
             targets.append(np.zeros(()) if name in templates else ...)
             options.append(
                 ocp.ArrayRestoreArgs(sharding=where)
@@ -177,11 +168,9 @@ class _Stored:
                 else ocp.RestoreArgs(restore_type=np.ndarray)
             )
         read = {}
-        if any(target is not ... for target in targets):
-            args = ocp.args.PyTreeRestore(
-                item=self._structure.unflatten(targets),
-                restore_args=self._structure.unflatten(options),
-            )
+        if not templates.keys().isdisjoint(self._names):
+            item, restore_args = map(self._structure.unflatten, (targets, options))
+            args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
             tree = checkpointer.restore(self._path, args=args)
             read = dict(zip(self._names, self._structure.flatten_up_to(tree), strict=True))
         return {

@@ -20,13 +20,7 @@ from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 
 def choose_route(asked: str, devices: int, ahead: bool = False) -> tuple[str, str]:
-    """The route of a read, and why.
-
-    Args:
-        asked: the policy's route.
-        devices: how many get the value; all of this process where it is read ahead.
-        ahead: whether it is read beside a step.
-    """
+    """The route of a read to so many devices, perhaps ahead of the next step, and why."""
     if asked != "auto":
         return asked, "asked for"
     if devices == 1:
@@ -38,27 +32,20 @@ def choose_route(asked: str, devices: int, ahead: bool = False) -> tuple[str, st
 
 @dataclass(frozen=True)
 class _Leg:
-    """How one buffer is read.
-
-    Attributes:
-        host_bytes, device_bytes: what crosses each link.
-        in_program: whether the layout's compiled program reads it.
-        wire: how it is coded in transit, or None.
-        parts: how many parts it is split into to cross the host's link.
-    """
+    """How one buffer is read, and the bytes that cross each link."""
 
     host_bytes: int = 0
     device_bytes: int = 0
-    in_program: bool = True
+    in_program: bool = True  # By the compiled program of the layout; else by `jax.device_put`.
     wire: str | None = None
-    parts: int = 1
+    parts: int = 1  # The number of parts that cross the host's link.
 
 
 class Route:
     """How the buffers of a value are read from host memory to the devices.
 
     Args:
-        layout: of the value, on the hosts and on the devices.
+        layout: of the value.
         name: "each", "fanout" or "gather".
         why: what chose it.
         wire: how values are coded in transit, or None.
@@ -77,13 +64,7 @@ class Route:
         return links(host_bytes, sum(leg.device_bytes for leg in self._legs))
 
     def read(self, packed: Packed, meter: Meter, ahead: bool = False) -> Packed:
-        """Copies a value from host memory to the devices.
-
-        Args:
-            packed: the value, in host memory.
-            meter: counts what moves.
-            ahead: whether a step is running meanwhile.
-        """
+        """Copies a value from host memory to the devices, perhaps beside a running step."""
         buffers: list[Any] = list(packed.buffers)
         for number, leg in enumerate(self._legs):
             if not leg.in_program:
@@ -103,10 +84,11 @@ class Route:
         made = (jaxcompat.uncommitted(x) if like.sharding is None else x for x, like in pairs)
         return Packed(packed.layout, tuple(made))
 
-    def _sent(self, value: Any, device: Buffer, leg: _Leg, meter: Meter) -> Any:
+    def _sent(self, value: Any, device: Any, leg: _Leg, meter: Meter) -> Any:
         """A buffer that this process has, copied by `jax.device_put`."""
         whole = in_device_shape(value, device)
         sent, everywhere = (whole,), device.sharding
+        devices = len(everywhere.device_set)
         if leg.wire is not None:
             sent = encode(leg.wire, whole.reshape(-1), leg.parts, xp=np)
             everywhere = replicated(everywhere)
@@ -116,7 +98,7 @@ class Route:
         if self.name == "fanout":
             arrived = jax.device_put(arrived, everywhere)
         if self.name != "each":
-            meter.add(DEVICE_LINK, crossed * (len(everywhere.device_set) - 1))
+            meter.add(DEVICE_LINK, crossed * (devices - 1))
         return arrived[0] if leg.wire is None else _decoder(leg.wire, device)(arrived)
 
     def _first_stop(self, everywhere: Any) -> Any:

@@ -61,32 +61,23 @@ class HostLayout:
         """As `read`, but starts at once, beside a step that is running. Devices run one program
         after the other, but these copies are no program. Each buffer costs more than in `read`.
         """
-        read = list(jax.device_put(list(buffers), self._arrivals))
-        if self._split:
-            gathered = self._gather([read[number] for number in self._split])
-            for number, buffer in zip(self._split, gathered, strict=True):
-                read[number] = buffer
+        read = list(jax.device_put(list(buffers), [at.sharding for at in self._arrivals]))
+        gathered = self._gather([read[number] for number in self._split]) if self._split else []
+        for number, buffer in zip(self._split, gathered, strict=True):
+            read[number] = buffer
         return read
 
     @functools.cached_property
-    def _split(self) -> tuple[int, ...]:
-        """The buffers of which each device gets a shard, to be gathered."""
-        rows = enumerate(zip(self.on_host, self.on_device, strict=True))
-        return tuple(
-            number
-            for number, (host, device) in rows
-            if host is not None and _shards_on_devices(host) != device._replace(weak_type=False)
-        )
+    def _arrivals(self) -> list[Buffer]:
+        """What each buffer is copied to, before it is gathered."""
+        pairs = zip(self.on_host, self.on_device, strict=True)
+        return [device if host is None else _shards_on_devices(host) for host, device in pairs]
 
     @functools.cached_property
-    def _arrivals(self) -> list[Any]:
-        """The sharding that each buffer is copied to."""
-        return [
-            _shards_on_devices(self.on_host[number]).sharding
-            if number in self._split
-            else device.sharding
-            for number, device in enumerate(self.on_device)
-        ]
+    def _split(self) -> list[int]:
+        """The buffers of which each device gets a shard, to be gathered."""
+        pairs = enumerate(zip(self._arrivals, self.on_device, strict=True))
+        return [n for n, (at, end) in pairs if at != end._replace(weak_type=at.weak_type)]
 
     @functools.cached_property
     def _gather(self) -> Any:
@@ -154,13 +145,7 @@ _lock = threading.Lock()
 
 
 def host_layout(layout: Layout, mesh: Mesh | None, memory_kind: str, where: str) -> HostLayout:
-    """How the buffers of a layout lie on the hosts.
-
-    Args:
-        layout: of buffers on the devices.
-        mesh: the session's mesh, or None.
-        memory_kind: of host memory.
-        where: the name of the variables, for errors.
+    """How the buffers of a layout lie on the hosts of a mesh, in a memory of this kind.
 
     Raises:
         VariablesError: a device has no such memory.

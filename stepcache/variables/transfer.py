@@ -32,11 +32,7 @@ class Meter:
             self.link_bytes[link] = self.link_bytes.get(link, 0) + size_bytes
 
     def emit(self, mover: str) -> None:
-        """Records what has moved, if anything has.
-
-        Args:
-            mover: the name of the step, or of the variables.
-        """
+        """Records what a step, or variables, have moved, if anything."""
         if self.link_bytes:
             recorder.emit(Moved(mover, tuple(self.link_bytes.items())))
 
@@ -50,13 +46,8 @@ def bytes_here(array: jax.Array) -> int:
 
 
 def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
-    """Copies leaves into buffers on the devices.
-
-    Args:
-        leaves: arrays, or what JAX takes for one. They may be changed or donated afterwards.
-        layout: of the buffers.
-    """
-    return Packed(layout, tuple(map(_put, layout.filled(leaves, np), layout.buffers)))
+    """Copies leaves into buffers on the devices: the leaves may be changed or donated then."""
+    return Packed(layout, tuple(map(_put, layout.pack(leaves, np), layout.buffers)))
 
 
 def _put(value: Any, buffer: Buffer) -> jax.Array:
@@ -76,34 +67,24 @@ def _put(value: Any, buffer: Buffer) -> jax.Array:
     return placed(value, sharding, may_alias=False)
 
 
-def unpack(packed: Packed) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The leaves of a value, each with its own sharding.
-
-    Returns:
-        The leaves, and those of them that are buffers of the value itself.
-    """
+def unpack(packed: Packed) -> tuple[list[jax.Array], list[bool]]:
+    """The leaves of a value, and whether each is a buffer of the value itself, not a copy."""
     slots, buffers = packed.layout.slots, packed.buffers
-    flat = {
-        slot.buffer: np.array(buffers[slot.buffer]) for slot in slots if slot.offset is not None
-    }
-    views, places = [], []
-    for slot in slots:
-        if slot.offset is not None:
-            view = flat[slot.buffer][slot.offset : slot.offset + slot.size]
-            views.append(view.reshape(slot.shape))
-            places.append(slot.sharding or _sharding_of_leaves(buffers[slot.buffer]))
+    small = [number for number, slot in enumerate(slots) if slot.offset is not None]
+    flat = {slots[number].buffer for number in small}
+    leaves = packed.layout.unpack([np.array(x) if n in flat else x for n, x in enumerate(buffers)])
+    views, places = [leaves[number] for number in small], []
+    for number in small:  # A step may have moved leaves that have no sharding of their own.
+        buffer = buffers[slots[number].buffer]
+        of_buffer = replicated(buffer.sharding) if buffer.committed else None
+        places.append(slots[number].sharding or of_buffer)
     if any(map(spans_processes, places)):
-        small = iter([placed(view, place) for view, place in zip(views, places, strict=True)])
+        arrays = [placed(view, place) for view, place in zip(views, places, strict=True)]
     else:
-        small = iter(jax.device_put(views, places))
-    leaves = [next(small) if slot.offset is not None else buffers[slot.buffer] for slot in slots]
-    pairs = zip(slots, leaves, strict=True)
-    return leaves, [leaf for slot, leaf in pairs if slot.offset is None]
-
-
-def _sharding_of_leaves(buffer: jax.Array) -> Any:
-    """The sharding of packed leaves that have none of their own: a step may have moved them."""
-    return replicated(buffer.sharding) if buffer.committed else None
+        arrays = jax.device_put(views, places)
+    for number, array in zip(small, arrays, strict=True):
+        leaves[number] = array
+    return leaves, [slot.offset is None for slot in slots]
 
 
 def copy(array: jax.Array) -> jax.Array:
@@ -140,15 +121,8 @@ def _counted(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
 def pack_on_hosts(
     leaves: Sequence[Any], packed_layout: Layout, layout: HostLayout, meter: Meter
 ) -> Packed:
-    """Copies leaves into buffers in host memory.
-
-    Args:
-        leaves: arrays, or what JAX takes for one.
-        packed_layout: of the leaves in buffers.
-        layout: of the buffers on the hosts.
-        meter: counts what is written.
-    """
-    packed = store(packed_layout.filled(leaves, np), packed_layout, layout)
+    """Copies leaves into buffers in host memory: the leaves may be changed or donated then."""
+    packed = store(packed_layout.pack(leaves, np), packed_layout, layout)
     return _counted(packed, layout, meter)
 
 
@@ -215,11 +189,6 @@ def look(packed: Packed, layout: HostLayout, meter: Meter) -> list[Any]:
     They are numpy arrays. A leaf that numpy cannot hold is a `jax.Array`: random keys and weak
     types, on the devices, and a leaf that is split over the processes of a pod, as it is on the
     hosts. A pod gathers replicated leaves through its devices, one buffer at a time.
-
-    Args:
-        packed: the value, in host memory.
-        layout: of its buffers.
-        meter: counts what a pod gathers.
     """
     buffers = []
     for number, made in enumerate(packed.layout.buffers):
@@ -245,12 +214,11 @@ def _looked_at(value: Any, number: int, layout: HostLayout, meter: Meter) -> Any
     return value if device.weak_type else in_device_shape(value, device)
 
 
-def on_host(packed: Packed, layout: HostLayout) -> list[np.ndarray | jax.Array]:
-    """The buffers of a value in host memory, in the shapes they have on the devices."""
+def on_host(packed: Packed, layout: HostLayout) -> Packed:
+    """A value in the memory of this host, in the shapes that it has on the devices."""
     rows = zip(packed.buffers, layout.on_host, layout.on_device, strict=True)
-    return [
-        value if host is None else in_device_shape(value, device) for value, host, device in rows
-    ]
+    buffers = (value if host is None else in_device_shape(value, at) for value, host, at in rows)
+    return Packed(packed.layout, tuple(buffers))
 
 
 def in_device_shape(value: jax.Array, device: Buffer) -> np.ndarray:

@@ -27,13 +27,6 @@ from stepcache.variables.transfer import Meter
 class Updates:
     """The pending updates of some variables, and their optimizer's state.
 
-    Args:
-        name: of the variables.
-        write: the policy.
-        placement: of the variables.
-        placer: the mesh and rules by which they were placed.
-        pack: whether small leaves of the state share buffers.
-
     Attributes:
         state: the optimizer's state; None before the first push that needs it.
         pending: the number of updates that are pushed and not yet written.
@@ -57,12 +50,7 @@ class Updates:
         self.pending = 0 if leaves is None else count
 
     def push(self, leaves: Sequence[Any], master: Master, meter: Meter) -> None:
-        """Sums an update with the pending ones, and writes the sum if it is time.
-
-        Args:
-            leaves: of the update.
-            master: the value. Its lock is held.
-            meter: counts what moves.
+        """Adds an update to the pending ones, and writes the sum if it is time.
 
         Raises:
             VariablesError: the value, or the optimizer's state, is lost.
@@ -131,12 +119,10 @@ class Updates:
     def ready_state(self, master: Master, meter: Meter) -> Master:
         """The optimizer's state, initialized from the value if there is none yet."""
         if self.state is None:
-            # An optimizer that runs on the devices makes its state there.
-            leaves = (
-                master.leaves(meter)
-                if self._on_host
-                else transfer.unpack(master.on_devices(meter))[0]
-            )
+            if self._on_host:
+                leaves = master.leaves(meter)
+            else:
+                leaves, _ = transfer.unpack(master.on_devices(meter))
             self.state = self._initial_state(master.layout, leaves, meter)
         return self.state
 
@@ -144,7 +130,7 @@ class Updates:
         """An optimizer's state to be overwritten, which a lost value has too."""
         if self.state is None and master.is_lost:
             zeros = [np.zeros(slot.shape, slot.dtype) for slot in master.layout.slots]
-            leaves = transfer.unpack(transfer.pack(zeros, master.layout))[0]
+            leaves, _ = transfer.unpack(transfer.pack(zeros, master.layout))
             return self._initial_state(master.layout, leaves, meter)
         return self.ready_state(master, meter)
 

@@ -53,13 +53,10 @@ def coded_bytes(wire: str, size: int, parts: int) -> int:
 
 
 def encode(wire: str, flat: Any, parts: int = 1, xp: Any = jnp) -> tuple[Any, ...]:
-    """Codes flat values. Returns the coded values and, for blocks, their scales.
+    """Codes flat floats, to be split into equal parts, by `jax.numpy` or `numpy`.
 
-    Args:
-        wire: "bf16", "fp8" or "int8".
-        flat: floats, of one dimension.
-        parts: the number of equal parts that the values are split into.
-        xp: `jax.numpy` on the devices, `numpy` on a host.
+    Returns:
+        The coded values and, but for "bf16", the scales of their blocks.
     """
     missing = padded_size(wire, flat.shape[0], parts) - flat.shape[0]
     flat = xp.pad(flat, (0, missing))
