@@ -45,8 +45,8 @@ def is_ours(metadata: dict[str, Any]) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    files = (path / "_METADATA", path / "manifest.ocdbt")
-    return is_ours(custom_metadata(path)) and all(each.exists() for each in files)
+    files = (path / name for name in ("_METADATA", "manifest.ocdbt"))
+    return is_ours(custom_metadata(path)) and all(map(Path.exists, files))
 
 
 def check_replaceable(path: Path) -> None:

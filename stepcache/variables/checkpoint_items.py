@@ -1,20 +1,33 @@
-"""What a checkpoint may hold: `Variables` in parts, pytrees and numbers, by name."""
+"""What a checkpoint may hold: `Variables` in parts, pytrees and numbers, leaf by leaf.
+
+A leaf is stored below its item under the keys of its path, as text: `params/layers/0/w`. Text that
+orbax cannot store is percent-encoded, and so are keys that differ by more than their text.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jax.tree_util import keystr
 
 from stepcache.errors import VariablesError
 from stepcache.sharding import current_reader
-from stepcache.variables.checkpoint_tree import Name
+from stepcache.spanning import placed
+from stepcache.variables.describing import abstract, joined
 from stepcache.variables.masters import Master
+from stepcache.variables.packing import is_key_type
 from stepcache.variables.policy import Write
 from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
 
+Name = tuple[str, ...]
 NOTHING: Name = ("%nothing",)
 """The name of what is stored in a checkpoint without leaves: orbax stores no empty trees."""
 
@@ -79,9 +92,7 @@ class Savable:
         written = (self._master,) if state is None else (self._master, state)
         with self._lock, self._moving("restore", *written) as meter:
             if has_state:
-                before = self._updates.state
-                wanted.state = self._updates.state_to_restore(self._master, meter)
-                self._updates.state = before  # Until all has been read.
+                wanted.state = self._updates.ready_state(self._master, meter)
                 wanted.trees["optimizer"] = wanted.state.templates()
         return wanted
 
@@ -132,3 +143,170 @@ def locked(items: dict[str, Any]) -> Iterator[None]:
         for each in sorted(variables.values(), key=lambda each: each._number):
             stack.enter_context(each._lock)
         yield
+
+
+class Leaf(NamedTuple):
+    """A leaf of an item: an array, a number, or a `jax.ShapeDtypeStruct`."""
+
+    name: Name
+    path: str  # The same in messages.
+    value: Any
+
+
+def escape(text: str) -> str:
+    """A key as it is stored: one that is empty or has a `/` would not come back."""
+    return text.replace("%", "%25").replace("/", "%2F") or "%"
+
+
+def leaves_of(item: str, tree: Any) -> list[Leaf]:
+    """The leaves of an item. Equal paths get equal names, whatever the order of the leaves."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    siblings = collections.defaultdict(set)
+    for keys, _ in flat:
+        for depth, key in enumerate(keys):
+            siblings[keys[:depth], _text(key)].add(key)
+    names = []
+    for keys, _ in flat:
+        parts = [item]
+        for depth, key in enumerate(keys):
+            text = escape(_text(key))
+            if len(siblings[keys[:depth], _text(key)]) > 1:  # Such as 1 and "1".
+                kind = type(getattr(key, "key", key)).__name__
+                text += "" if kind == "str" else f"%{kind}"
+            parts.append(text)
+        names.append(tuple(parts))
+    counts = collections.Counter(map(".".join, names))  # orbax joins keys by dots.
+    leaves, taken = [], set()
+    for name, (keys, value) in zip(names, flat, strict=True):
+        if counts[".".join(name)] > 1:
+            name = tuple(part.replace(".", "%2E") for part in name)
+        while name in taken:  # A node of a user's class that gives two children one key.
+            name = (*name[:-1], f"{name[-1]}%again")
+        taken.add(name)
+        path = joined(item, keystr(keys, simple=True, separator="/"))
+        leaves.append(Leaf(name, path, value))
+    return leaves
+
+
+def _text(key: Any) -> str:
+    return keystr((key,), simple=True)
+
+
+def nested(values: dict[Name, Any]) -> dict[str, Any]:
+    """Values by name as nested dicts."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        node = tree
+        for part in name[:-1]:
+            node = node.setdefault(part, {})
+        node[name[-1]] = value
+    return tree
+
+
+def is_key(value: Any) -> bool:
+    """Whether this is an array of random keys, or a template for one."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and is_key_type(dtype)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
+
+
+class Kind(NamedTuple):
+    """The name of a leaf's dtype, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def kind_of(leaf: Leaf) -> Kind:
+    """Dtype and shape of a leaf.
+
+    Raises:
+        VariablesError: it is no array and no number.
+    """
+    value: Any = leaf.value
+    if _is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
+        return Kind(number.dtype.name, ())
+    if isinstance(value, jax.ShapeDtypeStruct) or abstract(value) is not None:
+        return Kind(getattr(value.dtype, "name", str(value.dtype)), tuple(value.shape))
+    raise VariablesError(
+        "a leaf of a checkpoint is no array",
+        where=leaf.path,
+        expected="a jax.Array, a numpy array, or a number of at most 64 bits",
+        got=f"{value!r} of type {type(value).__name__}"[:100],
+        hint="keep what is not an array outside of the tree",
+    )
+
+
+def storable(leaf: Leaf, *, copied: bool) -> Any:
+    """A leaf as orbax takes it; with `copied`, a copy, if it could change before it is written.
+
+    Raises:
+        VariablesError: it is no array and no number, has no value, or was donated.
+    """
+    kind_of(leaf)
+    value: Any = leaf.value
+    is_template = isinstance(value, jax.ShapeDtypeStruct)
+    if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
+        raise VariablesError(
+            "a leaf of a checkpoint has no value",
+            where=leaf.path,
+            got="a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted",
+        )
+    if not isinstance(value, jax.Array):
+        return np.array(value) if copied else np.asarray(value)
+    value = jax.random.key_data(value) if is_key(value) else value
+    if jax.process_count() > 1 and value.is_fully_addressable:  # orbax writes global arrays only.
+        return np.asarray(value)
+    return value
+
+
+def compatible(stored: Kind, leaf: Leaf) -> bool:
+    """Whether what was stored can be restored as the leaf."""
+    if is_key(leaf.value):  # orbax stores keys as their data.
+        data = jax.eval_shape(jax.random.key_data, leaf.value)
+        return stored in (kind_of(leaf), Kind(data.dtype.name, data.shape))
+    if not _is_number(leaf.value):
+        return stored == kind_of(leaf)
+    if stored.shape or stored.dtype.startswith("key<"):
+        return False
+    dtype, kind = np.dtype(stored.dtype), type(leaf.value)
+    return (dtype.kind == "b") is (kind is bool) and np.can_cast(dtype, kind, "same_kind")
+
+
+def sharding_for(template: Any) -> Any:
+    """The sharding that a leaf is restored to; None for the memory of this process."""
+    if isinstance(template, jax.ShapeDtypeStruct):
+        return template.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return template.sharding if isinstance(template, jax.Array) and template.committed else None
+
+
+def like(template: Any, read: Any) -> Any:
+    """What was read, in the type and sharding of its template."""
+    if _is_number(template):
+        return type(template)(np.asarray(read).item())
+    if isinstance(template, np.generic):
+        return np.asarray(read)[()]
+    if isinstance(template, np.ndarray):
+        return np.asarray(read)
+    if is_key(template):
+        data = jax.random.key_data(read) if is_key(read) else np.asarray(read)
+        return placed(_keys(data, template), sharding_for(template))
+    return read if isinstance(read, jax.Array) else placed(read, sharding_for(template))
+
+
+def empty_like(template: Any) -> Any:
+    """The data of an array without elements, which orbax does not store."""
+    data = jax.eval_shape(jax.random.key_data, template) if is_key(template) else template
+    return np.zeros(data.shape, data.dtype)
+
+
+def _keys(data: Any, template: Any) -> Any:
+    impl = []
+    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), template)
+    return jax.random.wrap_key_data(data, impl=impl[0])

@@ -24,8 +24,19 @@ from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_
 from stepcache.jaxcompat import coordination
 from stepcache.sharding import Company, current_company
 from stepcache.variables import checkpoint_files as files
-from stepcache.variables.checkpoint_items import NOTHING, Savable, check_names, joined_part, locked
-from stepcache.variables.checkpoint_tree import Leaf, is_key, kind_of, leaves_of, nested, storable
+from stepcache.variables.checkpoint_items import (
+    NOTHING,
+    Leaf,
+    Savable,
+    check_names,
+    is_key,
+    joined_part,
+    kind_of,
+    leaves_of,
+    locked,
+    nested,
+    storable,
+)
 from stepcache.variables.describing import check_not_tracing
 
 _log = logging.getLogger("stepcache")
@@ -77,7 +88,9 @@ class Saving:
             self._checkpointer = self._pod.guarded(lambda: _write(new, tree, metadata))
         except BaseException as error:
             self._close()
-            raise _unwritten(self._root, error) from error.__cause__
+            if (wrapped := _unwritten(self._root, error)) is error:
+                raise
+            raise wrapped from error
 
     def _prepare(self) -> str:
         target = self._root if self._keep is None else files.step_path(self._root, self._step)
@@ -237,9 +250,6 @@ def _collected(items: dict[str, Any], *, copied: bool) -> tuple[dict[str, Any], 
             special.append([list(leaf.name), kind.dtype, list(kind.shape)])
     metadata = {"stepcache": {"variables": about, "leaves": special}}
     return nested(values or {NOTHING: np.zeros(1)}), metadata
-
-
-# ---- pods ----------------------------------------------------------------------------------------
 
 
 class WholePod:

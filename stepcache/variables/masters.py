@@ -149,7 +149,7 @@ class OnDevices(Master):
 
     @functools.cached_property
     def _extent(self) -> Extent:
-        return extent_of(self.packed.buffers)
+        return extent_of(self.arrays())
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         self.write(transfer.pack(leaves, self.layout))

@@ -122,8 +122,7 @@ def layout_of(tree: Any, leaves: Iterable[Described], packed_below_bytes: int = 
     leaves = tuple(leaves)
     key = (tree, leaves, packed_below_bytes)
     with _lock:
-        layout = _layouts.get(key)
-        if layout is None:
+        if (layout := _layouts.get(key)) is None:
             layout = _layouts[key] = _new_layout(tree, leaves, packed_below_bytes)
         return layout
 

@@ -28,17 +28,11 @@ def links(host_bytes: int, device_bytes: int = 0) -> Links:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a value that a step takes.
+    """The size of a value that a step takes."""
 
-    Attributes:
-        size_bytes: of the value, counted once.
-        held_bytes: of all copies and shards, over all devices that get one.
-        devices: the number of these devices.
-    """
-
-    size_bytes: int = 0
-    held_bytes: int = 0
-    devices: int = 1
+    size_bytes: int = 0  # Counted once.
+    held_bytes: int = 0  # Of all replicas and shards.
+    devices: int = 1  # That get one.
 
 
 def extent_of(buffers: Iterable[Any]) -> Extent:
@@ -56,10 +50,8 @@ class Transfer:
     """The transfer of one value, or the reason why it needs none.
 
     Attributes:
-        variable: its name.
-        version: of the value.
-        source: the memory that it is in.
-        target: the memory that it goes to.
+        variable, version: whose value it is.
+        source, target: the memories.
         route: "each", "fanout" or "gather" for a read, "scatter" for a write; "none" where nothing
             moves.
         why: what chose the route, or why nothing moves.
@@ -90,11 +82,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The transfers of one call.
-
-    Attributes:
-        transfers: in the order in which they start.
-    """
+    """The transfers of one call, in the order in which they start."""
 
     transfers: tuple[Transfer, ...] = ()
 

@@ -16,18 +16,22 @@ from stepcache.errors import StepCacheError, VariablesError, first_line
 from stepcache.sharding import current_company
 from stepcache.units import listed
 from stepcache.variables import checkpoint_files as files
-from stepcache.variables.checkpoint_items import NOTHING, Savable, check_names, joined_part, locked
-from stepcache.variables.checkpoint_tree import (
+from stepcache.variables.checkpoint_items import (
+    NOTHING,
     Kind,
     Leaf,
     Name,
+    Savable,
+    check_names,
     compatible,
     empty_like,
     escape,
     is_key,
+    joined_part,
     kind_of,
     leaves_of,
     like,
+    locked,
     sharding_for,
 )
 from stepcache.variables.checkpoints import WholePod, join_all, of_leader, path_of

@@ -61,33 +61,29 @@ class HostLayout:
         """As `read`, but starts at once, beside a step that is running. Devices run one program
         after the other, but these copies are no program. Each buffer costs more than in `read`.
         """
-        read = list(jax.device_put(list(buffers), [at.sharding for at in self._arrivals]))
-        gathered = self._gather([read[number] for number in self._split]) if self._split else []
-        for number, buffer in zip(self._split, gathered, strict=True):
-            read[number] = buffer
-        return read
+        places, is_split = self._arrivals
+        read = jax.device_put(list(buffers), places)
+        return self._gather(read) if is_split else read
 
     @functools.cached_property
-    def _arrivals(self) -> list[Buffer]:
-        """What each buffer is copied to, before it is gathered."""
-        pairs = zip(self.on_host, self.on_device, strict=True)
-        return [device if host is None else _shards_on_devices(host) for host, device in pairs]
-
-    @functools.cached_property
-    def _split(self) -> list[int]:
-        """The buffers of which each device gets a shard, to be gathered."""
-        pairs = enumerate(zip(self._arrivals, self.on_device, strict=True))
-        return [n for n, (at, end) in pairs if at != end._replace(weak_type=at.weak_type)]
+    def _arrivals(self) -> tuple[list[Any], bool]:
+        """What sharding each buffer is copied to, and whether a program has to gather any."""
+        pairs = list(zip(self.on_host, self.on_device, strict=True))
+        arrivals = [at if host is None else _shards_on_devices(host) for host, at in pairs]
+        is_split = any(
+            arrival != device._replace(weak_type=arrival.weak_type)
+            for arrival, device in zip(arrivals, self.on_device, strict=True)
+        )
+        return [arrival.sharding for arrival in arrivals], is_split
 
     @functools.cached_property
     def _gather(self) -> Any:
         """The compiled program from shards on the devices to buffers."""
-        wanted = [self.on_device[number] for number in self._split]
 
         def gather(buffers: Sequence[Any]) -> list[Any]:
-            return [_restored(each, device) for each, device in zip(buffers, wanted, strict=True)]
+            return [_restored(x, at) for x, at in zip(buffers, self.on_device, strict=True)]
 
-        return jax.jit(gather, out_shardings=[device.sharding for device in wanted])
+        return jax.jit(gather, out_shardings=[device.sharding for device in self.on_device])
 
     @functools.cached_property
     def write(self) -> Any:
@@ -155,9 +151,14 @@ def host_layout(layout: Layout, mesh: Mesh | None, memory_kind: str, where: str)
         _check_memory(device, memory_kind, where)
     key = (layout, devices[0], memory_kind)
     with _lock:
-        found = _host_layouts.get(key)
-        if found is None:
-            found = _host_layouts[key] = _new_host_layout(layout, devices[0], memory_kind)
+        if (found := _host_layouts.get(key)) is None:
+            placed = (
+                at._replace(sharding=at.sharding or SingleDeviceSharding(devices[0]))
+                for at in layout.buffers
+            )
+            on_device = tuple(placed)
+            found = HostLayout(on_device, tuple(_on_host(at, memory_kind) for at in on_device))
+            _host_layouts[key] = found
         return found
 
 
@@ -180,19 +181,10 @@ def _check_memory(device: Any, memory_kind: str, where: str) -> None:
     )
 
 
-def _new_host_layout(layout: Layout, device: Any, memory_kind: str) -> HostLayout:
-    on_device = tuple(
-        buffer._replace(sharding=buffer.sharding or SingleDeviceSharding(device))
-        for buffer in layout.buffers
-    )
-    on_host = (
-        None if is_key_type(buffer.dtype) else _on_host(buffer, memory_kind) for buffer in on_device
-    )
-    return HostLayout(on_device, tuple(on_host))
-
-
-def _on_host(buffer: Buffer, memory_kind: str) -> Buffer:
-    sharding: Sharding = buffer.sharding  # type: ignore[assignment]
+def _on_host(buffer: Buffer, memory_kind: str) -> Buffer | None:
+    sharding: Any = buffer.sharding
+    if is_key_type(buffer.dtype):
+        return None
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return buffer._replace(sharding=sharding.with_memory_kind(memory_kind))
     if not sharding.is_fully_replicated:

@@ -42,9 +42,6 @@ def bytes_here(array: jax.Array) -> int:
     return shard_bytes(array) * len(array.sharding.addressable_devices)
 
 
-# ---- on the devices ---------------------------------------------------------------------------
-
-
 def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
     """Copies leaves into buffers on the devices: the leaves may be changed or donated then."""
     return Packed(layout, tuple(map(_put, layout.pack(leaves, np), layout.buffers)))
@@ -95,9 +92,6 @@ def copy(array: jax.Array) -> jax.Array:
 def copied(packed: Packed) -> Packed:
     """The same value in buffers of its own."""
     return Packed(packed.layout, tuple(map(copy, packed.buffers)))
-
-
-# ---- to host memory ---------------------------------------------------------------------------
 
 
 def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
@@ -178,9 +172,6 @@ def _split(value: Any, host: Buffer) -> jax.Array:
         return padded
 
     return jax.make_array_from_callback(host.shape, sharding, shard)
-
-
-# ---- from host memory -------------------------------------------------------------------------
 
 
 def look(packed: Packed, layout: HostLayout, meter: Meter) -> list[Any]:

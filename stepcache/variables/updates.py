@@ -17,8 +17,8 @@ from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, current_max_bytes, current_reader
 from stepcache.variables import transfer
-from stepcache.variables.masters import InHostMemory, Master, Reader, hold
-from stepcache.variables.packing import Layout, Packed
+from stepcache.variables.masters import InHostMemory, Master, OnDevices, Reader, hold
+from stepcache.variables.packing import Packed
 from stepcache.variables.plan import Plan, Transfer, check_bytes, links
 from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
 from stepcache.variables.transfer import Meter
@@ -64,7 +64,7 @@ class Updates:
         is_last = self.pending + 1 >= self._write.every
         self._check_budget(leaves, master, reader, is_last)
         if self._write.mode == "apply" and is_last and self.state is None:
-            self.ready_state(master, meter)
+            self.state = self.ready_state(master, meter)
             self._check_budget(leaves, master, reader, is_last)
         summed = self._summed(leaves, meter)
         if is_last:
@@ -117,30 +117,20 @@ class Updates:
         check_bytes(f"{self._name}.push", needed, current_max_bytes())
 
     def ready_state(self, master: Master, meter: Meter) -> Master:
-        """The optimizer's state, initialized from the value if there is none yet."""
-        if self.state is None:
-            if self._on_host:
-                leaves = master.leaves(meter)
-            else:
-                leaves, _ = transfer.unpack(master.on_devices(meter))
-            self.state = self._initial_state(master.layout, leaves, meter)
-        return self.state
-
-    def state_to_restore(self, master: Master, meter: Meter) -> Master:
-        """An optimizer's state to be overwritten, which a lost value has too."""
-        if self.state is None and master.is_lost:
-            zeros = [np.zeros(slot.shape, slot.dtype) for slot in master.layout.slots]
-            leaves, _ = transfer.unpack(transfer.pack(zeros, master.layout))
-            return self._initial_state(master.layout, leaves, meter)
-        return self.ready_state(master, meter)
-
-    def _initial_state(self, layout: Layout, leaves: Sequence[Any], meter: Meter) -> Master:
-        name, optimizer = f"{self._name}/optimizer", self._write.optimizer
+        """The optimizer's state, or a new one, of zeros where the value is lost."""
+        if self.state is not None:
+            return self.state
+        name, layout, init = f"{self._name}/optimizer", master.layout, self._write.optimizer.init
+        if master.is_lost:
+            zeros = [np.zeros(slot.shape, slot.dtype) for slot in layout.slots]
+            master = OnDevices(transfer.pack(zeros, layout))
         if not self._on_host:
-            state = optimizer.init(layout.tree.unflatten(leaves))
+            leaves, _ = transfer.unpack(master.on_devices(meter))
+            state = init(layout.tree.unflatten(leaves))
             return hold(name, state, self._placement, self._placer, Read(), meter, pack=self._pack)
+        leaves = map(np.asarray, master.leaves(meter))
         with jax.default_device(_host_device(self._name)):
-            state = optimizer.init(layout.tree.unflatten(map(np.asarray, leaves)))
+            state = init(layout.tree.unflatten(leaves))
             return hold(name, state, Replicated(), None, Read(), meter, pack=self._pack)
 
     def forget_lost_state(self) -> None:

@@ -138,8 +138,6 @@ class Variables(NoTree, Savable):
                 text = f"rule {pattern!r}, {spec}, matches no leaf of {self.name} ({examples}, …)"
                 warn(text, UnmatchedRuleWarning)
 
-    # ---- looking -------------------------------------------------------------------------------
-
     @property
     def version(self) -> int:
         """The number of writes since the variables were made."""
@@ -201,8 +199,6 @@ class Variables(NoTree, Savable):
             copied._begin(self._master.copied())
         return copied
 
-    # ---- writing -------------------------------------------------------------------------------
-
     def assign(self, tree: Any) -> None:
         """Replaces the value. An optimizer's state that a failed `push` lost is made anew.
 
@@ -253,12 +249,8 @@ class Variables(NoTree, Savable):
     def _moving(self, method: str, *written: Master) -> Iterator[Meter]:
         """Gives a meter for what a method moves, and records it at the end.
 
-        Args:
-            method: its name.
-            written: what it writes, which the session's `max_step_bytes` bounds.
-
         Raises:
-            TransferBudgetError: it would move more.
+            TransferBudgetError: to write these masters moves more than the session allows.
         """
         reader, planned = Reader(current_reader()), Counter()
         for each in written:
@@ -269,8 +261,6 @@ class Variables(NoTree, Savable):
             yield meter
         finally:
             meter.emit(self.name)
-
-    # ---- checkpoints ---------------------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes value, version, optimizer state and pending updates to a checkpoint.
@@ -303,8 +293,6 @@ class Variables(NoTree, Savable):
         """
         restoring.restore(directory, value=self)
 
-    # ---- for steps and sessions ----------------------------------------------------------------
-
     @property
     def _layout(self) -> Layout:
         return self._master.layout
@@ -331,11 +319,7 @@ class Variables(NoTree, Savable):
             return self._master.plan(self.name, reader)
 
     def _take(self, reader: Reader, meter: Meter) -> Packed:
-        """The value as a program takes it. Called, and used, under the lock.
-
-        Raises:
-            VariablesError: it is lost.
-        """
+        """The value as a program takes it. Called, and used, under the lock."""
         self._master.check_not_lost(self.name)
         return self._master.take(reader, meter)
 
@@ -358,11 +342,7 @@ class Variables(NoTree, Savable):
         return Packed(self._layout, tuple(buffers))
 
     def _check_usable(self, mesh: Mesh | None) -> None:
-        """Checks that a session with this mesh can use the variables.
-
-        Raises:
-            VariablesError: they are on another mesh.
-        """
+        """Checks that the variables were made on the mesh of a session."""
         if mesh is not self._mesh and mesh_identity(mesh) != mesh_identity(self._mesh):
             raise VariablesError(
                 "variables of another session's mesh",
@@ -372,8 +352,6 @@ class Variables(NoTree, Savable):
                 hint="make them inside the session that uses them, or assign their value to "
                 "variables made there",
             )
-
-    # ---- showing -------------------------------------------------------------------------------
 
     def _summary(self) -> dict[str, str]:
         leaves = counted(len(self._layout.slots), "leaf")
@@ -390,8 +368,8 @@ class Variables(NoTree, Savable):
             self._lock.release()
         for memory, size in bytes_per_device(self._master.arrays()).items():
             rows[memory] = f"{readable_bytes(size)} per device"
-        rows |= {"read": str(self.read)} if self.read != Read() else {}
-        return rows | ({"write": str(self.write)} if self.write != Write() else {})
+        shown = {"read": self.read != Read(), "write": self.write != Write()}
+        return rows | {name: str(getattr(self, name)) for name in shown if shown[name]}
 
     def __repr__(self) -> str:
         texts = [
