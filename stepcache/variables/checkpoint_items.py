@@ -130,9 +130,10 @@ def joined_part(name: str, part: str) -> str:
 def check_names(items: dict[str, Any]) -> None:
     for name in items:
         if not name.isidentifier():
-            raise VariablesError("items of a checkpoint are named as arguments are", got=repr(name))
+            what = "the name of an item is not a Python identifier"
+            raise VariablesError(what, expected="a name such as params", got=repr(name))
     if not items:
-        raise VariablesError("nothing is named", expected="params=..., step=... and the like")
+        raise VariablesError("there are no items", expected="params=..., step=... and the like")
 
 
 @contextlib.contextmanager

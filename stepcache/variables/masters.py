@@ -134,7 +134,7 @@ class Master(ABC):
         """
         if self.is_lost:
             raise VariablesError(
-                f"{LOST}: a program had taken its buffers, and failed",
+                f"{LOST}: a program donated its buffers, and failed",
                 where=name,
                 hint="assign(...) or restore(...) a value that was kept",
             )

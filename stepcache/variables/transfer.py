@@ -43,7 +43,7 @@ def bytes_here(array: jax.Array) -> int:
 
 
 def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
-    """Copies leaves into buffers on the devices: the leaves may be changed or donated then."""
+    """Copies leaves into buffers on the devices. They may be changed or donated afterwards."""
     return Packed(layout, tuple(map(_put, layout.pack(leaves, np), layout.buffers)))
 
 
@@ -115,7 +115,7 @@ def _counted(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
 def pack_on_hosts(
     leaves: Sequence[Any], packed_layout: Layout, layout: HostLayout, meter: Meter
 ) -> Packed:
-    """Copies leaves into buffers in host memory: the leaves may be changed or donated then."""
+    """Copies leaves into buffers in host memory. They may be changed or donated afterwards."""
     packed = store(packed_layout.pack(leaves, np), packed_layout, layout)
     return _counted(packed, layout, meter)
 

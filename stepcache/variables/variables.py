@@ -345,7 +345,7 @@ class Variables(NoTree, Savable):
         """Checks that the variables were made on the mesh of a session."""
         if mesh is not self._mesh and mesh_identity(mesh) != mesh_identity(self._mesh):
             raise VariablesError(
-                "variables of another session's mesh",
+                "the variables were made on the mesh of another session",
                 where=self.name,
                 expected=_mesh_text(self._mesh),
                 got=_mesh_text(mesh),
