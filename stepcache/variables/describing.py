@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
@@ -52,6 +52,7 @@ def describe(
                 hint="make the variables inside `with Session(mesh)`",
             )
         placer = Placer(placer.mesh, on_device.rules, None)
+    devices = set(placer.mesh.devices.flat) if placer is not None else set()
     named, structure = named_leaves(tree)
     described = []
     for path, leaf in named:
@@ -68,15 +69,11 @@ def describe(
         if sharding is not None and isinstance(placement, OnHost):
             device = min(sharding.device_set, key=lambda each: each.id)
             sharding = sharding.with_memory_kind(device.default_memory().kind)
-        by_rules = isinstance(on_device, Sharded)
-        if placer is not None and (by_rules or not _is_on(sharding, placer.mesh)):
+        is_placed = isinstance(sharding, NamedSharding) and sharding.device_set == devices
+        if placer is not None and (isinstance(on_device, Sharded) or not is_placed):
             sharding = placer.place(joined(prefix, path), aval.shape, "carry").sharding
         described.append(Described(path, aval.shape, aval.dtype, aval.weak_type, sharding))
     return structure, [leaf for _, leaf in named], described
-
-
-def _is_on(sharding: Sharding | None, mesh: Mesh) -> bool:
-    return isinstance(sharding, NamedSharding) and sharding.device_set == set(mesh.devices.flat)
 
 
 def blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

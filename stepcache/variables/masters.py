@@ -31,7 +31,7 @@ from stepcache.variables.policy import OnHost, Placement, Read
 from stepcache.variables.routes import Route, choose_route
 from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
-from stepcache.variables.wire import error_bound
+from stepcache.variables.wire import ERROR_BOUNDS
 
 LOST = "the value is lost"
 
@@ -192,7 +192,7 @@ class InHostMemory(Master):
 
     def _plan_read(self, variable: str, version: int, reader: Reader, more: str = "") -> Transfer:
         route = self._route(reader)
-        coded = (route.wire or "", error_bound(route.wire))
+        coded = (route.wire or "", ERROR_BOUNDS[route.wire])
         rest = (route.name, route.why + more, reader.arguments, route.link_bytes, *coded)
         return Transfer(variable, version, "host", "devices", *rest, self._extent)
 

@@ -20,7 +20,8 @@ BLOCK = 256
 """Values that share one scale."""
 _TYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
-_BOUNDS = {
+ERROR_BOUNDS = {
+    None: "",
     "bf16": "off by at most 2⁻⁸ of each value",
     "fp8": f"off by at most 2⁻⁴ of each value, or 2⁻¹⁸ of the largest of its {BLOCK}",
     "int8": f"off by at most 1/254 of the largest of its {BLOCK} values",
@@ -32,11 +33,6 @@ def codes(wire: str | None, dtype: Any) -> bool:
     if wire is None or not jnp.issubdtype(dtype, jnp.floating):
         return False
     return np.dtype(dtype).itemsize > np.dtype(_TYPES[wire]).itemsize
-
-
-def error_bound(wire: str | None) -> str:
-    """The largest error of a coded value, in words; empty without a wire."""
-    return _BOUNDS[wire] if wire is not None else ""
 
 
 def padded_size(wire: str, size: int, parts: int) -> int:
