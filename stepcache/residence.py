@@ -141,7 +141,7 @@ class Use:
             AgreementError: they do not.
         """
         if scope.check_replicas_every and number % scope.check_replicas_every == 0:
-            held = [each for each in self.variables if not each._held.is_lost]
+            held = [each for each in self.variables if not each._master.is_lost]
             check_replicas(
                 lambda: (part for each in held for part in each._parts_on_devices()),
                 scope.peers,

@@ -1,8 +1,9 @@
 """Directories of checkpoints: what a save may replace, atomic replacement, and numbered steps.
 
-A save writes into a hidden directory beside its target, `.{name}.{random}.saving`, whose lock it
-holds while it lives, and renames what it wrote to the target at the end. The contents of
-checkpoints are the business of `checkpoints.py`.
+A save writes to a hidden directory beside its target, `.{name}.{random}.saving`, holds a lock in it
+until it ends, and renames what it wrote to the target. orbax's own `force=True` removes the earlier
+checkpoint before it writes the new one, and its `CheckpointManager` removes directories of steps
+that it did not write.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 from stepcache.errors import VariablesError
 from stepcache.units import listed
 
-_CONTAINER = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.saving")
 _STEP = re.compile(r"step_(\d{8,})")
 _METADATA = "_CHECKPOINT_METADATA"
 # What orbax writes at the top of a checkpoint.
@@ -39,22 +39,18 @@ def custom_metadata(path: Path) -> dict[str, Any]:
         return {}
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a directory has what every checkpoint of ours has."""
-    return (
-        is_ours(custom_metadata(path))
-        and (path / "_METADATA").exists()
-        and (path / "manifest.ocdbt").exists()
-    )
-
-
 def is_ours(metadata: dict[str, Any]) -> bool:
     """Whether stepcache wrote a checkpoint. The first format had no name of its own."""
     return "stepcache" in metadata or {"version", "leaves"} <= metadata.keys()
 
 
+def _is_whole(path: Path) -> bool:
+    files = (path / name for name in ("_METADATA", "manifest.ocdbt"))
+    return is_ours(custom_metadata(path)) and all(map(Path.exists, files))
+
+
 def check_replaceable(path: Path) -> None:
-    """Checks that a save to `path` destroys nothing but an earlier checkpoint of ours.
+    """Checks that a save to `path` destroys nothing but an earlier checkpoint of stepcache.
 
     Raises:
         VariablesError: there is a file, another directory, or a checkpoint with more inside it.
@@ -89,23 +85,16 @@ def _occupied(path: Path, got: str) -> VariablesError:
 
 
 class Staging:
-    """A hidden directory beside a target, in which one save writes a checkpoint.
-
-    Args:
-        target: where the checkpoint is going to be.
-
-    Attributes:
-        new: where to write it first.
-    """
+    """A hidden directory beside a target, where one save writes a checkpoint, at `new`."""
 
     def __init__(self, target: Path):
-        self._target = target
+        self.target = target
         target.parent.mkdir(parents=True, exist_ok=True)
         self._directory = Path(
             tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".saving", dir=target.parent)
         )
         self.new = self._directory / "new"
-        # Renamed when it is locked: whoever finds it unlocked knows that its writer has ended.
+        # Named "lock" once it is locked: a "lock" that is unlocked is that of an ended process.
         unlocked = self._directory / "unlocked"
         self._lock = os.open(unlocked, os.O_CREAT | os.O_RDWR)
         with contextlib.suppress(OSError):  # A file system without locks.
@@ -113,99 +102,73 @@ class Staging:
             unlocked.rename(self._directory / "lock")
 
     def publish(self) -> None:
-        """Puts what was written in the place of the target: at each moment one of them is whole.
+        """Replaces the target by what was written. At each moment one of them is whole.
 
         Raises:
-            VariablesError: something else has come to lie there meanwhile.
+            VariablesError: the target has become something that a save may not replace.
         """
         old = self._directory / "old"
         while True:
-            check_replaceable(self._target)
+            check_replaceable(self.target)
             with contextlib.suppress(FileNotFoundError):
-                self._target.rename(old)
+                self.target.rename(old)
             try:
-                self.new.rename(self._target)
+                self.new.rename(self.target)
                 return
             except OSError:
-                if not os.path.lexists(self._target):
+                if not os.path.lexists(self.target):
                     with contextlib.suppress(FileNotFoundError):
-                        old.rename(self._target)
+                        old.rename(self.target)
                     raise
             shutil.rmtree(old, ignore_errors=True)  # Another save was faster: replace its own.
 
     def remove(self, path: Path) -> None:
-        """Removes a checkpoint in one go for those who look."""
+        """Removes another checkpoint, atomically for its readers."""
         with contextlib.suppress(OSError):  # Another save was faster.
             path.rename(self._directory / path.name)
 
     def close(self) -> None:
-        """Removes what is left."""
+        """Removes the directory."""
         shutil.rmtree(self._directory, ignore_errors=True)
         os.close(self._lock)
 
 
 def recover(path: Path) -> None:
-    """Undoes what saves to `path`, or to steps below it, have left that were killed.
+    """Cleans up after killed saves to `path`, or to steps below it.
 
-    One that was killed between its two renames has left no target: the earlier one is put back.
+    One that was killed between its two renames has left no target: this puts the earlier one back.
     """
-    _recover_in(path.parent, path.name)
-    _recover_in(path, None)
+    for parent, name in ((path.parent, re.escape(path.name)), (path, _STEP.pattern)):
+        pattern = re.compile(rf"\.(?P<target>{name})\.[a-z0-9_]{{8}}\.saving")
+        for _ in range(100):
+            matches = [match for each in _names_in(parent) if (match := pattern.fullmatch(each))]
+            if not sum(_recover(parent / m.string, parent / m["target"]) for m in matches):
+                break
+            time.sleep(0.01)
 
 
-def _recover_in(parent: Path, name: str | None) -> None:
-    for _ in range(100):
-        between = False
-        for container in _containers(parent, name):
-            match = _CONTAINER.fullmatch(container.name)
-            assert match
-            target, old = parent / match["name"], container / "old"
-            is_missing = old.exists() and not os.path.lexists(target)
-            with _lock_of_ended(container) as ended, contextlib.suppress(OSError):
-                if ended:
-                    if is_missing:
-                        old.rename(target)
-                    shutil.rmtree(container, ignore_errors=True)
-            between |= is_missing and not ended
-        if not between:
-            return
-        time.sleep(0.01)  # Its writer is between two renames.
+def _recover(directory: Path, target: Path) -> bool:
+    """Cleans up after one save. Returns whether it is alive, and between its two renames."""
+    old = directory / "old"
+    is_between = old.exists() and not os.path.lexists(target)
+    with contextlib.suppress(OSError), (directory / "lock").open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Fails while its process lives.
+        if is_between:
+            old.rename(target)
+        shutil.rmtree(directory, ignore_errors=True)
+        return False
+    return is_between
 
 
-def _containers(parent: Path, name: str | None) -> list[Path]:
+def _names_in(directory: Path) -> list[str]:
     try:
-        names = sorted(each.name for each in parent.iterdir())
+        return sorted(each.name for each in directory.iterdir())
     except OSError:
         return []
-    matches = [match for each in names if (match := _CONTAINER.fullmatch(each))]
-    return [
-        parent / match.string
-        for match in matches
-        if (match["name"] == name if name is not None else _STEP.fullmatch(match["name"]))
-    ]
-
-
-@contextlib.contextmanager
-def _lock_of_ended(container: Path):
-    """Holds the lock of a save whose process has ended; False where it lives, or nobody knows."""
-    try:
-        lock = os.open(container / "lock", os.O_RDWR)
-    except OSError:
-        yield False
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        ended = True
-    except OSError:
-        ended = False
-    try:
-        yield ended
-    finally:
-        os.close(lock)
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies.
+    """The path of a step's checkpoint.
 
     Raises:
         VariablesError: `directory` is a checkpoint itself, or a file.
@@ -221,38 +184,41 @@ def step_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08}"
 
 
-def steps_in(directory: Path) -> dict[int, Path]:
+def _steps_in(directory: Path) -> list[Path]:
     """The checkpoints of steps below a directory, the newest first."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for path in directory.iterdir():
-            match = _STEP.fullmatch(path.name)
-            if match and path.is_dir():
-                found[int(match[1])] = path
-    return dict(sorted(found.items(), reverse=True))
+    matches = [match for name in _names_in(directory) if (match := _STEP.fullmatch(name))]
+    matches.sort(key=lambda match: int(match[1]), reverse=True)
+    return [path for match in matches if (path := directory / match.string).is_dir()]
 
 
-def prune(directory: Path, keep: int, written: Path, staging: Staging) -> None:
+def prune(directory: Path, keep: int, staging: Staging) -> None:
     """Removes all checkpoints of steps but the newest, and never the one that was just written."""
-    rest = [path for path in steps_in(directory).values() if path != written]
+    rest = [path for path in _steps_in(directory) if path != staging.target]
     for path in rest[keep - 1 :]:
         with contextlib.suppress(VariablesError):  # What is not ours stays.
             check_replaceable(path)
             staging.remove(path)
 
 
-def described(path: Path) -> str:
-    """What is at a path that is no checkpoint."""
-    if not path.exists():
-        return "no such path"
-    if not path.is_dir():
-        return "a file"
-    names = listed(sorted(each.name for each in path.iterdir())[:3])
-    return f"a directory with {names}" if names else "an empty directory"
+def find(path: Path) -> Path:
+    """The checkpoint at `path`, or the newest whole one of the steps below it.
 
-
-def newest_whole(path: Path) -> Path | None:
-    """The checkpoint at `path`, or the newest whole one of the steps below it."""
+    Raises:
+        VariablesError: there is none.
+    """
+    recover(path)
     if (path / _METADATA).exists() or (path / "_METADATA").exists():
         return path
-    return next((each for each in steps_in(path).values() if is_whole(each)), None)
+    for each in _steps_in(path):
+        if _is_whole(each):
+            return each
+    names = _names_in(path)[:3]
+    got = f"a directory with {listed(names)}" if names else "an empty directory"
+    if not path.is_dir():
+        got = "a file" if path.exists() else "no such path"
+    raise VariablesError(
+        "there is no checkpoint to restore",
+        where=str(path),
+        expected="a directory that stepcache.save or orbax's StandardCheckpointer wrote",
+        got=got,
+    )

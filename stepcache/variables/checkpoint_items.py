@@ -1,62 +1,126 @@
-"""Items of a checkpoint: what may be one, and how the processes of a pod treat them together."""
+"""What a checkpoint may hold: `Variables` in parts, pytrees and numbers, leaf by leaf.
+
+A leaf is stored below its item under the keys of its path, as text: `params/layers/0/w`. Text that
+orbax cannot store is percent-encoded, and so are keys that differ by more than their text.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import itertools
-import json
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jax.tree_util import keystr
 
-from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
-from stepcache.jaxcompat import coordination
-from stepcache.sharding import Company
-from stepcache.variables.checkpoint_tree import Name
+from stepcache.errors import VariablesError
+from stepcache.sharding import current_reader
+from stepcache.spanning import placed
+from stepcache.variables.describing import abstract, joined
+from stepcache.variables.masters import Master
+from stepcache.variables.packing import is_key_type
+from stepcache.variables.policy import Write
+from stepcache.variables.transfer import Meter
+from stepcache.variables.updates import Updates
 
+Name = tuple[str, ...]
 NOTHING: Name = ("%nothing",)
-"""What is stored in a checkpoint without leaves: orbax stores no empty trees."""
+"""The name of what is stored in a checkpoint without leaves: orbax stores no empty trees."""
 
 
 @dataclass
 class Parts:
-    """What a checkpoint holds, or is to hold, of some variables.
+    """What a checkpoint holds, or will hold, of some variables.
 
     Attributes:
-        trees: of arrays or `jax.ShapeDtypeStruct`s: "" the value, "optimizer" its state, "pending"
-            the sum of the updates that are not written yet.
-        about: the version, the write mode, and how many updates are pending; empty where what is
+        trees: of arrays or templates: "" the value, "optimizer" its state, "pending" the sum of
+            pending updates.
+        about: the version, the write mode, and the number of pending updates; empty where what is
             stored was no `Variables`.
-        state: where the optimizer's state is to be put.
+        state: the optimizer's state, to be overwritten.
     """
 
     trees: dict[str, Any]
-    about: dict[str, Any] = field(default_factory=dict)
-    state: Any = None
+    about: dict[str, Any]
+    state: Master | None = None
 
 
-@runtime_checkable
-class Savable(Protocol):
-    """`Variables`, as they are saved and restored."""
+class Savable:
+    """The half of `Variables` that checkpoints use."""
 
+    name: str
+    write: Write
+    value: Any
     _number: int
     _lock: Any
+    _master: Master
+    _updates: Updates
+    _made_of: dict[str, str]
+    _moving: Callable[..., contextlib.AbstractContextManager[Meter]]
 
     def _parts(self) -> Parts:
-        """What is to be saved. Under the lock."""
-        ...
+        """The parts to save. Under the lock."""
+        master, updates = self._master, self._updates
+        trees = {"": self.value}
+        if (state := updates.state) is not None:
+            state.check_not_lost(self.name)
+            with self._moving("save") as meter:
+                trees["optimizer"] = state.layout.tree.unflatten(state.leaves(meter))
+        if (pending := updates.pending_leaves) is not None:
+            trees["pending"] = master.layout.tree.unflatten(pending)
+        about = {"version": master.version, "mode": self.write.mode, "pending": updates.pending}
+        return Parts(trees, about)
 
     def _wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
-        """What is to be restored, of the parts that are stored."""
-        ...
+        """Templates of the parts to restore, of those stored, and what is stored `about` them.
+
+        Raises:
+            TransferBudgetError: it would move more than the session allows.
+        """
+        wanted = Parts({"": self._master.templates()}, about)
+        is_same_mode = about.get("mode") == self.write.mode
+        if "pending" in stored and is_same_mode:
+            wanted.trees["pending"] = self._master.templates()
+        # A checkpoint from before the first push has no state.
+        has_state = "optimizer" in stored or not (is_same_mode or partial)
+        has_state = has_state and self.write.mode == "apply"
+        state = self._updates.state if has_state else None
+        written = (self._master,) if state is None else (self._master, state)
+        with self._lock, self._moving("restore", *written) as meter:
+            if has_state:
+                wanted.state = self._updates.ready_state(self._master, meter)
+                wanted.trees["optimizer"] = wanted.state.templates()
+        return wanted
 
     def _put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
-        """Takes leaves, of which those are None that were not stored. Under the lock."""
-        ...
+        """Takes the leaves that were restored, or None for those that stay. Under the lock."""
+        about, reader, leaves = wanted.about, current_reader(), restored[""]
+        for slot, leaf in zip(self._master.layout.slots, leaves, strict=True):
+            if leaf is not None:
+                self._made_of.pop(slot.path, None)
+        with self._moving("restore") as meter:
+            if not leaves or any(leaf is not None for leaf in leaves):
+                self._master.version = max(self._master.version, about.get("version", 0) - 1)
+                self._master.assign(_filled(leaves, self._master, meter), reader, meter)
+            if (state := wanted.state) is not None:
+                state.assign(_filled(restored["optimizer"], state, meter), reader, meter)
+                self._updates.state = state
+            elif about.get("mode") == "apply":
+                self._updates.state = None
+        if about:
+            self._updates.resume(restored.get("pending"), about["pending"])
+
+
+def _filled(leaves: list[Any], master: Master, meter: Meter) -> list[Any]:
+    """Leaves, with the current ones in the place of None."""
+    if all(leaf is not None for leaf in leaves):
+        return leaves
+    pairs = zip(leaves, master.leaves(meter), strict=True)
+    return [now if leaf is None else leaf for leaf, now in pairs]
 
 
 def joined_part(name: str, part: str) -> str:
@@ -66,9 +130,10 @@ def joined_part(name: str, part: str) -> str:
 def check_names(items: dict[str, Any]) -> None:
     for name in items:
         if not name.isidentifier():
-            raise VariablesError("items of a checkpoint are named as arguments are", got=repr(name))
+            what = "the name of an item is not a Python identifier"
+            raise VariablesError(what, expected="a name such as params", got=repr(name))
     if not items:
-        raise VariablesError("nothing is named", expected="params=..., step=... and the like")
+        raise VariablesError("there are no items", expected="params=..., step=... and the like")
 
 
 @contextlib.contextmanager
@@ -81,65 +146,168 @@ def locked(items: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def path_of(directory: str | os.PathLike) -> Path:
-    refuse_url(directory, VariablesError, "directory")
-    return Path(directory).expanduser().resolve()
+class Leaf(NamedTuple):
+    """A leaf of an item: an array, a number, or a `jax.ShapeDtypeStruct`."""
+
+    name: Name
+    path: str  # The same in messages.
+    value: Any
 
 
-def unwritten(path: Path, error: Exception) -> Exception:
-    if isinstance(error, StepCacheError):
-        return error
-    wrapped = VariablesError(
-        "the checkpoint could not be written", where=str(path), got=first_line(error)
+def escape(text: str) -> str:
+    """A key as it is stored: one that is empty or has a `/` would not come back."""
+    return text.replace("%", "%25").replace("/", "%2F") or "%"
+
+
+def leaves_of(item: str, tree: Any) -> list[Leaf]:
+    """The leaves of an item. Equal paths get equal names, whatever the order of the leaves."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    siblings = collections.defaultdict(set)
+    for keys, _ in flat:
+        for depth, key in enumerate(keys):
+            siblings[keys[:depth], _text(key)].add(key)
+    names = []
+    for keys, _ in flat:
+        parts = [item]
+        for depth, key in enumerate(keys):
+            text = escape(_text(key))
+            if len(siblings[keys[:depth], _text(key)]) > 1:  # Such as 1 and "1".
+                kind = type(getattr(key, "key", key)).__name__
+                text += "" if kind == "str" else f"%{kind}"
+            parts.append(text)
+        names.append(tuple(parts))
+    counts = collections.Counter(map(".".join, names))  # orbax joins keys by dots.
+    leaves, taken = [], set()
+    for name, (keys, value) in zip(names, flat, strict=True):
+        if counts[".".join(name)] > 1:
+            name = tuple(part.replace(".", "%2E") for part in name)
+        while name in taken:  # A node of a user's class that gives two children one key.
+            name = (*name[:-1], f"{name[-1]}%again")
+        taken.add(name)
+        path = joined(item, keystr(keys, simple=True, separator="/"))
+        leaves.append(Leaf(name, path, value))
+    return leaves
+
+
+def _text(key: Any) -> str:
+    return keystr((key,), simple=True)
+
+
+def nested(values: dict[Name, Any]) -> dict[str, Any]:
+    """Values by name as nested dicts."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        node = tree
+        for part in name[:-1]:
+            node = node.setdefault(part, {})
+        node[name[-1]] = value
+    return tree
+
+
+def is_key(value: Any) -> bool:
+    """Whether this is an array of random keys, or a template for one."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and is_key_type(dtype)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
+
+
+class Kind(NamedTuple):
+    """The name of a leaf's dtype, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def kind_of(leaf: Leaf) -> Kind:
+    """Dtype and shape of a leaf.
+
+    Raises:
+        VariablesError: it is no array and no number.
+    """
+    value: Any = leaf.value
+    if _is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
+        return Kind(number.dtype.name, ())
+    if isinstance(value, jax.ShapeDtypeStruct) or abstract(value) is not None:
+        return Kind(getattr(value.dtype, "name", str(value.dtype)), tuple(value.shape))
+    raise VariablesError(
+        "a leaf of a checkpoint is no array",
+        where=leaf.path,
+        expected="a jax.Array, a numpy array, or a number of at most 64 bits",
+        got=f"{value!r} of type {type(value).__name__}"[:100],
+        hint="keep what is not an array outside of the tree",
     )
-    wrapped.__cause__ = error
-    return wrapped
 
 
-# ---- pods ----
+def storable(leaf: Leaf, *, copied: bool) -> Any:
+    """A leaf as orbax takes it; with `copied`, a copy, if it could change before it is written.
+
+    Raises:
+        VariablesError: it is no array and no number, has no value, or was donated.
+    """
+    kind_of(leaf)
+    value: Any = leaf.value
+    is_template = isinstance(value, jax.ShapeDtypeStruct)
+    if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
+        raise VariablesError(
+            "a leaf of a checkpoint has no value",
+            where=leaf.path,
+            got="a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted",
+        )
+    if not isinstance(value, jax.Array):
+        return np.array(value) if copied else np.asarray(value)
+    value = jax.random.key_data(value) if is_key(value) else value
+    if jax.process_count() > 1 and value.is_fully_addressable:  # orbax writes global arrays only.
+        return np.asarray(value)
+    return value
 
 
-class Everybody:
-    """All processes of JAX's pod, outside of sessions: a loss is noticed by JAX's heartbeats."""
-
-    _exchanges = itertools.count()
-
-    def guarded(self, work: Callable[[], Any]) -> Any:
-        return work()
-
-    def wait_for_all(self, label: str, said: bytes = b"") -> dict[int, bytes]:
-        service = coordination.service()
-        if jax.process_count() == 1 or service is None:
-            return {jax.process_index(): said}
-        place = f"stepcache/checkpoints/{next(self._exchanges)}"
-        service.say(place, jax.process_index(), jax.process_count(), said, None)
-        call = coordination.asked(lambda: service.get(coordination.outcome_of(place)))
-        while True:
-            with contextlib.suppress(TimeoutError):  # So that signals are heeded.
-                return coordination.unpack_outcome(call.result(1.0))["voices"]
+def compatible(stored: Kind, leaf: Leaf) -> bool:
+    """Whether what was stored can be restored as the leaf."""
+    if is_key(leaf.value):  # orbax stores keys as their data.
+        data = jax.eval_shape(jax.random.key_data, leaf.value)
+        return stored in (kind_of(leaf), Kind(data.dtype.name, data.shape))
+    if not _is_number(leaf.value):
+        return stored == kind_of(leaf)
+    if stored.shape or stored.dtype.startswith("key<"):
+        return False
+    dtype, kind = np.dtype(stored.dtype), type(leaf.value)
+    return (dtype.kind == "b") is (kind is bool) and np.can_cast(dtype, kind, "same_kind")
 
 
-def of_leader(company: Company, path: Path, work: Callable[[], str]) -> str:
-    """Has the first process do something, and returns or raises on all what came of it."""
-    error, text = None, ""
-    if jax.process_index() == 0:
-        try:
-            text = work()
-        except Exception as raised:
-            error = unwritten(path, raised)
-    said = json.dumps([error is not None, str(error) if error else text]).encode()
-    failed, text = json.loads(company.wait_for_all(f"the checkpoint {path}", said)[0])
-    if error is not None:
-        raise error
-    if failed:
-        raise VariablesError(text)
-    return text
+def sharding_for(template: Any) -> Any:
+    """The sharding that a leaf is restored to; None for the memory of this process."""
+    if isinstance(template, jax.ShapeDtypeStruct):
+        return template.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return template.sharding if isinstance(template, jax.Array) and template.committed else None
 
 
-def raise_together(company: Company, label: str, error: BaseException | None) -> None:
-    heard = company.wait_for_all(label, str(error or "").encode())
-    if error is not None:
-        raise error
-    for rank, text in heard.items():
-        if text:
-            raise VariablesError(f"rank {rank}: {text.decode()}")
+def like(template: Any, read: Any) -> Any:
+    """What was read, in the type and sharding of its template."""
+    if _is_number(template):
+        return type(template)(np.asarray(read).item())
+    if isinstance(template, np.generic):
+        return np.asarray(read)[()]
+    if isinstance(template, np.ndarray):
+        return np.asarray(read)
+    if is_key(template):
+        data = jax.random.key_data(read) if is_key(read) else np.asarray(read)
+        return placed(_keys(data, template), sharding_for(template))
+    return read if isinstance(read, jax.Array) else placed(read, sharding_for(template))
+
+
+def empty_like(template: Any) -> Any:
+    """The data of an array without elements, which orbax does not store."""
+    data = jax.eval_shape(jax.random.key_data, template) if is_key(template) else template
+    return np.zeros(data.shape, data.dtype)
+
+
+def _keys(data: Any, template: Any) -> Any:
+    impl = []
+    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), template)
+    return jax.random.wrap_key_data(data, impl=impl[0])

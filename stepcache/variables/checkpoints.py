@@ -1,13 +1,13 @@
-"""`save`: writes variables, pytrees and numbers to a directory that orbax reads too.
+"""`save`: writes variables, pytrees and numbers to a directory that orbax can read too.
 
-Nested dicts of arrays by path, with versions and the like in orbax's custom metadata. How paths
-become keys stands in `checkpoint_tree.py`, what may be replaced in `checkpoint_files.py`.
+Arrays are stored as nested dicts by path, versions and the like in orbax's custom metadata.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import operator
 import os
@@ -16,50 +16,50 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from stepcache import _process_hooks
-from stepcache.errors import StepCacheError, VariablesError
+from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
+from stepcache.jaxcompat import coordination
 from stepcache.sharding import Company, current_company
 from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoint_items import (
     NOTHING,
-    Everybody,
+    Leaf,
     Savable,
     check_names,
-    joined_part,
-    locked,
-    of_leader,
-    path_of,
-    raise_together,
-    unwritten,
-)
-from stepcache.variables.checkpoint_tree import (
-    Leaf,
     is_key,
+    joined_part,
     kind_of,
     leaves_of,
+    locked,
     nested,
     storable,
 )
 from stepcache.variables.describing import check_not_tracing
 
 _log = logging.getLogger("stepcache")
+_unfinished: list[Saving] = []
+_writing = threading.Lock()  # Two saves at once would wait for each other's signals in orbax.
 
 
 class Saving:
     """A save that is being written, or has been."""
 
-    def __init__(self, path: Path, company: Company):
-        self._path, self._company = path, company
+    def __init__(self, root: Path, keep: int | None, step: int):
+        self._root, self._keep, self._step = root, keep, step
+        self._pod: Company = current_company() or WholePod()
+        self._staging: files.Staging | None = None  # Of the first process.
+        self._checkpointer: Any = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._met = False
+        self._agreed = False
         self._lock = threading.Lock()
 
     @property
     def done(self) -> bool:
-        """Whether all is written, or has failed."""
+        """Whether all is written, or the save has failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -67,41 +67,79 @@ class Saving:
 
         Raises:
             VariablesError: it could not be written. What was there before is still there.
-            RankLostError: a process of the pod has gone.
+            RankLostError: a process of the pod was lost.
         """
         with self._lock:
             if self._thread is not None:
-                self._company.guarded(self._thread.join)
+                self._pod.guarded(self._thread.join)
                 with contextlib.suppress(ValueError):
                     _unfinished.remove(self)
-            if not self._met:
-                self._met = True
-                raise_together(self._company, f"saving {self._path}", self._error)
+            if not self._agreed:
+                self._agreed = True
+                _raise_together(self._pod, f"saving {self._root}", self._error)
             elif self._error is not None:
                 raise self._error
 
-    def _run(self, finish: Callable[[], None]) -> None:
+    def _start(self, tree: Any, metadata: dict[str, Any]) -> None:
+        """Copies the arrays to the host, and starts to write them."""
+        new = Path(of_leader(self._pod, self._root, self._prepare))
+        _writing.acquire()
         try:
-            finish()
+            self._checkpointer = self._pod.guarded(lambda: _write(new, tree, metadata))
+        except BaseException as error:
+            self._close()
+            if (wrapped := _unwritten(self._root, error)) is error:
+                raise
+            raise wrapped from error
+
+    def _prepare(self) -> str:
+        target = self._root if self._keep is None else files.step_path(self._root, self._step)
+        files.recover(target)
+        files.check_replaceable(target)
+        self._staging = files.Staging(target)
+        return str(self._staging.new)
+
+    def _finish(self) -> None:
+        """Waits until orbax has written all, and publishes it."""
+        try:
+            self._checkpointer.wait_until_finished()
+            if self._staging is not None:
+                self._staging.publish()
+                if self._keep is not None:
+                    files.prune(self._root, self._keep, self._staging)
         except Exception as error:
-            self._error = unwritten(self._path, error)
+            self._error = _unwritten(self._root, error)
+        finally:
+            self._checkpointer.close()
+            self._close()
+        if self._error is not None and self._thread is not None:
+            _log.error("%s", self._error)
 
-    def _run_behind(self, finish: Callable[[], None]) -> None:
-        def run() -> None:
-            self._run(finish)
-            if self._error is not None:
-                _log.error("%s", self._error)
-
-        self._thread = threading.Thread(target=run, name="stepcache save")
+    def _finish_behind(self) -> None:
+        _finish_before_exit()
+        self._thread = threading.Thread(target=self._finish, name="stepcache save")
         _unfinished.append(self)
         self._thread.start()
+        if _process_hooks.THREADS_END_EARLY:
+            self._pod.guarded(join_all)
+
+    def _close(self) -> None:
+        _writing.release()
+        if self._staging is not None:
+            self._staging.close()
 
 
-_unfinished: list[Saving] = []
-_writing = threading.Lock()  # Orbax confuses the signals of two saves at once.
+def _write(path: Path, tree: Any, metadata: dict[str, Any]) -> Any:
+    """Starts to write. Arrays are copied to the host before it returns."""
+    import orbax.checkpoint as ocp
+
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(path, tree, custom_metadata=metadata)
+    return checkpointer
 
 
 def join_all() -> None:
+    """Waits for all saves of this process."""
     for saving in list(_unfinished):
         if saving._thread is not None:
             saving._thread.join()
@@ -109,7 +147,7 @@ def join_all() -> None:
 
 @functools.cache
 def _finish_before_exit() -> None:
-    """Has the process write before it ends: orbax needs threads, which Python refuses soon."""
+    """Has the process finish all saves before Python refuses new threads, which orbax needs."""
     _process_hooks.before_threads_end(join_all)
 
 
@@ -124,103 +162,57 @@ def save(
 
         sc.save("saves", params=params, moments=moments, step=step, keep=3)
 
-    What is there is replaced when all is written, so a crash at any moment leaves the old
-    checkpoint or the new one, whole. Only a checkpoint that stepcache wrote, or an empty directory,
-    is ever replaced. In a pod all processes call it, inside the session; the directory has to be
-    one that all see.
+    An earlier checkpoint is replaced when all is written, so a crash at any moment leaves the old
+    one or the new one, whole. Only a checkpoint that stepcache wrote, or an empty directory, is
+    replaced. In a pod all processes call this inside the session, with a directory that all share.
 
     The checkpoint is orbax's own: `ocp.StandardCheckpointer().restore(path)` gives nested dicts of
     arrays with the keys of the trees, `["params"]["layers"]["0"]["w"]`. The optimizer's state of
-    `Variables` is stored beside them as `"params:optimizer"`, and what was pushed and not yet
-    written (`Write(every=...)`) as `"params:pending"`.
+    `Variables` is stored beside them as `"params:optimizer"`, and the sum of pending updates
+    (`Write(every=...)`) as `"params:pending"`.
 
     Args:
-        directory: where to.
-        keep: makes it one of several checkpoints: it is written to `step_00000012` below
+        directory: of the checkpoint.
+        keep: the number of checkpoints to keep: each is written to `step_00000012` below
             `directory`, and all but those of the `keep` highest steps are removed. Needs `step=`.
-        asynchronous: return when the values are copied to the host, and write behind. The next save
-            waits for this one, and so does the end of the process; on Python 3.12.0 to 3.12.2,
-            where it could not, this call does.
+        asynchronous: return when the values are copied to the host, and write in the background.
+            The next save waits for this one, and so does the end of the process; on Python 3.12.0
+            to 3.12.2, where it could not, this call does.
         **items: what to save, by name: `Variables`, pytrees of arrays, or numbers.
 
     Returns:
-        The save, whose `wait()` waits until it is whole.
+        The save, whose `wait()` returns when the checkpoint is whole.
 
     Raises:
-        VariablesError: `directory` is a URL or holds something else than a checkpoint of ours, an
-            item has a leaf that is no array, or it cannot be written; or the earlier asynchronous
-            save could not.
-        RankLostError: a process of the pod has gone.
+        VariablesError: `directory` is a URL or holds something else than a checkpoint of stepcache,
+            an item has a leaf that is no array, or this save, or the asynchronous one before it,
+            could not be written.
+        RankLostError: a process of the pod was lost.
     """
     check_not_tracing("nothing can be saved", "save")
     for saving in list(_unfinished):
         saving.wait()
     root = path_of(directory)
-    tree, about = _collected(items, copied=asynchronous)
-    number = _step_number(items, keep) if keep is not None else 0
-    company = current_company() or Everybody()
-    staging: files.Staging | None = None
-    target = root
-
-    def prepare() -> str:
-        nonlocal staging, target
-        target = root if keep is None else files.step_path(root, number)
-        files.recover(target)
-        files.check_replaceable(target)
-        staging = files.Staging(target)
-        return str(staging.new)
-
-    saving = Saving(target, company)
-    new = Path(of_leader(company, root, prepare))
-    _writing.acquire()
-    try:
-        checkpointer = company.guarded(lambda: _write(new, tree, about))
-    except BaseException as error:
-        _writing.release()
-        if staging is not None:
-            staging.close()
-        if isinstance(error, StepCacheError) or not isinstance(error, Exception):
-            raise
-        raise unwritten(root, error) from error
-
-    def finish() -> None:
-        try:
-            checkpointer.wait_until_finished()
-            if staging is not None:
-                staging.publish()
-                if keep is not None:
-                    files.prune(root, keep, target, staging)
-        finally:
-            checkpointer.close()
-            _writing.release()
-            if staging is not None:
-                staging.close()
-
+    tree, metadata = _collected(items, copied=asynchronous)
+    saving = Saving(root, keep, _step_number(items, keep) if keep is not None else 0)
+    saving._start(tree, metadata)
     if asynchronous:
-        _finish_before_exit()
-        saving._run_behind(finish)
-        if _process_hooks.THREADS_END_EARLY:
-            company.guarded(join_all)
+        saving._finish_behind()
     else:
-        company.guarded(lambda: saving._run(finish))
+        saving._pod.guarded(saving._finish)
         saving.wait()
     return saving
 
 
-def _write(path: Path, tree: Any, about: dict[str, Any]) -> Any:
-    """Starts to write. Arrays are copied to the host before it returns."""
-    import orbax.checkpoint as ocp
-
-    checkpointer = ocp.StandardCheckpointer()
-    checkpointer.save(path, tree, custom_metadata=about)
-    return checkpointer
+def path_of(directory: str | os.PathLike) -> Path:
+    refuse_url(directory, VariablesError, "directory")
+    return Path(directory).expanduser().resolve()
 
 
 def _step_number(items: dict[str, Any], keep: int) -> int:
     if isinstance(keep, bool) or operator.index(keep) < 1:
-        raise VariablesError(
-            "keep is a number of checkpoints", expected="at least 1", got=f"{keep}"
-        )
+        what = "keep is a number of checkpoints"
+        raise VariablesError(what, expected="at least 1", got=f"{keep}")
     try:
         number = operator.index(items["step"])
     except (KeyError, TypeError):
@@ -236,25 +228,82 @@ def _step_number(items: dict[str, Any], keep: int) -> int:
 
 
 def _collected(items: dict[str, Any], *, copied: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Orbax's tree of all items, at one moment, and the metadata that goes with it."""
+    """orbax's tree of all items, as of one moment, and the metadata that goes with it."""
     check_names(items)
-    versions: dict[str, Any] = {}
+    about: dict[str, Any] = {}
     leaves: list[Leaf] = []
     with locked(items):
         for name, item in items.items():
-            if not isinstance(item, Savable):
-                leaves += leaves_of(name, item)
-                continue
-            parts = item._parts()
-            versions[name] = parts.about
-            for part, tree in parts.trees.items():
+            trees = {"": item}
+            if isinstance(item, Savable):
+                parts = item._parts()
+                trees, about[name] = parts.trees, parts.about
+            for part, tree in trees.items():
                 leaves += leaves_of(joined_part(name, part), tree)
     values, special = {}, []
     for leaf in leaves:
         value, kind = storable(leaf, copied=copied), kind_of(leaf)
-        if 0 not in kind.shape:
+        is_empty = 0 in kind.shape  # orbax stores no empty arrays.
+        if not is_empty:
             values[leaf.name] = value
-        if 0 in kind.shape or is_key(leaf.value):  # Orbax stores no empty arrays.
+        if is_empty or is_key(leaf.value):
             special.append([list(leaf.name), kind.dtype, list(kind.shape)])
-    about = {"variables": versions, "leaves": special}
-    return nested(values or {NOTHING: np.zeros(1)}), {"stepcache": about}
+    metadata = {"stepcache": {"variables": about, "leaves": special}}
+    return nested(values or {NOTHING: np.zeros(1)}), metadata
+
+
+class WholePod:
+    """All processes of JAX's pod, outside of sessions: JAX's heartbeats detect lost processes."""
+
+    _exchanges = itertools.count()
+
+    def guarded(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def wait_for_all(self, label: str, said: bytes = b"") -> dict[int, bytes]:
+        service = coordination.service()
+        if jax.process_count() == 1 or service is None:
+            return {jax.process_index(): said}
+        place = f"stepcache/checkpoints/{next(self._exchanges)}"
+        service.say(place, jax.process_index(), jax.process_count(), said, None)
+        call = coordination.asked(lambda: service.get(coordination.outcome_of(place)))
+        while True:
+            with contextlib.suppress(TimeoutError):  # So that signals are heeded.
+                return coordination.unpack_outcome(call.result(1.0))["voices"]
+
+
+def of_leader(pod: Company, path: Path, work: Callable[[], str]) -> str:
+    """Does some work in the first process, and returns its text, or raises its error, in all."""
+    error, said = None, b""
+    if jax.process_index() == 0:
+        try:
+            said = b"+" + work().encode()
+        except Exception as raised:
+            error = _unwritten(path, raised)
+            said = str(error).encode()
+    answer = pod.wait_for_all(f"the checkpoint {path}", said)[0].decode()
+    if error is not None:
+        raise error
+    if not answer.startswith("+"):
+        raise VariablesError(answer)
+    return answer[1:]
+
+
+def _raise_together(pod: Company, label: str, error: BaseException | None) -> None:
+    """Raises the error of any process in all processes."""
+    received = pod.wait_for_all(label, str(error or "").encode())
+    if error is not None:
+        raise error
+    for rank, text in received.items():
+        if text:
+            raise VariablesError(f"rank {rank}: {text.decode()}")
+
+
+def _unwritten(path: Path, error: BaseException) -> BaseException:
+    """An error of orbax or the file system as a `VariablesError`; others as they are."""
+    if isinstance(error, StepCacheError) or not isinstance(error, Exception):
+        return error
+    what = "the checkpoint could not be written"
+    wrapped = VariablesError(what, where=str(path), got=first_line(error))
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,12 +1,12 @@
-"""What the leaves of a tree are, where they belong, and whether another tree is like it."""
+"""What the leaves of a tree are, where they are placed, and whether another tree matches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, Sharding
+import numpy as np
+from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
@@ -16,33 +16,28 @@ from stepcache.variables.packing import Described, Layout
 from stepcache.variables.policy import OnHost, Placement, Sharded
 
 
-class NoTreeError(VariablesError, TypeError):
-    """Variables are used as an array, or as their tree."""
-
-
-class NoAttributeError(VariablesError, AttributeError):
-    """Variables are asked for an attribute that they do not have; their tree may."""
-
-
 def joined(name: str, path: str) -> str:
-    """The path of a leaf, as rules read it and errors name it."""
+    """The path of a leaf below a name, as rules read it and errors show it."""
     return f"{name}/{path}" if path else name
+
+
+def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """The leaves of a tree with their paths, `layer/w`, and the tree structure."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return [(keystr(keys, simple=True, separator="/"), leaf) for keys, leaf in leaves], structure
 
 
 def describe(
     name: str, tree: Any, placement: Placement, placer: Placer | None, prefix: str = ""
 ) -> tuple[Any, list[Any], list[Described]]:
-    """What the leaves of a tree are, and where they belong on the devices.
+    """The structure of a tree, its leaves, and what they are and where they go on the devices.
 
     Args:
-        name: of the variables.
-        tree: the tree.
-        placement: where the master copy is going to live.
+        name: of the variables, for errors.
+        tree: the value.
+        placement: where the master copy will live.
         placer: the session's mesh and rules, or None.
         prefix: what paths begin with for rules.
-
-    Returns:
-        The structure, the leaves, and what they are.
 
     Raises:
         VariablesError: a leaf is no array, or is to be split without a mesh.
@@ -57,10 +52,10 @@ def describe(
                 hint="make the variables inside `with Session(mesh)`",
             )
         placer = Placer(placer.mesh, on_device.rules, None)
-    named, structure = jax.tree_util.tree_flatten_with_path(tree)
+    devices = set(placer.mesh.devices.flat) if placer is not None else set()
+    named, structure = named_leaves(tree)
     described = []
-    for keys, leaf in named:
-        path = keystr(keys, simple=True, separator="/")
+    for path, leaf in named:
         aval = abstract(leaf)
         if aval is None:
             raise VariablesError(
@@ -72,26 +67,22 @@ def describe(
             )
         sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
         if sharding is not None and isinstance(placement, OnHost):
-            sharding = _in_own_memory(sharding)
-        asked = isinstance(on_device, Sharded)
-        if placer is not None and (asked or not _is_on(sharding, placer.mesh)):
+            device = min(sharding.device_set, key=lambda each: each.id)
+            sharding = sharding.with_memory_kind(device.default_memory().kind)
+        is_placed = isinstance(sharding, NamedSharding) and sharding.device_set == devices
+        if placer is not None and (isinstance(on_device, Sharded) or not is_placed):
             sharding = placer.place(joined(prefix, path), aval.shape, "carry").sharding
         described.append(Described(path, aval.shape, aval.dtype, aval.weak_type, sharding))
     return structure, [leaf for _, leaf in named], described
 
 
-def _is_on(sharding: Sharding | None, mesh: Mesh) -> bool:
-    return isinstance(sharding, NamedSharding) and sharding.device_set == set(mesh.devices.flat)
-
-
-def _in_own_memory(sharding: Sharding) -> Sharding:
-    """The same devices, in their own memory instead of the hosts'."""
-    device = min(sharding.device_set, key=lambda each: each.id)
-    return sharding.with_memory_kind(device.default_memory().kind)
+def blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A template for an array in this process's memory, which takes none itself."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def abstract(leaf: Any) -> Any:
-    """What JAX sees in a leaf; None if it is no array with a value."""
+    """The shape and type of a leaf, as JAX's aval; None if it is no array with a value."""
     if isinstance(leaf, jax.ShapeDtypeStruct | jaxcompat.Tracer):
         return None
     try:
@@ -102,21 +93,21 @@ def abstract(leaf: Any) -> Any:
 
 
 def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = True) -> list[Any]:
-    """The leaves of another tree of the same structure, shapes and dtypes.
-
-    Args:
-        name: of the variables.
-        layout: of their value.
-        tree: the other tree.
-        what: to be done with it: "assigned", "pushed".
-        dtypes: whether dtypes have to agree.
+    """The leaves of another tree, of the same structure, shapes and, if asked, dtypes.
 
     Raises:
         VariablesError: a leaf is missing or new, or has another shape or dtype.
     """
-    named, structure = jax.tree_util.tree_flatten_with_path(tree)
+    named, structure = named_leaves(tree)
     if structure != layout.tree:
-        _refuse_structure(name, layout, named, structure, what)
+        own, given = {slot.path for slot in layout.slots}, {path for path, _ in named}
+        missing, new = sorted(own - given), sorted(given - own)
+        raise VariablesError(
+            f"a value of another structure cannot be {what}",
+            where=joined(name, (missing or new or [""])[0]),
+            expected=f"a leaf {missing[0]!r}" if missing else "the structure it was made with",
+            got=f"a leaf {new[0]!r}" if new else "none" if missing else str(structure),
+        )
     for slot, (_, leaf) in zip(layout.slots, named, strict=True):
         aval = abstract(leaf)
         if aval is None or aval.shape != slot.shape or (dtypes and aval.dtype != slot.dtype):
@@ -130,40 +121,26 @@ def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = 
     return [leaf for _, leaf in named]
 
 
-def _refuse_structure(
-    name: str, layout: Layout, named: Sequence[tuple[tuple, Any]], structure: Any, what: str
-):
-    given = {keystr(keys, simple=True, separator="/") for keys, _ in named}
-    mine = {slot.path for slot in layout.slots}
-    missing, new = sorted(mine - given), sorted(given - mine)
-    raise VariablesError(
-        f"a value of another structure cannot be {what}",
-        where=joined(name, (missing or new or [""])[0]),
-        expected=f"a leaf {missing[0]!r}" if missing else "the structure it was made with",
-        got=f"a leaf {new[0]!r}" if new else "none" if missing else str(structure),
-    )
-
-
 def check_not_tracing(what: str, where: str) -> None:
-    """Whether there are values to speak of.
+    """Checks that this is outside of transformations, where arrays have values.
 
     Raises:
-        VariablesError: this is inside a transformation.
+        VariablesError: it is inside one.
     """
     if jaxcompat.is_tracing():
         raise VariablesError(
-            f"{what} inside a transformation, where there are no values yet",
+            f"{what} inside a transformation, where arrays have no values yet",
             where=where,
             hint="do it outside of jax.jit, jax.grad, jax.vmap and the like; a step writes what it "
             "carries",
         )
 
 
-def check_not_kept(where: str) -> None:
-    """Whether a value that is read now is not kept by a transformation as a constant.
+def check_not_constant(where: str) -> None:
+    """Checks that no transformation would keep a value that is read now as a constant.
 
     Raises:
-        VariablesError: it would be.
+        VariablesError: one would.
     """
     if jaxcompat.keeps_what_is_read():
         raise VariablesError(

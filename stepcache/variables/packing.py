@@ -1,9 +1,8 @@
-"""`Layout`: how the leaves of a tree lie in a few buffers, and the way in and out.
+"""`Layout`: how the leaves of a tree lie in a few buffers, and how to pack and unpack them.
 
-Each leaf is a buffer of its own, as it is, unless packing is asked for. Then the small leaves of
-one dtype and sharding share one flat buffer, which the program slices inside XLA: a call costs by
-the array. A leaf that is large or split over devices, or that XLA knows by more than shape and
-dtype (weak types, random keys), still is a buffer of its own.
+Each leaf is a buffer of its own unless packing is asked for. Then the small leaves of one dtype and
+sharding share one flat buffer, which the program slices inside XLA, as a call costs time for each
+array. Leaves that are large, split over devices, weakly typed or random keys are never packed.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from stepcache.sharding import is_in_type
 
 PACKED_BELOW_BYTES = 64 << 10
-"""Where leaves are packed, those of at least so many bytes are buffers of their own.
+"""With packing, leaves of at least this many bytes are buffers of their own.
 
-Measured over the state of a 24-layer transformer with adamw: a null step took 0.34 of its time with
-unpacked leaves where this was 4 KiB, 0.36 at 16 KiB, 0.25 at 64 KiB and 0.41 at 256 KiB (jax
-0.10.2; with 0.12.0.1 0.26, 0.30, 0.16 and 0.17).
+For the state of a 24-layer transformer with adamw, a null step took 0.34 of its time without
+packing at 4 KiB, 0.36 at 16 KiB, 0.25 at 64 KiB and 0.41 at 256 KiB (jax 0.10.2).
 """
 
 
-class Slot(NamedTuple):
-    """A leaf: what it is, and where it lies.
+class Described(NamedTuple):
+    """A leaf without its value."""
 
-    Attributes:
-        path: its keys, joined by `/`.
-        shape: its shape.
-        dtype: its dtype.
-        sharding: where its value belongs when somebody looks; None for where JAX puts it.
-        buffer: the number of its buffer.
-        offset: where it begins in a packed buffer, in elements; None in a buffer of its own.
-    """
+    path: str  # Its keys, joined by `/`.
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+    sharding: Sharding | None  # In `.value`; None where JAX chooses it.
+
+
+class Slot(NamedTuple):
+    """A leaf, and its place in a buffer."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     sharding: Sharding | None
-    buffer: int
-    offset: int | None
+    buffer: int  # The index of its buffer.
+    offset: int | None  # In elements, in a packed buffer; None in a buffer of its own.
 
     @property
     def size(self) -> int:
@@ -61,33 +60,20 @@ class Slot(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """An array that holds leaves.
-
-    Attributes:
-        shape: its shape; a packed buffer is flat.
-        dtype: its dtype.
-        sharding: where it lies; None for where JAX puts it.
-        weak_type: whether its type gives way to others; never of a packed one.
-    """
+    """An array that holds one leaf, or several packed ones, flat and not weakly typed."""
 
     shape: tuple[int, ...]
     dtype: Any
-    sharding: Sharding | None
+    sharding: Sharding | None  # None where JAX chooses it.
     weak_type: bool = False
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Described(NamedTuple):
-    """A leaf before it has a place in a buffer."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    weak_type: bool
-    sharding: Sharding | None
+        return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
@@ -109,15 +95,12 @@ class Layout:
         """Bytes of all leaves, each counted once, however many devices hold it."""
         return sum(slot.size_bytes for slot in self.slots)
 
-    def pack(self, leaves: Sequence[Any]) -> list[Any]:
-        """Buffers from leaves, inside a trace."""
-        filled: list[list[Any]] = [[] for _ in self.buffers]
+    def pack(self, leaves: Iterable[Any], xp: Any = jnp) -> list[Any]:
+        """Buffers from leaves, inside a trace, or packed by numpy."""
+        parts: list[list[Any]] = [[] for _ in self.buffers]
         for slot, leaf in zip(self.slots, leaves, strict=True):
-            filled[slot.buffer].append(leaf if slot.offset is None else jnp.ravel(leaf))
-        return [
-            jnp.concatenate(parts) if buffer.shape != () and len(parts) > 1 else parts[0]
-            for buffer, parts in zip(self.buffers, filled, strict=True)
-        ]
+            parts[slot.buffer].append(leaf if slot.offset is None else xp.asarray(leaf).reshape(-1))
+        return [xp.concatenate(part) if len(part) > 1 else part[0] for part in parts]
 
     def unpack(self, buffers: Sequence[Any]) -> list[Any]:
         """Leaves from buffers, inside a trace or of numpy arrays."""
@@ -135,59 +118,50 @@ _lock = threading.Lock()
 
 
 def layout_of(tree: Any, leaves: Iterable[Described], packed_below_bytes: int = 0) -> Layout:
-    """The layout of leaves.
-
-    Args:
-        tree: the tree structure.
-        leaves: its leaves.
-        packed_below_bytes: smaller leaves of one dtype and sharding share a buffer.
-    """
+    """The layout of a tree structure and its leaves, of which smaller ones share buffers."""
     leaves = tuple(leaves)
     key = (tree, leaves, packed_below_bytes)
     with _lock:
-        layout = _layouts.get(key)
-        if layout is None:
-            layout = _layouts[key] = _lay_out(tree, leaves, packed_below_bytes)
+        if (layout := _layouts.get(key)) is None:
+            layout = _layouts[key] = _new_layout(tree, leaves, packed_below_bytes)
         return layout
 
 
-def _lay_out(tree: Any, leaves: Sequence[Described], packed_below_bytes: int) -> Layout:
-    shared: dict[tuple, list[int]] = {}
+def _new_layout(tree: Any, leaves: Sequence[Described], packed_below_bytes: int) -> Layout:
+    groups: dict[tuple, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        if _can_share(leaf, packed_below_bytes):
-            shared.setdefault((leaf.dtype, _of_flat(leaf.sharding)), []).append(index)
-    shared = {group: members for group, members in shared.items() if len(members) > 1}
+        if _can_be_packed(leaf, packed_below_bytes):
+            groups.setdefault((leaf.dtype, _of_flat(leaf.sharding)), []).append(index)
     places: dict[int, tuple[int, int]] = {}
     buffers: list[Buffer] = []
-    for (dtype, sharding), members in shared.items():
-        offset = 0
-        for index in members:
-            places[index] = (len(buffers), offset)
-            offset += math.prod(leaves[index].shape)
-        buffers.append(Buffer((offset,), dtype, sharding))
+    for (dtype, sharding), members in groups.items():
+        if len(members) > 1:
+            offset = 0
+            for index in members:
+                places[index] = (len(buffers), offset)
+                offset += math.prod(leaves[index].shape)
+            buffers.append(Buffer((offset,), dtype, sharding))
     slots = []
     for index, leaf in enumerate(leaves):
-        if index in places:
-            buffer, offset = places[index]
-        else:
-            buffer, offset = len(buffers), None
+        buffer, offset = places.get(index, (len(buffers), None))
+        if offset is None:
             buffers.append(Buffer(leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type))
         slots.append(Slot(leaf.path, leaf.shape, leaf.dtype, leaf.sharding, buffer, offset))
     return Layout(tree, tuple(slots), tuple(buffers))
 
 
 def _of_flat(sharding: Sharding | None) -> Sharding | None:
-    """The sharding of a flat buffer whose leaves have this one, which splits nothing."""
+    """The sharding of a flat buffer, for leaves of this sharding, which splits nothing."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = PartitionSpec(None) if is_in_type(sharding) else PartitionSpec()
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _can_share(leaf: Described, packed_below_bytes: int) -> bool:
+def _can_be_packed(leaf: Described, packed_below_bytes: int) -> bool:
     return (
         not leaf.weak_type
-        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        and not is_key_type(leaf.dtype)
         and leaf.dtype.itemsize * math.prod(leaf.shape) < packed_below_bytes
         and np.dtype(leaf.dtype).name not in _NARROW
         and (leaf.sharding is None or leaf.sharding.is_fully_replicated)
@@ -198,26 +172,25 @@ def _can_share(leaf: Described, packed_below_bytes: int) -> bool:
 _NARROW = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
-class Packed:
-    """One whole version of a value, as a program takes and returns it.
+def is_key_type(dtype: Any) -> bool:
+    """Whether this is the dtype of random keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
 
-    Attributes:
-        buffers: its arrays.
-        layout: how leaves lie in them.
-    """
+
+class Packed:
+    """One whole version of a value, as a program takes and returns it: its buffers."""
 
     __slots__ = ("__weakref__", "buffers", "layout")
 
     def __init__(self, layout: Layout, buffers: Any):
-        self.layout = layout
-        self.buffers = buffers
+        self.layout, self.buffers = layout, buffers
 
     def value(self) -> Any:
         """The tree, inside a trace."""
         return self.layout.tree.unflatten(self.layout.unpack(self.buffers))
 
 
-# As a dataclass of JAX's it would take twice as long to make one, which each call of a step does.
+# Each call of a step makes one: as a dataclass of JAX's that would take twice as long.
 jax.tree_util.register_pytree_with_keys(
     Packed,
     lambda packed: (
@@ -229,15 +202,23 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+def shard_bytes(array: Any) -> int:
+    """Bytes of one shard of an array, or of a `Buffer`: asking `addressable_shards` is slow."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def shards_bytes(array: Any) -> int:
+    """Bytes of all shards of an array, or of a `Buffer`, on all devices."""
+    return shard_bytes(array) * len(array.sharding.device_set)
+
+
 def bytes_per_device(arrays: Iterable[jax.Array]) -> dict[str, int]:
     """Bytes that arrays take of each kind of memory, on the device where they take most."""
-    sums: dict[tuple[str, int], int] = {}
+    sums: dict[tuple[str, Any], int] = {}
     for array in arrays:
-        sharding = array.sharding
-        shard = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        for device in sharding.device_set:
-            place = (f"{sharding.memory_kind or 'device'} memory", device.id)
-            sums[place] = sums.get(place, 0) + shard
+        for device in array.sharding.device_set:
+            place = (f"{array.sharding.memory_kind or 'device'} memory", device)
+            sums[place] = sums.get(place, 0) + shard_bytes(array)
     fullest: dict[str, int] = {}
     for (memory, _), size in sums.items():
         fullest[memory] = max(size, fullest.get(memory, 0))

@@ -1,14 +1,15 @@
-"""Placements and transfer policies: data, checked when made, and carried out elsewhere.
+"""Placements and transfer policies: frozen data, checked when made.
 
 A placement says where the master copy of some variables lives. `Read` says how a step in another
-memory gets their value, `Write` how a new value gets back.
+memory gets their value, `Write` how an update gets back.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jax.sharding import PartitionSpec
 
@@ -22,22 +23,37 @@ MODES = ("assign", "add", "apply")
 UPDATES = ("device", "host")
 
 
-def _check(where: str, name: str, value: object, legal: Iterable[object]) -> None:
-    if value not in tuple(legal):
-        raise OptionError(
-            f"unknown {name}",
-            where=where,
-            expected=f"one of {', '.join(map(repr, legal))}",
-            got=repr(value),
-        )
+def _check(
+    holds: bool, what: str, where: str, expected: str, got: object, hint: str | None = None
+) -> None:
+    if not holds:
+        raise OptionError(what, where=where, expected=expected, got=repr(got), hint=hint)
+
+
+def _check_choices(policy: Any, **choices: tuple) -> None:
+    where = type(policy).__name__
+    for name, legal in choices.items():
+        expected = f"one of {', '.join(map(repr, legal))}"
+        value = getattr(policy, name)
+        _check(value in legal, f"unknown {name}", where, expected, value)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _contradiction(where: str, one: str, other: str, hint: str) -> OptionError:
-    return OptionError(f"{one} contradicts {other}", where=where, hint=hint)
+def _changed_fields(policy: Any) -> str:
+    """A policy as text, with the fields that differ from their defaults."""
+    shown = (
+        f"{field.name}={value!r}"
+        for field in dataclasses.fields(policy)
+        if (value := getattr(policy, field.name)) != field.default
+    )
+    return f"{type(policy).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +77,9 @@ class Sharded:
     rules: Rules
 
     def __init__(self, rules: Rules | Iterable[tuple[str, PartitionSpec]]):
-        if not isinstance(rules, Iterable | Rules):
-            raise OptionError(
-                "Sharded places leaves by rules",
-                where="Sharded",
-                expected="Rules, or pairs of a regex and a PartitionSpec",
-                got=repr(rules),
-            )
+        expected = "Rules, or pairs of a regex and a PartitionSpec"
+        is_legal = isinstance(rules, Iterable | Rules)
+        _check(is_legal, "Sharded places leaves by rules", "Sharded", expected, rules)
         object.__setattr__(self, "rules", rules if isinstance(rules, Rules) else Rules(rules))
 
     def __str__(self) -> str:
@@ -80,13 +92,12 @@ class OnHost:
 
     A step reads it into the memory of its devices, and what it returns for it is written back.
     Variables are made, assigned, saved and restored share by share, and `.value` gives numpy
-    arrays: none of this takes memory of the devices, so that the value may be larger than that. In
-    a pod, `.value` and `save` gather leaves through the devices, one buffer at a time; leaves that
-    rules split over processes stay in the hosts' memory, as `jax.Array`s.
+    arrays: none of this takes memory of the devices, so the value may be larger than that. In a
+    pod, `.value` and `save` gather replicated leaves through the devices, one buffer at a time;
+    leaves that rules split over processes stay in host memory, as `jax.Array`s.
 
     Attributes:
-        on_device: where a value that has been read lies on the devices: `Replicated()` or
-            `Sharded(rules)`.
+        on_device: the sharding of the value on the devices: `Replicated()` or `Sharded(rules)`.
         update: where `push` with an optimizer computes: on the "device", or on the "host".
         memory_kind: which of the devices' memories is the host's.
 
@@ -99,14 +110,14 @@ class OnHost:
     memory_kind: str = "pinned_host"
 
     def __post_init__(self):
-        if not isinstance(self.on_device, Replicated | Sharded):
-            raise OptionError(
-                "a value is read into the devices' own memories",
-                where="OnHost(on_device=...)",
-                expected="Replicated() or Sharded(rules)",
-                got=repr(self.on_device),
-            )
-        _check("OnHost", "update", self.update, UPDATES)
+        _check(
+            isinstance(self.on_device, Replicated | Sharded),
+            "a value is read into the devices' own memories",
+            "OnHost(on_device=...)",
+            "Replicated() or Sharded(rules)",
+            self.on_device,
+        )
+        _check_choices(self, update=UPDATES)
 
     def __str__(self) -> str:
         return f"on the host ({self.memory_kind}), read {self.on_device}"
@@ -120,23 +131,21 @@ class Read:
     """How a step gets the value of variables whose master copy lives in another memory.
 
     Attributes:
-        cache: None reads them anew for each call of a step; "device" keeps a copy in the devices'
-            memory, "host" in the memory of the reader's host, for masters in another process:
-            there is no such placement yet, and the others refuse it. A copy is valid while its
-            version is current: a write makes it invalid at once, for all readers of the process.
-        max_staleness: a copy may serve so many more steps after the one that fetched it, before it
-            is asked whether its version is still current.
+        cache: None reads the value anew for each call of a step; "device" keeps a copy in the
+            devices' memory; "host" keeps one in the reader's host memory, for masters in another
+            process: there is no such placement yet, so all others refuse it. A copy is valid while
+            its version is current: a write makes it invalid at once, for all readers.
+        max_staleness: a copy may serve this many more steps after the one that fetched it, before
+            it is checked against the current version.
         max_age: the same in seconds; both bounds hold where both are given.
-        prefetch: whether the read for the next step is started while a step computes. It takes
-            device memory for one more copy. Where a copy is kept there is nothing to read ahead,
-            and it has no effect.
+        prefetch: whether the read for the next step starts while a step computes. It takes device
+            memory for one more copy, and has no effect where a copy is kept.
         route: how one value reaches several devices. "each": every device copies all of it from the
-            host; "fanout": one device does, and gives it to the others; "gather": every device
-            copies its share, and they gather the rest from each other, by a program that waits for
-            the step before it; "auto": "gather", but "fanout" for what is prefetched by one
-            process, and `explain()` says why.
-        wire: how values are coded on the way: None as they are, "bf16", "fp8", or "int8" with a
-            scale for each block. The error it makes is bounded, and `explain()` gives the bound.
+            host. "fanout": one device does, and passes it to the others. "gather": every device
+            copies its share, and a program all-gathers the shares, after the step before it.
+            "auto": "gather", but "fanout" for what one process prefetches; `explain()` says why.
+        wire: how values are coded in transit: None sends them as they are, "bf16", "fp8", or
+            "int8" with one scale for each block. The error is bounded; `explain()` gives the bound.
 
     Raises:
         OptionError: a field has no such value, or two of them contradict each other.
@@ -154,38 +163,33 @@ class Read:
     wire: Literal["bf16", "fp8", "int8"] | None = None
 
     def __post_init__(self):
-        _check("Read", "cache", self.cache, CACHES)
-        _check("Read", "route", self.route, ROUTES)
-        _check("Read", "wire", self.wire, WIRES)
-        value = self.max_staleness
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise OptionError(
-                "max_staleness counts steps", where="Read", expected="an int ≥ 0", got=repr(value)
-            )
-        if not isinstance(self.prefetch, int) or self.prefetch not in (0, 1):
-            raise OptionError(
-                "prefetch says whether the next step's read is started ahead",
-                where="Read",
-                expected="True or False",
-                got=repr(self.prefetch),
-                hint="a read further ahead than the next step is not supported",
-            )
+        _check_choices(self, cache=CACHES, route=ROUTES, wire=WIRES)
+        steps, seconds = self.max_staleness, self.max_age
+        _check(
+            _is_count(steps, 0), "max_staleness is a number of steps", "Read", "an int ≥ 0", steps
+        )
+        _check(
+            isinstance(self.prefetch, int) and self.prefetch in (0, 1),
+            "prefetch says whether the value for the next step is read ahead",
+            *("Read", "True or False", self.prefetch),
+            hint="a read further ahead than the next step is not supported",
+        )
         object.__setattr__(self, "prefetch", bool(self.prefetch))
-        if self.max_age is not None and not _is_positive(self.max_age):
-            raise OptionError(
-                "max_age is a time in seconds",
-                where="Read",
-                expected="a number > 0, or None",
-                got=repr(self.max_age),
-            )
-        keep = 'say cache="device" to keep a copy'
-        if self.cache is None and self.max_staleness:
-            raise _contradiction("Read", "cache=None", f"max_staleness={self.max_staleness}", keep)
-        if self.cache is None and self.max_age is not None:
-            raise _contradiction("Read", "cache=None", f"max_age={self.max_age}", keep)
+        _check(
+            seconds is None or _is_positive(seconds),
+            "max_age is a time in seconds",
+            *("Read", "a number > 0, or None", seconds),
+        )
+        for name, bound in (("max_staleness", steps), ("max_age", seconds)):
+            if self.cache is None and bound:
+                raise OptionError(
+                    f"cache=None contradicts {name}={bound}",
+                    where="Read",
+                    hint='say cache="device" to keep a copy',
+                )
 
     def __str__(self) -> str:
-        return _changed(self, Read.__dataclass_fields__)
+        return _changed_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +197,11 @@ class Write:
     """What `Variables.push` does with an update.
 
     Attributes:
-        mode: "assign" takes the update for the new value; "add" adds it; "apply" hands it, as
+        mode: "assign" makes the update the new value; "add" adds it; "apply" passes it, as
             gradients, to `optimizer`, which runs where the master copy lives.
         optimizer: an `optax.GradientTransformation`, for mode "apply".
-        every: so many updates are added up before they are written as one.
-        wire: how updates are coded on the way, as in `Read`: those that are added or applied under
+        every: how many updates are summed before they are written as one.
+        wire: how updates are coded in transit, as in `Read`: those that are added or applied under
             `OnHost(update="host")`.
 
     Raises:
@@ -210,93 +214,65 @@ class Write:
     wire: Literal["bf16", "fp8", "int8"] | None = None
 
     def __post_init__(self):
-        _check("Write", "mode", self.mode, MODES)
-        _check("Write", "wire", self.wire, WIRES)
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise OptionError(
-                "every counts updates", where="Write", expected="an int ≥ 1", got=repr(self.every)
-            )
-        if self.mode == "apply" and not (
-            callable(getattr(self.optimizer, "init", None))
-            and callable(getattr(self.optimizer, "update", None))
-        ):
-            raise OptionError(
-                'mode="apply" needs an optimizer',
-                where="Write",
-                expected="an optax.GradientTransformation",
-                got=repr(self.optimizer),
-            )
+        _check_choices(self, mode=MODES, wire=WIRES)
+        _check(_is_count(self.every, 1), "every counts updates", "Write", "an int ≥ 1", self.every)
+        methods = (getattr(self.optimizer, name, None) for name in ("init", "update"))
+        _check(
+            self.mode != "apply" or all(map(callable, methods)),
+            'mode="apply" needs an optimizer',
+            *("Write", "an optax.GradientTransformation", self.optimizer),
+        )
         if self.mode != "apply" and self.optimizer is not None:
-            raise _contradiction(
-                "Write", f"mode={self.mode!r}", "optimizer=...", 'say mode="apply" to run it'
+            raise OptionError(
+                f"mode={self.mode!r} contradicts optimizer=...",
+                where="Write",
+                hint='say mode="apply" to run the optimizer',
             )
         if self.mode == "assign" and self.every > 1:
-            raise _contradiction(
-                "Write",
-                'mode="assign"',
-                f"every={self.every}",
-                "values that are assigned do not add up",
+            raise OptionError(
+                f'mode="assign" contradicts every={self.every}',
+                where="Write",
+                hint="assigned values cannot be summed",
             )
 
     def __str__(self) -> str:
-        return _changed(self, Write.__dataclass_fields__)
+        return _changed_fields(self)
 
 
 def check_policies(placement: object, read: object, write: object) -> None:
-    """Whether these are policies, and not their names or classes, and go together.
+    """Checks that the arguments are policies, and that every option has an effect.
 
     Raises:
-        OptionError: one of them is not, or has an option that would do nothing.
+        OptionError: one of them is no policy, or has an option without effect.
     """
     rows = (("placement", placement, Placement), ("read", read, Read), ("write", write, Write))
     for name, given, kinds in rows:
-        if not isinstance(given, kinds):
-            kinds = getattr(kinds, "__args__", (kinds,))
-            raise OptionError(
-                f"{name} is no policy",
-                where=f"Variables({name}=...)",
-                expected=" or ".join(f"{getattr(kind, '__name__', kind)}(...)" for kind in kinds),
-                got=repr(given),
-            )
+        expected = " or ".join(f"{kind.__name__}(...)" for kind in get_args(kinds) or (kinds,))  # type: ignore[union-attr]
+        is_one = isinstance(given, kinds)
+        _check(is_one, f"{name} is no policy", f"Variables({name}=...)", expected, given)
     assert isinstance(read, Read) and isinstance(write, Write)
     on_host = isinstance(placement, OnHost)
     if read.cache == "host":
-        there = "host" if on_host else "devices"
-        raise _idle(
-            "read",
-            'cache="host"',
-            f"the master copy is on the {there} already",
+        raise _without_effect(
+            *("read", 'cache="host"'),
+            f"the master copy is on the {'host' if on_host else 'devices'} already",
             'say cache="device" to keep a copy on the devices' if on_host else "leave it out",
         )
     if read.wire is not None and not on_host:
-        raise _idle(
-            "read",
-            f"wire={read.wire!r}",
+        raise _without_effect(
+            *("read", f"wire={read.wire!r}"),
             "the master copy is on the devices already, and no read crosses a link",
             "leave it out, or say placement=OnHost()",
         )
-    computes = isinstance(placement, OnHost) and placement.update == "host"
-    if write.wire is not None and (write.mode == "assign" or not computes):
-        raise _idle(
-            "write",
-            f"wire={write.wire!r}",
-            "only updates that the host adds or applies are coded on their way to it",
+    on_host_update = isinstance(placement, OnHost) and placement.update == "host"
+    if write.wire is not None and (write.mode == "assign" or not on_host_update):
+        raise _without_effect(
+            *("write", f"wire={write.wire!r}"),
+            "only updates that the host adds or applies are coded in transit",
             'leave it out, or say mode="add" or "apply" and placement=OnHost(update="host")',
         )
 
 
-def _idle(policy: str, option: str, why: str, hint: str) -> OptionError:
-    return OptionError(
-        f"{option} would do nothing: {why}", where=f"Variables({policy}=...)", hint=hint
-    )
-
-
-def _changed(policy: Any, fields: Iterable[str]) -> str:
-    """A policy, by what differs from its defaults."""
-    default = type(policy)()
-    shown = (
-        f"{name}={getattr(policy, name)!r}"
-        for name in fields
-        if getattr(policy, name) != getattr(default, name)
-    )
-    return f"{type(policy).__name__}({', '.join(shown)})"
+def _without_effect(policy: str, option: str, why: str, hint: str) -> OptionError:
+    what = f"{option} would do nothing: {why}"
+    return OptionError(what, where=f"Variables({policy}=...)", hint=hint)

@@ -1,8 +1,8 @@
-"""`HostLayout`: how buffers lie in the memory of the hosts while no step uses them.
+"""`HostLayout`: how buffers lie in host memory between steps, and the programs that move them.
 
 One representation serves one device, many, and pods: each buffer is split evenly over the devices,
-and each device's share lies in the memory of its own host. To read is a compiled program that
-copies every share to its device and gathers them there; to write is the way back.
+and each device's shard lies in the memory of its host. A read is a compiled program that copies
+each shard to its device and all-gathers there; a write is the reverse.
 """
 
 from __future__ import annotations
@@ -21,92 +21,86 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from stepcache.errors import VariablesError
 from stepcache.sharding import axes_of
-from stepcache.variables.packing import Buffer, Layout
+from stepcache.variables.packing import Buffer, Layout, is_key_type, shards_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class HostLayout:
     """Buffers on the devices, and the same on the hosts. Equal ones are one object, made by
-    `host_layout`, so that variables that lie alike share compiled programs.
+    `host_layout`, so that variables of one layout share compiled programs.
 
     Attributes:
-        on_device: as a program takes them.
-        on_host: as they lie; flat and padded where a device buffer is replicated. None for one that
-            stays on the devices: random keys.
+        on_device: the buffers as a program takes them.
+        on_host: the same in host memory; flat and padded where a device buffer is replicated. None
+            for random keys, which stay on the devices.
     """
 
     on_device: tuple[Buffer, ...]
     on_host: tuple[Buffer | None, ...]
 
     @functools.cached_property
+    def write_bytes(self) -> int:
+        """Bytes of all shards on the hosts: a write moves each of them once."""
+        return sum(shards_bytes(host) for host in self.on_host if host is not None)
+
+    @functools.cached_property
     def read(self) -> Any:
-        """A compiled program: from shares on the hosts to buffers on the devices."""
+        """The compiled program from shards on the hosts to buffers on the devices."""
 
         def read(buffers: Sequence[Any]) -> list[Any]:
             return [
-                buffer if host is None else _unfolded(_move(buffer, host, "device"), device)
+                buffer
+                if host is None
+                else _restored(jax.device_put(buffer, _shards_on_devices(host).sharding), device)
                 for buffer, host, device in zip(buffers, self.on_host, self.on_device, strict=True)
             ]
 
         return jax.jit(read, out_shardings=[buffer.sharding for buffer in self.on_device])
 
     def read_ahead(self, buffers: Sequence[Any]) -> list[Any]:
-        """The same, and it begins at once, beside a step that is running: devices run programs one
-        after the other, but the copy is no program. Each buffer costs more than in one program.
+        """As `read`, but starts at once, beside a step that is running. Devices run one program
+        after the other, but these copies are no program. Each buffer costs more than in `read`.
         """
-        read = list(jax.device_put(list(buffers), self._arrivals))
-        if self._split:
-            gathered = self._gather([read[number] for number in self._split])
-            for number, buffer in zip(self._split, gathered, strict=True):
-                read[number] = buffer
-        return read
+        places, is_split = self._arrivals
+        read = jax.device_put(list(buffers), places)
+        return self._gather(read) if is_split else read
 
     @functools.cached_property
-    def _split(self) -> tuple[int, ...]:
-        """The buffers of which a device has only its share when they have been copied."""
-        return tuple(
-            number
-            for number, (host, device) in enumerate(zip(self.on_host, self.on_device, strict=True))
-            if host is not None and _shares(host) != device._replace(weak_type=False)
+    def _arrivals(self) -> tuple[list[Any], bool]:
+        """What sharding each buffer is copied to, and whether a program has to gather any."""
+        pairs = list(zip(self.on_host, self.on_device, strict=True))
+        arrivals = [at if host is None else _shards_on_devices(host) for host, at in pairs]
+        is_split = any(
+            arrival != device._replace(weak_type=arrival.weak_type)
+            for arrival, device in zip(arrivals, self.on_device, strict=True)
         )
-
-    @functools.cached_property
-    def _arrivals(self) -> list[Any]:
-        """Where each buffer is copied to."""
-        return [
-            _shares(self.on_host[number]).sharding if number in self._split else device.sharding
-            for number, device in enumerate(self.on_device)
-        ]
+        return [arrival.sharding for arrival in arrivals], is_split
 
     @functools.cached_property
     def _gather(self) -> Any:
-        """A compiled program: from shares on the devices to buffers."""
-        wanted = [self.on_device[number] for number in self._split]
+        """The compiled program from shards on the devices to buffers."""
 
         def gather(buffers: Sequence[Any]) -> list[Any]:
-            return [_unfolded(each, device) for each, device in zip(buffers, wanted, strict=True)]
+            return [_restored(x, at) for x, at in zip(buffers, self.on_device, strict=True)]
 
-        return jax.jit(gather, out_shardings=[device.sharding for device in wanted])
-
-    def part(self, numbers: Sequence[int]) -> HostLayout:
-        """Some of the buffers."""
-        return _part(self, tuple(numbers))
+        return jax.jit(gather, out_shardings=[device.sharding for device in self.on_device])
 
     @functools.cached_property
     def write(self) -> Any:
-        """A compiled program: from buffers on the devices to shares on the hosts."""
-        places = [
-            (device if host is None else host).sharding
-            for device, host in zip(self.on_device, self.on_host, strict=True)
-        ]
+        """The compiled program from buffers on the devices to shards on the hosts."""
+        rows = list(zip(self.on_host, self.on_device, strict=True))
 
         def write(buffers: Sequence[Any]) -> list[Any]:
             return [
-                buffer if host is None else _move(_folded(buffer, host), host, None)
+                buffer if host is None else jax.device_put(_flat(buffer, host), host.sharding)
                 for buffer, host in zip(buffers, self.on_host, strict=True)
             ]
 
-        return jax.jit(write, out_shardings=places)
+        return jax.jit(write, out_shardings=[(host or device).sharding for host, device in rows])
+
+    def part(self, numbers: Sequence[int]) -> HostLayout:
+        """The layout of some of the buffers."""
+        return self if len(numbers) == len(self.on_device) else _part(self, tuple(numbers))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,44 +109,39 @@ def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
     return HostLayout(on_device, tuple(layout.on_host[number] for number in numbers))
 
 
-def _shares(host: Any) -> Buffer:
-    """A buffer of a host, in the memory of its devices."""
-    sharding = host.sharding.with_memory_kind("device")
-    return host._replace(sharding=sharding, weak_type=False)
+def _shards_on_devices(host: Any) -> Buffer:
+    """A buffer in the shards that it has on the hosts, in the memory of the devices."""
+    return host._replace(sharding=host.sharding.with_memory_kind("device"), weak_type=False)
 
 
-def _move(value: Any, host: Buffer, memory_kind: str | None) -> Any:
-    sharding: Any = host.sharding
-    if memory_kind is not None:
-        sharding = sharding.with_memory_kind(memory_kind)
-    return jax.device_put(value, sharding)
-
-
-def _folded(value: Any, host: Buffer) -> Any:
+def _flat(value: Any, host: Buffer) -> Any:
+    """A device buffer, flat and padded as on the hosts."""
     if value.shape == host.shape:
         return value
     flat = jnp.ravel(value)
     return jnp.pad(flat, (0, host.shape[0] - flat.shape[0]))
 
 
-def _unfolded(value: Any, device: Buffer) -> Any:
+def _restored(value: Any, device: Buffer) -> Any:
+    """A gathered device buffer, from one that is flat and padded."""
     if value.shape == device.shape:
         return value
-    gathered: Any = device.sharding  # Its rank may be another, but it splits nothing.
-    if isinstance(gathered, NamedSharding):
-        gathered = NamedSharding(gathered.mesh, PartitionSpec())
-    value = jax.device_put(value, gathered)
-    return value[: math.prod(device.shape)].reshape(device.shape)
+    value = jax.device_put(value, replicated(device.sharding))
+    return value[: device.size].reshape(device.shape)
+
+
+def replicated(sharding: Any) -> Any:
+    """As a sharding that splits nothing, but for arrays of any rank."""
+    is_named = isinstance(sharding, NamedSharding)
+    return NamedSharding(sharding.mesh, PartitionSpec()) if is_named else sharding
+
+
+_host_layouts: weakref.WeakValueDictionary[Hashable, HostLayout] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
 
 
 def host_layout(layout: Layout, mesh: Mesh | None, memory_kind: str, where: str) -> HostLayout:
-    """How the buffers of a layout lie on the hosts.
-
-    Args:
-        layout: of buffers on the devices.
-        mesh: the session's mesh, or None.
-        memory_kind: of the hosts' memory.
-        where: the variables, for errors.
+    """How the buffers of a layout lie on the hosts of a mesh, in a memory of this kind.
 
     Raises:
         VariablesError: a device has no such memory.
@@ -162,65 +151,56 @@ def host_layout(layout: Layout, mesh: Mesh | None, memory_kind: str, where: str)
         _check_memory(device, memory_kind, where)
     key = (layout, devices[0], memory_kind)
     with _lock:
-        found = _host_layouts.get(key)
-        if found is None:
-            found = _host_layouts[key] = _lay_out(layout, devices[0], memory_kind)
+        if (found := _host_layouts.get(key)) is None:
+            placed = (
+                at._replace(sharding=at.sharding or SingleDeviceSharding(devices[0]))
+                for at in layout.buffers
+            )
+            on_device = tuple(placed)
+            found = HostLayout(on_device, tuple(_on_host(at, memory_kind) for at in on_device))
+            _host_layouts[key] = found
         return found
-
-
-_host_layouts: weakref.WeakValueDictionary[Hashable, HostLayout] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
 
 
 def _check_memory(device: Any, memory_kind: str, where: str) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]
     own = device.default_memory().kind if kinds else None
-    if memory_kind in kinds and memory_kind != own:
+    others = [kind for kind in kinds if kind != own]
+    if memory_kind in others:
         return
     raise VariablesError(
-        "a device's own memory is not its host's"
-        if memory_kind in kinds
+        "a device's own memory is not host memory"
+        if memory_kind == own
         else "a device has no such memory",
         where=where,
-        expected=f"one that {device.device_kind} has beside its own: "
-        + (", ".join(repr(kind) for kind in kinds if kind != own) or "there is none"),
+        expected=f"another memory of {device.device_kind} than its own: "
+        + (", ".join(map(repr, others)) or "there is none"),
         got=repr(memory_kind),
         hint="OnHost(memory_kind=...) names the host's memory; without one, keep the variables "
         "Replicated() or Sharded(rules)",
     )
 
 
-def _lay_out(layout: Layout, device: Any, memory_kind: str) -> HostLayout:
-    on_device = tuple(
-        buffer._replace(sharding=buffer.sharding or SingleDeviceSharding(device))
-        for buffer in layout.buffers
-    )
-    on_host = tuple(
-        None if jnp.issubdtype(buffer.dtype, jax.dtypes.extended) else _on_host(buffer, memory_kind)
-        for buffer in on_device
-    )
-    return HostLayout(on_device, on_host)
-
-
-def _on_host(buffer: Buffer, memory_kind: str) -> Buffer:
-    sharding: Sharding = buffer.sharding  # type: ignore[assignment]
+def _on_host(buffer: Buffer, memory_kind: str) -> Buffer | None:
+    sharding: Any = buffer.sharding
+    if is_key_type(buffer.dtype):
+        return None
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return buffer._replace(sharding=sharding.with_memory_kind(memory_kind))
     if not sharding.is_fully_replicated:
-        return buffer._replace(sharding=_spread(buffer.shape, sharding, memory_kind))
+        return buffer._replace(sharding=_split_further(buffer.shape, sharding, memory_kind))
     mesh = sharding.mesh
-    size, parts = math.prod(buffer.shape), mesh.size
     split = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)), memory_kind=memory_kind)
-    return Buffer((-(-size // parts) * parts,), buffer.dtype, split)
+    return Buffer((-(-buffer.size // mesh.size) * mesh.size,), buffer.dtype, split)
 
 
-def _spread(shape: tuple[int, ...], sharding: NamedSharding, memory_kind: str) -> Sharding:
-    """A split that repeats less: over axes of the mesh that it left out, where one divides."""
+def _split_further(shape: tuple[int, ...], sharding: NamedSharding, memory_kind: str) -> Sharding:
+    """A sharding with fewer replicas, split also along unused mesh axes where one divides."""
     sizes = sharding.mesh.shape
     spec = [axes_of(entry) for entry in sharding.spec]
     spec += [()] * (len(shape) - len(spec))
-    left_out = [axis for axis in sizes if not any(axis in axes for axes in spec)]
-    for axis in left_out:
+    unused = [axis for axis in sizes if not any(axis in axes for axes in spec)]
+    for axis in unused:
         for dimension, axes in enumerate(spec):
             parts = math.prod(sizes[each] for each in (*axes, axis))
             if shape[dimension] % parts == 0:

@@ -1,6 +1,10 @@
 """What the processes of a pod say to all, over a service that is a dictionary."""
 
+import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -90,3 +94,22 @@ def test_a_call_may_be_waited_for_again():
 
     with pytest.raises(Unreachable, match="gone"):
         asked(gone).result(10)
+
+
+def test_a_coordinator_has_ended_only_where_it_took_connections_before(monkeypatch):
+    """Where its port never takes one, JAX may have another way there."""
+    state = SimpleNamespace(global_state=SimpleNamespace())
+    monkeypatch.setattr(coordination, "distributed", state)
+    listener = socket.create_server(("127.0.0.1", 0))
+    state.global_state.coordinator_address = f"127.0.0.1:{listener.getsockname()[1]}"
+    limit = time.monotonic() + 30
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(
+            coordination.wait_until_coordinator_ends, lambda: time.monotonic() > limit
+        )
+        connection, _ = listener.accept()
+        assert not waiting.done()
+        listener.close(), connection.close()
+        assert waiting.result(30)
+    limit = time.monotonic() + 0.5
+    assert not coordination.wait_until_coordinator_ends(lambda: time.monotonic() > limit)

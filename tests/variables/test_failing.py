@@ -364,7 +364,7 @@ def test_a_push_that_fails_while_it_runs_loses_the_optimizer_state_too(saved, tm
     assert_same(kept, variables.value)
     variables.push(one)
     assert variables.value["w"].tolist() == [5] * 3
-    assert variables._updates.state.master.packed.buffers[0].tolist() == [summed + 1] * 3
+    assert variables._updates.state.packed.buffers[0].tolist() == [summed + 1] * 3
     fails()
 
 

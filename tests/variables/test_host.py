@@ -286,7 +286,7 @@ def test_variables_that_lie_alike_share_the_programs_that_move_them(mesh):
     with session(mesh):
         a, b = (sc.Variables({"a": np.ones(n)}, placement=sc.OnHost()) for n in (3, 3))
         other = sc.Variables({"a": np.ones(4)}, placement=sc.OnHost())
-    layouts = [each._master._layout for each in (a, b, other)]
+    layouts = [each._master.host_layout for each in (a, b, other)]
     assert layouts[0] is layouts[1] is not layouts[2]
 
 

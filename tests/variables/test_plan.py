@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 from moving import SHAPES, live_buffers, mesh_of, session, watching
 
 import stepcache as sc
-from stepcache.variables import masters, transfer
+from stepcache.variables import transfer
 from stepcache.variables.masters import Reader
-from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Plan, Transfer, choose_route
+from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Plan, Transfer
+from stepcache.variables.routes import Route, choose_route
 
 # ---- predicted equals measured ---------------------------------------------------------------
 
@@ -28,19 +29,27 @@ class Arrivals:
 
     def __init__(self, patch):
         self.bytes = 0
-        for name, place in (("read", "on_device"), ("write", "on_host")):
-            patch.setattr(masters.transfer, name, self._counted(getattr(transfer, name), place))
+        read, write = Route.read, transfer.write
+        counted_read = functools.wraps(read)(
+            lambda route, *args, **kwargs: self._counted(
+                read(route, *args, **kwargs), route.layout.on_device, route.layout
+            )
+        )
+        patch.setattr(Route, "read", counted_read)
+        patch.setattr(
+            transfer,
+            "write",
+            lambda packed, layout, meter: self._counted(
+                write(packed, layout, meter), layout.on_host, layout
+            ),
+        )
 
-    def _counted(self, function, place):
-        @functools.wraps(function)
-        def counted(packed, layout, *rest):
-            arrived = function(packed, layout, *rest)
-            for array, on_host in zip(arrived.buffers, layout.on_host, strict=True):
-                if on_host is not None:  # Random keys stay on the devices.
-                    self.bytes += sum(shard.data.nbytes for shard in array.addressable_shards)
-            return arrived
-
-        return counted
+    def _counted(self, arrived, buffers, layout):
+        for array, buffer, on_host in zip(arrived.buffers, buffers, layout.on_host, strict=True):
+            if on_host is not None:  # Random keys stay on the devices.
+                assert array.shape == buffer.shape
+                self.bytes += sum(shard.data.nbytes for shard in array.addressable_shards)
+        return arrived
 
 
 DTYPES = ("float32", "bfloat16", "int8", "bool", "complex64", "int32", "key", "weak")
@@ -146,7 +155,7 @@ def test_the_gathering_program_copies_shares_from_the_host_and_nothing_else():
         tree = {"big": np.ones(100_003, np.float32), "few": np.ones(13, jnp.bfloat16)}
         hosted = sc.Variables(tree, placement=sc.OnHost())
         planned = sc.step(lambda state: state["few"]).explain(hosted).plan
-    layout, buffers = hosted._master._layout, hosted._master.arrays()
+    layout, buffers = hosted._master.host_layout, hosted._master.arrays()
     for program, side in (
         (layout.read.lower(buffers), 0),
         (layout.write.lower(layout.read(buffers)), 1),
@@ -166,7 +175,7 @@ def test_a_read_ahead_is_copied_by_no_program(mesh):
     programs = []
     with session(mesh):
         hosted = sc.Variables(np.ones(100_003, np.float32), placement=sc.OnHost())
-        layout, buffers = hosted._master._layout, hosted._master.arrays()
+        layout, buffers = hosted._master.host_layout, hosted._master.arrays()
         layout.__dict__["_gather"] = lambda shares: programs.extend(shares) or layout.read(buffers)
         arrived = layout.read_ahead(buffers)
     assert [each.sharding for each in arrived] == [each.sharding for each in layout.on_device]
