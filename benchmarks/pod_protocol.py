@@ -133,8 +133,8 @@ class Rank:
         import jax
         from jax._src import distributed
 
-        from stepcache.cluster import loss, news
-        from stepcache.cluster.pod import peers_of
+        from stepcache.distributed import failure_detection, news
+        from stepcache.distributed.pod import peers_of
 
         logging.getLogger("stepcache").setLevel(logging.CRITICAL)
         jax.distributed.initialize(
@@ -151,7 +151,7 @@ class Rank:
         distributed.global_state.client = self.client
         # There are no devices to ask, and one machine.
         jax.process_index = lambda *_: rank
-        loss._pending_ranks = set
+        failure_detection._pending_ranks = set
         machine = f"{news._machine()}-{rank // OF_A_MACHINE}"
         news._machine = lambda: machine
         peers = peers_of(range(count))

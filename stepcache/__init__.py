@@ -30,13 +30,13 @@ from stepcache.errors import (
     VariablesError,
 )
 from stepcache.events import Change, Miss, StepStats, recorder
-from stepcache.programs import history as _history
 from stepcache.programs.cache import CacheInfo, ProgramCache
 from stepcache.report import progress as _progress  # noqa: F401  (subscribes to the recorder)
 from stepcache.report.explanation import Explanation
 from stepcache.session import Session, current_session, no_recompile
 from stepcache.sharding import Rules
 from stepcache.step import Step, step
+from stepcache.storage import run_log as _history
 from stepcache.variables.checkpoints import save
 from stepcache.variables.policy import OnHost, Read, Replicated, Sharded, Write
 from stepcache.variables.restoring import restore

@@ -23,15 +23,15 @@ from typing import Any
 import click
 from rich.console import RenderableType
 
-from stepcache.cluster.launch import GRACE_SECONDS, launch
+from stepcache.distributed.launch import GRACE_SECONDS, launch
 from stepcache.errors import CacheDirectoryError, StepCacheError, refuse_url
+from stepcache.fingerprint.provenance import distribution_of
 from stepcache.programs.archive import Archive, open_archive
 from stepcache.programs.cache import default_directory
-from stepcache.programs.disk.tier import EntryInfo
-from stepcache.programs.fingerprint.origin import distribution_of
 from stepcache.report import doctor as doctors
 from stepcache.report import inventory as inventories
 from stepcache.report import moving, runs, tables
+from stepcache.storage.disk_store import EntryInfo
 from stepcache.units import counted, readable_bytes
 
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

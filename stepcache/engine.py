@@ -17,9 +17,20 @@ from typing import Any
 import jax
 
 from stepcache import jaxcompat
-from stepcache.bringing import Bringing
-from stepcache.budget import check_budget
-from stepcache.call_plan import CallPlans
+from stepcache.calls import signature as signatures
+from stepcache.calls.call_plan import CallPlans
+from stepcache.calls.carry import check_tied
+from stepcache.calls.context import Scope, current_scope
+from stepcache.calls.handing_in import HandingIn, handed_in, is_of_pod
+from stepcache.calls.key import Key
+from stepcache.calls.layers import count_step
+from stepcache.calls.over_buffers import over_buffers, shapes_in
+from stepcache.calls.placement import is_elsewhere, place, unnamed_batch
+from stepcache.calls.residence import NOT_A_HIT, Use, passes_variables
+from stepcache.calls.signature import Call, Unreadable
+from stepcache.calls.step_spec import Recipe, Request
+from stepcache.calls.transfer_budget import check_budget
+from stepcache.distributed import hang_report
 from stepcache.errors import (
     ForkedProcessError,
     PlacementError,
@@ -29,25 +40,15 @@ from stepcache.errors import (
 )
 from stepcache.events import Evicted, Miss, recorder
 from stepcache.jaxcompat import inspection
-from stepcache.over_buffers import over_buffers, shapes_in
 from stepcache.programs import accounts
-from stepcache.programs import signature as signatures
 from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import ProgramCache
-from stepcache.programs.carry import check_tied
-from stepcache.programs.checks import Checks
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
-from stepcache.programs.key import Key
-from stepcache.programs.layers import count_step
-from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Levels
-from stepcache.programs.placement import is_elsewhere, place, unnamed_batch
-from stepcache.programs.pods.handing_in import HandingIn, handed_in, is_of_pod
+from stepcache.programs.miss_log import Ledger
 from stepcache.programs.question import Question, step_label
-from stepcache.programs.recipe import Recipe, Request
-from stepcache.programs.signature import Call, Unreadable
-from stepcache.residence import NOT_A_HIT, Use, passes_variables
-from stepcache.scope import Scope, current_scope
+from stepcache.programs.resolve import Bringing
+from stepcache.programs.verification import Checks
 from stepcache.sharding import mesh_identity
 from stepcache.weak_objects import WeakObjects
 
@@ -488,6 +489,8 @@ def latest_call() -> str:
         return ""
     return f"{f'call {engine.calls} of ' if engine.sees_all_calls else ''}{engine.recipe.name}"
 
+
+hang_report.latest_call = latest_call
 
 _caches: dict[int, WeakObjects[ProgramCache]] = {}
 _caching = threading.Lock()

@@ -14,15 +14,21 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from stepcache import jaxcompat
-from stepcache.cluster.loss import HANG_SECONDS, OnHang
-from stepcache.cluster.pod import AGREE_SECONDS, PodOfSession, peers_of
+from stepcache.calls.context import (
+    DEFAULT_SCOPE,
+    Scope,
+    current_scope,
+    recompiles_forbidden,
+    token_of,
+)
+from stepcache.calls.host_values import check_replicas
+from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang
+from stepcache.distributed.pod import AGREE_SECONDS, PodOfSession, peers_of
+from stepcache.distributed.replicas import Part
 from stepcache.engine import preload_all
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
-from stepcache.programs.pods.values import check_replicas
-from stepcache.replicas import Part
-from stepcache.scope import DEFAULT_SCOPE, Scope, current_scope, recompiles_forbidden, token_of
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
 from stepcache.variables.variables import Variables
@@ -282,7 +288,7 @@ def _placer(mesh: Mesh | None, rules: Rules, data_axis: DataAxis) -> Placer | No
     return Placer(mesh, rules, data_axis)
 
 
-DEFAULT_SCOPE.together = peers_of
+DEFAULT_SCOPE.cache, DEFAULT_SCOPE.together = ProgramCache(), peers_of
 _DEFAULT_SESSION = Session._without_mesh()
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 import jax
 
 from stepcache import jaxcompat
+from stepcache.calls.context import Scope, current_scope
+from stepcache.calls.step_spec import Recipe
 from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.events import Miss, StepStats
-from stepcache.programs.recipe import Recipe
 from stepcache.report.explanation import Explanation, explain
-from stepcache.scope import Scope, current_scope
 
 P = ParamSpec("P")
 R = TypeVar("R")

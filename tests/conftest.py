@@ -17,8 +17,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 import pytest
 from jax.sharding import AxisType
 
+from stepcache.calls.context import DEFAULT_SCOPE
 from stepcache.programs.cache import ProgramCache
-from stepcache.scope import DEFAULT_SCOPE
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 
 import stepcache as sc
 from stepcache.cli import Duration, Size, main
-from stepcache.programs.disk.tier import DiskTier
-from stepcache.programs.history import History, Row
+from stepcache.storage.disk_store import DiskTier
+from stepcache.storage.run_log import History, Row
 
 LOOKING = ("ls", "why", "verify")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stepcache.programs.fingerprint.recording import Recording
+from stepcache.fingerprint.recorder import Recording
 from tests.cluster.pods import run_pod, succeeded
 
 ROOT = Path(__file__).parent.parent
@@ -704,7 +704,7 @@ def test_a_child_forked_beside_a_trace_is_free_of_it(tmp_path):
     """Another thread of the parent is in the middle of a recording: it is not in the child."""
     body = """
     from stepcache._process_hooks import quick_switching
-    from stepcache.programs.fingerprint.recording import Recording
+    from stepcache.fingerprint.recorder import Recording
 
     before = gc.isenabled(), list(gc.callbacks), sys.getswitchinterval()
     started, forked, recorded = threading.Event(), threading.Event(), []

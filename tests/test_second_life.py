@@ -497,11 +497,11 @@ def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypat
     def step(x):
         return x * RATE
     """
-    from stepcache.programs.fingerprint import walk
+    from stepcache.fingerprint import visitor
 
-    atom = walk.atom
+    atom = visitor.atom
     monkeypatch.setattr(
-        walk, "atom", lambda value: "a number" if type(value) is float else atom(value)
+        visitor, "atom", lambda value: "a number" if type(value) is float else atom(value)
     )
     cache = cache_in(tmp_path)
     with sc.Session(cache=cache):

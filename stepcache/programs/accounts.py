@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from stepcache.calls.step_spec import Request
 from stepcache.events import Built, Captured, Loaded, Miss, recorder
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Answer, Archive
-from stepcache.programs.ledger import Ledger
 from stepcache.programs.levels import Brought
-from stepcache.programs.recipe import Request
+from stepcache.programs.miss_log import Ledger
 
 _OF_CALL = ("argument", "tree", "static", "options", "mesh")
 _EVENTS = {1: "loaded", 2: "relinked", 3: "built"}

@@ -20,9 +20,11 @@ import jax
 from stepcache import jaxcompat
 from stepcache._process_hooks import quick_switching
 from stepcache.events import Change
+from stepcache.fingerprint.installed_packages import look_at_modules
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs.background import LATER, Job, Worker
-from stepcache.programs.candidate import (
+from stepcache.programs.question import Question
+from stepcache.storage.dependency_record import (
     Address,
     Candidate,
     Publication,
@@ -31,11 +33,9 @@ from stepcache.programs.candidate import (
     pack_candidates,
     unpack_candidates,
 )
-from stepcache.programs.disk.starts import Starts
-from stepcache.programs.disk.tier import DiskTier
-from stepcache.programs.fingerprint.installed_packages import look_at_modules
-from stepcache.programs.history import History, Row, script_name
-from stepcache.programs.question import Question
+from stepcache.storage.disk_store import DiskTier
+from stepcache.storage.run_log import History, Row, script_name
+from stepcache.storage.starts import Starts
 
 CANDIDATES_KEPT = 8
 _RUNS_COMPARED = 8

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 
 from stepcache import _process_hooks, jaxcompat
-from stepcache.programs.disk import journal
+from stepcache.storage import load_markers
 from stepcache.weak_objects import WeakObjects
 
 _POLL_SECONDS = 0.005
@@ -313,7 +313,7 @@ _workers: WeakObjects[Worker] = WeakObjects()
 def _stop_all() -> None:
     for worker in sorted(_workers, key=lambda worker: worker._droppable, reverse=True):
         worker.stop()
-    journal.take_own_away()
+    load_markers.take_own_away()
 
 
 def until_ready(outputs: Any, started: float) -> Callable[[], Any]:

@@ -20,11 +20,11 @@ import jax
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
+from stepcache.calls.carry import check_carry
+from stepcache.calls.key import Key
+from stepcache.calls.signature import Leaf, short_type
+from stepcache.calls.step_spec import Recipe, Request
 from stepcache.events import Captured
-from stepcache.programs.carry import check_carry
-from stepcache.programs.key import Key
-from stepcache.programs.recipe import Recipe, Request
-from stepcache.programs.signature import Leaf, short_type
 
 
 @dataclass(frozen=True, eq=False)

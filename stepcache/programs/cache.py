@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 import platformdirs
 
 from stepcache import jaxcompat
+from stepcache.calls.key import Key
 from stepcache.errors import (
     CacheDirectoryError,
     OptionError,
@@ -30,7 +31,6 @@ from stepcache.errors import (
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, open_archive
 from stepcache.programs.build import Program
-from stepcache.programs.key import Key
 from stepcache.programs.memory import Held, MemoryTier
 
 _numbers = itertools.count(1)

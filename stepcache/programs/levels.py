@@ -17,12 +17,16 @@ from types import CodeType
 from typing import Any
 
 from stepcache import jaxcompat
+from stepcache.calls.step_spec import Recipe, Request
 from stepcache.events import Captured, Change
+from stepcache.fingerprint import shared_traces
+from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.background import beside, builds
 from stepcache.programs.build import Program, Stopwatch, build
-from stepcache.programs.candidate import (
+from stepcache.programs.question import Question
+from stepcache.storage.dependency_record import (
     Address,
     Publication,
     Traced,
@@ -30,10 +34,6 @@ from stepcache.programs.candidate import (
     differences,
     digest_facts,
 )
-from stepcache.programs.fingerprint import shared_traces
-from stepcache.programs.fingerprint.recording import Recording
-from stepcache.programs.question import Question
-from stepcache.programs.recipe import Recipe, Request
 
 _MUTABLE = ("code", "value", "file", "variable")
 

@@ -14,8 +14,8 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from stepcache.calls.key import Key
 from stepcache.programs.build import Program
-from stepcache.programs.key import Key
 
 _FILL_AT_PROBATION = 0.75
 _OWNERS_UNSWEPT = 4

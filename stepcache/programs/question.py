@@ -16,11 +16,14 @@ from typing import Any
 
 import jax
 
-from stepcache.jaxcompat import inspection
-from stepcache.programs.candidate import Address, Used, digest_facts
-from stepcache.programs.fingerprint import installed_packages
-from stepcache.programs.fingerprint.names import names_of
-from stepcache.programs.fingerprint.origin import (
+from stepcache.calls.key import Key
+from stepcache.calls.layers import code_of, definition_of
+from stepcache.calls.signature import Leaf, short_type
+from stepcache.calls.step_spec import Recipe, Request
+from stepcache.distributed.global_arrays import part_of, spans_processes
+from stepcache.fingerprint import installed_packages
+from stepcache.fingerprint.bytecode import names_of
+from stepcache.fingerprint.provenance import (
     INSTALLED,
     USER,
     file_digest,
@@ -28,14 +31,11 @@ from stepcache.programs.fingerprint.origin import (
     origin_of_file,
     origin_of_module,
 )
-from stepcache.programs.fingerprint.recording import Recording
-from stepcache.programs.fingerprint.tokens import atom, plain_text
-from stepcache.programs.fingerprint.walk import Fingerprint, Walk
-from stepcache.programs.key import Key
-from stepcache.programs.layers import code_of, definition_of
-from stepcache.programs.recipe import Recipe, Request
-from stepcache.programs.signature import Leaf, short_type
-from stepcache.spanning import part_of, spans_processes
+from stepcache.fingerprint.recorder import Recording
+from stepcache.fingerprint.tokens import atom, plain_text
+from stepcache.fingerprint.visitor import Fingerprint, Walk
+from stepcache.jaxcompat import inspection
+from stepcache.storage.dependency_record import Address, Used, digest_facts
 
 
 class Question:

@@ -23,11 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stepcache.programs import plain
 from stepcache.programs.archive import CANDIDATES_KEPT
-from stepcache.programs.candidate import Candidate, digest_facts, unpack_candidates
-from stepcache.programs.disk.entry import DamagedEntryError, Header, read_payload, store
-from stepcache.programs.disk.tier import DiskTier
+from stepcache.storage import plain
+from stepcache.storage.dependency_record import Candidate, digest_facts, unpack_candidates
+from stepcache.storage.disk_store import DiskTier
+from stepcache.storage.entry import DamagedEntryError, Header, read_payload, store
 
 FORMAT_VERSION = 2
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stepcache.errors import CacheDirectoryError
+from stepcache.fingerprint.provenance import distribution_of
 from stepcache.jaxcompat import PRIVATE_API, storing
-from stepcache.programs.disk import private
-from stepcache.programs.disk.entry import KEY_BYTES
-from stepcache.programs.fingerprint.origin import distribution_of
 from stepcache.report.inventory import open_existing
+from stepcache.storage import private_files
+from stepcache.storage.entry import KEY_BYTES
 from stepcache.units import counted, readable_bytes
 
 Status = Literal["ok", "warning", "fault"]
@@ -157,7 +157,7 @@ def _directory(directory: Path) -> Iterator[Check]:
     try:
         for path in (directory, directory / "v1"):
             if path.exists():
-                private.check_directory(path)
+                private_files.check_directory(path)
     except CacheDirectoryError as error:
         detail = f"{error.what} ({error.where}: {error.got})"
         yield Check("directory", "fault", detail, error.hint or "")
@@ -175,7 +175,7 @@ def _directory(directory: Path) -> Iterator[Check]:
 
 def _key(path: Path) -> Check:
     """Looked at before anything opens the directory, for that makes a new key where none is."""
-    if private.load_key(path, KEY_BYTES) is not None:
+    if private_files.load_key(path, KEY_BYTES) is not None:
         return Check("key", "ok", "this directory's own, closed to others")
     return Check(
         "key",
@@ -228,7 +228,7 @@ def _content(directory: Path) -> Iterator[Check]:
 
 
 def _quarantine(directory: Path) -> Check:
-    left = private.listed(directory)
+    left = private_files.listed(directory)
     if not left:
         return Check("quarantine", "ok", "empty")
     size_bytes = 0

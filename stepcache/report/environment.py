@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import jax
 
+from stepcache.fingerprint.provenance import distribution_of
 from stepcache.jaxcompat import inspection
-from stepcache.programs.fingerprint.origin import distribution_of
 
 _OF_THE_MACHINE = ("python", "system", "backend", "device kind", "topology", "CPU")
 _DEVICES, _TOPOLOGY = "environment devices", "environment topology"

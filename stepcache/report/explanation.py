@@ -17,14 +17,14 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from stepcache import jaxcompat
+from stepcache.calls.over_buffers import HELD
+from stepcache.calls.placement import moved_bytes
+from stepcache.calls.residence import Use
+from stepcache.calls.signature import Call, Leaf, Parameters, Path, Unreadable, short_sharding
+from stepcache.calls.step_spec import Request
 from stepcache.engine import Engine
 from stepcache.events import Captured, Miss
-from stepcache.over_buffers import HELD
 from stepcache.programs.build import Program
-from stepcache.programs.placement import moved_bytes
-from stepcache.programs.recipe import Request
-from stepcache.programs.signature import Call, Leaf, Parameters, Path, Unreadable, short_sharding
-from stepcache.residence import Use
 from stepcache.sharding import Placed, Role
 from stepcache.units import counted, readable_bytes, terminal_width
 from stepcache.variables.plan import Plan

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.programs.archive import Archive, open_archive
-from stepcache.programs.candidate import Candidate, differences, unpack_candidates
-from stepcache.programs.disk.tier import EntryInfo
+from stepcache.storage.dependency_record import Candidate, differences, unpack_candidates
+from stepcache.storage.disk_store import EntryInfo
 from stepcache.units import counted
 
 # Groups of facts by the beginning of their names; the first that fits. The rest is code or values.

@@ -11,14 +11,14 @@ from typing import Any
 
 from stepcache.errors import StepCacheError
 from stepcache.programs.archive import CANDIDATES_KEPT, Archive
-from stepcache.programs.candidate import Candidate, pack_candidates, unpack_candidates
-from stepcache.programs.disk.entry import DamagedEntryError, read_payload
-from stepcache.programs.disk.tier import DiskTier, EntryInfo
 from stepcache.report import bundle as bundles
 from stepcache.report import environment
 from stepcache.report.bundle import BundledStep, Content, Opened, Writer
 from stepcache.report.environment import Part
 from stepcache.report.inventory import label_of, means
+from stepcache.storage.dependency_record import Candidate, pack_candidates, unpack_candidates
+from stepcache.storage.disk_store import DiskTier, EntryInfo
+from stepcache.storage.entry import DamagedEntryError, read_payload
 
 
 class BundleError(StepCacheError):

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from stepcache.programs.archive import Archive
-from stepcache.programs.history import Row
 from stepcache.report.inventory import means
+from stepcache.storage.run_log import Row
 
 STAGES = tuple("import hash read agree wait load trace lower compile give execute verify".split())
 _BROUGHT = ("built", "loaded", "relinked")

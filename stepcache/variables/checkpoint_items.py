@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jax.tree_util import keystr
 
+from stepcache.distributed.global_arrays import placed
 from stepcache.errors import VariablesError
 from stepcache.sharding import current_reader
-from stepcache.spanning import placed
 from stepcache.variables.describing import abstract, joined
 from stepcache.variables.masters import Master
 from stepcache.variables.packing import is_key_type

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from stepcache import jaxcompat
+from stepcache.distributed.global_arrays import placed, spans_processes
 from stepcache.events import Moved, recorder
-from stepcache.spanning import placed, spans_processes
 from stepcache.variables.packing import Buffer, Layout, Packed, is_key_type, shard_bytes
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK
 from stepcache.variables.shares import HostLayout, replicated

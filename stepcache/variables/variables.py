@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from stepcache.distributed.replicas import is_own, token_of
 from stepcache.errors import UnmatchedRuleWarning, VariablesError, warn
-from stepcache.replicas import is_own, token_of
 from stepcache.sharding import (
     current_max_bytes,
     current_placer,

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from stepcache.cli import main
-from stepcache.cluster.launch import launch, rank_environment
+from stepcache.distributed.launch import launch, rank_environment
 from stepcache.errors import StepCacheError
 
 pytestmark = pytest.mark.timeout(90)

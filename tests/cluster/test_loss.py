@@ -145,7 +145,7 @@ def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(tmp_path, m
 
 ALONE = """
 import queue
-from stepcache.cluster import loss, news
+from stepcache.distributed import loss, news
 # As with NCCL, TPUs and other machines: no collective fails, and no process is seen to end.
 news._has_ended = lambda pid: False
 loss.Watch.suspect = lambda self, error: None

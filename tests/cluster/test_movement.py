@@ -4,7 +4,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
-from stepcache.cluster.hang_report import Movement
+from stepcache.distributed.hang_report import Movement
 
 
 def code(x):

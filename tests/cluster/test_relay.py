@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from stepcache.cluster.relay import CHILDREN, Relay, own_host, parent_of
+from stepcache.distributed.relay import CHILDREN, Relay, own_host, parent_of
 
 TOKEN = b"t" * 32
 HOST = "127.0.0.1"

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import stepcache as sc
-from stepcache.replicas import _checksum, token_of
+from stepcache.distributed.replicas import _checksum, token_of
 from tests.cluster.pods import run_pod, succeeded
 
 SCRIPT = """

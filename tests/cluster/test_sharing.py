@@ -188,7 +188,7 @@ if RANK % 2:
 def test_what_is_handed_out_is_taken_by_one_that_fails(tmp_path):
     """Else the one that hands it out would wait for that."""
     script = """
-    from stepcache.cluster import pod
+    from stepcache.distributed import pod
     pod.PIECE_BYTES, pod._WINDOW = 256, 3
     @sc.step(batch="batch")
     def step(batch):
@@ -213,7 +213,7 @@ def test_what_is_handed_out_is_taken_by_one_that_fails(tmp_path):
 def test_large_programs_travel_in_pieces(tmp_path):
     """More of them than the service is given at a time."""
     before = """
-from stepcache.cluster import pod
+from stepcache.distributed import pod
 pod.PIECE_BYTES, pod._WINDOW = 256, 3
 """
     ranks = run(tmp_path / "a", 3, "off", before)
@@ -222,7 +222,7 @@ pod.PIECE_BYTES, pod._WINDOW = 256, 3
 
 def test_pieces_are_not_kept_for_those_who_have_the_program(tmp_path):
     before = """
-from stepcache.cluster import pod
+from stepcache.distributed import pod
 pod.PIECE_BYTES, pod._WINDOW = 256, 3
 """
     run(tmp_path / "a", 3, tmp_path / "cache{rank}", before)
@@ -232,7 +232,7 @@ pod.PIECE_BYTES, pod._WINDOW = 256, 3
 
 RELAYED = """
 import atexit, re
-from stepcache.cluster import pod, relay
+from stepcache.distributed import pod, relay
 from stepcache.jaxcompat.coordination import Service
 pod.RELAYED_BYTES, relay.CHILDREN = 256, 1
 served, pieces, serve, get = [], [], relay.Relay._serve, Service.get

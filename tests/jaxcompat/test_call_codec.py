@@ -11,7 +11,7 @@ import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.jaxcompat import call_codec
 from stepcache.jaxcompat.call_codec import FIELDS, NotStorable, decode_call, encode_call
-from stepcache.programs import plain
+from stepcache.storage import plain
 
 pytestmark = pytest.mark.skipif(not call_codec.CAN_DESCRIBE, reason="JAX's public API is in use")
 

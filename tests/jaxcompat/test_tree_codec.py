@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from stepcache.jaxcompat.call_codec import CAN_DESCRIBE, NotStorable
 from stepcache.jaxcompat.tree_codec import decode_tree, decode_value, encode_tree, encode_value
-from stepcache.programs import plain
+from stepcache.storage import plain
 
 pytestmark = pytest.mark.skipif(not CAN_DESCRIBE, reason="JAX's public API is in use")
 

@@ -13,9 +13,9 @@ import pytest
 
 import stepcache as sc
 from stepcache import jaxcompat
+from stepcache.fingerprint.recorder import Recording
 from stepcache.programs import background
 from stepcache.programs.background import LATER, Worker, until_ready
-from stepcache.programs.fingerprint.recording import Recording
 from stepcache.weak_objects import WeakObjects
 
 LIMIT_SECONDS = 30

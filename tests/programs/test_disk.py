@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 import stepcache as sc
-from stepcache.programs.disk import entry as format_
-from stepcache.programs.disk.journal import Process, unique_name
-from stepcache.programs.disk.tier import DiskTier
+from stepcache.storage import entry as format_
+from stepcache.storage.disk_store import DiskTier
+from stepcache.storage.load_markers import Process, unique_name
 
 DIGEST = "0123456789abcdef" * 4
 OTHER = "fedcba9876543210" * 4
@@ -379,7 +379,7 @@ def test_what_was_published_since_it_was_looked_at_is_not_set_aside(tier, monkey
         DiskTier(tier.directory).publish("program", DIGEST, {}, b"new")
         return original(*arguments)
 
-    monkeypatch.setattr("stepcache.programs.disk.tier.read_header", slow)
+    monkeypatch.setattr("stepcache.storage.disk_store.read_header", slow)
     assert tier.read("program", DIGEST) is None
     monkeypatch.undo()
     assert tier.read("program", DIGEST).payload == b"new"
@@ -837,7 +837,7 @@ def test_a_listing_reads_no_payload(tier, clock, monkeypatch):
     flip_last[-1] ^= 1
     path_of(tier).write_bytes(flip_last)
     os.utime(path_of(tier), (NOW + 5, NOW + 5))
-    monkeypatch.setattr("stepcache.programs.disk.tier.read_payload", None)
+    monkeypatch.setattr("stepcache.storage.disk_store.read_payload", None)
     (info,) = tier.entries()
     assert (info.kind, info.digest, info.header) == ("program", DIGEST, {"name": "train"})
     assert (info.created_time, info.used_time, info.problem) == (NOW, NOW + 5, None)
@@ -1032,7 +1032,7 @@ def test_processes_tell_apart():
 PRELUDE = """
 import json, os, random, signal, sys, time, traceback, warnings
 from pathlib import Path
-from stepcache.programs.disk.tier import DiskTier
+from stepcache.storage.disk_store import DiskTier
 warnings.simplefilter("ignore")
 import logging; logging.disable()
 directory = Path(sys.argv[1])

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 import stepcache as sc
-from stepcache import bringing, jaxcompat
-from stepcache.programs import archive, background, checks
-from stepcache.programs.disk import shelf, starts, tier
+from stepcache import jaxcompat
+from stepcache.programs import archive, background, resolve, verification
+from stepcache.storage import directory, disk_store, starts
 
 pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
@@ -64,15 +64,15 @@ def codes_of(*owners):
 # Not the two boundaries, of the archive and of a thread, nor what opens a directory.
 WATCHED = codes_of(
     archive.Archive,
-    bringing._Settling,
-    checks.Checks.verification,
-    checks.Checks._verify,
+    resolve._Settling,
+    verification.Checks.verification,
+    verification.Checks._verify,
     background.until_ready,
     *(getattr(background.Worker, name) for name in ("submit", "_start", "_work", "_try")),
     *(getattr(background.Worker, name) for name in ("take", "_drop", "_is_alive")),
-    *(getattr(tier.DiskTier, name) for name in ("read", "loading", "publish", "_store")),
-    *(getattr(tier.DiskTier, name) for name in ("_examine", "_read_header", "_has_killed")),
-    *(getattr(shelf.Shelf, name) for name in ("prepare", "put", "_write", "path")),
+    *(getattr(disk_store.DiskTier, name) for name in ("read", "loading", "publish", "_store")),
+    *(getattr(disk_store.DiskTier, name) for name in ("_examine", "_read_header", "_has_killed")),
+    *(getattr(directory.Shelf, name) for name in ("prepare", "put", "_write", "path")),
     starts.Starts,
 ) - codes_of(archive.Archive.__init__, archive.Archive.flush, archive._no_matter_of_the_step)
 
@@ -162,7 +162,7 @@ def within_limit(work):
 @pytest.fixture
 def first(tmp_path, monkeypatch):
     """A directory that has the program of a call of three numbers."""
-    monkeypatch.setattr(bringing, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(resolve, "_QUIET_SECONDS", 0.0)
     directory = tmp_path / "first"
     cache = sc.ProgramCache(directory)
     module = types.ModuleType("faults")

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import stepcache
-from stepcache.programs.fingerprint.walk import Walk
+from stepcache.fingerprint.visitor import Walk
 
 
 def fingerprint(value):
@@ -28,7 +28,7 @@ MODEL = """
     import json, sys
     import jax, optax
     from flax import nnx
-    from stepcache.programs.fingerprint.walk import Walk
+    from stepcache.fingerprint.visitor import Walk
 
     class Block(nnx.Module):
         def __init__(self, rngs):
@@ -260,7 +260,7 @@ def test_names_that_could_be_mistaken_for_one_another_stay_apart():
 
 def test_another_module_in_the_place_of_one_that_was_looked_at(monkeypatch):
     """As by a reload by hand: what was noted of the first says nothing of the second."""
-    from stepcache.programs.fingerprint import installed_packages
+    from stepcache.fingerprint import installed_packages
 
     def noted():
         walk = Walk()

@@ -20,8 +20,8 @@ import pytest
 
 import stepcache as sc
 from stepcache.jaxcompat import storing
-from stepcache.programs import plain
-from stepcache.programs.candidate import pack_candidates, unpack_candidates
+from stepcache.storage import plain
+from stepcache.storage.dependency_record import pack_candidates, unpack_candidates
 
 pytestmark = pytest.mark.skipif(not storing.CAN_STORE, reason="nothing is stored")
 MARK = "hostile-entry-ran"

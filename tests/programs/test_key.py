@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepcache import jaxcompat
-from stepcache.programs.key import Key, diff_settings
-from stepcache.programs.recipe import Recipe
-from stepcache.programs.signature import read
+from stepcache.calls.key import Key, diff_settings
+from stepcache.calls.signature import read
+from stepcache.calls.step_spec import Recipe
 from stepcache.sharding import mesh_identity
 
 

@@ -9,8 +9,8 @@ import jax
 import pytest
 
 import stepcache as sc
-from stepcache.programs import layers
-from stepcache.programs.layers import count_step, definition_of, function_name
+from stepcache.calls import layers
+from stepcache.calls.layers import count_step, definition_of, function_name
 
 HERE = "test_layers.py"
 

@@ -5,7 +5,7 @@ from types import CodeType
 
 import pytest
 
-from stepcache.programs.fingerprint.names import Read, code_digest, names_of
+from stepcache.fingerprint.bytecode import Read, code_digest, names_of
 
 
 def compiled(source, name="f", filename="x.py"):

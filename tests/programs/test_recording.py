@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from stepcache.programs.fingerprint.recording import Recording
+from stepcache.fingerprint.recorder import Recording
 
 MONITORED = sys.version_info >= (3, 12)
 
@@ -95,7 +95,7 @@ import codecs, gzip, io, os, pathlib, sys, tokenize, zipfile
 import numpy as np
 from io import FileIO, open_code
 from os import open as low_open
-from stepcache.programs.fingerprint.recording import Recording
+from stepcache.fingerprint.recorder import Recording
 alias, path = open, sys.argv[1]
 class Mine(FileIO): pass
 openers = {

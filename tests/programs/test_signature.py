@@ -11,9 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stepcache import jaxcompat
-from stepcache.jaxcompat import arguments
-from stepcache.programs.recipe import Recipe
-from stepcache.programs.signature import (
+from stepcache.calls.signature import (
     Leaf,
     Unreadable,
     diff,
@@ -21,6 +19,8 @@ from stepcache.programs.signature import (
     read,
     shorten,
 )
+from stepcache.calls.step_spec import Recipe
+from stepcache.jaxcompat import arguments
 
 
 def parameters(fun, carry=(), **options):

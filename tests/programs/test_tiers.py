@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepcache.programs.disk.tier import DiskTier
 from stepcache.programs.memory import MemoryTier
+from stepcache.storage.disk_store import DiskTier
 
 BOUND = 8  # In units of size.
 

@@ -17,10 +17,10 @@ from click.testing import CliRunner
 import stepcache as sc
 from stepcache.cli import main
 from stepcache.programs.archive import open_archive
-from stepcache.programs.candidate import digest_facts, pack_candidates, unpack_candidates
-from stepcache.programs.disk.tier import DiskTier
 from stepcache.report import bundle as bundles
 from stepcache.report import environment, moving
+from stepcache.storage.dependency_record import digest_facts, pack_candidates, unpack_candidates
+from stepcache.storage.disk_store import DiskTier
 
 
 @sc.step

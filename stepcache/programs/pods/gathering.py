@@ -16,11 +16,17 @@ import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 
+from stepcache.calls.host_values import MAX_SIDES, compare
+from stepcache.distributed.peers import Meeting, Peers
 from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
 from stepcache.jaxcompat.coordination import Brief
-from stepcache.programs import plain
-from stepcache.programs.candidate import (
+from stepcache.programs.levels import Lowered
+from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank, digest_of_lowered, judge
+from stepcache.programs.pods.stand import OF_ONE, Facts, Stand, brief, known_to_all
+from stepcache.programs.question import Question
+from stepcache.storage import plain
+from stepcache.storage.dependency_record import (
     Candidate,
     Traced,
     agree,
@@ -28,12 +34,6 @@ from stepcache.programs.candidate import (
     pack_candidates,
     unpack_candidates,
 )
-from stepcache.programs.levels import Lowered
-from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank, digest_of_lowered, judge
-from stepcache.programs.pods.peers import Meeting, Peers
-from stepcache.programs.pods.stand import OF_ONE, Facts, Stand, brief, known_to_all
-from stepcache.programs.pods.values import MAX_SIDES, compare
-from stepcache.programs.question import Question
 from stepcache.units import readable_ranks
 
 _ASKED_AT_MOST = 8

@@ -7,14 +7,14 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 
+from stepcache.distributed.peers import Meeting
 from stepcache.errors import AgreementError
 from stepcache.events import Change
-from stepcache.programs import plain
-from stepcache.programs.candidate import differences
-from stepcache.programs.fingerprint.origin import USER, file_label, origin_of_file
+from stepcache.fingerprint.provenance import USER, file_label, origin_of_file
 from stepcache.programs.levels import Lowered
-from stepcache.programs.pods.peers import Meeting
 from stepcache.programs.pods.stand import known_to_all
+from stepcache.storage import plain
+from stepcache.storage.dependency_record import differences
 from stepcache.units import readable_ranks
 
 MAX_SHOWN = 12

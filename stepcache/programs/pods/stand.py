@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from stepcache.programs import plain
+from stepcache.calls.host_values import digest_of
 from stepcache.programs.archive import Answer, Archive
-from stepcache.programs.candidate import digest_facts
-from stepcache.programs.pods.values import digest_of
 from stepcache.programs.question import Question
+from stepcache.storage import plain
+from stepcache.storage.dependency_record import digest_facts
 
 # What one host may have and another not: then one of each kind builds what all agree on.
 _OF_HOST = (

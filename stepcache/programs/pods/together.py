@@ -10,17 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stepcache.calls.host_values import compare, handed_in_whole
+from stepcache.calls.step_spec import Recipe, Request
+from stepcache.distributed.peers import Peers
 from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.build import Stopwatch
-from stepcache.programs.candidate import Candidate, Traced
 from stepcache.programs.levels import Brought, Levels, Lowered, Sharing
 from stepcache.programs.pods.gathering import Gathering
 from stepcache.programs.pods.lowered import Different
-from stepcache.programs.pods.peers import Peers
 from stepcache.programs.pods.stand import Facts, stand_of
-from stepcache.programs.pods.values import compare, handed_in_whole
 from stepcache.programs.question import Question
-from stepcache.programs.recipe import Recipe, Request
+from stepcache.storage.dependency_record import Candidate, Traced
 
 _DOES_NOT_LOAD = "what another process made does not load here (%s)"
 

@@ -1,0 +1,1 @@
+"""What a step is, what a call of it looks like, and where its arguments go."""

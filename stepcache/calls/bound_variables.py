@@ -1,0 +1,111 @@
+"""Where `Variables` may stand in a call: what the options of a step ask of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec, Sharding
+
+from stepcache.calls.over_buffers import argument_of
+from stepcache.calls.step_spec import Recipe
+from stepcache.errors import VariablesError
+from stepcache.variables.variables import Variables
+
+PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None)))
+
+
+def variables_of(tree: Any) -> Iterator[Variables]:
+    """The `Variables` in an argument, in order."""
+    if isinstance(tree, Variables):
+        yield tree
+    elif type(tree) not in PLAIN and not isinstance(tree, jax.Array):
+        for leaf in jax.tree_util.tree_leaves(tree):
+            if isinstance(leaf, Variables):
+                yield leaf
+
+
+def check_options(recipe: Recipe, args: tuple, kwargs: dict[str, Any], *, read: bool) -> None:
+    """Whether the options of a step leave the `Variables` of a call alone.
+
+    Args:
+        recipe: the step.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        read: whether some of the variables are not carried.
+
+    Raises:
+        VariablesError: some are static, donated and not carried, or to be placed leaf by leaf.
+    """
+    roles, options = recipe.parameters.roles, recipe.options
+    if read:
+        for name in _donated(recipe):
+            _refuse(
+                *(recipe, args, kwargs, name),
+                "variables are donated and not carried, and would be left without a value",
+                f"say carry={name!r} if the step returns them updated; else do not donate",
+            )
+    if roles.static_argnums or roles.static_argnames:
+        names = {recipe.parameters.name_of(number) for number in roles.static_argnums}
+        for name in sorted(names.union(roles.static_argnames)):
+            _refuse(
+                *(recipe, args, kwargs, name),
+                "variables cannot be static: their values are no part of a program",
+                f"take {name!r} out of static_argnames",
+            )
+    for option, entries in _placed_by_leaf(options, recipe.parameters.carry):
+        for name in (_name(recipe, entry) for entry in entries):
+            _refuse(
+                *(recipe, args, kwargs, name),
+                f"{option} speaks of leaves, and variables have been placed already",
+                f"say None for {name!r} in {option}, and placement=... where they are made",
+            )
+
+
+def _refuse(
+    recipe: Recipe, args: tuple, kwargs: dict[str, Any], name: str, what: str, hint: str
+) -> None:
+    for each in variables_of(argument_of(recipe.parameters.positional, args, kwargs, name)):
+        where = f"{recipe.name}, argument {name}"
+        raise VariablesError(what, where=where, got=repr(each), hint=hint)
+
+
+def _donated(recipe: Recipe) -> Iterable[str]:
+    """The arguments that the step uses up and does not carry."""
+    given = (recipe.options.get(name) for name in ("donate_argnums", "donate_argnames"))
+    for value in given:
+        for each in (value,) if isinstance(value, int | str) else value or ():
+            name = _name(recipe, each)
+            if name not in recipe.parameters.carry:
+                yield name
+
+
+def _name(recipe: Recipe, each: int | str) -> str:
+    parameters = recipe.parameters.positional
+    if isinstance(each, int) and -len(parameters) <= each < len(parameters):
+        return parameters[each]
+    return str(each)
+
+
+def _placed_by_leaf(
+    options: dict[str, Any], carry: tuple[str, ...]
+) -> Iterator[tuple[str, list[int | str]]]:
+    """The options that place arguments or carries leaf by leaf, and which of them."""
+    given = options.get("in_shardings")
+    if isinstance(given, tuple | list):
+        yield "in_shardings", [n for n, each in enumerate(given) if not _is_whole(each)]
+    given = options.get("out_shardings")
+    if given is not None and not _is_whole(given):
+        several = isinstance(given, tuple | list)
+        entries = given[: len(carry)] if several else (given,)
+        yield (
+            "out_shardings",
+            [name for name, each in zip(carry, entries, strict=False) if not _is_whole(each)],
+        )
+
+
+def _is_whole(entry: Any) -> bool:
+    if entry is None or isinstance(entry, Sharding | PartitionSpec):
+        return True
+    return jax.tree_util.all_leaves((entry,))

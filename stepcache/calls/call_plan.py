@@ -1,0 +1,225 @@
+"""What a call that passes `Variables` does, compiled for the calls like it that follow.
+
+Nearly all calls of a training loop pass the same `Variables` in the same places. A plan is a Python
+function written for these, as `dataclasses` writes methods: it checks that they are the same
+objects, gives their buffers to JAX's dispatcher, and puts back what comes out of it. A call costs
+about 1 µs more than that of `jax.jit`; to find the variables again would cost ten times as much.
+"""
+
+from __future__ import annotations
+
+import functools
+import keyword
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from jax.tree_util import tree_leaves, tree_structure
+
+from stepcache.calls.over_buffers import Again, is_stand_in
+from stepcache.calls.residence import NOT_A_HIT, Use, put_back
+from stepcache.variables.masters import OnDevices
+from stepcache.variables.packing import Packed
+from stepcache.variables.variables import Variables
+
+_TEMPLATE = """
+def plan(*args, **kwargs):
+    {known}
+    if {checks}:
+        {acquire}
+        try:
+            {take}
+            out = call({arguments})
+            if {expected}:
+                {put}
+                return {outputs}
+            if out is not NOT_A_HIT:
+                return put_back(out, ({carried}), {carry_names}, write)
+        except (RuntimeError, ValueError) as error:
+            if "deleted" not in str(error):  # The usual way says what is.
+                raise
+        finally:
+            {release}
+    return other(*args, **kwargs)
+"""
+_PLANS_PER_STEP = 8
+
+
+class _Unplanned(Exception):
+    """There is no plan for such calls."""
+
+
+class CallPlans:
+    """The plans of one step, each of which hands on what it is not for.
+
+    Args:
+        dispatch: what serves a call for which there is no plan.
+    """
+
+    def __init__(self, dispatch: Callable[..., Any]):
+        self._dispatch = self._newest = dispatch
+        self._known: set[Any] = set()
+        self._is_stopped = False
+        self._lock = threading.Lock()
+
+    def stop(self) -> Callable[..., Any] | None:
+        """Makes no plans from now on, as a plan counts no calls.
+
+        Returns:
+            What is to serve all calls of the step now; None where that stays as it is.
+        """
+        with self._lock:
+            was_stopped, self._is_stopped = self._is_stopped, True
+        return None if was_stopped else self._dispatch
+
+    def add(self, use: Use, outputs: Any, call: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Makes a plan for calls that pass the same `Variables` in the same places.
+
+        Args:
+            use: the variables of such a call.
+            outputs: what its program returned.
+            call: runs the step over buffers, and gives `NOT_A_HIT` where it would enter Python.
+
+        Returns:
+            What is to serve all calls of the step now; None where that stays as it is: there is a
+            plan already, a value does not live on its devices, or variables are inside something
+            else than dicts, lists and tuples.
+        """
+        if not all(isinstance(each._master, OnDevices) for each in use.variables):
+            return None
+        names: dict[str, Any] = {"NOT_A_HIT": NOT_A_HIT, "Packed": Packed}
+        names |= {"__name__": __name__, "call": call, "put_back": put_back, "write": _write}
+        for n, each in enumerate(use.variables):
+            names[f"known{n}"], names[f"again{n}"] = weakref.ref(each), Again(n)
+            names[f"acquire{n}"], names[f"release{n}"] = each._lock.acquire, each._lock.release
+        try:
+            source = _source(use, outputs, names)
+        except _Unplanned:
+            return None
+        constants = [value for name, value in names.items() if name.startswith("key")]
+        key = (source, *constants, *(each._number for each in use.variables))
+        with self._lock:
+            if key in self._known or self._is_stopped:
+                return None
+            if len(self._known) == _PLANS_PER_STEP:
+                self._known, self._newest = set(), self._dispatch
+            self._known.add(key)
+            names["other"] = self._newest
+            # Named as a file of this package, whose frames JAX hides.
+            exec(compile(source, f"{__file__}:plan", "exec"), names)
+            self._newest = functools.update_wrapper(names.pop("plan"), self._newest)
+            return self._newest
+
+
+def _write(each: Variables, value: Packed) -> None:
+    each._master.write(value)
+
+
+def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
+    """The text of a plan, and in `names` the constants that it mentions."""
+    (args, kwargs), numbers = use.given, range(len(use.variables))
+    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in kwargs):
+        raise _Unplanned
+    checks = [*(f"v{n} is not None" for n in numbers), f"len(args) == {len(args)}"]
+    checks.append(f"len(kwargs) == {len(kwargs)}" if kwargs else "not kwargs")
+    number_of = {id(each): number for number, each in enumerate(use.variables)}
+    seen: set[int] = set()
+
+    def taken(where: str, each: Variables) -> tuple[str, str]:
+        number = number_of[id(each)]
+        again = number in seen
+        seen.add(number)
+        return f"{where} is v{number}", f"{'again' if again else 'p'}{number}"
+
+    arguments: dict[int | str, str] = {}
+    for key, argument in use.arguments_in_turn():
+        where = f"args[{key}]"
+        if isinstance(key, str):
+            where = f"kwargs[{key!r}]"
+            checks.append(f"{key!r} in kwargs")
+        arguments[key] = _rebuilt(where, argument, taken, checks, names)
+    positional = [arguments[position] for position in range(len(args))]
+    named = [f"{name}={arguments[name]}" for name in kwargs]
+
+    put: list[str] = []
+
+    def written(where: str, each: Variables) -> tuple[str, str]:
+        number = number_of[id(each)]
+        put.append(f"m{number}.packed = {where}; m{number}.version += 1")
+        return f"type({where}) is Packed", f"v{number}"
+
+    expected: list[str] = [] if use.carried else ["out is not NOT_A_HIT"]
+    carry = use.carry_arguments()
+    if not use.carried:
+        returned = "out"
+    elif len(carry) == 1 and tree_structure(carry[0]) == tree_structure(outputs, is_stand_in):
+        returned = _rebuilt("out", carry[0], written, expected, names)
+    elif (kind := type(outputs)) in (tuple, list):
+        expected.append(f"type(out) is {kind.__name__} and len(out) == {len(outputs)}")
+        trees = enumerate(carry)
+        news = [_rebuilt(f"out[{i}]", tree, written, expected, names) for i, tree in trees]
+        rest = [f"*out[{len(carry)}:]"] if len(outputs) > len(carry) else []
+        returned = _sequence(kind, news + rest)
+    else:
+        raise _Unplanned
+    locked = [number_of[id(each)] for each in use.in_order()]
+    return _TEMPLATE.format(
+        known="; ".join(f"v{n} = known{n}()" for n in numbers),
+        checks=" and ".join(checks),
+        acquire="; ".join(f"acquire{n}()" for n in locked),
+        take="; ".join(f"m{n} = v{n}._master; p{n} = m{n}.packed" for n in numbers),
+        arguments=", ".join(positional + named),
+        expected=" and ".join(expected),
+        put="; ".join(put) or "pass",
+        outputs=returned,
+        carried="".join(f"v{n}, " for n in numbers[: use.carried]),
+        carry_names=len(carry),
+        release="; ".join(f"release{n}()" for n in locked),
+    )
+
+
+def _rebuilt(
+    where: str,
+    tree: Any,
+    leaf: Callable[[str, Variables], tuple[str, str]],
+    checks: list[str],
+    names: dict[str, Any],
+) -> str:
+    """An expression for a tree with something else in the place of its `Variables`.
+
+    Args:
+        where: an expression for the tree.
+        tree: how it was in the first call.
+        leaf: gives, for variables and where they are, what to check and what takes their place.
+        checks: gets what there is to check before the expression is right.
+        names: gets the keys of dicts.
+    """
+    if isinstance(tree, Variables):
+        check, new = leaf(where, tree)
+        checks.append(check)
+        return new
+    if not any(isinstance(each, Variables) for each in tree_leaves(tree)):
+        return where
+    kind = type(tree)
+    if kind not in (dict, list, tuple):
+        raise _Unplanned
+    checks.append(f"type({where}) is {kind.__name__} and len({where}) == {len(tree)}")
+    keys: list[str] = []
+    for index, key in enumerate(sorted(tree) if kind is dict else range(len(tree))):
+        keys.append(str(index) if kind is not dict else f"key{len(names)}")
+        if kind is dict:
+            names[keys[-1]] = key
+            checks.append(f"{keys[-1]} in {where}")
+    children = [tree[key] for key in sorted(tree)] if kind is dict else tree
+    parts = [
+        _rebuilt(f"{where}[{key}]", child, leaf, checks, names)
+        for key, child in zip(keys, children, strict=True)
+    ]
+    if kind is dict:
+        return f"{{{', '.join(f'{key}: {part}' for key, part in zip(keys, parts, strict=True))}}}"
+    return _sequence(kind, parts)
+
+
+def _sequence(kind: type, parts: list[str]) -> str:
+    return f"[{', '.join(parts)}]" if kind is list else f"({', '.join(parts)},)"

@@ -1,0 +1,164 @@
+"""The carry: a step returns it first, as it was given: same tree, shapes, dtypes and placement."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import NamedSharding
+from jax.tree_util import keystr
+
+from stepcache import jaxcompat
+from stepcache.calls.signature import Call, Leaf, short_type
+from stepcache.calls.step_spec import Recipe, Request
+from stepcache.errors import CarryError
+from stepcache.sharding import is_in_type
+
+
+def check_carry(
+    recipe: Recipe, request: Request, staged: jaxcompat.Staged
+) -> list[NamedSharding | None]:
+    """Checks that the carry comes back as it went in.
+
+    Returns:
+        For each flat output, the sharding that leaves a carry where it was; None for the rest.
+
+    Raises:
+        CarryError: a carry is not passed, or comes back with another tree, shape or dtype.
+    """
+    names = recipe.parameters.carry
+    call = request.call
+    carries = [_carried_tree(recipe, call, name) for name in names]
+    outputs = _outputs_for(recipe, carries, staged.out_tree)
+    pins: list[NamedSharding | None] = []
+    offset = 0
+    for name, before, after in zip(names, carries, outputs, strict=True):
+        named = zip(call.paths, request.leaves, strict=True)
+        leaves = {path.text: leaf for path, leaf in named if path.argument == name}
+        avals = staged.out_avals[offset : offset + after.num_leaves]
+        if before != after:
+            refuse_tree(recipe.name, name, leaves, before, after, avals)
+        for (path, leaf), aval in zip(leaves.items(), avals, strict=True):
+            if type_of(leaf) != type_of(aval):
+                refuse(recipe.name, path, type_of(leaf), type_of(aval))
+        pins += map(_pin, leaves.values())
+        offset += after.num_leaves
+    return pins + [None] * (len(staged.out_avals) - offset)
+
+
+_DONATING = ("donate_argnums", "donate_argnames")
+
+
+def check_tied(recipe: Recipe, request: Request, run: jaxcompat.Runnable) -> None:
+    """Checks that no array which the program writes over is there twice in a call.
+
+    JAX refuses it without naming the arguments, and 0.10.2 dies of it on several devices.
+
+    Raises:
+        CarryError: one is.
+    """
+    call = request.call
+    arrays = [id(value) for value in call.leaves if isinstance(value, jax.Array)]
+    donates = any(recipe.options.get(name) not in (None, (), []) for name in _DONATING)
+    if not donates or len(set(arrays)) == len(arrays):
+        return
+    found: dict[tuple[int, Any], list[int]] = {}
+    for index, (value, leaf) in enumerate(zip(call.leaves, request.leaves, strict=True)):
+        if isinstance(value, jax.Array):  # What goes to another place is copied on its way.
+            found.setdefault((id(value), leaf.sharding), []).append(index)
+    tied = [indices for indices in found.values() if len(indices) > 1]
+    overwrites = run.taken_arguments() if tied else {}
+    for indices in tied:
+        taken = [index for index in indices if index in overwrites]
+        if len(taken) > 1 and any(overwrites[index] for index in taken):
+            raise CarryError(
+                f"{recipe.name} is given the same array in several places, and writes over it",
+                where=", ".join(call.paths[index].text for index in taken),
+                expected="an array of its own for each leaf that is carried or donated",
+                got=str(request.leaves[taken[0]]),
+                hint="pass a copy in one of the places, by jax.tree.map(jnp.copy, ...)",
+            )
+
+
+def _carried_tree(recipe: Recipe, call: Call, name: str) -> Any:
+    try:
+        return jax.tree_util.tree_structure(call.argument(name))
+    except KeyError:
+        raise CarryError(
+            f"{recipe.name} carries {name!r}, which this call does not pass", where=name
+        ) from None
+
+
+def _outputs_for(recipe: Recipe, carries: list[Any], out_tree: Any) -> list[Any]:
+    """The trees of the outputs that update the carries."""
+    if [out_tree] == carries:
+        return [out_tree]
+    node = out_tree.node_data()
+    is_sequence = node is not None and node[0] in (tuple, list)
+    children = jax.tree_util.treedef_children(out_tree) if is_sequence else []
+    if len(children) < len(carries):
+        refuse_outputs(recipe.name, recipe.parameters.carry, out_tree)
+    return children[: len(carries)]
+
+
+def refuse_outputs(step: str, names: Sequence[str], out_tree: Any) -> NoReturn:
+    """Says that the outputs do not begin with the carry.
+
+    Raises:
+        CarryError: always.
+    """
+    single = jax.tree_util.treedef_is_leaf(out_tree)
+    raise CarryError(
+        f"{step} does not return its carry first",
+        where=", ".join(names),
+        expected=f"{', '.join(f'new {name}' for name in names)}, then other outputs",
+        got="one array" if single else f"outputs of the form {out_tree}",
+        hint="return the updated carry as the first output, or drop carry=",
+    )
+
+
+def refuse_tree(
+    step: str, name: str, old: Mapping[str, Any], before: Any, after: Any, avals: Sequence[Any]
+) -> NoReturn:
+    """Names the first leaf that only one of two trees has, where leaves can be named at all.
+
+    Raises:
+        CarryError: always.
+    """
+    new: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # A class may refuse to be built around abstract leaves.
+        entries = jax.tree_util.tree_flatten_with_path(after.unflatten(avals))[0]
+        new = {name + keystr(keys): aval for keys, aval in entries}
+    for path in dict.fromkeys((*old, *new)) if new else ():
+        expected, got = type_of(old.get(path)), type_of(new.get(path))
+        if expected != got:
+            refuse(step, path, expected, got)
+    refuse(step, name, str(before), str(after))
+
+
+def refuse(step: str, path: str, expected: str, got: str) -> NoReturn:
+    """Says where a carry comes back as something else.
+
+    Raises:
+        CarryError: always.
+    """
+    raise CarryError(
+        f"{step} returns a carry that differs from the one it was given",
+        where=path,
+        expected=expected,
+        got=got,
+        hint="the first output must have the tree, shapes and dtypes of the carry; cast or "
+        "reshape it back before returning it",
+    )
+
+
+def type_of(leaf: Any) -> str:
+    """The type of a leaf, as errors give it."""
+    return "no such leaf" if leaf is None else short_type(leaf.shape, leaf.dtype)
+
+
+def _pin(leaf: Leaf) -> NamedSharding | None:
+    sharding = leaf.sharding
+    return sharding if isinstance(sharding, NamedSharding) and not is_in_type(sharding) else None

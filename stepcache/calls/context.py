@@ -1,0 +1,147 @@
+"""`Scope`: what a session decides for the calls made in it, and which one is current.
+
+The session is the front door to it; the engine knows only this.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepcache import jaxcompat
+from stepcache.calls.signature import Path
+from stepcache.distributed.peers import Peers
+from stepcache.errors import UnmatchedRuleWarning, warn
+from stepcache.sharding import Placer, processes_of
+from stepcache.weak_objects import WeakObjects
+
+recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "recompiles_forbidden", default=False
+)
+
+_EXAMPLES = 3
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Scope:
+    """What a session decides for the calls made in it.
+
+    Attributes:
+        placer: the mesh and the rules; None places nothing.
+        cache: the `ProgramCache`, a room of a higher floor.
+        on_miss: "compile", "warn" or "error".
+        count_hits: keep the C++ dispatcher out, so that every call is counted.
+        max_step_bytes: what one call may move, or None.
+        together: gives the peers of a pod, by the ranks of its processes; None for one process.
+        check_replicas_every: at which calls that pass `Variables` replicas are compared, or None.
+        closed: no call may be made in it any more.
+        built: a program has been built in it.
+        matched: rules that have matched a leaf so far, or that have been warned about.
+        seen: the `Variables` whose leaves have been matched.
+        shown: paths of some leaves of the last of them.
+        session: the front door to it.
+    """
+
+    placer: Placer | None
+    cache: Any
+    on_miss: str = "compile"
+    count_hits: bool = False
+    max_step_bytes: int | None = None
+    together: Callable[[tuple[int, ...]], Peers | None] = lambda ranks: None
+    check_replicas_every: int | None = None
+    closed: bool = False
+    built: bool = False
+    matched: set[int] = field(default_factory=set)
+    seen: WeakObjects = field(default_factory=WeakObjects)
+    shown: tuple[str, ...] = ()
+    session: weakref.ref[Any] | None = None
+
+    @property
+    def mesh(self):
+        return self.placer.mesh if self.placer else None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether each call has to enter Python, to be counted, checked or judged."""
+        bounded = self.max_step_bytes is not None
+        return bool(self.count_hits or self.cache.check_every or bounded)
+
+    @property
+    def peers(self) -> Peers | None:
+        """The processes of the mesh; None for one process, or without a mesh."""
+        return self.together(processes_of(self.mesh.devices.flat)) if self.mesh else None
+
+    def match_rules(self, paths: Sequence[str]) -> None:
+        """Notes the rules that match leaves which no call places: those of `Variables`."""
+        assert self.placer is not None
+        self.shown = tuple(paths[:_EXAMPLES])
+        matches = map(self.placer.rules.match, paths)
+        self.matched |= {index for index in matches if index is not None}
+
+    def check_rules(self, step: str, paths: Sequence[Path], *, carries: bool) -> None:
+        """Warns of rules that match nothing, once each, where a step with state is built.
+
+        A rule anchored at an argument (`^prompt/`) that the step does not have is about another
+        step, and is left to the end of the session.
+        """
+        if self.placer is None:
+            return
+        self.built = True
+        rules = self.placer.rules
+        unseen = set(range(len(rules))) - self.matched
+        if not unseen:
+            return
+        # Leaves of `Variables` were placed by paths of their own, which begin with their name.
+        given = [path.slashed for path in paths if not path.holder]
+        matches = map(rules.match, given)
+        found = {index for index in matches if index is not None}
+        self.matched |= found
+        if not found and not carries:
+            return
+        arguments = {path.argument for path in paths}
+        about = {index for index in unseen - found if rules.anchor(index) in (None, *arguments)}
+        shown = self.shown if len(given) < len(paths) else ()
+        examples = ", ".join((*shown, *given)[:_EXAMPLES])
+        self.warn_of_rules(about, f"{step}, nor of a step before it ({examples}, …)")
+
+    def warn_of_rules(self, indices: Iterable[int], matching_no_leaf_of: str) -> None:
+        """Warns of each of these rules, and never again."""
+        for index in sorted(indices):
+            self.matched.add(index)
+            pattern, spec = self.placer.rules.rules[index]  # type: ignore[union-attr]
+            message = f"rule {pattern!r}, {spec}, matches no leaf of {matching_no_leaf_of}"
+            warn(message, UnmatchedRuleWarning)
+
+
+def token_of(scope: Scope) -> jaxcompat.ContextToken | None:
+    """What stands for a scope in JAX's own keys, without keeping it alive there.
+
+    Scopes that decide alike have one token, and one that decides as calls outside any session do
+    has none. So entering a session does not make JAX trace and compile anew whatever runs in it,
+    steps or not.
+    """
+    decides = (scope.placer, scope.cache.number, scope.count_hits)
+    decides += (scope.max_step_bytes, scope.check_replicas_every)
+    if decides == (None, DEFAULT_SCOPE.cache.number, False, None, None):
+        return None
+    with _naming:
+        token = _tokens.get(decides)
+        if token is None:
+            token = _tokens[decides] = jaxcompat.ContextToken()
+        return token
+
+
+_tokens: weakref.WeakValueDictionary[tuple, jaxcompat.ContextToken] = weakref.WeakValueDictionary()
+_naming = threading.Lock()
+
+DEFAULT_SCOPE = Scope(None, None)
+"""The scope of calls outside any session: it places nothing. `session` gives it a cache."""
+
+
+def current_scope() -> Scope:
+    """The scope of the innermost session of this thread."""
+    return jaxcompat.entered_session() or DEFAULT_SCOPE

@@ -1,0 +1,116 @@
+"""What a function wraps, down to the code that it was written as; and how many steps that made."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from stepcache.fingerprint.provenance import USER, file_label, origin_of_file
+
+_MAX_LAYERS = 16
+_MAX_WRAPPINGS = 256
+
+
+def layers_of(fun: Any) -> Iterator[Any]:
+    """`fun` and what it wraps, from the outside in: transformations, partials, methods, steps."""
+    for _ in range(_MAX_LAYERS):
+        yield fun
+        inner = _wrapped_by(fun)
+        if inner is None:
+            return
+        fun = inner
+
+
+def _wrapped_by(fun: Any) -> Any:
+    if isinstance(fun, types.MethodType | staticmethod | classmethod):
+        return fun.__func__
+    inner = getattr(fun, "__wrapped__", None)
+    if inner is None and isinstance(fun, functools.partial):
+        return fun.func
+    if inner is None and code_of(fun) is None:
+        call = getattr(type(fun), "__call__", None)  # noqa: B004  (which function, not whether)
+        return call if isinstance(call, types.FunctionType) else None
+    return inner
+
+
+def code_of(fun: Any) -> types.CodeType | None:
+    """The code of a function or a method; None for any other callable."""
+    code = getattr(fun, "__code__", None)
+    return code if isinstance(code, types.CodeType) else None
+
+
+def definition_of(fun: Any) -> Any:
+    """The user's function under what libraries wrapped around it; None where there is no code."""
+    found = None
+    for layer in layers_of(fun):
+        code = code_of(layer)
+        if code is not None:
+            found = layer
+            if origin_of_file(code.co_filename) == USER:
+                break
+    return found
+
+
+def function_name(fun: Any) -> str:
+    """What to call `fun` in messages; partials are named after what they wrap."""
+    if isinstance(fun, functools.partial) and not hasattr(fun, "__name__"):
+        return function_name(fun.func)
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+# ---- steps made by the same code ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """Where the code of a step is, and how many steps of it have been made.
+
+    Attributes:
+        place: file and line of the function; empty where it has no code.
+        count: 1 for the first step of this code, wrapped as this one is; 2 for the next.
+    """
+
+    place: str = ""
+    count: int = 1
+
+
+_lock = threading.Lock()
+_steps: dict[int, tuple[weakref.ref, Counter[tuple[str, ...]]]] = {}
+
+
+def count_step(fun: Any) -> Making:
+    """Counts a step over `fun`, for as long as the code of `fun` lives.
+
+    Code that is compiled again, as a cell of a notebook is when it is run again, begins at 1.
+    """
+    layers = list(layers_of(fun))
+    codes = [code_of(layer) for layer in layers]
+    depth = max((depth for depth, code in enumerate(codes) if code is not None), default=None)
+    if depth is None:
+        return Making()
+    code: Any = codes[depth]
+    wrapping = tuple(map(_layer_text, layers[:depth], codes))
+    with _lock:
+        reference, counts = _steps.get(id(code), (None, Counter()))
+        if reference is None or reference() is not code or len(counts) >= _MAX_WRAPPINGS:
+            counts = Counter()
+            reference = weakref.ref(code, functools.partial(_forget, id(code)))
+            _steps[id(code)] = (reference, counts)
+        counts[wrapping] += 1
+        count = counts[wrapping]
+    label = file_label(code.co_filename, getattr(layers[depth], "__module__", None))
+    return Making(f"{label}:{code.co_firstlineno}", count)
+
+
+def _layer_text(layer: Any, code: types.CodeType | None) -> str:
+    return type(layer).__qualname__ if code is None else f"{code.co_filename}:{code.co_qualname}"
+
+
+def _forget(key: int, _: weakref.ref) -> None:
+    _steps.pop(key, None)

@@ -1,0 +1,243 @@
+"""The function of a step over buffers: a few arrays where it had the leaves of `Variables`.
+
+The program that is made of it takes them apart inside XLA, and puts what is carried together again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+
+from stepcache.calls.carry import refuse, refuse_outputs, refuse_tree, type_of
+from stepcache.calls.signature import Call, Leaf, Parameters, Signature
+from stepcache.calls.step_spec import Recipe
+from stepcache.variables.packing import Layout, Packed, Slot
+
+
+class Again(int):
+    """Stands for `Variables` that are in the call already, by their number among them."""
+
+    __slots__ = ()
+
+
+jax.tree_util.register_static(Again)
+
+
+HELD = "Variables"
+"""The holder of a leaf that lies in `Variables`, where they stand first in a call."""
+
+
+def is_stand_in(node: Any) -> bool:
+    return isinstance(node, Packed | Again)
+
+
+def over_buffers(recipe: Recipe) -> Recipe:
+    """The recipe of a step whose arguments are buffers where they were `Variables`."""
+    carry, batch = recipe.parameters.carry, recipe.parameters.batch
+    on_buffers = _OverBuffers(recipe.fun, recipe.name, recipe.parameters)
+    made = Recipe.of(on_buffers, recipe.options, carry, batch, recipe.given)
+    return dataclasses.replace(made, tell=functools.partial(in_leaves, carry))
+
+
+class _OverBuffers:
+    """Calls a step's function on the trees that lie in the buffers it is given.
+
+    No function, so that whatever asks for code, a file or a signature finds those of the step's.
+
+    Args:
+        fun: the function of the step.
+        step: the step's name.
+        parameters: of the function.
+    """
+
+    def __init__(self, fun: Callable, step: str, parameters: Parameters):
+        # Plain values alone: a program on disk depends on whatever is found here.
+        self._step, self._carry, self._positional = step, parameters.carry, parameters.positional
+        self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
+        self.__name__ = self.__qualname__ = step
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        carried = [argument_of(self._positional, args, kwargs, name) for name in self._carry]
+        values = _packed_in((*carried, args, kwargs))
+        seen = [(node, node.layout.unpack(node.buffers)) for node in values]
+
+        def opened(node: Any) -> Any:
+            """A tree of its own for each place, as a plain tree has: the function may change it."""
+            if not is_stand_in(node):
+                return node
+            same = (pair for pair in seen if pair[0] is node)
+            packed, leaves = seen[node] if isinstance(node, Again) else next(same)
+            return packed.layout.tree.unflatten(leaves)
+
+        outputs = self.__wrapped__(
+            *(_mapped(opened, argument) for argument in args),
+            **{name: _mapped(opened, argument) for name, argument in kwargs.items()},
+        )
+        if not any(map(is_stand_in, leaves_of(carried))):
+            return outputs
+        return self._closed(outputs, carried, [_mapped(opened, tree) for tree in carried])
+
+    def _closed(self, outputs: Any, carried: Sequence[Any], opened: Sequence[Any]) -> Any:
+        """The outputs, with buffers where a carry had some.
+
+        Raises:
+            CarryError: they do not begin with the carry. It is said here, before anything is used
+                up: of a call that JAX has to serve by itself, nobody else would say it.
+        """
+        names = self._carry
+        structure = jax.tree_util.tree_structure
+        if len(names) == 1 and structure(outputs) == structure(opened[0]):
+            return self._packed(names[0], carried[0], opened[0], outputs)
+        if type(outputs) not in (tuple, list) or len(outputs) < len(names):
+            refuse_outputs(self._step, names, structure(outputs))
+        news = map(self._packed, names, carried, opened, outputs)
+        return type(outputs)((*news, *outputs[len(names) :]))
+
+    def _packed(self, name: str, template: Any, old: Any, new: Any) -> Any:
+        def pack(keys: tuple, node: Any, value: Any) -> Any:
+            if not is_stand_in(node):
+                return value
+            return _packed_value(self._step, name + keystr(keys), node.layout, value)
+
+        if not any(map(is_stand_in, leaves_of(template))):
+            return new
+        try:
+            return jax.tree_util.tree_map_with_path(pack, template, new, is_leaf=is_stand_in)
+        except ValueError:  # It is no tree of this form.
+            named = jax.tree_util.tree_flatten_with_path(old)[0]
+            leaves = {name + keystr(keys): leaf for keys, leaf in named}
+            flat, after = jax.tree_util.tree_flatten(new)
+            before = jax.tree_util.tree_structure(old)
+            refuse_tree(self._step, name, leaves, before, after, list(map(jnp.asarray, flat)))
+
+
+def _packed_in(trees: Iterable[Any]) -> list[Packed]:
+    """The values in trees, each once: in the order by which `Again` numbers them."""
+    nodes = (node for tree in trees for node in leaves_of(tree))
+    return list({id(node): node for node in nodes if isinstance(node, Packed)}.values())
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree with its stand-ins changed; one without any as it is."""
+    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_stand_in)
+    if not any(map(is_stand_in, leaves)):
+        return tree
+    return structure.unflatten([change(leaf) for leaf in leaves])
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    return jax.tree_util.tree_leaves(tree, is_leaf=is_stand_in)
+
+
+def shapes_in(outputs: Any) -> Any:
+    """The shapes of outputs, with trees where there are buffers."""
+
+    def opened(node: Any) -> Any:
+        if not isinstance(node, Packed):
+            return node
+        return node.layout.tree.unflatten(
+            node.buffers[slot.buffer]
+            if slot.offset is None
+            else jax.ShapeDtypeStruct(slot.shape, slot.dtype)
+            for slot in node.layout.slots
+        )
+
+    return _mapped(opened, outputs)
+
+
+def in_leaves(carry: Sequence[str], call: Call) -> Call:
+    """A call over buffers as its caller knows it, with the leaves of `Variables`: to be told of.
+
+    Args:
+        carry: names of the carried arguments.
+        call: the call, placed.
+    """
+    with contextlib.suppress(Exception):  # A class may refuse to be built around shapes.
+        return _in_leaves(carry, call)
+    return call
+
+
+def _in_leaves(carry: Sequence[str], call: Call) -> Call:
+    arguments = dict(zip(call.names, call.args, strict=True)) | call.kwargs
+    values = _packed_in((*(arguments.get(name) for name in carry), call.args, call.kwargs))
+    named, structure = jax.tree_util.tree_flatten_with_path(
+        (call.args, call.kwargs), is_leaf=is_stand_in
+    )
+    of_program = iter(call.signature.leaves)
+    own = [[next(of_program) for _ in jax.tree_util.tree_leaves(node)] for _, node in named]
+    places = {
+        id(node): (call.path(keys).text, buffers)
+        for (keys, node), buffers in zip(named, own, strict=True)
+    }
+    trees: list[Any] = []
+    leaves: list[Leaf] = []
+    holders: list[str] = []
+    for (_, node), given in zip(named, own, strict=True):
+        if not is_stand_in(node):
+            trees.append(node)
+            leaves += given
+            holders.append("")
+            continue
+        packed = values[node] if isinstance(node, Again) else node
+        place, buffers = places[id(packed)]
+        trees.append(shapes_in(packed))
+        leaves += [_leaf_at(slot, packed.layout, buffers) for slot in packed.layout.slots]
+        holder = HELD if packed is node else f"the Variables of {place}"
+        holders += [holder] * len(packed.layout.slots)
+    args, kwargs = structure.unflatten(trees)
+    tree = jax.tree_util.tree_structure((args, kwargs))
+    signature = Signature(tree, tuple(leaves), call.signature.statics)
+    return dataclasses.replace(
+        call, args=args, kwargs=kwargs, signature=signature, holders=tuple(holders)
+    )
+
+
+def _leaf_at(slot: Slot, layout: Layout, buffers: Sequence[Leaf]) -> Leaf:
+    given = buffers[slot.buffer]
+    if slot.offset is None:
+        return given
+    as_made = given.sharding == layout.buffers[slot.buffer].sharding
+    return Leaf(slot.shape, slot.dtype, False, slot.sharding if as_made else given.sharding)
+
+
+def argument_of(positional: Sequence[str], args: tuple, kwargs: dict[str, Any], name: str) -> Any:
+    """An argument by its name; None if it is not passed."""
+    if name in kwargs:
+        return kwargs[name]
+    try:
+        return args[positional.index(name)]
+    except (ValueError, IndexError):
+        return None
+
+
+def _packed_value(step: str, name: str, layout: Layout, new: Any) -> Any:
+    named, structure = jax.tree_util.tree_flatten_with_path(new)
+    try:
+        leaves = [x if hasattr(x, "aval") else jnp.asarray(x) for _, x in named]
+    except TypeError:
+        return new  # A leaf is no array, which JAX will say.
+    if structure != layout.tree:
+        old = _slots_by_name(name, layout)
+        refuse_tree(step, name, old, layout.tree, structure, leaves if old else ())
+    for (keys, _), slot, leaf in zip(named, layout.slots, leaves, strict=True):
+        if (slot.shape, slot.dtype) != (leaf.shape, leaf.dtype):
+            refuse(step, name + keystr(keys), type_of(slot), type_of(leaf))
+    return Packed(layout, tuple(layout.pack(leaves)))
+
+
+def _slots_by_name(name: str, layout: Layout) -> dict[str, Slot]:
+    with contextlib.suppress(Exception):  # A class may refuse to be built around numbers.
+        numbers = layout.tree.unflatten(range(len(layout.slots)))
+        entries = jax.tree_util.tree_flatten_with_path(numbers)[0]
+        return {name + keystr(keys): layout.slots[number] for keys, number in entries}
+    return {}

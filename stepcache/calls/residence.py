@@ -1,0 +1,391 @@
+"""Calls of a step that pass `Variables`: what its program takes of them, and puts back.
+
+The step's function sees their trees, its program their buffers. What a carried value becomes is put
+back into the same `Variables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import keystr
+
+from stepcache import jaxcompat
+from stepcache.calls.bound_variables import PLAIN, check_options, variables_of
+from stepcache.calls.context import DEFAULT_SCOPE, Scope
+from stepcache.calls.host_values import check_replicas, compare
+from stepcache.calls.over_buffers import Again, argument_of, leaves_of
+from stepcache.calls.step_spec import Recipe
+from stepcache.errors import VariablesError
+from stepcache.variables import transfer
+from stepcache.variables.describing import joined
+from stepcache.variables.masters import Reader
+from stepcache.variables.packing import Packed
+from stepcache.variables.plan import Plan
+from stepcache.variables.transfer import Meter
+from stepcache.variables.variables import Variables, any_variables
+
+
+def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether there are `Variables` among the arguments of a call."""
+    return any_variables() and any(
+        isinstance(leaf, Variables) for leaf in jax.tree_util.tree_leaves((args, kwargs))
+    )
+
+
+class Use:
+    """The `Variables` of one call.
+
+    Args:
+        recipe: the step.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Attributes:
+        variables: those there are, carried ones first.
+        carried: how many of them are carried.
+        meter: counts what moves.
+
+    Raises:
+        VariablesError: one is carried twice, or stands where the step's options leave it no place.
+    """
+
+    __slots__ = (
+        "_args",
+        "_buffer_paths",
+        "_kwargs",
+        "_recipe",
+        "_session",
+        "carried",
+        "meter",
+        "variables",
+    )
+
+    def __init__(self, recipe: Recipe, args: tuple, kwargs: dict[str, Any]):
+        self._recipe, self._args, self._kwargs = recipe, args, kwargs
+        self._session: Any = None
+        self._buffer_paths: set[str] | None = None
+        self.meter = Meter()
+        self.variables = self._find()
+        check_options(recipe, args, kwargs, read=len(self.variables) > self.carried)
+
+    def _find(self) -> list[Variables]:
+        recipe, args, kwargs = self._recipe, self._args, self._kwargs
+        found: list[Variables] = []
+        for name, argument in zip(recipe.parameters.carry, self.carry_arguments(), strict=True):
+            for each in variables_of(argument):
+                if each in found:
+                    raise VariablesError(
+                        "variables are carried twice, and would get two values",
+                        where=f"{recipe.name}, argument {name}",
+                        got=repr(each),
+                        hint="pass them once, or make two of them",
+                    )
+                found.append(each)
+        self.carried = len(found)
+        for tree in (*args, *(kwargs[name] for name in sorted(kwargs))):
+            for each in variables_of(tree):
+                if each not in found:
+                    found.append(each)
+        return found
+
+    def held(self, scope: Scope) -> Use:
+        """As a context: nobody else writes the variables meanwhile.
+
+        Raises:
+            VariablesError: they lie on another mesh than this session's.
+        """
+        self._session = scope if scope is not DEFAULT_SCOPE else None
+        for each in self.variables:
+            each._check_usable(scope.mesh)
+            if scope.placer is not None and each not in scope.seen:
+                scope.seen.add(each)
+                scope.match_rules(each._paths())
+        return self
+
+    def compare_values(self, scope: Scope) -> None:
+        """Compares with the other processes of a pod what the variables were made of, once.
+
+        Raises:
+            AgreementError: they were made of other values there.
+        """
+        new = [each for each in self.variables if each._made_of]
+        peers = scope.peers if new else None
+        if peers is None:
+            return
+        names = self._arguments()
+        tokens = {
+            joined(names[each._number][0], path): token
+            for each in new
+            for path, token in each._made_of.items()
+        }
+        recipe = self._recipe
+        with peers.meeting(
+            recipe.name, f"new variables ({', '.join(each.name for each in new)})"
+        ) as meeting:
+            about = f"in variables that {recipe.name} is called with"
+            compare(meeting.hear, peers.rank, about, {tuple(peers.ranks): tokens})
+        for each in new:
+            each._made_of = {}
+
+    def check_replicas(self, scope: Scope, number: int) -> None:
+        """Checks what the devices of several processes, or of one, hold alike. Under the locks.
+
+        Args:
+            scope: says at which calls.
+            number: of the call, among those of the step.
+
+        Raises:
+            AgreementError: they do not.
+        """
+        if scope.check_replicas_every and number % scope.check_replicas_every == 0:
+            held = [each for each in self.variables if not each._master.is_lost]
+            check_replicas(
+                lambda: (part for each in held for part in each._parts_on_devices()),
+                scope.peers,
+                f"at call {number} of {self._recipe.name}",
+                summed=True,
+            )
+
+    def __enter__(self) -> Use:
+        for each in self.in_order():
+            each._lock.acquire()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for each in self.in_order():
+            each._lock.release()
+
+    def in_order(self) -> Sequence[Variables]:
+        """The variables in the order in which their locks are taken."""
+        if len(self.variables) == 1:
+            return self.variables
+        return sorted(self.variables, key=lambda each: each._number)
+
+    def taken(self) -> tuple[tuple, dict[str, Any]]:
+        """The arguments as a program takes them, which may write over what is carried."""
+        return self._given(self._take)
+
+    def _take(self, each: Variables, carried: bool) -> Packed:
+        packed = each._take(Reader(self._session, carried=carried), self.meter)
+        return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
+
+    def _arguments(self) -> dict[int, list[str]]:
+        """For each of the variables, by number, the arguments that it is in."""
+        names: dict[int, list[str]] = {}
+        name_of = self._recipe.parameters.name_of
+        given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
+        for name, tree in (*given, *self._kwargs.items()):
+            for each in variables_of(tree):
+                if name not in names.setdefault(each._number, []):
+                    names[each._number].append(name)
+        return names
+
+    def holds(self, path: str) -> bool:
+        """Whether a leaf of the program's arguments, by its path, is a buffer of variables."""
+        if self._buffer_paths is None:
+            self._buffer_paths = {
+                f"{path}/{index}"
+                for path, each in self.places()
+                for index in range(len(each._layout.buffers))
+            }
+        return path in self._buffer_paths
+
+    def places(self) -> Iterator[tuple[str, Variables]]:
+        """The paths at which variables stand, as rules read them: `state`, `rest/0`."""
+        name_of = self._recipe.parameters.name_of
+        given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
+        for name, tree in (*given, *self._kwargs.items()):
+            if type(tree) in PLAIN:
+                continue
+            for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                if isinstance(leaf, Variables):
+                    base = name.replace("[", "/").rstrip("]")
+                    path = "/".join((base, keystr(keys, simple=True, separator="/")))
+                    yield path.rstrip("/"), leaf
+
+    def told(self) -> Iterator[str]:
+        """A line for each of the variables."""
+        for each in self.variables:
+            paths = (path for path, there in self.places() if there is each)
+            yield f"{' and '.join(paths)}: {each!r}"
+
+    def plan(self) -> Plan:
+        """The transfers of the call, which are still to come."""
+        names = self._arguments()
+        return Plan(
+            tuple(
+                planned
+                for index, each in enumerate(self.variables)
+                for planned in each._plan(
+                    Reader(self._session, tuple(names[each._number]), index < self.carried)
+                )
+            )
+        )
+
+    def shown(self) -> tuple[tuple, dict[str, Any]]:
+        """The arguments as a program would take them."""
+        return self._given(lambda each, carried: each._described())
+
+    def inlined(self) -> tuple[tuple, dict[str, Any]]:
+        """The arguments inside another transformation, with values in the place of variables.
+
+        Raises:
+            VariablesError: variables are carried, and cannot be written there; or the
+                transformation would keep their values as constants.
+        """
+        if self.carried:
+            raise VariablesError(
+                "variables cannot be carried inside another transformation",
+                where=self._recipe.name,
+                got=repr(self.variables[0]),
+                hint="pass their .value, and assign what comes back",
+            )
+        if jaxcompat.keeps_what_is_read():
+            raise VariablesError(
+                "variables are passed inside another transformation, which would keep their values "
+                "as constants and not see later writes",
+                where=self._recipe.name,
+                got=", ".join(map(repr, self.variables)),
+                hint="call the step outside of it, or pass .value as an argument of the function "
+                "that is transformed",
+            )
+        args = tuple(map(_values_in, self._args))
+        return args, {name: _values_in(tree) for name, tree in self._kwargs.items()}
+
+    def _given(self, value_of: Callable[[Variables, bool], Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments, with something else in the place of the variables.
+
+        Args:
+            value_of: gives it, for variables and whether they are carried. What comes more than
+                once is asked for once; carried arguments, the first time, have the value itself.
+        """
+        values = [value_of(each, index < self.carried) for index, each in enumerate(self.variables)]
+        used = [False] * len(values)
+
+        def stand_in(leaf: Any) -> Any:
+            if not isinstance(leaf, Variables):
+                return leaf
+            index = self.variables.index(leaf)
+            if used[index]:
+                return Again(index)
+            used[index] = True
+            return values[index]
+
+        args, kwargs = list(self._args), dict(self._kwargs)
+        for key, argument in self.arguments_in_turn():
+            if type(argument) not in PLAIN:
+                holder: Any = args if isinstance(key, int) else kwargs
+                holder[key] = _substituted(argument, stand_in)
+        return tuple(args), kwargs
+
+    @property
+    def given(self) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of the call."""
+        return self._args, self._kwargs
+
+    def carry_arguments(self) -> list[Any]:
+        """The arguments that are carried; None for one that is not passed."""
+        parameters = self._recipe.parameters
+        return [
+            argument_of(parameters.positional, self._args, self._kwargs, name)
+            for name in parameters.carry
+        ]
+
+    def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
+        """Position or name of each argument, and itself: the carried ones first.
+
+        In this order variables are told from those that are in the call already.
+        """
+        positional, carry = self._recipe.parameters.positional, self._recipe.parameters.carry
+        given: list[tuple[str, int | str, Any]] = [
+            (positional[i] if i < len(positional) else "", i, argument)
+            for i, argument in enumerate(self._args)
+        ]
+        given += [(name, name, self._kwargs[name]) for name in sorted(self._kwargs)]
+        for first in (True, False):
+            yield from ((key, tree) for name, key, tree in given if (name in carry) is first)
+
+    def written(self, outputs: Any) -> Any:
+        """Puts the new values of carried variables into them, and them into the outputs."""
+        if self.carried:
+            outputs = self._put(outputs)
+        for index, each in enumerate(self.variables):
+            each._ahead(Reader(self._session, carried=index < self.carried), self.meter)
+        return outputs
+
+    def _put(self, outputs: Any) -> Any:
+        def put(each: Variables, value: Packed) -> None:
+            value = transfer.copied(value) if jaxcompat.arguments_outlive_calls() else value
+            each._put(value, self._session, self.meter)
+
+        names = len(self._recipe.parameters.carry)
+        return put_back(outputs, self.variables[: self.carried], names, put)
+
+
+def put_back(
+    outputs: Any,
+    carried: Sequence[Variables],
+    names: int,
+    put: Callable[[Variables, Packed], None],
+) -> Any:
+    """Puts what a program returned for carried variables into them, and them into the outputs.
+
+    Args:
+        outputs: of the program.
+        carried: the variables, in the order of the outputs.
+        names: how many arguments of the step are carried.
+        put: puts a value into variables.
+    """
+    left = iter(carried)
+
+    def commit(node: Any) -> Any:
+        if not isinstance(node, Packed):
+            return node
+        each = next(left)
+        put(each, node)
+        return each
+
+    if type(outputs) is Packed:
+        return commit(outputs)
+    # A carry that is a list or a tuple, and comes back alone, looks like several outputs.
+    if type(outputs) in (tuple, list) and len(carried) == sum(
+        isinstance(leaf, Packed) for tree in outputs[:names] for leaf in leaves_of(tree)
+    ):
+        news = (_substituted(tree, commit) for tree in outputs[:names])
+        return type(outputs)((*news, *outputs[names:]))
+    return _substituted(outputs, commit)
+
+
+NOT_A_HIT: Any = object()
+"""What a plan gets from a call over buffers that has to enter Python: the usual way is to do that.
+
+No exception: JAX's dispatcher would never again serve such a call by itself.
+"""
+
+
+def _substituted(tree: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, Variables | Packed):
+        return change(tree)
+    if isinstance(tree, jax.Array):
+        return tree
+    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_packed)
+    changed = [change(leaf) for leaf in leaves]
+    if all(old is new for old, new in zip(leaves, changed, strict=True)):
+        return tree
+    return structure.unflatten(changed)
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, Packed)
+
+
+def _values_in(tree: Any) -> Any:
+    def value_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Variables):
+            return leaf
+        return jax.tree.map(jax.numpy.asarray, leaf.value)  # Some are in host memory, in numpy's.
+
+    return _substituted(tree, value_of)

@@ -1,0 +1,144 @@
+"""`Recipe`: what a step brings to each of its programs. `Request`: one call that needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, Sharding
+
+from stepcache import jaxcompat
+from stepcache.calls.identity import Identity, identity
+from stepcache.calls.key import Key
+from stepcache.calls.layers import function_name
+from stepcache.calls.signature import Call, Leaf, Parameters
+from stepcache.sharding import Placed, processes_of
+
+
+def _as_it_is(call: Call) -> Call:
+    return call
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recipe:
+    """The function of a step and its options, resolved.
+
+    Attributes:
+        fun: the user's function.
+        name: what to call it.
+        options: keywords for `jax.jit`, with the donation of the carry in them.
+        jitted: `jax.jit(fun, **options)`, which serves calls under other transformations.
+        parameters: the function's parameters and their roles.
+        identity: which function it is.
+        key_options: `options` as hashable parts of a key.
+        given: the options as the user gave them, but for the carry.
+        tell: gives a call with the leaves that its caller knows, where the program has others.
+    """
+
+    fun: Callable
+    name: str
+    options: dict[str, Any]
+    jitted: Any
+    parameters: Parameters
+    identity: Identity
+    key_options: tuple[tuple[str, Hashable], ...]
+    given: dict[str, Any]
+    tell: Callable[[Call], Call] = _as_it_is
+
+    @classmethod
+    def of(
+        cls,
+        fun: Callable,
+        options: dict[str, Any],
+        carry: tuple[str, ...] = (),
+        batch: tuple[str, ...] = (),
+        given: dict[str, Any] | None = None,
+    ) -> Recipe:
+        """Resolves a step's options. `jax.jit` judges them and raises as it does."""
+        jitted = jaxcompat.jit(fun, **options)
+        roles = jaxcompat.argument_roles(jitted, fun, options)
+        return cls(
+            fun,
+            function_name(fun),
+            options,
+            jitted,
+            Parameters.of(fun, roles, carry, batch),
+            identity(fun),
+            (
+                ("carry", carry),
+                ("batch", batch),
+                *((name, _hashable(options[name])) for name in sorted(options)),
+            ),
+            options if given is None else given,
+        )
+
+    @property
+    def places_outputs(self) -> bool:
+        """Whether the user said where outputs go."""
+        return "out_shardings" in self.options
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, dict):
+        return tuple(sorted((name, _hashable(entry)) for name, entry in value.items()))
+    try:
+        hash(value)
+    except TypeError:
+        leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=lambda x: x is None)
+        return (tuple(leaves), tree)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call with what it needs: read, placed and keyed.
+
+    Attributes:
+        call: as it came.
+        leaves: its leaves where the session places them.
+        placed: for each leaf, where the session sends it and why; None where it leaves it.
+        asked: for each leaf, where the step's `in_shardings` do; None where they do not say.
+        key: the key of its program.
+        mesh: the session's mesh, or None.
+        tell: as of the recipe.
+    """
+
+    call: Call
+    leaves: tuple[Leaf, ...]
+    placed: tuple[Placed | None, ...]
+    asked: tuple[Sharding | None, ...]
+    key: Key
+    mesh: Mesh | None
+    tell: Callable[[Call], Call] = _as_it_is
+
+    @property
+    def told(self) -> Call:
+        """The call as people are told of it: paths and a signature, placed. Not to be run."""
+        return self.tell(self.call.with_signature_leaves(self.leaves))
+
+    def described(self) -> Request:
+        """The same request without its arrays, which it would otherwise keep alive."""
+        call = self.call
+        stand_ins = [
+            jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+            )
+            for leaf in call.signature.leaves
+        ]
+        try:
+            given = call.rebuilt(stand_ins)
+            args, kwargs = call.signature.tree.unflatten(stand_ins)
+        except Exception:  # A class may refuse to be built around what is no array.
+            return self
+        call = replace(call, given=given, args=tuple(args), kwargs=kwargs, leaves=stand_ins)
+        return replace(self, call=call)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The processes whose devices the call speaks of, in order."""
+        if self.mesh is not None:
+            return processes_of(self.mesh.devices.flat)
+        shardings = {leaf.sharding for leaf in self.leaves if leaf.sharding is not None}
+        return processes_of(device for each in shardings for device in each.device_set)

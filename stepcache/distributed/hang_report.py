@@ -1,0 +1,155 @@
+"""Where the threads of a pod's processes are, for how long, and the table that says so."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+
+from stepcache.units import readable_ranks
+
+_IDLE_SECONDS = 0.0002  # CPU time between two looks that a thread which only waits does not reach.
+_EXPRESSION_LENGTH = 50
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OF_JAX = tuple(os.path.dirname(os.path.abspath(jax.__file__)) + end for end in (os.sep, "lib"))
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+# Calls from a user's own line that wait for something else than a device.
+_OTHER_WAITS = frozenset(
+    "accept acquire close flush fsync get input join poll read readline recv select sleep wait "
+    "write".split()
+)
+
+latest_call: Callable[[], str] = str
+"""Gives the latest call of a step, "call 12 of train"; put here by the engine."""
+
+
+class Movement:
+    """Watches whether a thread moves: that shows in its CPU time, and in where it is.
+
+    A thread that only waits uses no CPU time; one in a training loop uses some, also where it is
+    always seen on the same line.
+
+    Args:
+        thread: its identifier.
+
+    Attributes:
+        thread: as given.
+        where: file, line, expression and function of the user's code, when last looked at.
+        waits_for_device: whether it seemed to wait for a device, and not for anything else.
+    """
+
+    def __init__(self, thread: int):
+        self.thread, self.where, self.waits_for_device = thread, "", False
+        self._seen: Any = None
+        self._cpu_seconds = 0.0
+        self._since = time.monotonic()
+
+    @property
+    def still_seconds(self) -> float:
+        """For how long it has not moved."""
+        return time.monotonic() - self._since
+
+    def look(self) -> None:
+        """Looks where the thread is."""
+        frame = sys._current_frames().get(self.thread)  # Not kept: it would keep its arrays.
+        if frame is None:
+            return
+        seen, before = (id(frame), frame.f_lasti), self._cpu_seconds
+        self._cpu_seconds = _cpu_seconds(self.thread)
+        if seen == self._seen and self._cpu_seconds < before + _IDLE_SECONDS:
+            return
+        self._seen, self._since = seen, time.monotonic()
+        file = frame.f_code.co_filename
+        callee = _expression(frame).partition("(")[0].rpartition(".")[2]
+        inside = file.startswith((_OWN, *_OF_JAX))
+        self.waits_for_device = inside or (_is_users(file) and callee not in _OTHER_WAITS)
+        # Asked for once: the thread runs on, and a frame that has returned has no caller any more.
+        while not _is_users(frame.f_code.co_filename) and (back := frame.f_back) is not None:
+            frame = back
+        name = Path(frame.f_code.co_filename).name
+        self.where = f"{name}:{frame.f_lineno} {_expression(frame)} in {frame.f_code.co_name}"
+
+
+def _cpu_seconds(thread: int) -> float:
+    if not hasattr(time, "pthread_getcpuclockid"):  # As on macOS.
+        return time.process_time()
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_OWN, *_OF_JAX, *_INSTALLED, "<"))
+
+
+def _expression(frame: FrameType) -> str:
+    """What a frame is just evaluating, as it is written."""
+    at = max(frame.f_lasti // 2, 0)
+    line, end_line, start, end = next(islice(frame.f_code.co_positions(), at, None))
+    text = linecache.getline(frame.f_code.co_filename, line or 0).encode()
+    shown = text[start : end if line == end_line else None].decode(errors="replace").strip()
+    return shown if len(shown) <= _EXPRESSION_LENGTH else f"{shown[:_EXPRESSION_LENGTH]}…"
+
+
+@dataclass
+class Row:
+    """What one process says of itself.
+
+    Attributes:
+        where: its thread is, as in `Movement`.
+        still_seconds: for how long.
+        call: the latest call of a step, "call 12 of train", where that is known.
+        ended: how the process ended; empty while it has not.
+        sessions: by mesh: the number of the session that was entered last, and how it was left;
+            empty for one that has not been.
+    """
+
+    where: str = ""
+    still_seconds: float = 0.0
+    call: str = ""
+    ended: str = ""
+    sessions: dict[str, list] = field(default_factory=dict)
+
+    def packed(self) -> dict:
+        return asdict(self)
+
+    def gone(self, mesh: str, number: int) -> str:
+        """How the process ended, or left a session; empty where it is still in it."""
+        entered, left = self.sessions.get(mesh, (0, ""))
+        return self.ended or (left if entered == number else "left it" if entered > number else "")
+
+    def text(self) -> str:
+        """Where it is, in words."""
+        outside = not any(how == "" for _, how in self.sessions.values())
+        left = next(reversed(self.sessions.values()))[1] if self.sessions and outside else ""
+        state = f"has {self.ended or left}" if self.ended or left else ""
+        return ", ".join(filter(None, (state, self.call, "" if self.ended else self.where)))
+
+
+def table(rows: Mapping[int, Row], silent: Mapping[int, str] | None = None) -> str:
+    """Where all processes are: those at one place together.
+
+    Args:
+        rows: by rank.
+        silent: ranks that did not answer, and why.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, row in sorted(rows.items()):
+        groups.setdefault(row.text(), []).append(rank)
+    lines = []
+    for text, ranks in groups.items():
+        seconds = max(rows[rank].still_seconds for rank in ranks)
+        lines.append((ranks, f"{text}, for {seconds:.0f} s" if seconds >= 1 else text))
+    reasons: dict[str, list[int]] = {}
+    for rank, why in (silent or {}).items():
+        reasons.setdefault(why, []).append(rank)
+    lines += [(ranks, why) for why, ranks in reasons.items()]
+    return "; ".join(f"{readable_ranks(ranks)}: {text}" for ranks, text in lines)

@@ -1,0 +1,184 @@
+"""How a walk looks at instances and classes.
+
+Attributes that only the user's own code can read are noted when code is found that names them.
+"""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import dataclasses
+import enum
+import functools
+import operator
+import re
+import types
+from typing import Any
+
+from stepcache.fingerprint import instances, values
+from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS
+from stepcache.fingerprint.provenance import USER, origin_of
+from stepcache.fingerprint.tokens import digest, plain_text, qualified_name
+from stepcache.fingerprint.trail import Trail, making
+from stepcache.jaxcompat import inspection
+
+# What Python itself keeps in a class; none of it is the user's.
+_INTERNALS = frozenset(
+    "__dict__ __weakref__ __doc__ __module__ __qualname__ __annotations__ __abstractmethods__ "
+    "_abc_impl __parameters__ __orig_bases__ __firstlineno__ __static_attributes__ __slots__ "
+    "__annotate__ __annotate_func__ __annotations_cache__ __type_params__ "
+    "__dataclass_params__ __signature__ __jax_pytree__ __classdictcell__ __slotnames__".split()
+)
+_ENUM_INTERNALS = re.compile(r"_(member_map|value2member_map|member_names|unhashable\w*|use_args)_")
+_SLOT_TYPES = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+def note_instance(walk: Trail, path: str, value: Any) -> None:
+    """Notes an object of a class that has no handler of its own."""
+    cls = type(value)
+    state = instances.attributes_of(value)
+    if not instances.is_shown(cls):
+        parts = instances.taken_apart(value)
+        if parts is None:
+            walk.blame(path, f"a {cls.__module__}.{cls.__qualname__} cannot be looked into")
+            return
+        walk.note(path, f"a {walk.follow_class(cls)}, taken apart")
+        values.note_items(walk, f"{path} (parts)", parts, "parts")
+        if isinstance(value, operator.attrgetter | operator.methodcaller):
+            walk.reads_any_attribute()
+        return
+    walk.note(path, f"a {walk.follow_class(cls)}")
+    _note_content(walk, path, value)
+    selective = is_plain(cls) and not dataclasses.is_dataclass(cls)
+    if not selective and len(state) > 1:
+        walk.note(f"{path} (order of attributes)", digest(state))
+    elif len(state) > 1:
+        walk.when_dynamic(f"{path} (order of attributes)", tuple(state))
+    for name, each in state.items():
+        if selective and not is_special(name):
+            walk.when_named(name, f"{path}.{name}", each)
+        else:
+            walk.value(f"{path}.{name}", each)
+
+
+def _note_content(walk: Trail, path: str, value: Any) -> None:
+    base: Any = next((each for each in instances.CONTENT if isinstance(value, each)), None)
+    fields = getattr(type(value), "_fields", ())
+    if isinstance(value, functools.partial):
+        values.note_partial(walk, path + values.CONTENT, value)
+    elif isinstance(value, tuple) and isinstance(fields, tuple) and len(fields) == len(value):
+        for name, each in zip(fields, tuple.__iter__(value), strict=True):
+            walk.value(f"{path}.{name}", each)
+    elif base is not None and base in values.HANDLERS:
+        values.HANDLERS[base](walk, path + values.CONTENT, value)
+    elif base is not None:
+        walk.note(path + values.CONTENT, base.__repr__(value))
+
+
+def note_class(walk: Trail, path: str, cls: type) -> None:
+    """Notes a class that is used as a value."""
+    if cls.__name__ in DYNAMIC_ACCESS and origin_of(cls) != USER:
+        walk.reads_any_attribute()
+    walk.note(path, f"class {walk.follow_class(cls)}")
+    may_be_called(walk, cls)
+
+
+def may_be_called(walk: Trail, cls: type) -> None:
+    """Notes that code has a class as a value, and so may make instances of it."""
+    bases = (base for base in cls.__mro__ if origin_of(base) == USER)
+    walk.read_attributes(making(walk.follow_class(base)) for base in bases)
+
+
+def follow_user_class(walk: Trail, name: str, cls: type) -> None:
+    """Notes what instances of a class of the user's can do."""
+    bases = [walk.follow_class(base) for base in cls.__bases__ if base is not object]
+    walk.note(name, f"class({', '.join(bases)})")
+    if type(cls) is not type:
+        walk.follow_class(type(cls))
+    if type(cls) is abc.ABCMeta:
+        walk.note(f"{name} (registered)", _registered(cls))
+    for function in inspection.pytree_functions(cls):
+        walk.value(f"{name} (pytree)", function)
+    is_enum = issubclass(cls, enum.Enum)
+    if is_enum:
+        walk.note(f"{name} (members)", ", ".join(cls.__members__))
+        for member in cls:
+            walk.value(f"{name}.{member.name}", member.value)
+    selective = is_plain(cls) and not dataclasses.is_dataclass(cls)
+    order = tuple(each for each in vars(cls) if each != "__annotations__")
+    walk.when_dynamic(f"{name} (order of attributes)", order)
+    walk.read_attributes(each for each in _texts(vars(cls).get("__match_args__")))
+    for attribute, value in sorted(vars(cls).items()):
+        if attribute in _INTERNALS or isinstance(value, _SLOT_TYPES):
+            continue
+        if is_enum and (isinstance(value, enum.Enum) or _ENUM_INTERNALS.fullmatch(attribute)):
+            continue
+        path = f"{name}.{attribute}"
+        if selective and attribute in _CONSTRUCTORS:
+            walk.when_named(making(name), path, value)
+        elif selective and not is_special(attribute):
+            walk.when_named(attribute, path, value)
+        else:
+            walk.value(path, value)
+
+
+# They run when an instance is made. One that is there already does not need them.
+_CONSTRUCTORS = ("__init__", "__new__")
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(each for each in value if isinstance(each, str)) if type(value) is tuple else ()
+
+
+def _registered(cls: type) -> str:
+    """The classes that were registered with an abstract one, by name."""
+    dump: Any = getattr(abc, "_get_dump", None)
+    if dump is None:
+        return ""
+    found = [each() for each in dump(cls)[0]]
+    return ", ".join(sorted(qualified_name(each) for each in found if each is not None))
+
+
+def follow_library_class(walk: Trail, cls: type) -> None:
+    """A class of an installed distribution: what was put into it from outside, and its data."""
+    if cls.__module__ == "builtins":
+        return
+    for function in inspection.pytree_functions(cls):
+        code = getattr(getattr(function, "func", function), "__code__", None)
+        if is_foreign(function) or (code is not None and code.co_filename.startswith("<")):
+            walk.value(f"{qualified_name(cls)} (pytree)", function)
+    for base in cls.__mro__:
+        if base is object or origin_of(base) == USER:
+            continue
+        for attribute, value in list(vars(base).items()):
+            path = f"{qualified_name(base)}.{attribute}"
+            if not attribute.startswith("__") and (text := plain_text(value)) is not None:
+                walk.once(path, text)
+            elif is_foreign(value):
+                walk.value(path, value)
+
+
+def is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def is_plain(cls: type) -> bool:
+    """A class whose attributes only the user's own code reads by name, and no library's."""
+    if inspection.pytree_functions(cls):
+        return False
+    return all(base in _PLAIN or origin_of(base) == USER for base in cls.__mro__)
+
+
+_PLAIN = frozenset((object, types.SimpleNamespace, argparse.Namespace, *argparse.Namespace.__mro__))
+
+
+def is_foreign(value: Any) -> bool:
+    """A function or class of the user's, wherever it is found."""
+    inner = getattr(value, "__func__", value)
+    inner = getattr(inner, "fget", inner) if isinstance(inner, property) else inner
+    if isinstance(inner, types.FunctionType):
+        if inner.__code__.co_filename.startswith("<") and inner.__module__ is None:
+            return False
+        named = (inner.__module__ or "").startswith("namedtuple_")
+        return origin_of(inner) == USER and not named
+    return isinstance(inner, type) and origin_of(inner) == USER

@@ -1,0 +1,314 @@
+"""How a walk follows code: functions, what they captured, the globals and imports they name."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib.util
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from stepcache.fingerprint import instances, values
+from stepcache.fingerprint.bytecode import (
+    UNSEEN,
+    Import,
+    Names,
+    Read,
+    assigned_constants,
+    code_digest,
+    module_aliases,
+    names_of,
+)
+from stepcache.fingerprint.classes import is_foreign
+from stepcache.fingerprint.provenance import (
+    INSTALLED,
+    USER,
+    file_label,
+    file_of_module,
+    origin_of,
+    origin_of_module,
+)
+from stepcache.fingerprint.tokens import ATOMS, plain_text, qualified_name
+from stepcache.fingerprint.trail import Trail
+
+_MISSING = object()
+
+
+def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
+    """Notes a function: one of the user's by its code, one of a library by its name."""
+    origin = origin_of(function)
+    if origin == USER:
+        space = walk.namespace(function.__globals__, function)
+        label = walk.unique(f"{space}:{function.__qualname__}")
+        walk.known_as(function, label)
+        if path != label:
+            walk.note(path, f"function {label}")
+        walk.later(functools.partial(_follow, walk, label, function))
+        return
+    module = function.__globals__.get("__name__") or ""
+    # A wrapper of a library calls itself by the name of what it wraps.
+    name = f"{module}.{function.__code__.co_qualname}"
+    walk.check_pure(path, name)
+    if origin == INSTALLED and module:
+        walk.distribution(module)
+    defaults = "".join(
+        f", {each}" for each in (plain_text(function.__defaults__ or ()),) if each != "()"
+    )
+    if function.__module__ == module and instances.found_by_name(function):
+        walk.note(path, f"function {name}{defaults}")
+        return
+    if function.__code__.co_filename.startswith("<"):
+        walk.codes.update(names_of(function.__code__).codes)
+    # Made by a library for the user, as optax.adamw(rate) does: it captured what is the user's.
+    walk.note(path, f"function {name} {_digest_of_library_code(function.__code__)}")
+    walk.later(functools.partial(_note_captured, walk, path, function))
+
+
+_digest_of_library_code = functools.lru_cache(maxsize=8192)(code_digest)
+
+
+def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
+    names = names_of(function.__code__)
+    walk.note(label, f"code {code_digest(function.__code__)}")
+    walk.codes.update(names.codes)
+    written = not function.__code__.co_filename.startswith("<")  # And not made by a library.
+    unseen = (names.attributes if names.is_dynamic and written else names.loads) & UNSEEN.keys()
+    for name in sorted(unseen):
+        walk.blame(label, f"it reads {name}, and {UNSEEN[name]} are not looked at")
+    _note_captured(walk, label, function, names)
+    if function.__dict__:
+        walk.value(f"{label}.__dict__", dict(function.__dict__))
+    for read in names.reads:
+        if read.kind == "global":
+            _follow_global(walk, label, function, read)
+    for imported in names.imports:
+        _follow_import(walk, label, function, imported)
+    walk.add_names(names)
+
+
+def _note_captured(
+    walk: Trail, label: str, function: types.FunctionType, names: Names | None = None
+) -> None:
+    parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = function.__defaults__ or ()
+    named = dict(zip(parameters[len(parameters) - len(defaults) :], defaults, strict=True))
+    for name, value in (named | (function.__kwdefaults__ or {})).items():
+        walk.value(f"{label} (default {name})", value)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        path = f"{label}, {name}"
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            walk.note(path, "empty")
+            continue
+        if isinstance(value, types.ModuleType) and names is not None:
+            for read in [r for r in names.reads if r.kind == "captured" and r.name == name]:
+                follow_chain(walk, path, value, read.attributes)
+        else:
+            walk.value(path, value)
+
+
+# ---- names -------------------------------------------------------------------------------------
+
+
+def _follow_global(walk: Trail, label: str, function: types.FunctionType, read: Read) -> None:
+    space = function.__globals__
+    if not walk.first_time((id(space), read)):
+        return
+    path = f"{walk.namespace(space, function)}:{read.name}"
+    value = space.get(read.name, _MISSING)
+    if value is _MISSING:
+        value = vars(builtins).get(read.name, _MISSING)
+        if value is not _MISSING:
+            path = read.name
+    if value is _MISSING:
+        walk.note(path, "undefined")
+    elif read.name == "__file__" and isinstance(value, str):
+        walk.note(path, walk.place(value))
+    elif value is builtins.hash and function.__name__ == "__hash__":
+        walk.note(path, "builtin hash")  # Whoever calls that is the one to be blamed.
+    else:
+        if any(value is each for each in (builtins.globals, builtins.eval, builtins.exec)):
+            _note_namespace(walk, function)
+        follow_chain(walk, path, value, read.attributes)
+
+
+def _note_namespace(walk: Trail, function: types.FunctionType) -> None:
+    space = function.__globals__
+    label = walk.namespace(space, function)
+    walk.note(f"{label} (order)", str([key for key in space if not key.startswith("__")]))
+    for key, value in list(space.items()):
+        if not key.startswith("__") and walk.first_time((id(space), Read("global", key, ()))):
+            walk.value(f"{label}:{key}", value)
+
+
+def follow_chain(walk: Trail, path: str, value: Any, attributes: tuple[str, ...]) -> None:
+    """Follows `module.module.name`, so that only the name counts and not the modules."""
+    remaining = list(attributes)
+    while isinstance(value, types.ModuleType) and remaining:
+        module, name = value, remaining.pop(0)
+        space = vars(module)
+        value = space.get(name, _MISSING)
+        if value is _MISSING:
+            value = getattr(module, name, _MISSING)
+        if origin_of_module(module.__name__) == USER:
+            path = f"{walk.namespace(space, None, module.__name__)}:{name}"
+            if name == "__dict__":
+                walk.reads_any_attribute()
+                value, remaining = module, []
+            elif name not in space and "__getattr__" in space:
+                walk.value(f"{path} (__getattr__)", space["__getattr__"])
+        else:
+            path = f"{module.__name__}.{name}"
+            walk.check_pure(path, ".".join((path, *remaining)))
+        if value is _MISSING:
+            walk.note(path, "undefined")
+            return
+        if origin_of_module(module.__name__) != USER and not isinstance(value, types.ModuleType):
+            _note_library_value(walk, path, module, value, remaining)
+            return
+    if _origin_of(value) != USER:
+        walk.check_pure(path, ".".join((qualified_name(value), *remaining)))
+    if not isinstance(value, types.ModuleType):
+        _check_standard_stream(walk, path, value)
+    walk.value(path, value)
+
+
+def _origin_of(value: Any) -> str:
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        return origin_of(value)
+    return USER
+
+
+def _note_library_value(
+    walk: Trail, path: str, module: types.ModuleType, value: Any, attributes: list[str]
+) -> None:
+    """Something found in a module of a library, by its name there."""
+    if origin_of_module(module.__name__) == INSTALLED:
+        walk.distribution(module.__name__)
+    if value is os.environ or value is os.environb or path == "sys.path":
+        return  # What is read of it is recorded.
+    if value is sys.modules:
+        walk.blame(path, "it leads to modules that are not known beforehand")
+    elif not attributes or is_known_kind(value) or is_foreign(value):
+        note_library_object(walk, path, value)
+    else:
+        walk.once(path, f"a {qualified_name(type(value))}")
+        _check_standard_stream(walk, path, value)
+        for name in attributes:
+            value = getattr(value, name, _MISSING)
+            path = f"{path}.{name}"
+            if is_known_kind(value) or is_foreign(value):
+                note_library_object(walk, path, value)
+                return
+
+
+def _check_standard_stream(walk: Trail, path: str, value: Any) -> None:
+    if type(value).__module__ in ("_io", "io"):
+        walk.blame(path, "it is a file, whose content is not known beforehand")
+
+
+def is_known_kind(value: Any) -> bool:
+    """A value that says itself what it is, and not only by what it does."""
+    kinds = (types.FunctionType, types.BuiltinFunctionType, type)
+    return type(value) in ATOMS or isinstance(value, kinds) or type(value) in values.HANDLERS
+
+
+def note_library_object(walk: Trail, path: str, value: Any) -> None:
+    """Notes an object of a library by its name where it has one, else as any value."""
+    kinds = (types.FunctionType, types.BuiltinFunctionType, type)
+    if callable(value) and not isinstance(value, kinds) and instances.found_by_name(value):
+        walk.once(path, f"{type(value).__name__} {qualified_name(value)}")
+    else:
+        walk.value(path, value)
+
+
+# ---- imports -----------------------------------------------------------------------------------
+
+
+def _follow_import(walk: Trail, label: str, function: types.FunctionType, imported: Import) -> None:
+    package = function.__globals__.get("__package__") or ""
+    _follow_module(walk, label, package, imported)
+
+
+def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> None:
+    """Follows an import without making it: the step may never come to it."""
+    try:
+        name = importlib.util.resolve_name("." * imported.level + imported.module, package)
+    except ImportError:
+        walk.blame(label, f"it imports {imported.module}, which cannot be resolved")
+        return
+    module = sys.modules.get(name)
+    if module is None:
+        if origin_of_module(name) == USER:
+            _follow_source(walk, label, name)
+        elif origin_of_module(name) == INSTALLED:
+            walk.distribution(name)
+        return
+    if imported.whole:
+        walk.value(f"import {name}", module)
+    for chain in (*((each,) for each in imported.names), *imported.attributes):
+        if not hasattr(module, chain[0]) and file_of_module(f"{name}.{chain[0]}"):
+            _follow_source(walk, label, f"{name}.{chain[0]}")
+        else:
+            follow_chain(walk, f"import {name}", module, chain)
+
+
+_READS_OUTSIDE = frozenset("open environ environb getenv read_text read_bytes load stdin".split())
+
+
+def _follow_source(walk: Trail, label: str, name: str) -> None:
+    """Follows a module of the user's that is not loaded, by its source: a trace may import it."""
+    package = name.rpartition(".")[0]
+    if package and package not in sys.modules:
+        _follow_source(walk, label, package)
+    if not walk.first_time(("source", name)):
+        return
+    path = file_of_module(name)
+    if path is None:
+        walk.note(f"import {name}", "not found")
+        return
+    try:
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError):
+        walk.blame(label, f"it imports {name}, whose source cannot be read")
+        return
+    if not _READS_OUTSIDE.isdisjoint(code.co_names):
+        walk.blame(label, f"it imports {name}, which may read a file or a variable meanwhile")
+    names = names_of(code)
+    space = file_label(path, name)
+    walk.codes.update(names.codes)
+    walk.note(f"{space}:<module>", f"code {code_digest(code)}")
+    for variable, value in assigned_constants(code):
+        walk.value(f"{space}:{variable}", value)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            walk.note(f"{space}:{inner.co_name}", f"code {code_digest(inner)}")
+    inside = name if Path(path).stem == "__init__" else package
+    aliases = module_aliases(code)
+    for read in names.reads:
+        if read.kind == "global" and read.name in aliases:
+            level, module, chain = aliases[read.name]
+            chain = (*chain, *read.attributes)
+            imported = Import(level, module, (), (chain,) if chain else (), whole=not chain)
+            _follow_module(walk, label, inside, imported)
+        elif read.kind == "global" and (value := vars(builtins).get(read.name)) is not None:
+            follow_chain(walk, read.name, value, read.attributes)
+    for imported in names.imports:
+        _follow_module(walk, label, inside, imported)
+    walk.add_names(names)
+
+
+def note_module(walk: Trail, path: str, value: types.ModuleType) -> None:
+    """Notes a module that is passed around: one of the user's by the names that code names."""
+    walk.note(path, f"module {value.__name__}")
+    if origin_of_module(value.__name__) != USER:
+        walk.distribution(value.__name__)
+        return
+    label = walk.namespace(vars(value), None, value.__name__)
+    for name, each in list(vars(value).items()):
+        if not name.startswith("__") or name == "__getattr__":
+            walk.when_named(name, f"{label}:{name}", each)

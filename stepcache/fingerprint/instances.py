@@ -1,0 +1,135 @@
+"""What there is in an object, and whether Python shows all of it.
+
+An object of a class written in C may hold what no attribute shows. Python's own can mostly be taken
+apart as `pickle` would take them; any other is for the caller to refuse.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from typing import Any
+
+from stepcache.fingerprint.held import is_immutable
+from stepcache.fingerprint.provenance import PYTHON, USER, origin_of
+
+_MISSING = object()
+_DESCRIPTORS = (
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)
+_NATIVE_METHODS = frozenset(("nb_method", "nb_func", "cython_function_or_method"))
+# Their content is looked at by itself.
+CONTENT = (dict, list, tuple, set, frozenset, deque, int, float, str, bytes, complex, bytearray)
+_KNOWN = frozenset((*CONTENT, OrderedDict, defaultdict, functools.partial, types.SimpleNamespace))
+_NOT_TAKEN_APART = frozenset(("itertools", "_io", "io", "weakref"))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes kept in an instance itself, in slots and in its `__dict__`."""
+    state: dict[str, Any] = {}
+    for name, descriptor in _slot_descriptors(type(value)):
+        try:
+            state[name] = descriptor.__get__(value, type(value))
+        except AttributeError:
+            continue  # It is empty.
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        found = None
+    if isinstance(found, dict):
+        state.update(found)
+    return state
+
+
+@functools.lru_cache(maxsize=4096)
+def _slot_descriptors(cls: type) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        (name, descriptor)
+        for base in cls.__mro__
+        for name, descriptor in vars(base).items()
+        if isinstance(descriptor, types.MemberDescriptorType) and name in slots_of(base)
+    )
+
+
+def slots_of(cls: type) -> set[str]:
+    """The names of a class's own slots, as its descriptors are called."""
+    slots = vars(cls).get("__slots__", ())
+    owner = cls.__name__.lstrip("_")
+    return {
+        f"_{owner}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
+        for slot in ((slots,) if isinstance(slots, str) else slots)
+    }
+
+
+def native_base(cls: type) -> type:
+    """The nearest base that is written in C: its instances hold what Python does not show."""
+    return next((base for base in cls.__mro__ if _is_native(base)), object)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_native(cls: type) -> bool:
+    if cls is object:
+        return False
+    if is_immutable(cls):
+        return True
+    slots = slots_of(cls)
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, _DESCRIPTORS):
+            if value.__objclass__ is cls and name not in slots and not _is_pythons(name, value):
+                return True
+        elif (isinstance(value, types.BuiltinFunctionType) and value.__self__ is cls) or type(
+            value
+        ).__name__ in _NATIVE_METHODS:
+            return True
+    return False
+
+
+def _is_pythons(name: str, descriptor: Any) -> bool:
+    return name in ("__dict__", "__weakref__") and isinstance(
+        descriptor, types.GetSetDescriptorType
+    )
+
+
+def is_shown(cls: type) -> bool:
+    """Whether attributes and content are all there is to an instance."""
+    base = native_base(cls)
+    return base is object or base in _KNOWN
+
+
+def taken_apart(value: Any) -> tuple[Any, ...] | None:
+    """What an object of Python's own library is made of; None where that is not told."""
+    base = native_base(type(value))
+    if origin_of(base) != PYTHON or base.__module__ in _NOT_TAKEN_APART:
+        return None
+    if any(
+        origin_of(each) == USER and not vars(each).keys().isdisjoint(_PICKLING)
+        for each in type(value).__mro__
+    ):
+        return None
+    try:
+        parts = value.__reduce_ex__(2)
+    except Exception:
+        return None
+    if not isinstance(parts, tuple):
+        return None
+    return (*parts[:3], *(list(each) for each in parts[3:5] if each is not None))
+
+
+_PICKLING = frozenset("__reduce__ __reduce_ex__ __getstate__ __getnewargs_ex__".split())
+
+
+def found_by_name(value: Any) -> bool:
+    """Whether a module has something under its own name, so that the name says it all."""
+    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    if found is None or not isinstance(name, str):
+        return False
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is value or getattr(found, "__wrapped__", found) is value

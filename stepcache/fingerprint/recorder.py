@@ -1,0 +1,463 @@
+"""What a trace really used: code entered, files and environment variables read, impure calls.
+
+A recording runs in one thread, around one trace. On Python 3.12 and later it is made by
+`sys.monitoring`, which costs next to nothing; before, by `sys.setprofile`, which about doubles the
+time of that one trace. Files are seen through an audit hook. Where frames are profiled, the hook
+would be called for each of them, so it waits for the first call of what may open a file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType, MethodDescriptorType, ModuleType
+from typing import Any
+
+from stepcache import _process_hooks
+from stepcache.fingerprint.nondeterminism import why_impure
+from stepcache.fingerprint.provenance import (
+    INSTALLED,
+    PYTHON,
+    USER,
+    origin_of_file,
+    origin_of_module,
+    package_of,
+)
+
+# Frameworks call the clock and the like for their own logs; it does not reach the trace.
+_FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
+_BYSTANDERS = tuple(
+    f"{os.sep}{name}"
+    for name in ("logging", "warnings.py", "linecache.py", "traceback.py", "abc.py")
+)
+_LISTENERS = tuple(
+    os.sep + str(Path(*parts))
+    for parts in (
+        ("logging", "__init__.py"),
+        ("jax", "_src", "monitoring.py"),
+        ("stepcache", "events.py"),
+    )
+)
+_BLAMED_EVENTS = {
+    "os.listdir": "lists a directory",
+    "os.scandir": "lists a directory",
+    "glob.glob": "lists a directory",
+    "subprocess.Popen": "starts another process",
+    "socket.connect": "uses the network",
+    "urllib.Request": "uses the network",
+    "sqlite3.connect": "reads a database",
+}
+_ENVIRON: dict[CodeType, str] = {
+    type(os.environ).__getitem__.__code__: "key",
+    type(os.environ).__iter__.__code__: "",
+}
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a trace used.
+
+    Attributes:
+        entered: the code objects entered, by their identities, for hashing code looks at all of it.
+        files: paths of the files opened for reading; relative ones as they were given.
+        variables: names of environment variables asked for.
+        impure: what it called that makes it valid for this run only.
+        unavailable: why it has not been watched, or not to its end; None if it has.
+    """
+
+    entered: dict[int, CodeType] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)
+    impure: dict[str, None] = field(default_factory=dict)
+    unavailable: str | None = None
+    _stop: Callable[[], str | None] | None = field(default=None, init=False, repr=False)
+
+    def __enter__(self) -> Recording:
+        stack = _active.__dict__.setdefault("stack", [])
+        if not stack:
+            _active.collecting = False
+        _collections.start()
+        stack.append(self)
+        try:
+            self._stop = _start()
+        except _NotWatched as error:
+            self.unavailable = str(error)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        _active.stack.pop()
+        if self._stop is not None:
+            self.unavailable = self._stop() or self.unavailable
+        if _active.collecting:
+            self.unavailable = "the end of a garbage collection was not told while it was traced"
+        _collections.stop()
+
+    @property
+    def codes(self) -> set[CodeType]:
+        """The code objects entered; those of other definitions of the same text are equal."""
+        return set(self.entered.values())
+
+    def with_all_of(self, other: Recording) -> Recording:
+        """What this trace and another one used, in a new recording."""
+        return Recording(
+            self.entered | other.entered,
+            self.files | other.files,
+            self.variables | other.variables,
+            self.impure | other.impure,
+            other.unavailable or self.unavailable,
+        )
+
+
+class _NotWatched(Exception):
+    """A trace cannot be watched; the message says why."""
+
+
+_active = threading.local()
+
+
+def _current() -> Sequence[Recording]:
+    """The recordings of this thread; none while Python collects garbage.
+
+    Callbacks and finalizers that a collection calls in the middle of a trace are not the trace's.
+    """
+    return () if getattr(_active, "collecting", False) else getattr(_active, "stack", ())
+
+
+def _begin_collection() -> None:
+    _active.collecting = True
+
+
+def _end_collection() -> None:
+    _active.collecting = False
+
+
+_collections = _process_hooks.CollectionHook(_begin_collection, _end_collection)
+
+
+_counted: dict[int, CodeType] = {}
+"""Code of libraries that has counted in some trace, by identity: so it does in each."""
+
+
+def _enter(code: CodeType, frame: FrameType) -> bool:
+    """Notes code; False where the same code may yet be entered in a way that counts."""
+    if code in _collections.codes:
+        return True
+    if code in _ENVIRON:
+        _note_variables(code, frame)
+        return False
+    made = code.co_filename.startswith("<")
+    if made:  # By exec: whose it is, its globals tell.
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("namedtuple_") or origin_of_module(name) != USER:
+            return True
+    origin = origin_of_file(code.co_filename)
+    if origin != PYTHON and _is_import_hook(frame):
+        return False
+    if origin == USER and _is_bystander(frame):
+        return False
+    if origin != USER and not made:
+        _counted[id(code)] = code
+    for recording in _current():
+        recording.entered[id(code)] = code
+    return True
+
+
+_FINDING = frozenset(("_find_spec", "_get_spec", "_path_hooks"))
+
+
+def _is_import_hook(frame: FrameType) -> bool:
+    """Whether Python's import system asked this code for a module, as it asks all of its hooks.
+
+    A hook does not depend on what is imported: setuptools' is asked wherever setuptools is
+    installed.
+    """
+    caller, filename = frame.f_back, frame.f_code.co_filename
+    while caller is not None and caller.f_code.co_filename == filename:
+        caller = caller.f_back
+    return (
+        caller is not None
+        and caller.f_code.co_name in _FINDING
+        and caller.f_code.co_filename.startswith("<frozen importlib")
+    )
+
+
+def _note_variables(code: CodeType, frame: FrameType) -> None:
+    key = _ENVIRON[code]
+    name = frame.f_locals.get(key) if key else None
+    names = list(os.environ._data) if not key else [name] if isinstance(name, str | bytes) else []  # type: ignore[attr-defined]
+    for recording in _current():
+        recording.variables.update(os.fsdecode(name) for name in names)
+
+
+def _is_bystander(frame: FrameType | None) -> bool:
+    """Whether code runs on behalf of a log or of a listener, which the trace does not see."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_LISTENERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _call(function: Any, frame: FrameType | None) -> None:
+    """Notes a call of a function written in C, where its result is not the same in each run."""
+    name = _impure_name(function)
+    if name is None:
+        return
+    why = why_impure(name)
+    if why is None:
+        return
+    caller = _responsible(frame)
+    if caller is not None:
+        for recording in _current():
+            recording.impure[f"{caller}: {why}"] = None
+
+
+def _impure_name(function: Any) -> str | None:
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
+    if owner is None or type(owner).__name__ == "module":
+        module = getattr(function, "__module__", None)
+        return f"{module}.{name}" if module else None
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}.{name}"
+    kind = type(owner)
+    if kind.__module__ == "random" and _is_hidden(owner):
+        return f"random.{name}"
+    if kind.__module__.startswith("numpy.random") and _is_hidden(owner):
+        return f"numpy.random.{name}"
+    return None
+
+
+def _is_hidden(generator: Any) -> bool:
+    """Whether a generator of random numbers is the one that a module keeps for itself."""
+    module = sys.modules.get(
+        "random" if type(generator).__module__ == "random" else "numpy.random.mtrand"
+    )
+    hidden = getattr(module, "_inst", None) or getattr(module, "_rand", None)
+    return generator is hidden
+
+
+def _responsible(frame: FrameType | None) -> str | None:
+    """Where the call came from: the nearest frame that is not of Python's own library.
+
+    Returns:
+        `file:function`; None where it came from a framework or from a bystander such as logging.
+    """
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        origin = origin_of_file(filename)
+        if origin == PYTHON and (_is_import(frame) or any(b in filename for b in _BYSTANDERS)):
+            return None
+        package = package_of(filename) if origin == INSTALLED else ""
+        if package in _FRAMEWORKS:
+            return None
+        if origin != PYTHON and package != "numpy":
+            return f"{Path(filename).name}:{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return None
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+def _audit(event: str, arguments: tuple) -> None:
+    if not getattr(_active, "stack", None):
+        return
+    if event == "open":
+        _opened(*arguments[:2])
+    elif event in _BLAMED_EVENTS:
+        caller = _responsible(sys._getframe(1))
+        if caller is not None:
+            for recording in _current():
+                recording.impure[f"{caller}: it {_BLAMED_EVENTS[event]}"] = None
+
+
+def _opened(path: Any, mode: Any = None) -> None:
+    if isinstance(path, int) or (isinstance(mode, str) and not set("r+") & set(mode)):
+        return
+    frame = sys._getframe(2)
+    while frame is not None and origin_of_file(frame.f_code.co_filename) == PYTHON:
+        if _is_import(frame) or any(b in frame.f_code.co_filename for b in _BYSTANDERS):
+            return
+        frame = frame.f_back
+    text = os.path.normpath(os.fsdecode(path))
+    by_user = frame is not None and origin_of_file(frame.f_code.co_filename) == USER
+    if text.endswith((".pyc", ".py", ".so")) and not by_user:
+        return  # A library that shows source lines.
+    if text.startswith(_SYSTEM_FILES):
+        if by_user and frame is not None and text != os.devnull:
+            for recording in _current():
+                recording.impure[f"{frame.f_code.co_qualname}: it reads {text}"] = None
+        return
+    for recording in _current():
+        recording.files.add(text)
+
+
+def _is_import(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib")
+
+
+_SYSTEM_FILES = ("/proc/", "/sys/", "/dev/")
+
+
+# ---- the two ways to see calls ----------------------------------------------------------------
+
+
+def _start() -> Callable[[], str | None]:
+    """Begins to watch this thread.
+
+    Returns:
+        What ends that, and says why this thread was not watched to the end, or None.
+
+    Raises:
+        _NotWatched: it cannot be watched at all.
+    """
+    if sys.version_info >= (3, 12):
+        _process_hooks.audit(_audit)
+        if not _monitor.start():
+            raise _NotWatched(
+                "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
+            )
+        return lambda: None if _monitor.stop() else "the process was forked while it was traced"
+    profile = _process_hooks.ThreadProfile(_profiler())
+    if not profile.start():
+        raise _NotWatched("a profiler written in C is active, so that its trace cannot be watched")
+    return lambda: None if profile.stop() else _ANOTHER_PROFILER
+
+
+_ANOTHER_PROFILER = "another profiler was set while it was traced, and may have hidden a part of it"
+
+
+def _profiler() -> Callable[[FrameType, Any, Any], None]:
+    # By their identities, for hashing code looks at all of it; and kept, so that those stay theirs.
+    seen: dict[int, Any] = {}
+
+    def entered(code: CodeType, frame: FrameType) -> None:
+        recordings = _current()
+        if recordings and id(code) in _counted:
+            for recording in recordings:
+                recording.entered[id(code)] = code
+            seen[id(code)] = code
+        elif recordings and _enter(code, frame):
+            seen[id(code)] = code
+            if not _is_of_imports(code) and _names_an_opener(code, frame.f_globals):
+                _process_hooks.audit(_audit)
+
+    def called(function: Any, frame: FrameType) -> None:
+        owner = function.__self__
+        kind = type(owner)
+        known = function if kind is ModuleType else owner if kind is type else kind
+        if id(known) in seen:
+            return
+        if known is sys.setprofile and frame.f_globals is not vars(_process_hooks):
+            for recording in _active.stack:
+                recording.unavailable = _ANOTHER_PROFILER
+            return
+        if _may_open_files(known):
+            if _is_of_imports(frame.f_code):
+                return
+            _process_hooks.audit(_audit)
+        suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
+        if known.__module__ in suspects:
+            _call(function, frame)
+        else:
+            seen[id(known)] = known
+
+    def profile(
+        frame: FrameType,
+        event: str,
+        argument: Any,
+        # Called millions of times: no name is looked up.
+        seen: Any = seen,
+        identity: Any = id,
+        kind_of: Any = type,
+    ) -> None:
+        if event == "call":
+            if identity(frame.f_code) not in seen:
+                entered(frame.f_code, frame)
+        elif event == "c_call":
+            if identity(argument) in seen or identity(kind_of(argument.__self__)) in seen:
+                return
+            called(argument, frame)
+
+    return profile
+
+
+def _is_of_imports(code: CodeType) -> bool:
+    """Whether code is of Python's import system, which opens no files on a trace's behalf."""
+    return code.co_filename.startswith("<frozen importlib")
+
+
+_SUSPECT_MODULES = frozenset(
+    ("time", "posix", "nt", "_thread", "_socket", "_random", "_posixsubprocess", "_uuid")
+)
+
+
+_READ_NO_FILES = frozenset(
+    "builtins sys gc atexit time _thread re _sre math operator _operator functools _functools "
+    "itertools collections _collections _abc weakref _weakref numpy jax jaxlib flax optax".split()
+)
+
+
+def _may_open_files(function_or_class: Any) -> bool:
+    module = function_or_class.__module__
+    if not isinstance(module, str) or module.partition(".")[0] not in _READ_NO_FILES:
+        return True
+    return module == "numpy" and function_or_class.__name__ == "fromfile"
+
+
+_OPENERS = frozenset(("open", "open_code", "FileIO", "fromfile"))
+
+
+def _names_an_opener(code: CodeType, module: dict[str, Any]) -> bool:
+    """Whether code speaks of what opens files; calls of classes, and from C, do not show."""
+    if not _OPENERS.isdisjoint(code.co_names):
+        return True
+    for name in code.co_names:
+        value = module.get(name)
+        if isinstance(value, type):
+            if issubclass(value, io.IOBase):
+                return True
+        elif any(value is opener for opener in (open, os.open, io.open_code)):
+            return True
+    return False
+
+
+_SUSPECT_CLASSES = frozenset(("random", "datetime", "numpy.random.mtrand"))
+
+
+def _py_start(code: CodeType, offset: int) -> Any:
+    recordings = _current()
+    if not recordings:
+        return None
+    if id(code) in _counted:
+        for recording in recordings:
+            recording.entered[id(code)] = code
+    elif not _enter(code, sys._getframe(1)):
+        return None
+    # What frameworks call is not looked at.
+    package = package_of(code.co_filename) if origin_of_file(code.co_filename) == INSTALLED else ""
+    if package not in _FRAMEWORKS:
+        _monitor.see_calls_from(code)
+    return _monitor.disable(code)
+
+
+def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> None:
+    if not getattr(_active, "stack", None):
+        return
+    if isinstance(function, MethodDescriptorType):
+        if type(first).__module__ in _SUSPECT_CLASSES:
+            _call(getattr(first, function.__name__), sys._getframe(1))
+        return
+    module = getattr(function, "__module__", None)
+    if (module is None or module in _SUSPECT_MODULES) and not hasattr(function, "__code__"):
+        _call(function, sys._getframe(1))
+
+
+_monitor = _process_hooks.CallMonitor(_py_start, _on_call)

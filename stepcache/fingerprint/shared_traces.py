@@ -1,0 +1,108 @@
+"""Which traces of nested functions JAX may reuse from one step to another while both are recorded.
+
+JAX keeps the traces of nested functions, most of `jax.numpy` among them, and does not enter these
+again. So what they used is not seen a second time. Where nothing of the user's but the step's own
+function can be nested, these traces are the libraries'. Such steps share them, and each counts as
+having used what any of them has: as long as they use nothing but JAX. Once one has used another
+library, a file or the like, sharing begins anew. Other steps share no traces.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import CodeType
+from typing import Any
+
+from stepcache.fingerprint import installed_packages
+from stepcache.fingerprint.provenance import (
+    INSTALLED,
+    PYTHON,
+    origin_of_file,
+    package_of,
+)
+from stepcache.fingerprint.recorder import Recording
+from stepcache.jaxcompat import primitives_of
+
+_lock = threading.Lock()
+_active = False
+_epoch = 0
+_together: dict[int, CodeType] = {}
+_primitives: set[str] = set()
+_lowered: set[str] = set()
+
+
+def begin() -> tuple[str, int, int] | None:
+    """Begins a recording that shares traces; None while another thread makes one.
+
+    Returns:
+        What tells the traces that may be shared from others: made since some trace used more than
+        JAX, and since something in a library was found replaced.
+    """
+    global _active
+    with _lock:
+        if _active:
+            return None
+        _active = True
+        return "of libraries", _epoch, installed_packages.replacements()
+
+
+def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
+    """Whether the libraries were other ones when the traces were made that a step shared.
+
+    Args:
+        token: from `begin`.
+        looked: whether what the step used of the libraries has been looked at since then.
+    """
+    if not looked:
+        installed_packages.look_again()
+    return token[2] != installed_packages.replacements()
+
+
+def was_lowered(staged: Any) -> bool:
+    """Whether all primitives in a trace have been lowered while that was recorded.
+
+    How a primitive is lowered is the libraries' affair, so it need not be recorded again.
+    """
+    global _primitives
+    _primitives = primitives_of(staged.jaxpr)
+    return _primitives <= _lowered
+
+
+def end(recording: Recording | None, own: set[CodeType]) -> dict[int, CodeType]:
+    """Ends a recording that shares traces.
+
+    Args:
+        recording: what the step used; None where its trace failed.
+        own: the code of the step's own function.
+
+    Returns:
+        The code that the others have entered.
+    """
+    global _active, _epoch, _together
+    with _lock:
+        _active = False
+        others = _together
+        if recording is None or not _is_of_jax(recording, own):
+            _epoch, _together = _epoch + 1, {}
+            _lowered.clear()
+        else:
+            _lowered.update(_primitives)
+            entered = recording.entered.items()
+            _together = others | {key: code for key, code in entered if _is_installed(code)}
+        return others
+
+
+def _is_installed(code: CodeType) -> bool:
+    return origin_of_file(code.co_filename) == INSTALLED
+
+
+def _is_of_jax(recording: Recording, own: set[CodeType]) -> bool:
+    """Whether a step used nothing but its own code, Python's and JAX's."""
+    if recording.files or recording.variables or recording.impure or recording.unavailable:
+        return False
+    entered = recording.entered.values()
+    others = (code for code in entered if origin_of_file(code.co_filename) != PYTHON)
+    return all(package_of(code.co_filename) in _OF_JAX or code in own for code in others)
+
+
+_OF_JAX = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes", "stepcache"))

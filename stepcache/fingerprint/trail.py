@@ -1,0 +1,212 @@
+"""What a walk has found: facts, blames, names read, and what waits for a name to be read.
+
+The ground that `values`, `classes` and `functions` stand on; how to look at a thing is not here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from stepcache.fingerprint.bytecode import Names
+from stepcache.fingerprint.nondeterminism import why_impure
+from stepcache.fingerprint.provenance import distribution_of, file_label
+from stepcache.fingerprint.tokens import digest
+
+# A library may read these of any object, without the user's code naming them.
+_ALWAYS_READ = frozenset(
+    "shape dtype ndim size T at sharding weak_type aval nbytes itemsize".split()
+)
+# Code that names one of these may make another object of the class of one that it has.
+_MAKES_ANY = frozenset("type __class__ __mro__ mro __init__ __new__ classmethod".split())
+
+
+def making(name: str) -> str:
+    """What stands among the names that code reads for a call of a class.
+
+    Args:
+        name: of the class, as `Trail.follow_class` returns it.
+    """
+    return f"make {name}"
+
+
+class Trail(ABC):
+    """What a walk has found so far.
+
+    Args:
+        root: the directory that the step's modules are imported from; files and paths in it are
+            named relative to it.
+
+    Attributes:
+        facts: path and token of everything found.
+        blames: what cannot be vouched for, in order.
+        codes: the user's code among what was found.
+    """
+
+    def __init__(self, root: str = "") -> None:
+        self.facts: dict[str, str] = {}
+        self.blames: dict[str, None] = {}
+        self.codes: set[types.CodeType] = set()
+        self._root = root
+        self._names: set[str] = set(_ALWAYS_READ)
+        self._reads_all = self._makes_any = False
+        self._waiting: dict[str, list[tuple[str, Any]]] = {}
+        self._when_dynamic: dict[str, tuple[str, ...]] = {}
+        self.seen: dict[int, str] = {}
+        self.alive: list[Any] = []  # What is known by id must not be freed meanwhile.
+        self._done: set[Hashable] = set()
+        self._spaces: dict[int, str] = {}
+        self._labels: dict[str, int] = {}
+        self.todo: deque[Callable[[], None]] = deque()
+
+    @abstractmethod
+    def value(self, path: str, value: Any) -> None:
+        """Notes a value, and what it is made of.
+
+        Args:
+            path: what to call it.
+            value: any object.
+        """
+
+    @abstractmethod
+    def follow_class(self, cls: type) -> str:
+        """Notes what instances of a class can do; returns the name of the class."""
+
+    @abstractmethod
+    def tree(self, path: str, tree: Any) -> None:
+        """Notes the structure of a tree, with what its nodes keep beside their children."""
+
+    def read_attributes(self, names: Iterable[str]) -> None:
+        """Notes attributes of the user's objects that a library is known to read."""
+        self._add(set(names))
+
+    def waiting(self) -> set[str]:
+        """Attributes of the user's objects that no code of theirs names."""
+        return set(self._waiting)
+
+    # ---- facts ---------------------------------------------------------------------------------
+
+    def note(self, path: str, token: str) -> None:
+        """Notes a fact. A path that stands for something else already gets a number."""
+        if self.facts.setdefault(path, token) != token:
+            self.facts[self.unique(path)] = token
+
+    def once(self, path: str, token: str) -> None:
+        """Notes a fact whose path can stand for nothing else."""
+        self.facts[path] = token
+
+    def blame(self, path: str, why: str) -> None:
+        """Names something that cannot be vouched for."""
+        self.blames[f"{path}: {why}"] = None
+
+    def unique(self, label: str) -> str:
+        """Functions made by one line of code, each with other captured values, are told apart."""
+        number = self._labels[label] = self._labels.get(label, int(label in self.facts)) + 1
+        return label if number == 1 else f"{label}#{number}"
+
+    def first_time(self, what: Hashable) -> bool:
+        """Whether something has not been asked about before."""
+        known = what in self._done
+        self._done.add(what)
+        return not known
+
+    def later(self, task: Callable[[], None]) -> None:
+        self.todo.append(task)
+
+    def known_as(self, value: Any, path: str) -> None:
+        """Says what to call an object when it is met again."""
+        self.seen[id(value)] = path
+        self.alive.append(value)
+
+    # ---- attributes by name --------------------------------------------------------------------
+
+    def when_named(self, name: str, path: str, value: Any) -> None:
+        """Notes an attribute as soon as code is found that names it."""
+        is_made = self._makes_any and name.startswith(making(""))
+        if self._reads_all or is_made or name in self._names:
+            self.value(path, value)
+        else:
+            self.alive.append(value)
+            self._waiting.setdefault(name, []).append((path, value))
+
+    def when_dynamic(self, path: str, names: tuple[str, ...]) -> None:
+        """Notes an order of names as soon as code is found that may go through all of them."""
+        if self._reads_all:
+            self.note(path, digest(names))
+        else:
+            self._when_dynamic[path] = names
+
+    def reads_any_attribute(self) -> None:
+        """Code was found that may read attributes which it does not name."""
+        if not self._reads_all:
+            self._reads_all = True
+            self._release(set(self._waiting))
+            for path, names in self._when_dynamic.items():
+                self.note(path, digest(names))
+            self._when_dynamic.clear()
+
+    def add_names(self, names: Names) -> None:
+        """Adds what code names."""
+        if names.is_dynamic:
+            self.reads_any_attribute()
+        self._add(names.attributes)
+
+    def _add(self, names: set[str]) -> None:
+        new = names - self._names
+        self._names |= new
+        if not (self._makes_any or new.isdisjoint(_MAKES_ANY)):
+            self._makes_any = True
+            new |= {name for name in self._waiting if name.startswith(making(""))}
+        self._release(new & self._waiting.keys())
+
+    def _release(self, names: set[str]) -> None:
+        for name in sorted(names):
+            for path, value in self._waiting.pop(name):
+                self.later(functools.partial(self.value, path, value))
+
+    # ---- names ---------------------------------------------------------------------------------
+
+    def distribution(self, module: str) -> None:
+        """Notes the distribution that a module comes from, with its version."""
+        if not self.first_time(("distribution", module.partition(".")[0])):
+            return
+        name, version = distribution_of(module)
+        if version:
+            self.once(f"package {name}", version)
+        elif name not in sys.stdlib_module_names:
+            self.blame(f"package {name}", "no installed distribution says that it holds it")
+
+    def check_pure(self, path: str, full_name: str) -> None:
+        """Blames what gives another result in each run."""
+        why = why_impure(full_name)
+        if why:
+            self.blame(path, why)
+
+    def namespace(self, space: dict[str, Any], value: Any, module: str | None = None) -> str:
+        """What to call the globals of a function, or those of a module: by file, each its own."""
+        label = self._spaces.get(id(space)) if space else None
+        if label is None:
+            module = module or getattr(value, "__module__", None)
+            code = getattr(value, "__code__", None)
+            filename = code.co_filename if code is not None else None
+            if filename is None or filename == "<string>":
+                filename = getattr(sys.modules.get(module or ""), "__file__", None)
+            label = file_label(filename, module) if filename else (module or "<cell>")
+            if space:
+                label = self._spaces[id(space)] = self.unique(label)
+                self.alive.append(space)
+        return label
+
+    def place(self, path: str) -> str:
+        """A path as text: relative to the step's own modules where it is among them."""
+        if self._root and path.startswith((self._root + os.sep, self._root)):
+            inside = path.removeprefix(self._root)
+            if not inside or inside.startswith(os.sep):
+                return f"<source>{inside}"
+        return repr(path)

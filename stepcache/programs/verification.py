@@ -1,0 +1,310 @@
+"""`Checks`: whether the programs of a step that are in use are still the right ones.
+
+A program that was loaded without a trace is verified by one, in the background, until one start has
+done so, and by a sample of later starts. Where something has changed that a program depends on, a
+new trace says whether it matters.
+"""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from stepcache import jaxcompat
+from stepcache._process_hooks import quick_switching
+from stepcache.calls.key import Key
+from stepcache.calls.step_spec import Recipe, Request
+from stepcache.errors import StaleProgramError, StaleProgramWarning, warn
+from stepcache.events import Change, Verified, recorder
+from stepcache.jaxcompat import storing
+from stepcache.programs.archive import Archive, start_name
+from stepcache.programs.background import LATER, builds
+from stepcache.programs.build import Program, trace
+from stepcache.programs.cache import ProgramCache
+from stepcache.programs.dispatch import Dispatcher
+from stepcache.programs.levels import Brought, Levels
+from stepcache.programs.miss_log import Ledger
+from stepcache.programs.question import Question
+from stepcache.storage.dependency_record import Candidate, agree, differences
+
+_log = logging.getLogger("stepcache")
+# A call that was under way may still tell the dispatcher about a stale program: it is cleared so
+# many times, so far apart, or until the error has been raised.
+_STALE_ROUNDS, _STALE_SECONDS = 100, 0.05
+_QUIET_SECONDS, _LONGEST_WAIT_SECONDS = 0.2, 20.0
+# So many of a step's latest programs are traced anew when something has changed.
+_JUDGED_AGAIN = 4
+
+
+class Checks:
+    """Checks the programs of one step.
+
+    That something has changed which a trace looked at is no error by itself: a new trace decides,
+    by what it lowers to.
+
+    Args:
+        recipe: the step.
+        number: tells the step from others of this process.
+        levels: what the step depends on is forgotten there when it has changed.
+        ledger: counts the checks.
+        dispatcher: has to let go of a program that is wrong.
+
+    Attributes:
+        stale: raised by the next call; None where nothing is known to be wrong.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        number: int,
+        levels: Levels,
+        ledger: Ledger,
+        dispatcher: Dispatcher,
+    ):
+        self._recipe, self._number = recipe, number
+        self._levels, self._ledger, self._dispatcher = levels, ledger, dispatcher
+        self._lock = threading.Lock()
+        self._latest: collections.deque[_Lowered] = collections.deque(maxlen=_JUDGED_AGAIN)
+        self._accepted: dict[Key, dict[str, str]] = {}
+        self._calls_until_check = 0
+        self._warned = False
+        self.stale: StaleProgramError | None = None
+
+    def raise_if_stale(self) -> None:
+        """Raises, once, what a check in the background has found.
+
+        Raises:
+            StaleProgramError: a program was not the one that a trace gives.
+        """
+        if self.stale is None:
+            return
+        with self._lock:
+            error, self.stale = self.stale, None
+        if error is not None:
+            raise error
+
+    def every(self, cache: ProgramCache, request: Request, program: Program) -> None:
+        """Every so many calls: does the step still lower to this program?
+
+        It is traced again only where something that its trace depended on has changed.
+
+        Raises:
+            StaleProgramError: it does not.
+        """
+        if cache.check_every is None:
+            return
+        self._calls_until_check -= 1
+        if self._calls_until_check >= 0:
+            return
+        self._calls_until_check = cache.check_every - 1
+        if program.facts is None or program.used is None:
+            return
+        facts = dict(Question(self._recipe, request).with_used(program.used).facts)
+        changes = differences(self._accepted.get(request.key, program.facts), facts)
+        if not changes:
+            return
+        if self._retraced(request, program.run.out_tree).digest != program.lowered:
+            self._drop(cache, request.key)
+            raise self._staleness("depends on what changed after it was traced", changes)
+        self._accepted[request.key] = facts
+
+    # ---- at the next program -------------------------------------------------------------------
+
+    def compare(self, cache: ProgramCache, request: Request, brought: Brought) -> None:
+        """Warns if a program is no longer what a trace gives, where something has changed since.
+
+        Args:
+            cache: that the programs are in.
+            request: the call whose program has just come.
+            brought: that program.
+        """
+        with self._lock:
+            earlier = [each for each in self._latest if cache.peek(each.request.key) is not None]
+        if brought.changes and not self._warned:
+            for each in reversed(earlier):
+                if self._retraced(each.request, each.out_tree).digest != each.digest:
+                    self._warned = True
+                    warn(
+                        f"{self._recipe.name} depends on what changed after it was traced; "
+                        "programs built before go on as they were, until step.clear_cache():\n  "
+                        + "\n  ".join(map(str, brought.changes)),
+                        StaleProgramWarning,
+                    )
+                    break
+        program = brought.program
+        if program.lowered:
+            lowered = _Lowered(request.described(), program.lowered, program.run.out_tree)
+            with self._lock:
+                self._latest.append(lowered)
+
+    # ---- by a trace in the background ----------------------------------------------------------
+
+    def verification(
+        self, cache: ProgramCache, request: Request, archive: Archive, brought: Brought
+    ) -> Callable[[float], None]:
+        """A trace in the background, to see that a loaded program is what a trace gives.
+
+        Args:
+            cache: that the program is in.
+            request: the call, as `Request.described` gives it.
+            archive: that it was loaded from.
+            brought: the program.
+
+        Returns:
+            A function that has the trace begin at a time given as by `time.perf_counter`, under the
+            settings of JAX that hold now in this thread.
+        """
+        settings = jaxcompat.carried_settings()
+
+        def verify_at(due: float) -> None:
+            def job() -> Any:
+                late = time.perf_counter() - due
+                # It would hold up the steps that are being started.
+                quiet = builds.are_quiet(_QUIET_SECONDS) or late > _LONGEST_WAIT_SECONDS
+                if late < 0 or not quiet:
+                    return LATER
+                with settings, quick_switching():
+                    self._verify(cache, request, archive, brought)
+                return None
+
+            archive.verifier.submit(job)
+
+        return verify_at
+
+    def _verify(
+        self, cache: ProgramCache, request: Request, archive: Archive, brought: Brought
+    ) -> None:
+        started = time.perf_counter()
+        if jaxcompat.environment() != request.key.environment:
+            return  # The caller's settings cannot be had in another thread.
+        candidate, address = brought.answer.candidate, brought.address
+        assert candidate is not None and address is not None
+        changes = self._differences(brought.program, candidate, request)
+        if changes is not None and not self._is_as_it_was(request, candidate):
+            return  # The program was right when it was loaded, and goes on as it was.
+        seconds, name = time.perf_counter() - started, self._recipe.name
+        self._ledger.count(verifications=1)
+        archive.note(
+            "verified" if changes is None else "stale",
+            name,
+            address.label,
+            seconds={"verify": round(seconds, 4)},
+            reason="\n".join(map(str, changes or ())),
+        )
+        recorder.emit(Verified(name, changes is None, seconds))
+        if changes is None:
+            archive.starts.note_verified(start_name(address, candidate))
+        else:
+            archive.forget(address, candidate)
+            try:
+                self._drop(cache, request.key)
+            finally:
+                self._make_stale(changes)
+
+    def _is_as_it_was(self, request: Request, candidate: Candidate) -> bool:
+        """Whether what a loaded program depends on has not changed since it was loaded."""
+        return agree(
+            candidate.told, Question(self._recipe, request).with_used(candidate.used).facts
+        )
+
+    def _differences(
+        self, program: Program, candidate: Candidate, request: Request
+    ) -> tuple[Change, ...] | None:
+        """What differs between a loaded program and a new trace; None where nothing does."""
+        found = self._retraced(request, program.run.out_tree)
+        if found.error is not None:
+            name = self._recipe.name
+            return (Change("code", name, "a program", found.error, "tracing it raised"),)
+        if found.digest == candidate.program:
+            return None
+        if found.out_tree != program.run.out_tree:
+            sides = (str(program.run.out_tree), str(found.out_tree))
+            return (Change("code", "the tree of its outputs", *sides),)
+        before = zlib.decompress(candidate.outline).decode()
+        return _first_difference(before, jaxcompat.outline(found.lowered)) or (
+            Change("environment", "what XLA is given", candidate.program[:12], found.digest[:12]),
+        )
+
+    def _retraced(self, request: Request, out_tree: Any) -> _Retraced:
+        """Traces and lowers a step as if nothing were known of it.
+
+        Args:
+            request: the call.
+            out_tree: the tree of the outputs as it was: another one gives no digest.
+        """
+        token = jaxcompat.ValueToken((self._number, "retrace", time.monotonic()))
+        with jaxcompat.tracing_context(request.mesh), jaxcompat.recording_context(token):
+            try:
+                staged = trace(self._recipe, request)
+                staged.lower()
+                digest = storing.lowered_digest(staged)
+            except Exception as error:
+                return _Retraced(error=f"{type(error).__name__}: {error}")
+        same = staged.out_tree == out_tree
+        return _Retraced(digest if same else "", staged.lowered, staged.out_tree)
+
+    def _make_stale(self, changes: Sequence[Change]) -> None:
+        """Has the next call raise, whatever the dispatcher was given meanwhile."""
+        error = self._staleness("was loaded, but a trace gives another program", changes)
+        self.stale = error
+        for _ in range(_STALE_ROUNDS):
+            self._dispatcher.clear()
+            if self.stale is not error or not threading.main_thread().is_alive():
+                break
+            time.sleep(_STALE_SECONDS)
+        if self.stale is error:
+            _log.error("%s", error)  # Nobody may call the step again.
+
+    def _drop(self, cache: ProgramCache, key: Key) -> None:
+        self._levels.forget()
+        self._latest.clear()
+        self._accepted.pop(key, None)
+        cache.drop(key)
+        jaxcompat.forget_traces(self._recipe.jitted, self._recipe.fun)
+        self._ledger.gone(key, "cleared")
+        self._dispatcher.clear()
+
+    def _staleness(self, what: str, changes: Sequence[Change]) -> StaleProgramError:
+        shown = "\n  ".join(str(change) for change in changes[:12])
+        return StaleProgramError(
+            f"a program of {self._recipe.name} {what}:\n  {shown}",
+            changes,
+            hint="the program has been removed, and the next call builds it anew; what earlier "
+            "calls returned came from it",
+        )
+
+
+class _Lowered(NamedTuple):
+    """A program of the step: for which call, and what it was lowered to."""
+
+    request: Request
+    digest: str
+    out_tree: Any
+
+
+class _Retraced(NamedTuple):
+    """What a new trace gives."""
+
+    digest: str = ""
+    lowered: Any = None
+    out_tree: Any = None
+    error: str | None = None
+
+
+def _first_difference(before: str, after: str) -> tuple[Change, ...]:
+    """The first lines in which two lowered modules differ."""
+    old, new = before.splitlines(), after.splitlines()
+    for old_line, new_line in zip(old, new, strict=False):
+        if old_line != new_line:
+            return (Change("code", "in the lowered program", old_line.strip(), new_line.strip()),)
+    for line in difflib.unified_diff(old, new, n=0, lineterm=""):
+        if line[:1] in "+-" and not line.startswith(("+++", "---")):
+            sides = (line[1:].strip(), "absent") if line[0] == "-" else ("absent", line[1:].strip())
+            return (Change("code", "in the lowered program", *sides),)
+    return ()

@@ -1,0 +1,306 @@
+"""`Candidate`: one build on disk, with all that it depends on, and how that compares with now.
+`Traced` and `Publication`: one build on its way there.
+
+Facts are names and texts: what the fingerprint found, the call, and the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from stepcache.events import Captured, Change
+from stepcache.fingerprint.installed_packages import LATE
+from stepcache.jaxcompat import Runnable, storing
+from stepcache.storage import plain
+
+_FORMAT = 2  # Of the payload of a step's entry.
+_MAX_CHANGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the candidates for one question are kept.
+
+    Attributes:
+        label: the step, by its file and name.
+        lookup: a digest of what all candidates have in common.
+        devices: all devices, those of the call first: executables name theirs by position here.
+    """
+
+    label: str
+    lookup: str
+    devices: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Used:
+    """What a trace used beyond what the code shows.
+
+    Attributes:
+        attributes: attributes of the user's objects that libraries read.
+        modules: installed modules entered.
+        names: what their code reads of modules, by module, with spaces between.
+        files: files read, each as (base, path, path as it was): relative to the "source", to the
+            "directory" that the process runs in, or "absolute".
+        variables: environment variables read.
+    """
+
+    attributes: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    files: list[tuple[str, str, str]] = field(default_factory=list)
+    variables: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What a trace told of its program, before it is compiled.
+
+    Attributes:
+        facts: all that it depends on.
+        used: what the trace used.
+        tree: the tree of the outputs, encoded; None where a later process has to trace the step.
+        unvouched: why it has to.
+    """
+
+    facts: dict[str, str]
+    used: Used
+    tree: Any
+    unvouched: tuple[str, ...] = ()
+
+    def packed(self) -> dict[str, Any]:
+        return _packed(self)
+
+    @classmethod
+    def unpacked(cls, data: dict[str, Any]) -> Traced:
+        """From `packed`.
+
+        Raises:
+            TypeError, KeyError: the data is malformed.
+        """
+        return cls(**{**data, "used": Used(**data["used"]), "unvouched": tuple(data["unvouched"])})
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One build that may be the answer.
+
+    Attributes:
+        program: the digest of its executable.
+        facts: the digest of all facts that it depends on.
+        told: the facts themselves.
+        used: what its trace used.
+        devices: of its executable, in order, as positions among the question's devices.
+        call: what JAX knows of arguments and results.
+        tree: the tree of the outputs, encoded.
+        captured: name, type and bytes of the large arrays in it.
+        seconds: what each stage took when it was built.
+        created_time: seconds since the epoch.
+        outline: the lowered module as text, compressed.
+    """
+
+    program: str
+    facts: str
+    told: dict[str, str]
+    used: Used
+    devices: list[int]
+    call: dict[str, Any]
+    tree: Any
+    captured: list[tuple[str, str, int]]
+    seconds: dict[str, float]
+    created_time: float
+    outline: bytes = b""
+
+    def packed(self) -> dict[str, Any]:
+        return _packed(self)
+
+    @property
+    def traced(self) -> Traced:
+        """What the trace told of it."""
+        return Traced(self.told, self.used, self.tree)
+
+    def assembled(self, data: bytes, address: Address, in_tree: Any) -> Runnable:
+        """The program, of an executable that is at hand.
+
+        Args:
+            data: the executable.
+            address: of the question.
+            in_tree: the tree of the call's arguments.
+        """
+        devices = tuple(address.devices[position] for position in self.devices)
+        tree = storing.decode_tree(self.tree, in_tree)
+        return storing.assemble(storing.load_executable(data, devices), self.call, tree, devices)
+
+    @classmethod
+    def unpacked(cls, data: dict[str, Any]) -> Candidate:
+        """From `packed`.
+
+        Raises:
+            TypeError, KeyError: the data is malformed.
+        """
+        return cls(**{**data, "used": Used(**data["used"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A program that is to be stored. It holds on to nothing of the step that it came from.
+
+    Attributes:
+        address: of the question that it answers.
+        digest: of its executable.
+        run: the program.
+        traced: what its trace told.
+        captured: the large arrays in it.
+        seconds: what each stage took; with "compile", XLA made the executable just now.
+        outline: gives the lowered module, as text.
+        data: the executable, where it has been serialized already, here or by another process.
+    """
+
+    address: Address
+    digest: str
+    run: Runnable
+    traced: Traced
+    captured: tuple[Captured, ...]
+    seconds: dict[str, float]
+    outline: Callable[[], str]
+    data: bytes = b""
+
+    def serialized(self) -> bytes:
+        """The executable. One that was itself loaded must not be serialized."""
+        return storing.serialize_executable(self.run.xla_executable)
+
+    def candidate(self, created_time: float) -> Candidate:
+        """What a later process needs to start the program without a trace.
+
+        Raises:
+            NotStorable: a part of it cannot be stored.
+        """
+        positions = {device: index for index, device in enumerate(self.address.devices)}
+        return Candidate(
+            self.digest,
+            digest_facts(self.traced.facts),
+            self.traced.facts,
+            self.traced.used,
+            [positions[device] for device in storing.program_devices(self.run)],
+            storing.describe_call(self.run),
+            self.traced.tree,
+            [(each.name, each.type, each.size_bytes) for each in self.captured],
+            dict(self.seconds),
+            created_time,
+            zlib.compress(self.outline().encode(), 1),
+        )
+
+
+def _packed(build: Traced | Candidate) -> dict[str, Any]:
+    """Fields by name. `asdict` would copy, and by recursion, what may be large and deep."""
+    packed = {each.name: getattr(build, each.name) for each in fields(build)}
+    return packed | {"used": asdict(build.used)}
+
+
+# ---- stored and read back ---------------------------------------------------------------------
+
+
+def pack_candidates(label: str, candidates: Sequence[Candidate]) -> tuple[dict[str, Any], bytes]:
+    """Header and payload of a step's entry; the latest candidate comes first."""
+    about = {
+        "label": label,
+        "programs": [each.program for each in candidates],
+        "seconds": [round(sum(each.seconds.values()), 4) for each in candidates],
+        "built": [each.created_time for each in candidates],
+    }
+    packed = [each.packed() for each in candidates]
+    return about, plain.pack({"format": _FORMAT, "candidates": packed})
+
+
+def unpack_candidates(payload: bytes) -> list[Candidate]:
+    """The candidates in the payload of a step's entry; none where its format is another one.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    try:
+        data = plain.unpack(payload)
+        if isinstance(data, list) or data["format"] != _FORMAT:  # The first format was a list.
+            return []
+        return [Candidate.unpacked(each) for each in data["candidates"]]
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+# ---- facts ------------------------------------------------------------------------------------
+
+
+def digest_facts(facts: dict[str, str]) -> str:
+    """A digest of facts, whatever their order."""
+    text = repr(sorted(facts.items()))
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def agree(told: dict[str, str], found: dict[str, str]) -> bool:
+    """Whether what is found now is what was told then.
+
+    Nothing can have been put into a module that is not loaded yet, so nothing is asked of it. What
+    a package puts into its own classes when a part of it is imported is there on both sides or not.
+    """
+    if told == found:
+        return True
+    missing = told.keys() - found.keys() - _of_modules_not_loaded(told)
+    return all(name.startswith(LATE) for name in missing) and all(
+        told.get(name, text if name.startswith(LATE) else None) == text
+        for name, text in found.items()
+    )
+
+
+def _of_modules_not_loaded(told: dict[str, str]) -> set[str]:
+    """The facts about names in modules that this process has not imported."""
+    modules = {name.removeprefix(_NAMES_OF) for name in told if name.startswith(_NAMES_OF)}
+    owners = tuple(f"{module}." for module in modules - sys.modules.keys())
+    of_names = {f"{_NAMES_OF}{owner[:-1]}" for owner in owners}
+    return of_names | {name for name in told if owners and name.startswith(owners)}
+
+
+def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, ...]:
+    """Where two sets of facts differ, the telling ones first."""
+    changes = []
+    unknown = _of_modules_not_loaded(before)
+    for name in dict.fromkeys((*before, *after)):
+        old, new = before.get(name), after.get(name)
+        late = name.startswith(LATE) and None in (old, new)
+        if old != new and not late and not (new is None and name in unknown):
+            changes.append(_change(name, old, new))
+    changes.sort(key=lambda change: _ORDER.index(change.part))
+    return tuple(changes[:_MAX_CHANGES])
+
+
+_ORDER = ["code", "value", "static", "options", "argument", "tree", "mesh", "file", "variable"]
+_ORDER += ["config", "package", "environment", "module"]
+_NAMES_OF = "names of "
+_PARTS = {
+    "static ": "static",
+    "option ": "options",
+    "argument ": "argument",
+    "arguments": "tree",
+    "mesh": "mesh",
+    "file ": "file",
+    "environment variable ": "variable",
+    "config ": "config",
+    "package ": "package",
+    "environment ": "environment",
+    "module ": "module",
+    _NAMES_OF: "module",
+}
+
+
+def _change(name: str, old: str | None, new: str | None) -> Change:
+    part = next((part for prefix, part in _PARTS.items() if name.startswith(prefix)), "value")
+    shown = name.removeprefix("static ").removeprefix("config ").removeprefix("argument ")
+    texts = [text or "" for text in (old, new)]
+    if all(text.startswith("code ") or not text for text in texts) and part == "value":
+        note = "not there before" if old is None else "gone" if new is None else "its code changed"
+        return Change("code", shown, old or "absent", new or "absent", note)
+    return Change(part, shown, old or "absent", new or "absent")

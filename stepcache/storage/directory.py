@@ -1,0 +1,256 @@
+"""The files of the disk tier: places, whole writes, quarantine. What is in them is not read here.
+
+Layout, under `<directory>/v1/`: `key`, `entries/<kind>/<digest>`, `tmp/`, `loading/` (the journal)
+and `quarantine/`. `runs/` belongs to another room. No lock is taken by anyone: a file appears
+whole, by a rename, or not at all, and that a file vanishes between two looks is normal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepcache.errors import CacheDirectoryError, OptionError
+from stepcache.storage import private_files
+from stepcache.storage.entry import KEY_BYTES
+from stepcache.storage.load_markers import Journal, author, unique_name
+
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,23}")
+_DIGEST = re.compile(r"[0-9a-f]{1,128}")
+_TEMPORARY_SECONDS = 3600
+_MAX_QUARANTINED_FILES = 32
+
+
+class Found(NamedTuple):
+    """A file that lies where an entry should.
+
+    Attributes:
+        kind: kind of the entry, by its place.
+        digest: its digest, likewise.
+        path: where it is.
+        size_bytes: size of the file.
+        used_time: when it was last used, in seconds since the epoch.
+    """
+
+    kind: str
+    digest: str
+    path: Path
+    size_bytes: int
+    used_time: float
+
+
+class Shelf:
+    """The directory of a disk tier.
+
+    Args:
+        directory: where.
+        max_quarantined_bytes: bound on what is in quarantine, beside that of 32 files.
+        clock: tells the time in seconds since the epoch.
+
+    Attributes:
+        key: vouches for the entries; None before it could be read.
+        journal: who is loading what.
+    """
+
+    def __init__(self, directory: Path, max_quarantined_bytes: int, clock: Callable[[], float]):
+        # Absolute, for the process may change its directory.
+        self._root = Path(os.path.abspath(directory)) / "v1"
+        self._entries, self._tmp = self._root / "entries", self._root / "tmp"
+        self._quarantine = self._root / "quarantine"
+        self._max_quarantined_bytes = max_quarantined_bytes
+        self._clock = clock
+        self.key: bytes | None = None
+        self.journal = Journal(self._root / "loading", clock)
+
+    def prepare(self) -> bytes:
+        """Makes what is missing of the layout. Returns the key that is in use now.
+
+        Raises:
+            CacheDirectoryError: another user can change the directory.
+            OSError: something cannot be made.
+        """
+        private_files.make_directory(self._root.parent)
+        private_files.make_directory(self._root)
+        for name in ("entries", "tmp", "loading", "quarantine"):
+            (self._root / name).mkdir(mode=0o700, exist_ok=True)
+        temporary = self._tmp / unique_name()
+        self.key = private_files.ensure_key(self._root / "key", temporary, KEY_BYTES)
+        return self.key
+
+    def try_to_write(self) -> None:
+        """Raises OSError if nothing can be written."""
+        path = self._tmp / unique_name()
+        os.close(os.open(path, private_files.CREATE_FLAGS, 0o600))
+        path.unlink()
+
+    def reload_key(self) -> bool:
+        """Takes up the key that lies in the directory now. Returns whether it is another one."""
+        try:
+            private_files.check_directory(self._root.parent)
+            private_files.check_directory(self._root)
+        except (OSError, CacheDirectoryError):
+            return False
+        key = private_files.load_key(self._root / "key", KEY_BYTES)
+        if key is None or key == self.key:
+            return False
+        self.key = key
+        return True
+
+    def sweep(self) -> None:
+        """Removes what processes that were ended have left behind."""
+        for path in private_files.listed(self._tmp):
+            process = author(path.name)
+            with contextlib.suppress(OSError):
+                old = self._clock() - path.lstat().st_mtime > _TEMPORARY_SECONDS
+                if old or (process and process.is_local() and process.has_ended()):
+                    path.unlink()
+        self.journal.sweep(lambda kind, digest: self.path(kind, digest).exists())
+
+    def path(self, kind: str, digest: str) -> Path:
+        """Where an entry is.
+
+        Raises:
+            OptionError: `kind` or `digest` cannot be a name.
+        """
+        for name, value, pattern in (("kind", kind, _KIND), ("digest", digest, _DIGEST)):
+            if not isinstance(value, str) or not pattern.fullmatch(value):
+                raise OptionError(
+                    f"This cannot be the {name} of a stored entry",
+                    where=name,
+                    expected=f"what matches {pattern.pattern}",
+                    got=repr(value),
+                )
+        return self._entries / kind / digest
+
+    def stamp(self) -> Any:
+        """Differs from an earlier one where entries have come or gone since."""
+        stamps = []
+        for directory in private_files.listed(self._entries):
+            with contextlib.suppress(OSError):
+                stamps.append((directory.name, directory.stat().st_mtime_ns))
+        return sorted(stamps)
+
+    def found(self, kind: str | None = None) -> Iterator[Found]:
+        """The entries there are, of one kind or all. Files with other names are not ours."""
+        for directory in private_files.listed(self._entries):
+            if not _KIND.fullmatch(directory.name) or kind not in (None, directory.name):
+                continue
+            for path in private_files.listed(directory):
+                with contextlib.suppress(OSError):
+                    if _DIGEST.fullmatch(path.name):
+                        seen = path.lstat()
+                        name = (directory.name, path.name)
+                        yield Found(*name, path, seen.st_size, seen.st_mtime)
+
+    def put(
+        self,
+        kind: str,
+        digest: str,
+        pieces: Iterable[bytes],
+        used_time: float,
+        reached: Callable[[str], None],
+    ) -> None:
+        """Writes an entry, whole or not at all, over one of the same name.
+
+        Args:
+            kind: its kind.
+            digest: its digest.
+            pieces: the content, one after the other.
+            used_time: when it was last used, in seconds since the epoch.
+            reached: told each stage.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        path, temporary = self.path(kind, digest), self._tmp / unique_name()
+        try:
+            self._write(temporary, pieces, used_time, reached)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            for killer in self.journal.killers(kind, digest):
+                self.journal.unmark(killer.path)  # What it died of is about to be replaced.
+            try:
+                temporary.replace(path)
+            except IsADirectoryError:
+                self.set_aside(kind, digest)
+                temporary.replace(path)
+            reached("renamed")
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        # If this fails, a power cut may undo the rename, which a reader can tell.
+        with contextlib.suppress(OSError):
+            _sync_directory(path.parent)
+        reached("directory synced")
+
+    def _write(
+        self,
+        temporary: Path,
+        pieces: Iterable[bytes],
+        used_time: float,
+        reached: Callable[[str], None],
+    ) -> None:
+        descriptor = os.open(temporary, private_files.CREATE_FLAGS, 0o600)
+        try:
+            reached("opened")
+            for piece in pieces:
+                view = memoryview(piece)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+                    reached("written in part")
+            os.utime(descriptor, (used_time, used_time))
+            reached("written")
+            os.fsync(descriptor)
+            reached("synced")
+        finally:
+            os.close(descriptor)
+
+    def set_aside(self, kind: str, digest: str, seen: os.stat_result | None = None) -> bool:
+        """Moves an entry to quarantine, and removes there what is too much.
+
+        Args:
+            kind: its kind.
+            digest: its digest.
+            seen: the file that was looked at. Another one, published since, is left where it is.
+
+        Returns:
+            Whether what was looked at is out of the way.
+        """
+        path = self.path(kind, digest)
+        number = f"{round(self._clock() * 1e6):020d}"  # So that names sort by age.
+        refuge = self._quarantine / f"{number}.{kind}.{digest}.{secrets.token_hex(4)}"
+        try:
+            if seen is not None and not os.path.samestat(seen, path.lstat()):
+                return True
+            path.rename(refuge)
+        except OSError:
+            private_files.remove(path)
+            return not os.path.lexists(path)
+        self._bound_quarantine()
+        return True
+
+    def _bound_quarantine(self) -> None:
+        total_bytes = 0
+        for count, path in enumerate(sorted(private_files.listed(self._quarantine), reverse=True)):
+            with contextlib.suppress(OSError):
+                total_bytes += path.lstat().st_size
+            if count >= _MAX_QUARANTINED_FILES or total_bytes > self._max_quarantined_bytes:
+                private_files.remove(path)
+
+    def clear_quarantine(self) -> None:
+        """Removes what is in quarantine."""
+        for path in private_files.listed(self._quarantine):
+            private_files.remove(path)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

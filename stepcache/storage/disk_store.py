@@ -1,0 +1,497 @@
+"""The disk tier: what is kept for other processes, least recently used first out. Knows no JAX.
+
+Loading what is stored here is running code, so nothing is handed out that this user's key does not
+vouch for, byte by byte. What is wrong with the files is never an exception: it is a miss, told in
+`DiskTier.quarantined`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import hmac
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
+from stepcache.storage import private_files
+from stepcache.storage.directory import Found, Shelf
+from stepcache.storage.entry import (
+    DamagedEntryError,
+    ForeignEntryError,
+    Header,
+    HeaderTooLargeError,
+    Stored,
+    encode_head,
+    read_header,
+    read_payload,
+    store,
+)
+
+_ATTEMPTS = 3
+_TOUCH_SECONDS = 60
+_MAX_QUARANTINED_BYTES = 1 << 30
+_REFUSALS_REMEMBERED = 256
+_PUBLISHES_UNSEEN = 256
+# The fault of the moment, not of the file or of the directory.
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EAGAIN, errno.EINTR}
+_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+_log = logging.getLogger("stepcache")
+_warned_of: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What was stored under a name, whole and authentic.
+
+    Attributes:
+        header: what was said of it when it was stored.
+        payload: its bytes.
+        size_bytes: size of its file.
+        created_time: when it was stored, in seconds since the epoch.
+        used_time: when it was last used before, likewise, to the minute.
+    """
+
+    header: dict[str, Any]
+    payload: bytes
+    size_bytes: int
+    created_time: float
+    used_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """A stored entry as a list shows it.
+
+    Attributes:
+        kind: what sort of thing it is.
+        digest: its name.
+        header: what was said of it when it was stored; None for a damaged entry.
+        size_bytes: size of its file.
+        created_time: when it was stored, in seconds since the epoch; None for a damaged entry.
+        used_time: when it was last used, likewise, to the minute.
+        problem: what is wrong with it, or None.
+    """
+
+    kind: str
+    digest: str
+    header: dict[str, Any] | None
+    size_bytes: int
+    created_time: float | None
+    used_time: float
+    problem: str | None = None
+
+
+class Refusal(NamedTuple):
+    """An entry that was not handed out, and why."""
+
+    kind: str
+    digest: str
+    reason: str
+
+
+class _Seen(NamedTuple):
+    """What the entries came to when they were last looked through, and what was stored since."""
+
+    stamp: Any = None
+    size_bytes: int = 0
+    publishes: int = 0
+
+
+class DiskTier:
+    """Named bytes in a directory that any number of processes and threads share.
+
+    Args:
+        directory: where; made if it is not there, for this user alone.
+        max_bytes: bound on the size of all entries; None for no bound. A single entry larger than
+            that is still kept, alone. What is in quarantine comes on top: at most 32 files, and a
+            quarter of `max_bytes`, or 1 GiB without a bound.
+        clock: tells the time in seconds since the epoch.
+
+    Attributes:
+        directory: as given.
+        quarantined: what was refused in this process, the latest 256 in order.
+
+    Raises:
+        CacheDirectoryError: another user owns the directory or can write to it.
+        OptionError: `max_bytes` is not positive.
+
+    A directory that cannot be written serves reads, and no read attempts to write to it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ):
+        if max_bytes is not None and max_bytes < 1:
+            raise OptionError("max_bytes must be positive", where="DiskTier", got=repr(max_bytes))
+        self.directory = directory
+        self.quarantined: collections.deque[Refusal] = collections.deque(
+            maxlen=_REFUSALS_REMEMBERED
+        )
+        self._max_bytes = max_bytes
+        self._clock = clock
+        quarantine_bytes = _MAX_QUARANTINED_BYTES if max_bytes is None else max_bytes // 4
+        self._shelf = Shelf(directory, quarantine_bytes, clock)
+        self._not_written_because: str | None = None
+        self._read_only = False
+        self._seen = _Seen()
+        # Bad entries that could not be moved away.
+        self._shunned: set[tuple[str, str]] = set()
+        try:
+            self._shelf.prepare()
+            self._shelf.try_to_write()
+        except FileNotFoundError:
+            pass  # It was removed at this moment. The first publish will tell.
+        except OSError as error:
+            self._stop_writing(error)
+            self._shelf.reload_key()
+        else:
+            self._shelf.sweep()
+
+    @property
+    def writable(self) -> bool:
+        """Whether `publish` still tries to store anything."""
+        return self._not_written_because is None
+
+    def read(self, kind: str, digest: str) -> Entry | None:
+        """The entry of a name, or None where there is none that can be trusted.
+
+        A bad one is moved to quarantine, and so is one whose last loader has not survived it. Put
+        `loading` around this and the use of what it returns.
+
+        Raises:
+            OptionError: `kind` or `digest` cannot be a name.
+        """
+        self._shelf.path(kind, digest)
+        if (kind, digest) in self._shunned or self._has_killed(kind, digest):
+            return None
+        info, payload = self._examine(kind, digest, whole=True, use=True)
+        if info is None or info.header is None or info.created_time is None:
+            return None
+        return Entry(info.header, payload, info.size_bytes, info.created_time, info.used_time)
+
+    def peek(self, kind: str, digest: str) -> tuple[EntryInfo | None, bytes]:
+        """An entry and its payload, for a look at it: it is not used, nor moved if it is bad.
+
+        Returns:
+            None where there is none; one with a `problem` has no payload.
+
+        Raises:
+            OptionError: `kind` or `digest` cannot be a name.
+        """
+        return self._examine(kind, digest, whole=True, refuse=False)
+
+    def vouch(self, what: bytes) -> bytes:
+        """An HMAC of bytes that only this directory's key makes. `what` begins with their purpose.
+
+        Raises:
+            OSError: there is no key.
+        """
+        if self._shelf.key is None and not self._shelf.reload_key():
+            raise OSError(errno.ENOENT, "there is no key", str(self.directory))
+        return hmac.digest(self._shelf.key or b"", what, "sha256")
+
+    @contextlib.contextmanager
+    def loading(self, kind: str, digest: str) -> Iterator[None]:
+        """Notes, for as long as it is open, that this process is loading an entry.
+
+        The entry is not evicted meanwhile. If the process does not come back, the next `read` of
+        the entry refuses it. To hold against eviction, it must be open before `read`.
+        """
+        self._shelf.path(kind, digest)
+        pid = os.getpid()
+        marker = None if self._read_only else self._shelf.journal.mark(kind, digest)
+        try:
+            yield
+        finally:
+            if marker is not None and os.getpid() == pid:  # Not in a child forked in between.
+                self._shelf.journal.unmark(marker)
+
+    def _has_killed(self, kind: str, digest: str) -> bool:
+        killers = self._shelf.journal.killers(kind, digest)
+        if not killers:
+            return False
+        if self._read_only:
+            taken = killers
+        else:
+            # Whoever takes a marker away acts on it: an entry published since is not to blame.
+            taken = [marker for marker in killers if self._shelf.journal.unmark(marker.path)]
+        if taken:
+            pids = ", ".join(str(marker.process.pid) for marker in taken)
+            self._refuse(kind, digest, f"process {pids} ended while it was loading it")
+        return True
+
+    def _examine(
+        self,
+        kind: str,
+        digest: str,
+        *,
+        whole: bool = False,
+        use: bool = False,
+        refuse: bool = True,
+    ) -> tuple[EntryInfo | None, bytes]:
+        """What lies under a name: None if nothing, else with a `problem` if it is bad.
+
+        Args:
+            kind: kind of the entry.
+            digest: its digest.
+            whole: read the payload too.
+            use: note that it is used now.
+            refuse: put it in quarantine if the whole of it was read and is bad.
+        """
+        path = self._shelf.path(kind, digest)
+        found, header, payload, problem, refused = None, None, b"", None, whole and refuse
+        with contextlib.ExitStack() as stack:
+            try:
+                found = path.lstat()
+                if not stat.S_ISREG(found.st_mode):
+                    raise DamagedEntryError("it is not a file")
+                file = stack.enter_context(os.fdopen(os.open(path, private_files.READ_FLAGS), "rb"))
+                found = os.fstat(file.fileno())
+                header = self._read_header(file, found.st_size, kind, digest)
+                payload = read_payload(file, header) if whole else b""
+                if use:
+                    self._touch(file, found)
+            except (FileNotFoundError, NotADirectoryError):
+                return None, b""
+            except DamagedEntryError as damage:
+                problem = str(damage)
+            except OSError as error:
+                problem = f"it cannot be read ({error.strerror})"
+                refused = refused and error.errno not in _PASSING
+            if problem is not None and refused:
+                # While the file is open, so that no other one can have its inode.
+                self._refuse(kind, digest, problem, found)
+        size_bytes, used_time = (found.st_size, found.st_mtime) if found else (0, 0.0)
+        if header is None or problem is not None:
+            return EntryInfo(kind, digest, None, size_bytes, None, used_time, problem), b""
+        created_time = header.created_time
+        return EntryInfo(kind, digest, header.about, size_bytes, created_time, used_time), payload
+
+    def _touch(self, file: BinaryIO, found: os.stat_result) -> None:
+        now = self._clock()
+        if not self._read_only and abs(now - found.st_mtime) >= _TOUCH_SECONDS:
+            with contextlib.suppress(OSError):
+                os.utime(file.fileno(), (now, now))
+
+    def _read_header(self, file: BinaryIO, file_bytes: int, kind: str, digest: str) -> Header:
+        if self._shelf.key is None:
+            self._shelf.reload_key()
+        key = self._shelf.key
+        if key is None:
+            raise OSError(errno.EAGAIN, "there is no key to check it with")
+        try:
+            header = read_header(file, file_bytes, key)
+        except ForeignEntryError:
+            # Another process may have put a new key there.
+            if not self._shelf.reload_key():
+                raise
+            file.seek(0)
+            header = read_header(file, file_bytes, self._shelf.key or key)
+        if (header.kind, header.digest) != (kind, digest):
+            raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
+        return header
+
+    def publish(self, kind: str, digest: str, header: dict[str, Any], payload: bytes) -> bool:
+        """Stores an entry, in the place of one of the same name.
+
+        It is there whole or not at all, whatever happens. If the entries are then more than the
+        bound allows, the least recently used ones leave; not this one, nor one that a live process
+        is loading.
+
+        Args:
+            kind: what sort of thing it is: a short lower-case identifier.
+            digest: its name, in lower-case hex.
+            header: what to say of it, for msgpack; at most 16 MiB.
+            payload: its bytes.
+
+        Returns:
+            Whether it is stored. Where the directory cannot be written, or is full, it is not; that
+            is warned of once, and nothing is written from then on.
+
+        Raises:
+            OptionError: `kind` or `digest` cannot be a name, or `header` cannot be packed.
+        """
+        self._shelf.path(kind, digest)
+        if not self.writable:
+            self._warn_of_it()
+            return False
+        before = self._shelf.stamp()
+        try:
+            self._store(kind, digest, header, store(payload))
+        except HeaderTooLargeError as error:
+            _log.warning("stepcache does not store %s %s: its header has %s", kind, digest, error)
+            return False
+        except (OSError, CacheDirectoryError) as error:
+            _log.warning("stepcache could not store %s %s: %s", kind, digest, error)
+            self._stop_writing(error)
+            if not self.writable:
+                self._warn_of_it()
+            return False
+        self._shunned.discard((kind, digest))
+        if self._max_bytes is not None:
+            self._make_room(self._max_bytes, before, (kind, digest))
+        self._reached("evicted")
+        return True
+
+    def _make_room(self, max_bytes: int, before: Any, keep: tuple[str, str]) -> None:
+        """Removes what has to leave for the bound to hold; looks through all only where it may not.
+
+        Args:
+            max_bytes: the bound.
+            before: the stamp of the entries before this one was stored.
+            keep: this one.
+        """
+        if before == self._seen.stamp and self._seen.publishes < _PUBLISHES_UNSEEN:
+            with contextlib.suppress(OSError):
+                size_bytes = self._seen.size_bytes + self._shelf.path(*keep).lstat().st_size
+                if size_bytes <= max_bytes:
+                    publishes = self._seen.publishes + 1
+                    self._seen = _Seen(self._shelf.stamp(), size_bytes, publishes)
+                    return
+        for victim in self._victims(max_bytes, keep=keep):
+            private_files.remove(victim.path)
+        size_bytes = sum(each.size_bytes for each in self._shelf.found())
+        self._seen = _Seen(self._shelf.stamp(), size_bytes, 0)
+
+    def _store(self, kind: str, digest: str, header: dict[str, Any], stored: Stored) -> None:
+        for attempt in range(_ATTEMPTS):
+            try:
+                key, now = self._shelf.prepare(), self._clock()
+                head = encode_head(key, kind, digest, now, header, stored)
+                return self._shelf.put(kind, digest, (head, stored.payload), now, self._reached)
+            except FileNotFoundError:
+                # Somebody removed the directory meanwhile: it is made anew.
+                if attempt == _ATTEMPTS - 1:
+                    raise
+
+    def _reached(self, stage: str) -> None:
+        """Called at each stage of a publish; tests end the process here."""
+
+    def _stop_writing(self, error: Exception) -> None:
+        code = error.errno if isinstance(error, OSError) else None
+        if code in _PASSING:
+            return
+        self._not_written_because = getattr(error, "strerror", None) or str(error)
+        self._read_only = code is None or code in _FORBIDDEN
+
+    def _warn_of_it(self) -> None:
+        place = os.path.abspath(self.directory)
+        if place in _warned_of:
+            return
+        _warned_of.add(place)
+        warn(
+            f"The program cache in {self.directory} cannot be written "
+            f"({self._not_written_because}): programs are not kept on disk from now on; those that "
+            "are there are still used",
+            StepCacheWarning,
+        )
+
+    def entries(self, kind: str | None = None) -> Iterator[EntryInfo]:
+        """What is stored, from the headers alone, in no order. Damaged entries have a `problem`."""
+        yield from self._listing(kind, whole=False)
+
+    def verify(self) -> Iterator[EntryInfo]:
+        """What is stored, each entry read and checked; a damaged one is put in quarantine."""
+        yield from self._listing(None, whole=True)
+
+    def _listing(self, kind: str | None, *, whole: bool) -> Iterator[EntryInfo]:
+        for found in self._shelf.found(kind):
+            info, _ = self._examine(found.kind, found.digest, whole=whole)
+            if info is not None:
+                yield info
+
+    def holds_any(self, kind: str) -> bool:
+        """Whether there is any entry of a kind, whatever its worth."""
+        return any(True for _ in self._shelf.found(kind))
+
+    def size_bytes(self) -> int:
+        """Size of all entries in bytes."""
+        return sum(found.size_bytes for found in self._shelf.found())
+
+    def prune(
+        self, max_bytes: int | None = None, unused_since: float | None = None
+    ) -> list[EntryInfo]:
+        """Removes entries, the least recently used first. What a live process is loading stays.
+
+        Args:
+            max_bytes: remove until no more than that is left; None for no bound.
+            unused_since: remove what was not used after that, in seconds since the epoch.
+
+        Returns:
+            What was removed.
+        """
+        idle: list[Found] = []
+        if unused_since is not None:
+            loading = self._shelf.journal.loading()
+            idle = [each for each in self._shelf.found() if each.used_time <= unused_since]
+            idle = [each for each in idle if (each.kind, each.digest) not in loading]
+        removed = self._removed(idle)
+        return removed if max_bytes is None else removed + self._removed(self._victims(max_bytes))
+
+    def _removed(self, victims: Iterable[Found]) -> list[EntryInfo]:
+        removed = []
+        for victim in victims:
+            info, _ = self._examine(victim.kind, victim.digest)
+            if private_files.remove(victim.path) and info is not None:
+                removed.append(info)
+        return removed
+
+    def clear(self) -> int:
+        """Removes all entries, and what is in quarantine. Returns how many entries there were."""
+        self._shelf.clear_quarantine()
+        return sum(private_files.remove(found.path) for found in self._shelf.found())
+
+    def discard(self, kind: str, digest: str, reason: str, quarantine: bool = True) -> None:
+        """Removes an entry which only its user can tell to be bad.
+
+        Args:
+            kind: its kind.
+            digest: its digest.
+            reason: what is wrong with it.
+            quarantine: refuse it as a damaged one is, and keep the file for a look; else it just
+                goes.
+        """
+        path = self._shelf.path(kind, digest)
+        if quarantine:
+            self._refuse(kind, digest, reason)
+            return
+        if not self._read_only:
+            private_files.remove(path)
+        if os.path.lexists(path):
+            self._shunned.add((kind, digest))
+
+    def _victims(self, max_bytes: int, keep: tuple[str, str] | None = None) -> Iterator[Found]:
+        """What has to leave for the bound to hold, least recently used first."""
+        found = sorted(self._shelf.found(), key=lambda each: each.used_time)
+        excess_bytes = sum(each.size_bytes for each in found) - max_bytes
+        spared = (self._shelf.journal.loading() if excess_bytes > 0 else set()) | {keep}
+        for each in found:
+            if excess_bytes <= 0:
+                return
+            if (each.kind, each.digest) not in spared:
+                excess_bytes -= each.size_bytes
+                yield each
+
+    def _refuse(
+        self, kind: str, digest: str, reason: str, seen: os.stat_result | None = None
+    ) -> None:
+        self.quarantined.append(Refusal(kind, digest, reason))
+        _log.warning(
+            "stepcache does not use what is stored as %s %s in %s: %s",
+            *(kind, digest, self.directory, reason),
+        )
+        if self._read_only or not self._shelf.set_aside(kind, digest, seen):
+            self._shunned.add((kind, digest))

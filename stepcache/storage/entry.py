@@ -1,0 +1,192 @@
+"""The file format of a stored entry: bytes that can be trusted, or be told from those that cannot.
+
+    magic, format version, header length │ header (msgpack) │ HMAC-SHA256 of all that │ payload
+
+The header holds the SHA-256 and the sizes of the payload as stored, so the HMAC covers the payload
+too, and a header can be trusted without a look at what follows it. Nothing is decoded before it is
+authenticated. No file is named here; `disk.py` does that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal
+
+from stepcache.errors import OptionError
+from stepcache.storage import plain
+
+FORMAT_VERSION = 1
+KEY_BYTES = 32
+MAX_HEADER_BYTES = 16 << 20
+
+_MAGIC = b"stepcach"
+_PREFIX = struct.Struct("<8sII")
+_HMAC_BYTES = 32
+_COMPRESSION_LEVEL = 1
+
+
+class DamagedEntryError(Exception):
+    """The bytes are not an entry as it was stored; the text says why. Users never see it raised."""
+
+
+class ForeignEntryError(DamagedEntryError):
+    """The header does not belong to the key: written under another one, or changed."""
+
+
+class HeaderTooLargeError(Exception):
+    """The header to be stored has more than `MAX_HEADER_BYTES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A payload as it lies in the file, and what the reader has to know of it."""
+
+    payload: bytes
+    encoding: Literal["raw", "zlib"]
+    payload_bytes: int
+    sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an entry says of itself.
+
+    Attributes:
+        kind: what sort of thing is stored.
+        digest: the name of the thing, in hex.
+        created_time: when it was stored, in seconds since the epoch.
+        encoding: "raw", or "zlib" for a compressed payload.
+        stored_bytes: size of the payload as stored.
+        payload_bytes: size of the payload as given.
+        sha256: of the payload as stored.
+        about: what the one who stored it had to say.
+    """
+
+    kind: str
+    digest: str
+    created_time: float
+    encoding: str
+    stored_bytes: int
+    payload_bytes: int
+    sha256: bytes
+    about: dict[str, Any]
+
+
+def store(payload: bytes) -> Stored:
+    """Compresses a payload where that makes it smaller."""
+    compressed = zlib.compress(payload, _COMPRESSION_LEVEL)
+    small = len(compressed) < len(payload)
+    kept = compressed if small else payload
+    return Stored(kept, "zlib" if small else "raw", len(payload), hashlib.sha256(kept).digest())
+
+
+def encode_head(
+    key: bytes, kind: str, digest: str, created_time: float, about: dict[str, Any], stored: Stored
+) -> bytes:
+    """All of the file that goes before the payload.
+
+    Raises:
+        OptionError: msgpack cannot hold `about`.
+        HeaderTooLargeError: the header has more than `MAX_HEADER_BYTES`.
+    """
+    fields = {
+        "kind": kind,
+        "digest": digest,
+        "created_time": float(created_time),
+        "encoding": stored.encoding,
+        "stored_bytes": len(stored.payload),
+        "payload_bytes": stored.payload_bytes,
+        "sha256": stored.sha256,
+        "about": about,
+    }
+    try:
+        packed = plain.pack(fields)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise OptionError(
+            "The header of a stored entry cannot be written",
+            where="header",
+            expected="nothing but None, bool, int, float, str, bytes, list and dict",
+            got=f"{type(error).__name__}: {error}",
+        ) from error
+    if len(packed) > MAX_HEADER_BYTES:
+        raise HeaderTooLargeError(f"{len(packed):,} bytes; at most {MAX_HEADER_BYTES:,} are kept")
+    signed = _PREFIX.pack(_MAGIC, FORMAT_VERSION, len(packed)) + packed
+    return signed + hmac.digest(key, signed, "sha256")
+
+
+def read_header(file: BinaryIO, file_bytes: int, key: bytes) -> Header:
+    """Reads and authenticates the header of an entry, and leaves `file` at the payload.
+
+    Args:
+        file: at the begin of the entry.
+        file_bytes: size of the whole file.
+        key: the key that the entry must have been stored under.
+
+    Raises:
+        DamagedEntryError: it is not an entry, or not whole, or not under this key.
+    """
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size:
+        raise DamagedEntryError(f"it is cut off after {file_bytes} bytes")
+    magic, version, header_bytes = _PREFIX.unpack(prefix)
+    if magic != _MAGIC:
+        raise DamagedEntryError("it is not an entry of stepcache")
+    if version != FORMAT_VERSION:
+        raise DamagedEntryError(f"it has format {version}; this stepcache reads {FORMAT_VERSION}")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise DamagedEntryError(f"it claims a header of {header_bytes:,} bytes")
+    head_bytes = _PREFIX.size + header_bytes + _HMAC_BYTES
+    rest = file.read(header_bytes + _HMAC_BYTES) if head_bytes <= file_bytes else b""
+    if len(rest) != header_bytes + _HMAC_BYTES:
+        raise DamagedEntryError(f"it is cut off within its header, after {file_bytes:,} bytes")
+    packed, given = rest[:header_bytes], rest[header_bytes:]
+    if not hmac.compare_digest(given, hmac.digest(key, prefix + packed, "sha256")):
+        raise ForeignEntryError("its header is damaged, or was written under another key")
+    header = _decode(packed)
+    if head_bytes + header.stored_bytes != file_bytes:
+        expected = head_bytes + header.stored_bytes
+        raise DamagedEntryError(f"it has {file_bytes:,} bytes where {expected:,} were written")
+    return header
+
+
+def _decode(packed: bytes) -> Header:
+    try:
+        header = Header(**plain.unpack(packed))
+    except (TypeError, ValueError) as error:
+        raise DamagedEntryError(f"its header cannot be decoded ({error})") from error
+    sizes = (header.stored_bytes, header.payload_bytes)
+    sensible = (
+        all(isinstance(size, int) and size >= 0 for size in sizes)
+        and (header.encoding == "zlib" or (header.encoding == "raw" and sizes[0] == sizes[1]))
+        and isinstance(header.created_time, float)
+        and isinstance(header.about, dict)
+    )
+    if not sensible:  # Whoever wrote it has the key, but may be another version of us.
+        raise DamagedEntryError("its header makes no sense")
+    return header
+
+
+def read_payload(file: BinaryIO, header: Header) -> bytes:
+    """Reads the payload that follows an authenticated header.
+
+    Raises:
+        DamagedEntryError: it is not what was stored.
+    """
+    stored = file.read(header.stored_bytes)
+    if hashlib.sha256(stored).digest() != header.sha256:
+        raise DamagedEntryError("its payload does not have the checksum of what was stored")
+    if header.encoding == "raw":
+        return stored
+    inflater = zlib.decompressobj()
+    try:
+        # One byte more than expected lets zlib see the end of its stream, or us that it has none.
+        payload = inflater.decompress(stored, header.payload_bytes + 1)
+    except zlib.error as error:
+        raise DamagedEntryError(f"its payload cannot be decompressed ({error})") from error
+    if len(payload) != header.payload_bytes or not inflater.eof:
+        raise DamagedEntryError("its payload does not have the size that was stored")
+    return payload
