@@ -145,10 +145,10 @@ def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(tmp_path, m
 
 ALONE = """
 import queue
-from stepcache.distributed import loss, news
+from stepcache.distributed import failure_detection, news
 # As with NCCL, TPUs and other machines: no collective fails, and no process is seen to end.
 news._has_ended = lambda pid: False
-loss.Watch.suspect = lambda self, error: None
+failure_detection.Watch.suspect = lambda self, error: None
 total = sc.step(lambda batch: batch.sum(), batch="batch")
 pair = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
 both = jax.jit(lambda x: x.sum())

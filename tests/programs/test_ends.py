@@ -19,12 +19,12 @@ SCRIPT = """
 import os, sys, threading, time
 import jax, numpy as np
 import stepcache as sc
-from stepcache import bringing
+from stepcache.programs import resolve
 from stepcache.jaxcompat import storing
-from stepcache.programs import checks
+from stepcache.programs import verification
 
 when, how = sys.argv[1:]
-bringing._QUIET_SECONDS = 0.0
+resolve._QUIET_SECONDS = 0.0
 
 def busy(seconds):
     limit = time.monotonic() + seconds
@@ -39,8 +39,8 @@ if when.startswith("preload"):
     storing.load_executable = load_slowly
 
 if when == "verification":
-    trace = checks.trace
-    checks.trace = lambda *args: (busy(20), trace(*args))[1]
+    trace = verification.trace
+    verification.trace = lambda *args: (busy(20), trace(*args))[1]
 
 @sc.step
 def step(x):
