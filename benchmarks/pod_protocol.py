@@ -202,6 +202,7 @@ class Rank:
             f"{self.rank:064x}" if way.endswith("differs") else key,
             "h" * 64,
             f"{self.rank if stored else 0:064x}",
+            True,
             key if stored else "",
             True,
             "v" * 16,
