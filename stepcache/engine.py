@@ -308,7 +308,7 @@ class Engine:
         call = signatures.read(self.recipe.parameters, args, kwargs)
         leaves, placed, asked = place(self.recipe, scope.placer, call)
         placed_call = call.with_signature_leaves(leaves)
-        mesh = None if is_elsewhere(scope.mesh, leaves, placed) else scope.mesh
+        mesh = None if is_elsewhere(scope.mesh, leaves, placed, asked) else scope.mesh
         key = Key(
             self.recipe.identity,
             placed_call.signature,

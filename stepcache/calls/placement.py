@@ -53,7 +53,10 @@ def place(
 
 
 def is_elsewhere(
-    mesh: Mesh | None, leaves: Sequence[Leaf], placed: Sequence[Placed | None]
+    mesh: Mesh | None,
+    leaves: Sequence[Leaf],
+    placed: Sequence[Placed | None],
+    asked: Sequence[Sharding | None],
 ) -> bool:
     """Whether a call runs on other devices than a mesh's: the user has placed its arrays there.
 
@@ -62,9 +65,9 @@ def is_elsewhere(
     Args:
         mesh: of the session.
         leaves: of the call, placed.
-        placed: as `place` returns it.
+        placed, asked: as `place` returns them.
     """
-    if mesh is None or any(placed):
+    if mesh is None or any(placed) or any(asked):
         return False
     committed = next((leaf.sharding for leaf in leaves if leaf.sharding is not None), None)
     return committed is not None and committed.device_set != _devices_of(mesh)

@@ -70,7 +70,9 @@ def test_where_that_fails_all_are_told():
 
 def test_what_one_process_says_of_itself_alone_is_not_read_by_all():
     def stand(code, directory):
-        return Stand("train", "call", code, "host", directory, "program", True, "values").packed()
+        return Stand(
+            "train", "call", code, "host", directory, True, "program", True, "values"
+        ).packed()
 
     # A code that captured the rank; directories that two ranks share.
     said = {rank: stand(f"code {rank}", f"directory {rank // 2}") for rank in range(4)}
