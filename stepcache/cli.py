@@ -1,9 +1,8 @@
-"""The command line: `stepcache cache …`, `stepcache doctor` and `stepcache launch`.
+"""The command line: `stepcache cache ...`, `stepcache doctor` and `stepcache launch`.
 
-What is shown is made in `report/`. Every command but `launch`, whose output and exit code are the
-script's, takes `--json`: one document on standard output, whose fields are those of the records in
-`report/`; sizes in bytes, times in seconds, moments in seconds since the epoch. Exit codes: 0 all
-is well, 1 a problem was found or something was refused, 2 the command was used wrongly.
+Commands about a cache directory take `--dir` and `--json`. The JSON is made of the records in
+`stepcache/report/`: sizes in bytes, durations in seconds, times in seconds since the epoch. Exit
+codes: 0 for success, 1 if a problem was found or something was refused, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
-from rich.console import RenderableType
 
 from stepcache.distributed.launch import GRACE_SECONDS, launch
 from stepcache.errors import CacheDirectoryError, StepCacheError, refuse_url
@@ -30,93 +28,80 @@ from stepcache.programs.archive import Archive, open_archive
 from stepcache.programs.cache import default_directory
 from stepcache.report import doctor as doctors
 from stepcache.report import inventory as inventories
-from stepcache.report import moving, runs, tables
+from stepcache.report import moving, render, runs
 from stepcache.storage.disk_store import EntryInfo
 from stepcache.units import counted, readable_bytes
 
-_UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_BYTES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BYTES |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_BYTES |= {f"{unit}b": size for unit, size in _BYTES.items()}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
-class Size(click.ParamType):
-    """A size in bytes, such as 500MB, 2GB or 1.5GiB."""
+class Quantity(click.ParamType):
+    """A number with a unit, converted to `kind`."""
 
-    name = "size"
+    def __init__(self, name: str, kind: type, units: Mapping[str, float], examples: str):
+        self.name, self.kind, self.units, self.examples = name, kind, units, examples
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        if isinstance(value, int):
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not isinstance(value, str):
             return value
-        found = re.fullmatch(r"([\d.]+)\s*([kmgt]?i?)b?", value.strip().lower())
-        units = _UNITS | _BINARY_UNITS
-        with contextlib.suppress(ValueError):
-            if found is not None and found[2] in units:
-                return int(float(found[1]) * units[found[2]])
-        self.fail(f"{value!r} is not a size, such as 500MB, 2GB or 1.5GiB", param, ctx)
-
-
-class Duration(click.ParamType):
-    """A duration in seconds, such as 12h, 30d or 2w."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        if isinstance(value, float):
-            return value
-        found = re.fullmatch(r"([\d.]+)\s*([smhdw])", value.strip().lower())
-        with contextlib.suppress(ValueError):
+        found = re.fullmatch(r"([\d.]+)\s*([a-z]*)", value.strip().lower())
+        with contextlib.suppress(ValueError, KeyError):
             if found is not None:
-                return float(found[1]) * _SECONDS[found[2]]
-        self.fail(f"{value!r} is not a duration, such as 12h, 30d or 2w", param, ctx)
+                return self.kind(float(found[1]) * self.units[found[2]])
+        self.fail(f"{value!r} is not a {self.name}, such as {self.examples}", param, ctx)
 
 
-class Output:
-    """Where a command's result goes: a document for programs, or tables for people."""
+SIZE = Quantity("size", int, _BYTES, "500MB, 2GB or 1.5GiB")
+DURATION = Quantity("duration", float, _SECONDS, "12h, 30d or 2w")
 
-    def __init__(self, as_json: bool):
-        self.as_json = as_json
 
-    def show(self, data: Any, shown: RenderableType | Callable[[], RenderableType]) -> None:
-        """Prints a result, as data or as it is shown."""
-        if self.as_json:
-            click.echo(json.dumps(data, indent=2))
+class Result(NamedTuple):
+    """What a command prints, as JSON or as text; it fails if there is an error or `failed`."""
+
+    data: dict[str, Any]
+    text: Iterable[Any] = ()
+    error: str = ""
+    failed: bool = False
+
+    def show(self, as_json: bool) -> None:
+        """Prints the result, and ends the process if the command failed."""
+        if as_json:
+            error = {"error": self.error} if self.error else {}
+            click.echo(json.dumps(error | self.data, indent=2))
         else:
-            tables.show(shown() if callable(shown) else shown)
-
-    def fail(self, message: str, data: dict[str, Any] | None = None, shown: Any = None) -> None:
-        """Says what is wrong, and ends the command."""
-        if self.as_json:
-            click.echo(json.dumps({"error": message, **(data or {})}, indent=2))
-        else:
-            click.echo(message, err=True)
-            if shown is not None:
-                tables.show(shown)
-        sys.exit(1)
+            if self.error:
+                click.echo(self.error, err=True)
+            render.show(self.text)
+        if self.error or self.failed:
+            sys.exit(1)
 
 
 def _command(group: click.Group, name: str, **settings: Any) -> Callable:
-    """Makes a command of a function of (output, directory, its own options)."""
+    """Makes a command with `--dir` and `--json` of a function that returns a `Result`."""
 
-    def decorate(function: Callable) -> click.Command:
-        @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+    def decorate(function: Callable[..., Result]) -> click.Command:
+        @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
         @click.option(
             "--dir",
             "directory",
             type=click.Path(path_type=Path, file_okay=False),
-            help="The directory of programs; by default STEPCACHE_DIR, or the user's own.",
+            help="Cache directory; by default STEPCACHE_DIR, or the user's own.",
         )
         @functools.wraps(function)
         def run(directory: Path | None, as_json: bool, **options: Any) -> None:
-            output = Output(as_json)
             try:
                 if directory is not None:
                     refuse_url(directory, CacheDirectoryError, "--dir")
-                function(output, directory or _default_directory(), **options)
+                result = function(directory or _default_directory(), **options)
             except moving.ForeignBundleError as error:
-                parts = [asdict(part) for part in error.parts]
-                output.fail(str(error), {"foreign": parts}, tables.parts_table(error.parts))
+                parts = {"foreign": [asdict(part) for part in error.parts]}
+                result = Result(parts, [render.parts_table(error.parts)], str(error))
             except StepCacheError as error:
-                output.fail(str(error))
+                result = Result({}, error=str(error))
+            result.show(as_json)
 
         return group.command(name, **settings)(run)
 
@@ -127,8 +112,8 @@ def _default_directory() -> Path:
     directory = default_directory()
     if directory is None:
         raise click.UsageError(
-            "STEPCACHE_DIR=off: programs are kept in memory alone, and there is no directory to "
-            "look into. Name one with --dir."
+            "STEPCACHE_DIR=off keeps programs in memory only, so there is no cache directory. "
+            "Name one with --dir."
         )
     return directory
 
@@ -136,15 +121,15 @@ def _default_directory() -> Path:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(distribution_of("stepcache")[1], prog_name="stepcache")
 def main() -> None:
-    """Programs that outlive the process: what is kept, and why."""
+    """Inspects and maintains the programs that stepcache keeps on disk."""
 
 
 @main.group()
 def cache() -> None:
-    """Looks into a directory of programs, and keeps it in order."""
+    """Inspects and maintains a cache directory."""
 
 
-# ---- looking ------------------------------------------------------------------------------------
+# ---- inspecting ---------------------------------------------------------------------------------
 
 _SORTS = {
     "used": lambda item: -item.used_time,
@@ -157,63 +142,59 @@ _SORTS = {
 
 @_command(cache, "ls")
 @click.option("--sort", type=click.Choice(list(_SORTS)), default="used", show_default=True)
-def list_command(output: Output, directory: Path, sort: str) -> None:
-    """Lists steps, with their programs."""
+def list_command(directory: Path, sort: str) -> Result:
+    """Lists steps and their programs."""
     found = inventories.take_inventory(inventories.open_existing(directory), directory)
     items = sorted(found.items, key=_SORTS[sort])
     data = {**asdict(found), "items": [asdict(item) for item in items]}
-    output.show(data, lambda: tables.inventory(found, items))
+    return Result(data, render.inventory(found, items))
 
 
 @_command(cache, "show")
 @click.argument("digest")
-@click.option("--all", "everything", is_flag=True, help="Every fact, not the first of each group.")
-def show_command(output: Output, directory: Path, digest: str, everything: bool) -> None:
-    """Shows a step or program: DIGEST is the begin of its digest, or the name of a step."""
+@click.option("--all", "everything", is_flag=True, help="Show every row of each list.")
+def show_command(directory: Path, digest: str, everything: bool) -> Result:
+    """Shows a step or program. DIGEST is the beginning of its digest, or the name of a step."""
     archive = inventories.open_existing(directory)
     found = inventories.find(archive.tier.entries(), digest) if archive is not None else []
     if archive is None or not found:
-        return output.fail(f"Nothing in {directory} is called {digest!r}.")
+        return Result({}, error=f"Nothing in {directory} matches {digest!r}.")
     if len(found) > 1:
         names = [f"{each.kind} {each.digest} {inventories.label_of(each)}" for each in found]
         message = f"{digest!r} may be any of\n  " + "\n  ".join(names[:20])
-        return output.fail(message, {"matches": [each.digest for each in found]})
+        return Result({"matches": [each.digest for each in found]}, error=message)
     details = inventories.details(archive, found[0])
-    output.show(asdict(details), lambda: tables.details(details, everything=everything))
+    return Result(asdict(details), render.details(details, everything=everything))
 
 
 @_command(cache, "why")
 @click.argument("step", required=False)
-@click.option("--runs", "count", type=click.IntRange(min=1), help="That many runs side by side.")
-@click.option("--ranks", "by_rank", is_flag=True, help="The processes of the latest run.")
-def why_command(
-    output: Output, directory: Path, step: str | None, count: int | None, by_rank: bool
-) -> None:
-    """Tells what the latest run built and loaded, and why: all of it, or one STEP."""
+@click.option("--runs", "count", type=click.IntRange(min=1), help="Compare that many runs.")
+@click.option("--ranks", "by_rank", is_flag=True, help="Compare the processes of the latest run.")
+def why_command(directory: Path, step: str | None, count: int | None, by_rank: bool) -> Result:
+    """Shows what the latest run built and loaded, and why: all steps, or one STEP."""
     archive = inventories.open_existing(directory)
     found = list(itertools.islice(runs.latest_runs(archive, step), count or 1))
+    if not found and step is None:
+        return Result({"runs": []}, [f"No run has used {directory} yet."])
     if not found:
         known = runs.steps_known(archive)
-        if step is None:
-            return output.show({"runs": []}, f"No run has used {directory} yet.")
-        message = f"No run that is remembered in {directory} used {step!r}."
-        known_text = f"\n  known: {', '.join(known)}" if known else ""
-        return output.fail(message + known_text, {"known": known})
-    data = {"runs": [asdict(run) for run in found]}
+        listed = f"\n  known: {', '.join(known)}" if known else ""
+        message = f"No recorded run in {directory} used {step!r}.{listed}"
+        return Result({"known": known}, error=message)
     if by_rank:
-        output.show(data, lambda: tables.ranks(found[0]))
-    elif count is not None:
-        output.show(data, lambda: tables.startup_ledger(found))
+        text = render.ranks(found[0])
     else:
-        output.show(data, lambda: tables.why(found[0]))
+        text = render.why(found[0]) if count is None else render.startup_ledger(found)
+    return Result({"runs": [asdict(run) for run in found]}, text)
 
 
-# ---- keeping in order ---------------------------------------------------------------------------
+# ---- maintaining --------------------------------------------------------------------------------
 
 
 @_command(cache, "verify")
-def verify_command(output: Output, directory: Path) -> None:
-    """Reads and checks every entry; damaged ones go into quarantine."""
+def verify_command(directory: Path) -> Result:
+    """Reads and checks every entry, and quarantines damaged ones."""
     archive = inventories.open_existing(directory)
     count, found = inventories.verify(archive) if archive is not None else (0, [])
     damaged = sum(each.state == "damaged" for each in found)
@@ -223,29 +204,25 @@ def verify_command(output: Output, directory: Path) -> None:
         "damaged": damaged,
         "findings": [asdict(each) for each in found],
     }
-    output.show(data, lambda: tables.verified(count, found, str(directory)))
-    if damaged:
-        sys.exit(1)
+    text = render.verified(count, found, str(directory))
+    return Result(data, text, failed=damaged > 0)
 
 
 @_command(cache, "prune")
-@click.option("--max-bytes", type=Size(), help="Keep at most that, such as 2GB.")
-@click.option("--older-than", type=Duration(), help="Remove what was not used for, such as, 30d.")
-def prune_command(
-    output: Output, directory: Path, max_bytes: int | None, older_than: float | None
-) -> None:
-    """Removes what was used least recently."""
+@click.option("--max-bytes", type=SIZE, help="Keep at most this size, such as 2GB.")
+@click.option("--older-than", type=DURATION, help="Remove entries unused for this time: 30d.")
+def prune_command(directory: Path, max_bytes: int | None, older_than: float | None) -> Result:
+    """Removes the least recently used entries."""
     if max_bytes is None and older_than is None:
-        raise click.UsageError("Say how much is to be kept: --max-bytes 2GB or --older-than 30d.")
+        raise click.UsageError("Say how much to keep: --max-bytes 2GB or --older-than 30d.")
     since = None if older_than is None else time.time() - older_than
     archive = inventories.open_existing(directory)
-    removed = archive.tier.prune(max_bytes, since) if archive is not None else []
-    _show_freed(output, archive, directory, removed)
+    return _freed(archive, directory, archive.tier.prune(max_bytes, since) if archive else [])
 
 
-def _show_freed(
-    output: Output, archive: Archive | None, directory: Path, removed: list[EntryInfo]
-) -> None:
+def _freed(
+    archive: Archive | None, directory: Path, removed: list[EntryInfo], failed: bool = False
+) -> Result:
     freed_bytes = sum(each.size_bytes for each in removed)
     left_bytes = archive.tier.size_bytes() if archive is not None else 0
     data = {
@@ -254,30 +231,28 @@ def _show_freed(
         "freed_bytes": freed_bytes,
         "left_bytes": left_bytes,
     }
-    output.show(
-        data,
+    text = (
         f"{counted(len(removed), 'entry')} removed, {readable_bytes(freed_bytes)} freed; "
-        f"{readable_bytes(left_bytes)} left in {directory}.",
+        f"{readable_bytes(left_bytes)} left in {directory}."
     )
+    return Result(data, [text], failed=failed)
 
 
 @_command(cache, "clear")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def clear_command(output: Output, directory: Path, yes: bool) -> None:
-    """Removes everything: all steps and programs, and what is in quarantine."""
+def clear_command(directory: Path, yes: bool) -> Result:
+    """Removes all steps and programs, and the quarantine."""
     archive = inventories.open_existing(directory)
     entries = list(archive.tier.entries()) if archive is not None else []
     if not yes:
         size = readable_bytes(sum(each.size_bytes for each in entries))
         question = f"Remove everything, {counted(len(entries), 'entry')}, {size}, in {directory}?"
-        click.confirm(question, abort=True, err=output.as_json)
+        click.confirm(question, abort=True, err=True)
     if archive is not None:
         archive.tier.clear()
     left = {(each.kind, each.digest) for each in archive.tier.entries()} if archive else set()
     gone = [each for each in entries if (each.kind, each.digest) not in left]
-    _show_freed(output, archive, directory, gone)
-    if left:
-        sys.exit(1)
+    return _freed(archive, directory, gone, failed=bool(left))
 
 
 # ---- moving -------------------------------------------------------------------------------------
@@ -286,58 +261,53 @@ def clear_command(output: Output, directory: Path, yes: bool) -> None:
 @_command(cache, "export")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.argument("steps", nargs=-1)
-def export_command(output: Output, directory: Path, file: Path, steps: tuple[str, ...]) -> None:
-    """Writes a bundle FILE of everything, or of the STEPS named, for another machine."""
+def export_command(directory: Path, file: Path, steps: tuple[str, ...]) -> Result:
+    """Writes all programs, or those of STEPS, to a bundle FILE for another machine."""
     archive = inventories.open_existing(directory)
     if archive is None:
-        return output.fail(f"{directory} holds no programs: there is nothing to export.")
+        return Result({}, error=f"{directory} holds no programs: there is nothing to export.")
     result = moving.export(archive, file, steps)
-    output.show(asdict(result), lambda: tables.exported(result))
+    return Result(asdict(result), render.exported(result))
 
 
 @_command(cache, "import")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@click.option("--trust", is_flag=True, help="Whoever made the bundle may run code as you.")
-@click.option("--anyway", is_flag=True, help="Even what was built for another environment.")
-def import_command(output: Output, directory: Path, file: Path, trust: bool, anyway: bool) -> None:
-    """Takes the programs out of a bundle FILE that `export` wrote."""
+@click.option("--trust", is_flag=True, help="Let the maker of the bundle run code as you.")
+@click.option("--anyway", is_flag=True, help="Also import programs for another environment.")
+def import_command(directory: Path, file: Path, trust: bool, anyway: bool) -> Result:
+    """Imports the programs of a bundle FILE that `export` wrote."""
 
     def opened() -> Archive:
         return open_archive(directory, None, "off", 0.0)
 
     result = moving.take(opened, file, trust=trust, anyway=anyway)
-    output.show(asdict(result), lambda: tables.imported(result))
+    return Result(asdict(result), render.imported(result))
 
 
-# ---- the doctor ---------------------------------------------------------------------------------
+# ---- doctor, launch -----------------------------------------------------------------------------
 
 
 @_command(main, "doctor")
-@click.option("--max-bytes", type=Size(), default="10GiB", help="The bound meant to be used.")
+@click.option("--max-bytes", type=SIZE, default="10GiB", help="The max_bytes you intend to use.")
 @click.option("--round-trip/--no-round-trip", default=True, help="Build and load a small step.")
-def doctor_command(output: Output, directory: Path, max_bytes: int, round_trip: bool) -> None:
-    """Checks the directory, the installation, and a round trip."""
+def doctor_command(directory: Path, max_bytes: int, round_trip: bool) -> Result:
+    """Checks the cache directory and the installation, and builds and loads a small step."""
     found = doctors.examine(directory, max_bytes, round_trip)
-    output.show(asdict(found), lambda: tables.diagnosis(found))
-    if found.status == "fault":
-        sys.exit(1)
-
-
-# ---- launching ----------------------------------------------------------------------------------
+    return Result(asdict(found), render.diagnosis(found), failed=found.status == "fault")
 
 
 @main.command("launch", context_settings={"allow_interspersed_args": False})
-@click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="How many ranks.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT names a module, as for python -m.")
+@click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option(
     "--devices",
     type=click.IntRange(min=1),
-    help="Devices of each rank; by default one, or as JAX_NUM_CPU_DEVICES says.",
+    help="Devices per rank; by default JAX_NUM_CPU_DEVICES, or one.",
 )
 @click.option(
     "--port",
     type=click.IntRange(1, 65535),
-    help="Of the coordinator, on localhost; by default any free one.",
+    help="Port of the coordinator on localhost; by default a free one.",
 )
 @click.option(
     "--grace",
@@ -345,15 +315,15 @@ def doctor_command(output: Output, directory: Path, max_bytes: int, round_trip: 
     type=click.FloatRange(min=0),
     default=GRACE_SECONDS,
     show_default=True,
-    help="Seconds that ranks have to end by themselves when one has failed, and after SIGTERM.",
+    help="Seconds that ranks have to exit by themselves after a failure or SIGTERM.",
 )
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def launch_command(script: str, args: tuple[str, ...], **options: Any) -> None:
-    """Runs SCRIPT as a pod on this machine: in each rank, a process of its own,
-    jax.distributed.initialize() finds the others. ARGS go to it as they are.
+    """Runs SCRIPT with ARGS as a pod on this machine, one process per rank.
 
-    The first rank that fails ends all others, and its exit code is that of the launch.
+    jax.distributed.initialize() in SCRIPT needs no arguments. The first rank that fails ends all
+    others, and its exit code becomes that of the launch.
     """
     try:
         code = launch(script, args, **options)

@@ -1,6 +1,6 @@
-"""Whether a directory of programs, and this installation, can do what they are for.
+"""Checks a cache directory and this installation, and builds and loads a small step.
 
-The names of the fields here are the names in the JSON of `stepcache doctor`.
+`stepcache doctor --json` prints these records, with these names.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ Status = Literal["ok", "warning", "fault"]
 _ORDER: tuple[Status, ...] = ("ok", "warning", "fault")
 _ROUND_TRIP_SECONDS = 300
 _LITTLE_BYTES = 64 << 20
+_TESTED = "install a JAX version that this stepcache was tested with"
+_ELSEWHERE = "name another directory in STEPCACHE_DIR"
 
-# Run twice, in processes of their own: it builds a small step, and finds it again.
+# Runs in two processes: the first builds a small step, the second loads it.
 _PROBE = """\
 import json, sys, time
 import jax
@@ -52,20 +54,20 @@ with sc.Session(mesh, cache=cache):
 seconds = time.perf_counter() - started
 cache.flush()
 stats, miss = probe.stats(), probe.last_miss
-told = {"seconds": seconds, "traces": stats.traces, "compiles": stats.compiles}
-print(json.dumps(told | {"loads": stats.loads, "why": str(miss)}))
+found = {"seconds": seconds, "traces": stats.traces, "loads": stats.loads, "why": str(miss)}
+print(json.dumps(found))
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: what.
+        name: what was checked.
         status: "ok", "warning" or "fault".
         detail: what was found.
-        hint: what to try; empty where all is well.
+        hint: what to try; empty if all is well.
     """
 
     name: str
@@ -76,12 +78,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks.
+    """The results of all checks.
 
     Attributes:
-        directory: the directory of programs.
-        status: the worst of the checks' status.
-        checks: in the order in which they were made.
+        directory: path of the cache directory.
+        status: the worst status of a check.
+        checks: the checks, in the order in which they were made.
     """
 
     directory: str
@@ -90,16 +92,16 @@ class Diagnosis:
 
 
 def examine(directory: Path, max_bytes: int, round_trip: bool = True) -> Diagnosis:
-    """Makes all checks. Nothing is left behind, nor changed in the directory.
+    """Makes all checks, without changing the directory.
 
     Args:
-        directory: the directory of programs; it need not exist.
-        max_bytes: the bound on its size that is meant to be used.
-        round_trip: build a small step, and load it in a fresh process.
+        directory: the cache directory; it need not exist.
+        max_bytes: the intended bound on its size.
+        round_trip: build a small step, and load it in another process.
     """
     checks = [*_versions(), *_directory(directory)]
     if all(check.status != "fault" for check in checks):
-        checks += [*_space(directory, max_bytes), *_content(directory)]
+        checks += [*_space(directory, max_bytes), *_entries(directory)]
         if round_trip:
             checks.append(_round_trip(directory))
     worst = _ORDER[max(_ORDER.index(check.status) for check in checks)]
@@ -111,30 +113,19 @@ def _versions() -> Iterator[Check]:
     versions = ", ".join(f"{name} {distribution_of(name)[1] or '?'}" for name in names)
     yield Check("versions", "ok", f"Python {platform.python_version()}, {versions}")
     if PRIVATE_API:
-        yield Check("JAX", "ok", "its private API is used: hits do not enter Python")
+        yield Check("JAX", "ok", "its private API is available: hits do not enter Python")
     else:
-        yield Check(
-            "JAX",
-            "warning",
-            "only its public API is used: every call goes through Python",
-            "unset STEPCACHE_DISPATCH, or install a JAX that this stepcache was tested with",
-        )
+        detail = "only its public API is used: every call goes through Python"
+        yield Check("JAX", "warning", detail, f"unset STEPCACHE_DISPATCH, or {_TESTED}")
     if storing.CAN_STORE:
-        yield Check("storing", "ok", "programs of this JAX can be kept on disk")
+        yield Check("storing", "ok", "programs of this JAX can be stored on disk")
     else:
-        yield Check(
-            "storing",
-            "warning",
-            "programs of this JAX cannot be kept on disk, only in memory",
-            "install a JAX that this stepcache was tested with",
-        )
-
-
-# ---- the directory ------------------------------------------------------------------------------
+        detail = "programs of this JAX cannot be stored on disk, only kept in memory"
+        yield Check("storing", "warning", detail, _TESTED)
 
 
 def _existing(directory: Path) -> Path:
-    """The directory, or the nearest one above it that is there."""
+    """The directory, or its nearest parent that exists."""
     path = Path(os.path.abspath(directory))
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
@@ -145,54 +136,40 @@ def _directory(directory: Path) -> Iterator[Check]:
     there = _existing(directory)
     if there != Path(os.path.abspath(directory)):
         if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-            yield Check("directory", "ok", f"{directory} will be made at the first use")
+            yield Check("directory", "ok", f"{directory} will be created at the first use")
         else:
-            yield Check(
-                "directory",
-                "fault",
-                f"{directory} cannot be made in {there}",
-                "name another directory in STEPCACHE_DIR",
-            )
+            detail = f"{directory} cannot be created in {there}"
+            yield Check("directory", "fault", detail, _ELSEWHERE)
         return
     try:
         for path in (directory, directory / "v1"):
             if path.exists():
                 private_files.check_directory(path)
+        found = directory.stat()
     except CacheDirectoryError as error:
         detail = f"{error.what} ({error.where}: {error.got})"
         yield Check("directory", "fault", detail, error.hint or "")
         return
     except OSError as error:
-        yield Check("directory", "fault", f"{directory} cannot be looked at: {error.strerror}")
+        yield Check("directory", "fault", f"{directory} cannot be read: {error.strerror}")
         return
-    found = directory.stat()
     mode = stat.S_IMODE(found.st_mode)
     yield Check("directory", "ok", f"{directory}, mode {mode:04o}, owner {found.st_uid}")
-    yield _writable(directory)
-    if (directory / "v1" / "entries").is_dir():
-        yield _key(directory / "v1" / "key")
-
-
-def _key(path: Path) -> Check:
-    """Looked at before anything opens the directory, for that makes a new key where none is."""
-    if private_files.load_key(path, KEY_BYTES) is not None:
-        return Check("key", "ok", "this directory's own, closed to others")
-    return Check(
-        "key",
-        "fault",
-        "there is none, or others can write it: the programs that are here cannot be used",
-        "stepcache cache clear, to begin anew",
-    )
-
-
-def _writable(directory: Path) -> Check:
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"0")
+        yield Check("writing", "ok", "files can be created")
     except OSError as error:
-        detail = f"it cannot be written ({error.strerror}): programs are read, and none are added"
-        return Check("writing", "warning", detail, "name another directory in STEPCACHE_DIR")
-    return Check("writing", "ok", "files can be made in it")
+        detail = f"it is read-only ({error.strerror}): programs are loaded, but none are stored"
+        yield Check("writing", "warning", detail, _ELSEWHERE)
+    if not (directory / "v1" / "entries").is_dir():
+        return
+    # Checked before anything opens the directory, because that would create a missing key.
+    if private_files.load_key(directory / "v1" / "key", KEY_BYTES) is not None:
+        yield Check("key", "ok", "present, and writable by this user only")
+    else:
+        detail = "it is missing, or others can write it: no stored program can be used"
+        yield Check("key", "fault", detail, "stepcache cache clear, to start anew")
 
 
 def _space(directory: Path, max_bytes: int) -> Iterator[Check]:
@@ -204,44 +181,34 @@ def _space(directory: Path, max_bytes: int) -> Iterator[Check]:
         f"{readable_bytes(free_bytes)} free"
     )
     if free_bytes < _LITTLE_BYTES:
-        yield Check("space", "fault", detail, "make room, or name another directory")
+        yield Check("space", "fault", detail, f"free some space, or {_ELSEWHERE}")
     elif free_bytes < max_bytes - used_bytes:
-        hint = f"sc.ProgramCache(max_bytes={used_bytes + free_bytes // 2}) bounds it to what fits"
+        hint = f"set sc.ProgramCache(max_bytes={used_bytes + free_bytes // 2})"
         yield Check("space", "warning", detail, hint)
     else:
         yield Check("space", "ok", detail)
 
 
-def _content(directory: Path) -> Iterator[Check]:
+def _entries(directory: Path) -> Iterator[Check]:
     archive = open_existing(directory)
-    if archive is None:
-        yield Check("entries", "ok", "there are none yet")
-        return
-    entries = list(archive.tier.entries())
-    damaged = [each for each in entries if each.problem is not None]
+    entries = list(archive.tier.entries()) if archive is not None else []
+    damaged = sum(each.problem is not None for each in entries)
     if damaged:
-        detail = f"{len(damaged)} of {len(entries)} damaged, as their headers tell"
+        detail = f"{damaged} of {len(entries)} have a damaged header"
         yield Check("entries", "fault", detail, "stepcache cache verify")
     else:
-        yield Check("entries", "ok", f"{len(entries)}, none damaged as their headers tell")
-    yield _quarantine(directory / "v1" / "quarantine")
-
-
-def _quarantine(directory: Path) -> Check:
-    left = private_files.listed(directory)
-    if not left:
-        return Check("quarantine", "ok", "empty")
-    size_bytes = 0
+        yield Check("entries", "ok", f"{len(entries)}, no damaged header")
+    quarantine = directory / "v1" / "quarantine"
+    size_bytes, left = 0, private_files.listed(quarantine)
     for path in left:
         with contextlib.suppress(OSError):
             size_bytes += path.lstat().st_size
-    detail = f"{counted(len(left), 'damaged entry')}, {readable_bytes(size_bytes)}"
-    return Check(
-        "quarantine",
-        "warning",
-        detail,
-        f"look into {directory}; its files can be removed, and stepcache cache clear does so",
-    )
+    if left:
+        detail = f"{counted(len(left), 'damaged entry')}, {readable_bytes(size_bytes)}"
+        hint = f"look into {quarantine}; remove its files, or run stepcache cache clear"
+        yield Check("quarantine", "warning", detail, hint)
+    else:
+        yield Check("quarantine", "ok", "empty")
 
 
 # ---- the round trip -----------------------------------------------------------------------------
@@ -256,32 +223,30 @@ def _round_trip(directory: Path) -> Check:
         with tempfile.TemporaryDirectory(prefix="stepcache-doctor-", dir=place) as temporary:
             built, loaded = _probe(Path(temporary)), _probe(Path(temporary))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        text = f"a small step could not be run: {error}"
-        return Check("round trip", "fault", text, "run a script of your own and read its error")
+        detail = f"a small step failed: {error}"
+        return Check("round trip", "fault", detail, "run a script of your own to see its error")
     detail = f"built in {built['seconds']:.2f} s"
-    if loaded["traces"] == 0 and loaded["loads"] == 1:
-        seconds = f"{loaded['seconds']:.2f} s"
-        return Check("round trip", "ok", f"{detail}, loaded by a fresh process in {seconds}")
-    if loaded["loads"] == 1:
-        detail += f", loaded by a fresh process, but after a trace: {loaded['why']}"
+    if not loaded["loads"]:
+        detail += f", but rebuilt by another process: {loaded['why']}"
+        return Check("round trip", "fault", detail, "please report this")
+    if loaded["traces"]:
+        detail += f", loaded by another process, but after a trace: {loaded['why']}"
         return Check("round trip", "warning", detail, "please report this")
-    detail += f", but a fresh process had to build it again: {loaded['why']}"
-    return Check("round trip", "fault", detail, "please report this")
+    detail += f", loaded by another process in {loaded['seconds']:.2f} s"
+    return Check("round trip", "ok", detail)
 
 
 def _probe(directory: Path) -> dict[str, Any]:
-    """Runs the small step in a fresh process. Returns what it tells.
+    """Runs the small step in another process, and returns what it prints.
 
     Raises:
         ValueError: it failed.
     """
     script = directory / "probe.py"
-    if not script.exists():
-        script.write_text(_PROBE, encoding="utf-8")
+    script.write_text(_PROBE, encoding="utf-8")
     variables = {"STEPCACHE_DIR": "off", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, str(script), str(directory / "programs")]
     done = subprocess.run(
-        command,
+        [sys.executable, str(script), str(directory / "programs")],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,

@@ -1,8 +1,8 @@
-"""Whether programs built elsewhere can serve here: the parts of two environments, side by side.
+"""Compares the environment that a program was built for with the one here.
 
-A machine and what is installed on it decide that. What a process decides for itself (settings of
-JAX, flags of XLA, how many CPU devices) cannot be known before the step runs: it is told, and does
-not count.
+The machine and the installed packages decide whether a program can serve here at all. Settings that
+each process chooses (JAX's configuration, XLA's flags, the number of CPU devices) are reported, but
+do not make a program foreign.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _DEVICES, _TOPOLOGY = "environment devices", "environment topology"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the environment that is another one here.
+    """A difference between two environments.
 
     Attributes:
-        part: its name, as among the facts of a build.
-        bundle: what the programs were built for; "absent" if nothing.
-        here: what there is here, likewise.
+        part: name of the dependency.
+        bundle: value that the programs were built for, or "absent".
+        here: value in this process, or "absent".
     """
 
     part: str
@@ -36,15 +36,15 @@ class Part:
 
 
 def here() -> dict[str, str]:
-    """The facts of this process. Starts JAX's default backend."""
+    """The environment of this process. Starts JAX's default backend."""
     return inspection.process_environment()
 
 
 def foreign_parts(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
-    """What keeps programs with these facts from ever serving on this machine.
+    """Differences because of which a program can never serve on this machine.
 
     Args:
-        facts: of a build.
+        facts: dependencies of the build.
         own: from `here`.
     """
     parts = _differing({name: facts[name] for name in _machine(facts) if name in facts}, own)
@@ -57,18 +57,18 @@ def foreign_parts(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part
 
 
 def _machine(facts: Mapping[str, str]) -> list[str]:
-    """The facts that a process cannot decide for itself."""
+    """The parts of the environment that a process cannot choose."""
     names = [f"environment {name}" for name in _OF_THE_MACHINE]
     return [name for name in names if name != _TOPOLOGY or not _is_for_cpu(facts)]
 
 
 def _is_for_cpu(facts: Mapping[str, str]) -> bool:
-    """CPU devices are made at will, and the topology tells no more than how many there are."""
+    # The topology of a CPU is only the number of its devices, which each process chooses.
     return facts.get("environment backend", "").startswith("cpu")
 
 
 def _too_few_devices(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
-    """Devices are found by position among those of the call, so any serve if there are enough."""
+    # An executable names its devices by position, so any devices serve if there are enough.
     counts = re.fullmatch(r"\d+, (\d+) local", facts.get(_DEVICES, ""))
     if counts is None or _is_for_cpu(facts) or int(counts[1]) <= jax.local_device_count():
         return []
@@ -76,7 +76,7 @@ def _too_few_devices(facts: Mapping[str, str], own: Mapping[str, str]) -> list[P
 
 
 def settings_that_differ(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
-    """What the process that runs the step has to set otherwise than this one does."""
+    """Settings that the process which runs the step must change, compared with this process."""
     machine = {*_machine(facts), _TOPOLOGY}
 
     def settings(all_facts: Mapping[str, str]) -> dict[str, str]:
@@ -86,14 +86,14 @@ def settings_that_differ(facts: Mapping[str, str], own: Mapping[str, str]) -> li
             if name not in machine
             and (
                 (name.startswith("environment ") and not name.startswith("environment variable "))
-                # Another JAX has other settings; their absence says nothing.
+                # Another version of JAX has other settings.
                 or (name.startswith("config ") and name in facts and name in own)
             )
         }
 
-    told, ours = settings(facts), settings(own)
-    added = [Part(name, "absent", value) for name, value in ours.items() if name not in told]
-    return _differing(told, ours) + added
+    built, ours = settings(facts), settings(own)
+    added = [Part(name, "absent", value) for name, value in ours.items() if name not in built]
+    return _differing(built, ours) + added
 
 
 def _differing(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:

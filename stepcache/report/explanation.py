@@ -1,8 +1,7 @@
-"""`Explanation`: what one call would do, and why, as a record and as a table."""
+"""`Explanation`: what one call of a step would do, and why, as a record and as text."""
 
 from __future__ import annotations
 
-import io
 import os
 import pathlib
 import secrets
@@ -13,7 +12,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Sharding
-from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from stepcache import jaxcompat
@@ -32,19 +30,19 @@ from stepcache.variables.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One leaf of a call: where it is, where it goes, and why.
+    """One leaf of a call.
 
     Attributes:
-        name: the argument it is part of.
-        path: as rules read it, `state/w`.
-        type: shape and dtype, `float32[8,128]`.
-        size_bytes: of the whole array.
+        name: the argument that contains it.
+        path: its path as rules match it, such as `state/w`.
+        type: dtype and shape, such as `float32[8,128]`.
+        size_bytes: size of the whole array.
         source: where it is now: "host", "cpu:0" or a spec such as `P('data')`.
-        target: where the program has it.
-        why: the role of its argument, and the rule or the default that says so.
-        moved_bytes: bytes that this call moves to devices for it, over all of them; for a leaf of
-            `Variables` the plan of the transfers says that.
-        variables: the name of the `Variables` that hold it; empty where the call passes it itself.
+        target: where the program expects it.
+        why: the role of its argument, and the rule or default that places it.
+        moved_bytes: bytes that this call moves to all devices for it; 0 for a leaf of `Variables`,
+            whose transfers are in `Explanation.plan`.
+        variables: name of the `Variables` that hold it; empty for a leaf that the call passes.
     """
 
     name: str
@@ -63,21 +61,21 @@ class Explanation:
     """What a call of a step would do. Print it, or read its fields.
 
     Attributes:
-        step: the step's name.
-        hit: whether the call finds its program.
-        miss: why it does not; None on a hit.
-        mesh: axes and sizes of the session's mesh; None where nothing is placed.
+        step: name of the step.
+        hit: whether the program is in memory.
+        miss: why it is not; None on a hit.
+        mesh: axes and sizes of the session's mesh; None without a mesh.
         arguments: one row for each dynamic leaf.
         statics: name and value of each static argument.
-        build_seconds: what the program took to trace, lower and compile; None on a miss.
+        build_seconds: seconds to trace, lower and compile the program; None on a miss.
         captured: arrays that became part of the program by closure; empty on a miss.
-        delegated: why the call would go to `jax.jit` as it is; None where it would not.
-        stored: whether a call that misses finds its program on disk, without a trace.
+        delegated: why the call would go to `jax.jit`; None if it would not.
+        stored: whether a miss would find its program on disk, without a trace.
         variables: a line for each of the `Variables` that the call passes.
-        variable_leaves: how many leaves these have together.
-        plan: the transfers that it needs for them.
-        rank: the index of this process among those of the mesh.
-        processes: how many those are; they have to agree before a new program runs.
+        variable_leaves: number of leaves of these.
+        plan: the transfers that they need.
+        rank: index of this process among those of the mesh.
+        processes: number of these; they agree on a new program before it runs.
     """
 
     step: str
@@ -98,32 +96,33 @@ class Explanation:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that the call moves: to devices for its arguments, and for its variables."""
+        """Bytes that the call moves, for its arguments and for its variables."""
         return sum(argument.moved_bytes for argument in self.arguments) + self.plan.bytes
 
-    def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [Text(self._headline(), style="bold")]
-        if self.delegated:
-            return Group(*parts)
-        if self.miss is not None:
-            parts.append(Text(str(self.miss)))
-        lines = (*self._variable_rows(), *self._rows(), *self._footer())
-        return Group(*parts, *map(_Line, lines))
-
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=terminal_width(), color_system=None)
-        console.print(self)
-        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in lines)
+        lines = [self._headline()]
+        if not self.delegated:
+            lines += str(self.miss).splitlines() if self.miss is not None else []
+            lines += [*self._variable_rows(), *self._rows(), *self._footer()]
+        return "\n".join(map(_wrapped, lines))
+
+    def __rich__(self) -> Text:
+        headline, *rest = str(self).splitlines(keepends=True)
+        return Text.assemble((headline, "bold"), *rest)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page with a picture of the plan and with this text; it needs no other file.
+        """Writes an HTML page with a picture of the plan and this text.
 
         Args:
-            path: of the file, which is replaced when the page is whole.
+            path: path of the file, which is replaced once the page is complete.
 
         Raises:
-            OSError: it cannot be written there.
+            OSError: the file cannot be written.
+
+        Example:
+            ```python
+            train_step.explain(state, batch).save_html("plan.html")
+            ```
         """
         from stepcache.report.picture import plan_html
 
@@ -137,7 +136,7 @@ class Explanation:
 
     def _headline(self) -> str:
         if self.delegated:
-            return f"{self.step}: goes to jax.jit as it is; {self.delegated}"
+            return f"{self.step}: goes to jax.jit: {self.delegated}"
         if self.stored:
             return f"{self.step}: miss, but on disk. A call would load the program without a trace."
         if not self.hit:
@@ -161,13 +160,11 @@ class Explanation:
             yield f"      {each.variable} version {each.version}{readers}: {what}"
 
     def _rows(self) -> Iterable[str]:
-        """Two lines for each group of leaves that share an argument, a place and a reason.
-
-        Of variables there is a line each already.
-        """
-        groups = list(_grouped(row for row in self.arguments if not row.variables))
-        if not groups:
-            return
+        """Two lines for each group of leaves with the same argument, source, target and reason."""
+        groups: dict[tuple, list[Argument]] = {}
+        for row in self.arguments:
+            if not row.variables:
+                groups.setdefault((row.name, row.source, row.target, row.why), []).append(row)
         cells = [
             (
                 _abbreviated(rows[0].path),
@@ -175,19 +172,17 @@ class Explanation:
                 rows[0].type if len({row.type for row in rows}) == 1 else "of several types",
                 readable_bytes(sum(row.size_bytes for row in rows)),
             )
-            for rows in groups
+            for rows in groups.values()
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for (path, count, kind, size), rows in zip(cells, groups, strict=True):
-            first, moved = rows[0], readable_bytes(sum(row.moved_bytes for row in rows))
-            yield (
-                f"  {path:<{widths[0]}}  {count:<{widths[1]}}  {kind:<{widths[2]}}"
-                f"  {size:>{widths[3]}}"
-            )
-            yield f"      {first.source} → {first.target}, {first.why}; moves {moved}"
+        for texts, ((_, *place, why), rows) in zip(cells, groups.items(), strict=True):
+            padded = "  ".join(map(str.ljust, texts[:3], widths))
+            yield f"  {padded}  {texts[3]:>{widths[3]}}"
+            moved = readable_bytes(sum(row.moved_bytes for row in rows))
+            yield f"      {' → '.join(place)}, {why}; moves {moved}"
 
     def _footer(self) -> Iterable[str]:
-        where = f"mesh {self.mesh}" if self.mesh else "no mesh: as jax.jit places them"
+        where = f"mesh {self.mesh}" if self.mesh else "no mesh: placed as by jax.jit"
         passed = sum(not row.variables for row in self.arguments)
         leaves = counted(passed + self.variable_leaves, "leaf")
         if self.variable_leaves:
@@ -205,25 +200,20 @@ class Explanation:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A line of text, indented by more where it wraps."""
-
-    text: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
-        indent = " " * (len(self.text) - len(self.text.lstrip()) + 4)
-        wrapped = textwrap.wrap(
-            self.text, options.max_width, subsequent_indent=indent, break_on_hyphens=False
-        )
-        yield from map(Text, wrapped)
+def _wrapped(line: str) -> str:
+    """A line broken at the width of the terminal, and indented by more after each break."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(
+        line, terminal_width(), subsequent_indent=indent, break_on_hyphens=False
+    ).rstrip()
 
 
 def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
-    """Explains a call; runs and traces nothing, but to let JAX raise on an invalid argument."""
-    name = engine.recipe.name
+    """Explains a call. Runs nothing; traces only to let JAX raise on an invalid argument."""
+    name, parameters = engine.recipe.name, engine.recipe.parameters
     if jaxcompat.is_tracing():
-        return Explanation(name, False, None, None, delegated="inside another transformation")
+        why = "it is inside another transformation"
+        return Explanation(name, False, None, None, delegated=why)
     use = engine.use(args, kwargs)
     if use is not None:
         engine, args, kwargs = engine.resident(args, kwargs)
@@ -232,24 +222,20 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         request = engine.request(scope, args, kwargs)
     except Unreadable:
         engine.recipe.jitted.trace(*args, **kwargs)
-        why = "an argument is of a kind that no cached program can hold"
+        why = "cached programs do not support the type of an argument"
         return Explanation(name, False, None, None, delegated=why)
     program = scope.cache.peek(request.key)
     miss, stored = (None, False) if program else engine.foresee(scope, request)
-    mesh = dict(scope.mesh.shape) if scope.mesh is not None else None
+    arguments = [*_leaves_of(use, parameters, request.told)] if use else []
+    arguments += [
+        each for each in _arguments(parameters, request) if not (use and use.holds(each.path))
+    ]
     return Explanation(
         name,
         program is not None,
         miss,
-        mesh,
-        (
-            *(_leaves_of(use, engine.recipe.parameters, request.told) if use else ()),
-            *(
-                each
-                for each in _arguments(engine.recipe.parameters, request)
-                if not (use and use.holds(each.path))
-            ),
-        ),
+        dict(scope.mesh.shape) if scope.mesh is not None else None,
+        tuple(arguments),
         tuple((static.name, repr(static.value)) for static in request.call.signature.statics),
         _seconds(program),
         program.captured if program else (),
@@ -269,7 +255,7 @@ def _seconds(program: Program | None) -> tuple[float, float, float] | None:
 
 
 def _leaves_of(use: Use, parameters: Parameters, told: Call) -> Iterable[Argument]:
-    """A row for each leaf of variables; of those that are passed twice, where they stand first."""
+    """A row for each leaf of variables; variables that are passed twice have rows once."""
     places = [(f"{place}/", each.name) for place, each in use.places()]
     for path, leaf in zip(told.paths, told.signature.leaves, strict=True):
         if path.holder != HELD:
@@ -285,16 +271,10 @@ def _leaves_of(use: Use, parameters: Parameters, told: Call) -> Iterable[Argumen
 
 def _arguments(parameters: Parameters, request: Request) -> Iterable[Argument]:
     call = request.call
-    rows = zip(
-        call.paths,
-        call.leaves,
-        call.signature.leaves,
-        request.leaves,
-        request.placed,
-        request.asked,
-        strict=True,
-    )
-    for path, *row in rows:
+    given, placed = call.signature.leaves, request.placed
+    for path, *row in zip(
+        call.paths, call.leaves, given, request.leaves, placed, request.asked, strict=True
+    ):
         yield _argument(path, parameters.role_of(path.argument), *row)
 
 
@@ -330,19 +310,11 @@ def _argument(
     )
 
 
-def _grouped(arguments: Iterable[Argument]) -> Iterable[list[Argument]]:
-    groups: dict[tuple, list[Argument]] = {}
-    for row in arguments:
-        groups.setdefault((row.name, row.source, row.target, row.why), []).append(row)
-    return groups.values()
-
-
 def _abbreviated(path: str, limit: int = 36) -> str:
-    """A path that is cut between two keys: the argument that it begins with, and its end."""
+    """A path shortened to its argument and its last keys."""
     argument, *keys = path.split("/")
-    if len(path) <= limit or len(keys) < 2:
-        return path
-    keys = keys[1:]
-    while len(keys) > 1 and len("/".join((argument, "…", *keys))) > limit:
+    short = path
+    while len(short) > limit and len(keys) > 1:
         keys = keys[1:]
-    return "/".join((argument, "…", *keys))
+        short = "/".join((argument, "…", *keys))
+    return short

@@ -1,13 +1,13 @@
-"""What a directory of programs holds, as records. Reads headers and the entries of steps; starts no
-backend of JAX, loads no program, and leaves no trace of having looked.
+"""The contents of a cache directory as records.
 
-The names of the fields here are the names in the JSON of `stepcache cache ls` and `show`.
+Reads headers and the entries of steps. Starts no JAX backend, loads no program and does not count
+as a use. `stepcache cache ls --json` and `show --json` print these records, with these names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from stepcache.storage.dependency_record import Candidate, differences, unpack_c
 from stepcache.storage.disk_store import EntryInfo
 from stepcache.units import counted
 
-# Groups of facts by the beginning of their names; the first that fits. The rest is code or values.
+# Groups of dependencies by the prefix of their names. All others are code or values.
 _GROUPS = (
     ("argument ", "arguments"),
     ("arguments", "arguments"),
@@ -39,16 +39,16 @@ class Item:
 
     Attributes:
         kind: "step" or "program".
-        digest: its name.
-        label: the step by file and name; empty for a damaged entry.
-        builds: how many builds of the step it has; 0 for a program.
+        digest: name of the entry.
+        label: file and name of the step; empty for a damaged entry.
+        builds: number of builds of the step; 0 for a program.
         programs: digests of their programs.
-        missing: those of them that are not there any more.
-        size_bytes: size of its file, and of its programs' files.
-        built_time: when its latest build was made, in seconds since the epoch; None if unknown.
-        used_time: when it was last used, likewise, to the minute.
-        built_seconds: what that build took, all stages; None if unknown.
-        problem: what is wrong with it, or None.
+        missing: those of them that are no longer there.
+        size_bytes: size of its file and of its programs' files.
+        built_time: time of the latest build, in seconds since the epoch; None if unknown.
+        used_time: time of the last use, likewise, to the minute.
+        built_seconds: duration of that build, all stages; None if unknown.
+        problem: what is wrong with the entry, or None.
     """
 
     kind: str
@@ -66,15 +66,15 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What `ls` shows.
+    """All entries of a directory.
 
     Attributes:
-        directory: the directory of programs.
-        items: its rows.
-        steps: how many entries of steps there are.
-        programs: how many programs, those of steps included.
-        damaged: how many of all these are damaged, as far as their headers tell.
-        size_bytes: size of all of them.
+        directory: path of the cache directory.
+        items: the rows of `ls`.
+        steps: number of steps' entries.
+        programs: number of programs, including those of steps.
+        damaged: number of entries with a damaged header.
+        size_bytes: size of all entries.
     """
 
     directory: str
@@ -91,14 +91,14 @@ class Build:
 
     Attributes:
         program: digest of its executable.
-        program_bytes: size of the executable's file; None where it is not there any more.
-        built_time: when it was made, in seconds since the epoch.
-        seconds: by stage.
-        facts: what it depends on, name by name, in groups.
-        used: what its trace used beyond the code: attributes, modules, files, variables.
-        devices: of the executable, as positions among the devices of the call.
+        program_bytes: size of the executable's file; None if it is no longer there.
+        built_time: time of the build, in seconds since the epoch.
+        seconds: duration of each stage.
+        facts: its dependencies by name, in groups.
+        used: what its trace read beyond the code: attributes, modules, files, variables.
+        devices: devices of the executable, as positions among those of the call.
         captured: arrays inside the program: name, type, size_bytes.
-        differs: what differs from the latest build: part, path, before (here), after (there).
+        differs: differences from the latest build: part, path, before (here), after (there).
     """
 
     program: str
@@ -114,18 +114,18 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What `show` shows of an entry.
+    """One entry.
 
     Attributes:
         kind: "step" or "program".
-        digest: its name.
-        label: the step by file and name.
+        digest: name of the entry.
+        label: file and name of the step.
         size_bytes: size of its own file.
         created_time: when it was stored, in seconds since the epoch; None for a damaged entry.
-        used_time: when it was last used, likewise, to the minute.
-        problem: what is wrong with it, or None.
-        builds: of a step, the latest first.
-        used_by: of a program: digests of the steps' entries that name it.
+        used_time: time of the last use, likewise, to the minute.
+        problem: what is wrong with the entry, or None.
+        builds: builds of a step, the latest first.
+        used_by: digests of the steps' entries that name a program.
     """
 
     kind: str
@@ -140,10 +140,10 @@ class Details:
 
 
 def open_existing(directory: Path) -> Archive | None:
-    """The programs of a directory; None where there are none, and then nothing is made.
+    """Opens a cache directory; returns None, and creates nothing, if there is none.
 
     Raises:
-        CacheDirectoryError: others can write to it.
+        CacheDirectoryError: other users can write to it.
     """
     if not (directory / "v1").is_dir():
         return None
@@ -151,15 +151,13 @@ def open_existing(directory: Path) -> Archive | None:
 
 
 def take_inventory(archive: Archive | None, directory: Path) -> Inventory:
-    """Lists the steps' entries, and the programs that none of them names, last used first."""
+    """Lists the steps, and the programs that no step names, the last used first."""
     entries = list(archive.tier.entries()) if archive is not None else []
     programs = {each.digest: each for each in entries if each.kind == "program"}
     steps = [each for each in entries if each.kind == "step"]
     named = {digest for each in steps for digest in _programs_of(each)}
-    items = [_item(each, programs) for each in steps]
-    items += [
-        _item(each, {}) for each in entries if each.kind != "step" and each.digest not in named
-    ]
+    alone = [each for each in entries if each.kind != "step" and each.digest not in named]
+    items = [*(_item(each, programs) for each in steps), *(_item(each, {}) for each in alone)]
     return Inventory(
         str(directory),
         tuple(sorted(items, key=lambda item: -item.used_time)),
@@ -171,17 +169,17 @@ def take_inventory(archive: Archive | None, directory: Path) -> Inventory:
 
 
 def _item(entry: EntryInfo, programs: dict[str, EntryInfo]) -> Item:
-    named = _programs_of(entry)
-    about = entry.header or {}
-    there = [programs[digest] for digest in dict.fromkeys(named) if digest in programs]
+    about, builds = entry.header or {}, _programs_of(entry)
+    named = tuple(dict.fromkeys(builds))
+    there = [programs[digest] for digest in named if digest in programs]
     problems = [each.problem for each in (entry, *there) if each.problem]
     return Item(
         entry.kind,
         entry.digest,
         label_of(entry),
-        len(named),
-        tuple(dict.fromkeys(named)),
-        tuple(digest for digest in dict.fromkeys(named) if digest not in programs),
+        len(builds),
+        named,
+        tuple(digest for digest in named if digest not in programs),
         entry.size_bytes + sum(each.size_bytes for each in there),
         _first(about.get("built")) or entry.created_time,
         entry.used_time,
@@ -195,7 +193,7 @@ def _first(values: Any) -> float | None:
 
 
 def label_of(entry: EntryInfo) -> str:
-    """The step that an entry belongs to; empty for a damaged one."""
+    """File and name of an entry's step; empty for a damaged entry."""
     return str((entry.header or {}).get("label", ""))
 
 
@@ -208,9 +206,9 @@ def _programs_of(entry: EntryInfo) -> list[str]:
 
 
 def find(entries: Iterable[EntryInfo], wanted: str) -> list[EntryInfo]:
-    """The entries that a text may mean: by the begin of their digest, else by the step's name.
+    """Finds entries by the beginning of their digest, else by the name of their step.
 
-    A step's name means its programs only where no entry of the step is there.
+    A name finds programs only if there is no entry of the step.
     """
     entries = list(entries)
     by_digest = [each for each in entries if each.digest.startswith(wanted.lower())]
@@ -220,22 +218,20 @@ def find(entries: Iterable[EntryInfo], wanted: str) -> list[EntryInfo]:
 
 
 def means(label: str, wanted: str) -> bool:
-    """Whether a text names a step: by its label `model.py:train_step`, or the end of it."""
+    """Whether a text is the label of a step, such as `model.py:train_step`, or its last part."""
     name = label.rpartition(":")[2]
     return bool(label) and wanted in (label, name, name.rpartition(".")[2])
 
 
 def details(archive: Archive, entry: EntryInfo) -> Details:
-    """Everything that is known of an entry."""
+    """Reads one entry."""
     info, payload = archive.tier.peek(entry.kind, entry.digest)
     info = info or entry
-    problem, builds, used_by = info.problem, (), ()
-    if info.kind == "step" and problem is None:
-        try:
-            builds = _builds(unpack_candidates(payload), archive)
-        except ValueError as error:
-            problem = f"it is malformed: {error}"
-    elif info.kind == "program":
+    candidates, problem = _candidates(info, payload)
+    sizes = {each.digest: each.size_bytes for each in archive.tier.entries("program")}
+    builds = tuple(_build(each, candidates[0], sizes) for each in candidates)
+    used_by = ()
+    if info.kind == "program":
         steps = archive.tier.entries("step")
         used_by = tuple(each.digest for each in steps if info.digest in _programs_of(each))
     return Details(
@@ -251,39 +247,40 @@ def details(archive: Archive, entry: EntryInfo) -> Details:
     )
 
 
-def _builds(candidates: list[Candidate], archive: Archive) -> tuple[Build, ...]:
-    sizes = {each.digest: each.size_bytes for each in archive.tier.entries("program")}
-    return tuple(_build(each, candidates[0], sizes) for each in candidates)
+def _candidates(info: EntryInfo, payload: bytes) -> tuple[list[Candidate], str | None]:
+    """The builds in a step's entry, and what is wrong with it."""
+    if info.kind != "step" or info.problem is not None:
+        return [], info.problem
+    try:
+        return unpack_candidates(payload), None
+    except ValueError as error:
+        return [], f"it is malformed: {error}"
 
 
 def _build(candidate: Candidate, latest: Candidate, sizes: dict[str, int]) -> Build:
-    differs = differences(candidate.told, latest.told)
+    used = asdict(candidate.used)
+    del used["names"]
     return Build(
         candidate.program,
         sizes.get(candidate.program),
         candidate.created_time,
         candidate.seconds,
         grouped(candidate.told),
-        {
-            "attributes": candidate.used.attributes,
-            "modules": candidate.used.modules,
-            "files": candidate.used.files,
-            "variables": candidate.used.variables,
-        },
+        used,
         candidate.devices,
         [
-            {"name": name, "type": kind, "size_bytes": size}
-            for name, kind, size in candidate.captured
+            dict(zip(("name", "type", "size_bytes"), each, strict=True))
+            for each in candidate.captured
         ],
         [
-            {"part": each.part, "path": each.path, "before": each.before, "after": each.after}
-            for each in differs
+            {name: getattr(each, name) for name in ("part", "path", "before", "after")}
+            for each in differences(candidate.told, latest.told)
         ],
     )
 
 
 def grouped(facts: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Facts in groups: arguments, mesh, environment, packages, config, code, values, …"""
+    """Groups dependencies: arguments, mesh, environment, packages, config, code, values, …"""
     groups: dict[str, dict[str, str]] = {}
     for name, value in facts.items():
         rest = "code" if value.startswith(("code ", "function ")) else "values"
@@ -299,15 +296,15 @@ def grouped(facts: dict[str, str]) -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """An entry that `verify` has something to say of.
+    """A problem that `verify` found.
 
     Attributes:
         kind: "step" or "program".
-        digest: its name.
-        label: the step by file and name; empty for a damaged entry.
-        problem: what is wrong with it.
-        state: "damaged", in quarantine now; or "incomplete": a program of the step has left the
-            directory, and will be built or found otherwise when it is needed.
+        digest: name of the entry.
+        label: file and name of the step; empty for a damaged entry.
+        problem: what is wrong with the entry.
+        state: "damaged", and quarantined now; or "incomplete": a program of the step is gone, and
+            will be rebuilt when it is needed.
     """
 
     kind: str
@@ -318,13 +315,13 @@ class Checked:
 
 
 def verify(archive: Archive) -> tuple[int, list[Checked]]:
-    """Reads and checks every entry, and puts damaged ones in quarantine.
+    """Reads and checks every entry, and quarantines damaged ones.
 
     Returns:
-        How many entries there were, and what is to be said of some.
+        The number of entries, and the problems.
     """
     entries = list(archive.tier.verify())
-    bad = [
+    found = [
         Checked(each.kind, each.digest, label_of(each), each.problem, "damaged")
         for each in entries
         if each.problem is not None
@@ -332,28 +329,16 @@ def verify(archive: Archive) -> tuple[int, list[Checked]]:
     sound = [each for each in entries if each.problem is None]
     programs = {each.digest for each in sound if each.kind == "program"}
     for each in sound:
-        if each.kind == "step":
-            checked = _check_step(archive, each, programs)
-            bad += [checked] if checked is not None else []
-    return len(entries), bad
-
-
-def _check_step(archive: Archive, entry: EntryInfo, programs: set[str]) -> Checked | None:
-    info, payload = archive.tier.peek("step", entry.digest)
-    if info is None:
-        return None
-    label, problem = label_of(entry), info.problem
-    if problem is None:
-        try:
-            candidates = unpack_candidates(payload)
-        except ValueError as error:
-            problem = f"it is malformed: {error}"
-            archive.tier.discard("step", entry.digest, problem)
-        else:
-            missing = {each.program for each in candidates} - programs
-            if not missing:
-                return None
+        info, payload = archive.tier.peek("step", each.digest)
+        if each.kind != "step" or info is None:
+            continue
+        candidates, problem = _candidates(info, payload)
+        missing = {candidate.program for candidate in candidates} - programs
+        if problem is not None:
+            archive.tier.discard("step", each.digest, problem)
+            found.append(Checked("step", each.digest, label_of(each), problem, "damaged"))
+        elif missing:
             builds = counted(len(candidates), "build")
-            text = f"{counted(len(missing), 'program')} of its {builds} not there"
-            return Checked("step", entry.digest, label, text, "incomplete")
-    return Checked("step", entry.digest, label, problem, "damaged")
+            problem = f"{counted(len(missing), 'program')} of its {builds} not there"
+            found.append(Checked("step", each.digest, label_of(each), problem, "incomplete"))
+    return len(entries), found

@@ -1,32 +1,39 @@
-"""Programs on the move: out of one directory, in a bundle, into another."""
+"""Exports programs of one directory to a bundle, and imports a bundle into another directory.
+
+Programs are code, so importing a bundle means trusting its maker. A valid HMAC proves that the same
+directory wrote it; any other bundle needs `trust=True`. Nothing is stored before all steps of the
+bundle have been read and checked.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import os
+import tarfile
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from stepcache.errors import StepCacheError
 from stepcache.programs.archive import CANDIDATES_KEPT, Archive
-from stepcache.report import bundle as bundles
 from stepcache.report import environment
-from stepcache.report.bundle import BundledStep, Content, Opened, Writer
+from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
 from stepcache.report.environment import Part
 from stepcache.report.inventory import label_of, means
 from stepcache.storage.dependency_record import Candidate, pack_candidates, unpack_candidates
 from stepcache.storage.disk_store import DiskTier, EntryInfo
-from stepcache.storage.entry import DamagedEntryError, read_payload
+from stepcache.storage.entry import DamagedEntryError
 
 
 class BundleError(StepCacheError):
-    """A bundle cannot be written, or is refused."""
+    """A bundle cannot be written, read or stored."""
 
 
 class UntrustedBundleError(BundleError):
-    """Another directory made the bundle, and nobody has said that its maker is trusted."""
+    """The bundle comes from another directory, and `trust` was not given."""
 
 
 class ForeignBundleError(BundleError):
@@ -43,14 +50,14 @@ class ForeignBundleError(BundleError):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was put into a bundle.
+    """What `export` wrote.
 
     Attributes:
-        file: its path.
+        file: path of the bundle.
         steps: labels of the steps, one for each entry.
-        programs: how many programs.
+        programs: number of programs.
         size_bytes: size of the file.
-        left_out: what was not put in, and why.
+        left_out: entries that were not exported, and why.
     """
 
     file: str
@@ -62,16 +69,16 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What came out of a bundle.
+    """What `take` stored.
 
     Attributes:
-        file: its path.
-        steps: labels of the steps that were taken, one for each entry.
-        programs: how many programs were taken.
-        already_there: how many programs were there before.
+        file: path of the bundle.
+        steps: labels of the steps that were stored, one for each entry.
+        programs: number of programs that were stored.
+        already_there: number of programs that the directory already had.
         refused: labels of the steps that were built for another environment.
-        foreign: what differs, for those: part, bundle, here.
-        settings: what a process has to set otherwise than this one to find what was taken.
+        foreign: how that environment differs from this one: part, bundle, here.
+        settings: settings that a process must change to find the stored steps.
         trusted: "own key", or "as asked".
     """
 
@@ -85,197 +92,197 @@ class Imported:
     trusted: str
 
 
+# ---- export -------------------------------------------------------------------------------------
+
+
 def export(archive: Archive, file: Path, wanted: Sequence[str] = ()) -> Exported:
     """Writes a bundle, whole or not at all.
 
     Args:
-        archive: where the programs are.
-        file: path of the bundle; what is there is replaced.
+        archive: the programs of a directory.
+        file: path of the bundle; an existing file is replaced.
         wanted: names, labels or digests of steps; empty for everything.
 
     Raises:
-        BundleError: there is nothing to put in, or the file cannot be written.
+        BundleError: there is nothing to export, or the file cannot be written.
     """
     left_out: list[str] = []
     try:
-        with bundles.replacing(file) as out:
-            writer = Writer(out)
-            steps = _write_entries(writer, archive, wanted, left_out)
-            if not writer.headers:
+        with _replacing(file) as out, signed_tar(out, archive.tier) as tar:
+            programs, labels = _add_entries(tar, archive.tier, wanted, left_out)
+            if not programs and not labels:
                 raise BundleError(
                     "There is nothing to export",
                     where=str(archive.tier.directory),
                     got="; ".join(left_out) or None,
-                    hint="stepcache cache ls shows what there is",
+                    hint="stepcache cache ls lists the steps",
                 )
-            writer.finish(archive.tier)
-            size_bytes = out.tell()
+        size_bytes = file.stat().st_size
     except OSError as error:
         why = error.strerror or str(error)
         raise BundleError(f"The bundle cannot be written: {why}", where=str(file)) from None
-    programs = len(writer.headers) - len(steps)
-    return Exported(str(file), tuple(steps), programs, size_bytes, tuple(left_out))
+    return Exported(str(file), tuple(labels), programs, size_bytes, tuple(left_out))
 
 
-def _write_entries(
-    writer: Writer, archive: Archive, wanted: Sequence[str], left_out: list[str]
-) -> list[str]:
-    """Programs first, then the steps whose programs are sound. Returns the labels of the steps."""
-    tier = archive.tier
-    steps = list(_chosen_steps(archive, wanted, left_out))
+@contextlib.contextmanager
+def _replacing(file: Path) -> Iterator[BinaryIO]:
+    """Opens a temporary file that replaces `file` when the block ends without an error."""
+    descriptor, temporary = tempfile.mkstemp(prefix=".stepcache-", dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "w+b") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        Path(temporary).replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def _add_entries(
+    tar: tarfile.TarFile, tier: DiskTier, wanted: Sequence[str], left_out: list[str]
+) -> tuple[int, list[str]]:
+    """Adds the programs, then the steps that have any. Returns their number and their labels."""
+    steps = list(_chosen_steps(tier, wanted, left_out))
     named = {each.program for step in steps for each in step.candidates}
-    for entry in tier.entries("program"):
-        if entry.digest in named or not wanted or _is_wanted(entry, wanted):
-            info, payload = tier.peek("program", entry.digest)
-            if info is None or info.problem is not None:
-                why = info.problem if info is not None else "it is gone"
-                left_out.append(f"program {entry.digest[:12]}: {why}")
-                continue
-            writer.add("program", info.digest, info.created_time or 0.0, info.header or {}, payload)
-    sound = {header.digest for header in writer.headers}
-    labels = []
+    added, labels = set(), []
+    for each in tier.entries("program"):
+        if each.digest in named or _is_wanted(each, wanted):
+            about, payload = _read_sound(tier, each, left_out)
+            if payload is not None:
+                add_entry(tar, "program", each.digest, about, payload)
+                added.add(each.digest)
     for step in steps:
-        candidates = [each for each in step.candidates if each.program in sound]
-        if not candidates:
-            left_out.append(f"{step.label}: its programs are not there any more")
-            continue
-        about, payload = pack_candidates(step.label, candidates)
-        writer.add("step", step.digest, candidates[0].created_time, about, payload)
-        labels.append(step.label)
-    return labels
+        candidates = [each for each in step.candidates if each.program in added]
+        if candidates:
+            add_entry(tar, "step", step.digest, *pack_candidates(step.label, candidates))
+            labels.append(step.label)
+        else:
+            left_out.append(f"{step.label}: its programs are not there")
+    return len(added), labels
 
 
 def _is_wanted(entry: EntryInfo, wanted: Sequence[str]) -> bool:
-    return any(means(label_of(entry), each) or entry.digest.startswith(each) for each in wanted)
+    label = label_of(entry)
+    return not wanted or any(means(label, each) or entry.digest.startswith(each) for each in wanted)
 
 
-def _chosen_steps(
-    archive: Archive, wanted: Sequence[str], left_out: list[str]
-) -> Iterator[BundledStep]:
-    for entry in archive.tier.entries("step"):
-        if wanted and not _is_wanted(entry, wanted):
+def _chosen_steps(tier: DiskTier, wanted: Sequence[str], left_out: list[str]) -> Iterator[Step]:
+    for each in tier.entries("step"):
+        if not _is_wanted(each, wanted):
             continue
-        info, payload = archive.tier.peek("step", entry.digest)
-        if info is None or info.problem is not None:
-            why = info.problem if info is not None else "it is gone"
-            left_out.append(f"step {entry.digest[:12]}: {why}")
+        label, (_, payload) = label_of(each), _read_sound(tier, each, left_out)
+        if payload is None:
             continue
         try:
             candidates = unpack_candidates(payload)
         except ValueError as error:
-            left_out.append(f"{label_of(entry)}: it is malformed: {error}")
+            left_out.append(f"{label}: it is malformed: {error}")
             continue
         if candidates:
-            yield BundledStep(entry.digest, label_of(entry), candidates)
+            yield Step(each.digest, label, candidates)
         else:
-            left_out.append(f"{label_of(entry)}: another version of stepcache stored it")
+            left_out.append(f"{label}: another version of stepcache stored it")
+
+
+def _read_sound(
+    tier: DiskTier, entry: EntryInfo, left_out: list[str]
+) -> tuple[dict[str, Any], bytes | None]:
+    """Header and payload of an entry; no payload, and a line in `left_out`, if it is damaged."""
+    info, payload = tier.peek(entry.kind, entry.digest)
+    if info is not None and info.problem is None:
+        return info.header or {}, payload
+    why = info.problem if info is not None else "it is gone"
+    left_out.append(f"{entry.kind} {entry.digest[:12]}: {why}")
+    return {}, None
+
+
+# ---- import -------------------------------------------------------------------------------------
 
 
 def take(
     open_archive: Callable[[], Archive], file: Path, *, trust: bool = False, anyway: bool = False
 ) -> Imported:
-    """Stores what is in a bundle.
+    """Stores the programs of a bundle in a directory.
 
     Args:
-        open_archive: opens the directory that it goes to; called when the bundle is whole.
+        open_archive: opens the directory; called once the bundle is known to be whole.
         file: path of the bundle.
-        trust: whoever made it may run code here.
-        anyway: store even what was built for another environment. It does no harm: it is not found.
+        trust: accept a bundle of another directory, whose maker can then run code here.
+        anyway: also store steps of another environment. They do no harm: no lookup finds them.
 
     Raises:
-        UntrustedBundleError: another directory made it, and `trust` is not given.
+        UntrustedBundleError: another directory made it, and `trust` is false.
         ForeignBundleError: nothing in it was built for this environment.
         BundleError: it is damaged or malformed, or cannot be read or stored.
     """
     try:
         with file.open("rb") as opened:
-            bundle = bundles.opened(opened)
-            archive = open_archive()
-            trusted = _check_trust(bundle, archive.tier, file, trust)
-            content = bundles.content(bundle)
-            return _store(bundle, content, archive, file, trusted, anyway)
+            bundle = Bundle(opened)
+            tier = open_archive().tier
+            trusted = hmac.compare_digest(tier.vouch(PURPOSE + bundle.sha256), bundle.signature)
+            if not trusted and not trust:
+                raise UntrustedBundleError(
+                    "The bundle was made with the key of another directory. Programs are code: "
+                    "importing it lets its maker run code as you",
+                    where=str(file),
+                    hint="if you trust its maker and the way it reached you, add --trust",
+                )
+            bundle.read_headers()
+            return _store(bundle, tier, file, "own key" if trusted else "as asked", anyway)
     except (DamagedEntryError, OSError) as error:
-        why = str(error) if isinstance(error, DamagedEntryError) else error.strerror or str(error)
+        why = getattr(error, "strerror", None) or str(error)
         raise BundleError(f"The bundle is refused: {why}", where=str(file)) from None
 
 
-def _check_trust(bundle: Opened, tier: DiskTier, file: Path, trust: bool) -> str:
-    if hmac.compare_digest(tier.vouch(bundles.PURPOSE + bundle.sha256), bundle.vouched):
-        return "own key"
-    if trust:
-        return "as asked"
-    raise UntrustedBundleError(
-        "The bundle was made with the key of another directory. Programs are code: importing it "
-        "lets whoever made it run code as you",
-        where=str(file),
-        hint="if you trust its maker, and the way it came here, add --trust",
-    )
-
-
-def _store(
-    bundle: Opened, content: Content, archive: Archive, file: Path, trusted: str, anyway: bool
-) -> Imported:
-    own = environment.here() if content.steps else {}
-    foreign = {step.digest: _foreign(step, own) for step in content.steps}
-    taken = [step for step in content.steps if anyway or not foreign[step.digest]]
-    if content.steps and not taken:
+def _store(bundle: Bundle, tier: DiskTier, file: Path, trusted: str, anyway: bool) -> Imported:
+    steps = bundle.steps()
+    own = environment.here() if steps else {}
+    # For each step, what keeps its builds from serving here; of the build that differs least.
+    foreign = {
+        step.digest: min((environment.foreign_parts(c.told, own) for c in step.candidates), key=len)
+        for step in steps
+    }
+    taken = [step for step in steps if anyway or not foreign[step.digest]]
+    refused = [step for step in steps if step not in taken]
+    if steps and not taken:
         raise ForeignBundleError(
-            "The bundle was built for another environment: its programs would not be found here",
+            "The bundle was built for another environment: no lookup here would find its programs",
             min(foreign.values(), key=len),
             where=str(file),
-            hint="--anyway stores them all the same",
+            hint="--anyway stores them nevertheless",
         )
-    refused = [step for step in content.steps if step not in taken]
-    stored, there = _store_programs(bundle, content, archive.tier, _programs(refused, taken))
+    unneeded = _programs(refused) - _programs(taken)
+    needed = {name for name in bundle.headers if name[0] == "program" and name[1] not in unneeded}
+    missing = [name for name in bundle.headers if name in needed and tier.read(*name) is None]
+    for name in missing:
+        _publish(tier, *name, *bundle.read(*name))
     for step in taken:
-        _publish(archive.tier, "step", step.digest, *_merged(archive.tier, step))
+        _publish(tier, "step", step.digest, *_merged(tier, step))
+    settings = (environment.settings_that_differ(step.candidates[0].told, own) for step in taken)
     return Imported(
         str(file),
         tuple(step.label for step in taken),
-        stored,
-        there,
+        len(missing),
+        len(needed) - len(missing),
         tuple(step.label for step in refused),
         _distinct(foreign.values()),
-        _distinct(environment.settings_that_differ(step.candidates[0].told, own) for step in taken),
+        _distinct(settings),
         trusted,
     )
-
-
-def _foreign(step: BundledStep, own: dict[str, str]) -> list[Part]:
-    """What keeps all builds of a step from serving here, told of the one that comes nearest."""
-    each = (environment.foreign_parts(candidate.told, own) for candidate in step.candidates)
-    return min(each, key=len)
 
 
 def _distinct(parts: Iterable[Iterable[Part]]) -> tuple[Part, ...]:
     return tuple(dict.fromkeys(part for some in parts for part in some))
 
 
-def _programs(refused: list[BundledStep], taken: list[BundledStep]) -> set[str]:
-    """The programs that only steps which are refused need."""
-    needed = {each.program for step in taken for each in step.candidates}
-    return {each.program for step in refused for each in step.candidates} - needed
+def _programs(steps: Iterable[Step]) -> set[str]:
+    return {each.program for step in steps for each in step.candidates}
 
 
-def _store_programs(
-    bundle: Opened, content: Content, tier: DiskTier, unneeded: set[str]
-) -> tuple[int, int]:
-    """Returns how many were stored, and how many were there already: those are left as they are."""
-    stored, there = 0, 0
-    for digest, (header, place) in content.programs.items():
-        if digest in unneeded:
-            continue
-        if tier.read("program", digest) is not None:
-            there += 1
-            continue
-        bundle.file.seek(place)
-        _publish(tier, "program", digest, header.about, read_payload(bundle.file, header))
-        stored += 1
-    return stored, there
-
-
-def _merged(tier: DiskTier, step: BundledStep) -> tuple[dict[str, Any], bytes]:
-    """A step's entry with the builds that were there already, the latest first."""
+def _merged(tier: DiskTier, step: Step) -> tuple[dict[str, Any], bytes]:
+    """A step's entry together with the builds that the directory already has, the latest first."""
     entry = tier.read("step", step.digest)
     known: list[Candidate] = []
     if entry is not None:
@@ -292,5 +299,5 @@ def _publish(tier: DiskTier, kind: str, digest: str, about: dict[str, Any], payl
         raise BundleError(
             f"{kind} {digest[:12]} cannot be stored",
             where=str(tier.directory),
-            hint="stepcache doctor says what is wrong with the directory",
+            hint="stepcache doctor checks the directory",
         )

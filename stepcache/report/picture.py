@@ -1,89 +1,194 @@
-"""`plan_svg`: the transfers of one call as a picture, for people who would rather look than read.
+"""`plan_svg`: a picture of the transfers that one call makes, next to what they would be unshared.
 
-Each row is a transfer of the plan. On the left is what its readers would do on their own, on the
-right what the plan does: *A Tour of TensorFlow* (Goldsborough, 2016), Fig. 5b and 5c.
+Each row is a transfer. On the left, every reader (an argument on a device) fetches the value from
+its master copy (*A Tour of TensorFlow*, Goldsborough 2016, Fig. 5b). On the right is the plan
+(Fig. 5c). The two are the same for values that a step writes back and for values on the devices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from html import escape
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from stepcache.report.diagram import (
-    DEVICES_MIDDLE,
-    HOST_MIDDLE,
-    LABEL_SIZE,
-    WIDTH,
-    Diagram,
-    draw_labels,
-    height_of,
-)
-from stepcache.report.flows import Flow, Lane, Totals, lanes, savings, totals
-from stepcache.report.svg import Canvas, line_height, printable, wrapped
-from stepcache.units import listed, readable_bytes
-from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Plan
+from stepcache.report.svg import Canvas, line_height, printable, shortened, text_width, wrapped
+from stepcache.units import counted, listed, readable_bytes
+from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Plan, Transfer
 
-_MARGIN, _GAP = 24.0, 28.0
-_PAGE = 2 * (_MARGIN + WIDTH) + _GAP
-_LEFT, _RIGHT = _MARGIN, _MARGIN + WIDTH + _GAP
-_TITLE_SIZE, _HEAD_SIZE, _TEXT_SIZE = 18.0, 14.0, 12.5
+_MARGIN, _GAP, _WIDTH = 24.0, 28.0, 500.0
+_PAGE = 2 * (_MARGIN + _WIDTH) + _GAP
+_LEFT, _RIGHT, _INNER = _MARGIN, _MARGIN + _WIDTH + _GAP, _PAGE - 2 * _MARGIN
+_HEAD, _TEXT, _LABEL, _SMALL = 14.0, 12.5, 12.0, 10.5  # Font sizes.
 _THINNEST, _WIDEST = 1.2, 5.5
-_BAR_LEFT, _BAR_HEIGHT = 250.0, 10.0
-
+# In a column: left edge and width of the two bands of memory, the bus between devices, the bars.
+_HOST, _DEVICES, _BUS, _BARS = (8.0, 104.0), (276.0, 160.0), 474.0, 250.0
+_PITCH, _SLOT_HEIGHT, _VALUE_HEIGHT, _PAD, _INSET = 18.0, 15.0, 34.0, 6.0, 3.0
+_DEVICES_DRAWN, _READERS_DRAWN = 8, 3
 
 _HOW_TO_READ = (
     "Each row is one version of a value, with its bytes counted once. Above a drawing: how many "
     "arrows cross a link, the bytes of each, and of all of them. In the host's memory: the bytes "
     "of the value, or of the shares that cross. The wider an arrow, the more bytes."
 )
+_NO_PLAN = "Nothing is planned: the call passes no Variables."
 
 
 class Explained(Protocol):
-    """What is drawn of an `Explanation`."""
+    """The fields of an `Explanation` that the picture shows."""
 
     @property
-    def step(self) -> str:
-        """The step's name."""
-        ...
+    def step(self) -> str: ...
+    @property
+    def mesh(self) -> Mapping[str, int] | None: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def moved_bytes(self) -> int: ...
+
+
+# ---- what moves ---------------------------------------------------------------------------------
+
+
+class Flow(NamedTuple):
+    """The movement of one value between a host and its devices.
+
+    In the pattern "each" an arrow goes from the host to every reader; in "fanout" one goes to the
+    first device, which passes the value on; in "shares" a share goes to every device, and they
+    gather the rest; in "back" a share goes from every device to the host; at "rest" nothing moves.
+    """
+
+    pattern: str
+    devices: int
+    note: str
+    size_bytes: int = 0
+    readers: tuple[str, ...] = ()  # On each device; empty if they share one copy.
+    host_bytes: int = 0
+    device_bytes: int = 0
 
     @property
-    def mesh(self) -> Mapping[str, int] | None:
-        """Axes and sizes of the mesh."""
-        ...
+    def host_arrows(self) -> int:
+        """Number of arrows over the host's link."""
+        counts = {"rest": 0, "fanout": 1, "each": self.devices * max(1, len(self.readers))}
+        return counts.get(self.pattern, self.devices)
 
     @property
-    def plan(self) -> Plan:
-        """The transfers of the call."""
-        ...
+    def device_arrows(self) -> int:
+        """Number of devices that receive bytes from other devices."""
+        return (self.devices - (self.pattern == "fanout")) if self.device_bytes else 0
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes that the call moves, for variables and for other arguments."""
-        ...
+    def host_part(self) -> float:
+        """Bytes of one arrow over the host's link."""
+        return self.host_bytes / max(1, self.host_arrows)
+
+    @property
+    def device_part(self) -> float:
+        """Bytes of one arrow between devices."""
+        return self.device_bytes / max(1, self.device_arrows)
+
+
+class Lane(NamedTuple):
+    """One row: a transfer, what its readers would do unshared, and what the plan does."""
+
+    transfer: Transfer
+    naive: Flow
+    planned: Flow
+
+
+class Totals(NamedTuple):
+    """Bytes of a call over the host's link, and between devices."""
+
+    host_bytes: int
+    device_bytes: int
+
+
+def lanes(plan: Plan) -> tuple[Lane, ...]:
+    """A row for each transfer of a plan, in its order."""
+    moved = {each.variable for each in plan.transfers if each.target == "devices" and each.bytes}
+    return tuple(Lane(each, _naive(each, moved), _planned(each)) for each in plan.transfers)
+
+
+def totals(flows: Iterable[Flow]) -> Totals:
+    """The bytes of several flows."""
+    flows = tuple(flows)
+    return Totals(sum(flow.host_bytes for flow in flows), sum(flow.device_bytes for flow in flows))
+
+
+def savings(naive: Totals, planned: Totals) -> str:
+    """How many bytes over the host's link the plan saves, as a sentence."""
+    was, now = naive.host_bytes, planned.host_bytes
+    if was == now:
+        moved = f"{readable_bytes(now)} cross" if now else "Nothing crosses"
+        return f"{moved} the host's link, either way."
+    if not now:
+        return f"Nothing crosses the host's link, where {readable_bytes(was)} would."
+    factor = f"{was / now:.1f} × less" if was > now else f"{now / was:.1f} × more"
+    there = f"{readable_bytes(now)} planned, {readable_bytes(was)} naive"
+    return f"{factor} over the host's link: {there}."
+
+
+def _planned(transfer: Transfer) -> Flow:
+    links, extent = dict(transfer.link_bytes), transfer.extent
+    if not transfer.bytes:
+        return Flow("rest", extent.devices, transfer.why)
+    note = f"{transfer.route}: {transfer.why}"
+    if transfer.wire:
+        note += f"; as {transfer.wire} on the wire, {transfer.error_bound}"
+    if len(transfer.readers) > 1 and transfer.route != "scatter":
+        note += f". One transfer serves {listed(transfer.readers)}"
+    # A value that is split over the devices goes to each of them, whatever its route.
+    whole = extent.held_bytes == extent.size_bytes * extent.devices
+    fanout = "fanout" if whole else "shares"
+    return Flow(
+        {"scatter": "back", "each": "each", "fanout": fanout}.get(transfer.route, "shares"),
+        extent.devices,
+        note,
+        extent.size_bytes,
+        host_bytes=links.get(HOST_LINK, 0),
+        device_bytes=links.get(DEVICE_LINK, 0),
+    )
+
+
+def _naive(transfer: Transfer, moved: set[str]) -> Flow:
+    extent, devices = transfer.extent, transfer.extent.devices
+    if transfer.source == "devices" and transfer.bytes:
+        return _planned(transfer)._replace(note="what is written goes back once, either way")
+    if transfer.source == "devices" or not extent.held_bytes:
+        return _planned(transfer)
+    if transfer.route == "none" and transfer.variable in moved:
+        note = "a prefetch is counted in the step that starts it"
+        return Flow("rest", devices, note)
+    readers = transfer.readers or ("the step",)
+    where = "the device" if devices == 1 else f"each of {devices} devices"
+    fetch = "fetches it" if len(readers) == 1 else "each fetch it"
+    note = f"{listed(readers)} {fetch} on {where}{', uncoded' if transfer.wire else ''}"
+    fetched = extent.held_bytes * len(readers)
+    return Flow("each", devices, note, extent.size_bytes, readers, fetched)
+
+
+# ---- the picture and its page -------------------------------------------------------------------
 
 
 def plan_svg(explanation: Explained) -> str:
-    """Draws which bytes one call of a step moves for its `Variables`, and what sharing them saves.
+    """Draws the bytes that one call of a step moves for its `Variables`, and what sharing saves.
 
-    On the left every reader, which is an argument on a device, fetches each value for itself from
-    where its master copy is. On the right is the plan: one transfer for each version of a variable
-    and each memory, by its route. The wider an arrow, the more bytes it stands for. What is
-    written back is the same on both, and where nothing moves there is no drawing.
+    On the left, every argument on every device fetches each value from its master copy. On the
+    right is the plan: one transfer for each version of a variable and each memory, by its route.
+    The wider an arrow, the more bytes. Values that do not move have no drawing.
 
     Args:
         explanation: from `step.explain(...)`.
 
     Returns:
-        An SVG element that refers to nothing outside itself; its colours follow the reader's
+        An SVG element that refers to nothing outside itself. Its colours follow the reader's
         choice of light or dark.
     """
     return _Picture(explanation).drawn()
 
 
 def plan_html(explanation: Explained) -> str:
-    """A page with the picture of a plan, and the text of its explanation."""
+    """A page with the picture of a plan and the text of its explanation."""
     title = escape(printable(f"{explanation.step}: what one call moves"))
     text = "\n".join(escape(printable(line)) for line in str(explanation).splitlines())
     return f"""<!doctype html>
@@ -111,7 +216,7 @@ pre {{ padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }}
 
 
 class _Picture:
-    """One picture, drawn from above; `_y` is where the next part begins."""
+    """One picture, drawn from the top; `_y` is where the next part begins."""
 
     def __init__(self, explained: Explained):
         self._explained = explained
@@ -119,135 +224,217 @@ class _Picture:
         self._naive = totals(lane.naive for lane in self._lanes)
         self._planned = totals(lane.planned for lane in self._lanes)
         flows = [flow for lane in self._lanes for flow in (lane.naive, lane.planned)]
-        self._largest = max(map(_part, flows), default=0.0)
+        self._largest = max((max(flow.host_part, flow.device_part) for flow in flows), default=0.0)
         self._canvas, self._y = Canvas(), _MARGIN
 
     def drawn(self) -> str:
-        step = printable(self._explained.step)
-        title = f"{step}: what one call moves for its variables"
-        self._paragraph(title, _TITLE_SIZE, bold=True)
-        self._paragraph(_mesh_text(self._explained.mesh), _TEXT_SIZE, "quiet")
+        title = f"{printable(self._explained.step)}: what one call moves for its variables"
+        self._paragraph("ink", title, 18.0, bold=True)
+        self._paragraph("quiet", _mesh_text(self._explained.mesh), _TEXT)
         self._y += 12
         if not self._lanes:
-            self._paragraph("Nothing is planned: the call passes no Variables.", _HEAD_SIZE)
+            self._paragraph("ink", _NO_PLAN, _HEAD)
         if self._largest:
             self._legend()
-            self._heads()
         for lane in self._lanes:
             self._lane(lane)
         if self._largest:
-            self._totals()
+            self._sums()
         if self._lanes:
-            self._paragraph(savings(self._naive, self._planned), 16.0, bold=True)
+            self._paragraph("ink", savings(self._naive, self._planned), 16.0, bold=True)
         others = self._explained.moved_bytes - self._explained.plan.bytes
         if others > 0:
             moved = f"Other arguments move {readable_bytes(others)} to devices, not drawn here."
-            self._paragraph(moved, _TEXT_SIZE, "quiet")
-        return self._canvas.document(_PAGE, self._y + _MARGIN, title, self._told())
+            self._paragraph("quiet", moved, _TEXT)
+        return self._canvas.document(_PAGE, self._y + _MARGIN, title, self._description())
 
-    def _paragraph(self, text: str, size: float, kind: str = "ink", bold: bool = False) -> None:
-        lines = wrapped(text, _PAGE - 2 * _MARGIN, size, bold)
-        self._y = self._canvas.paragraph(kind, _LEFT, self._y, lines, size, bold)
+    def _description(self) -> str:
+        if not self._lanes:
+            return _NO_PLAN
+        sentences = [
+            f"{printable(each.variable)}, {_about(each)}: {_moves(planned)}; "
+            f"{printable(planned.note)}."
+            for each, _, planned in self._lanes
+        ]
+        return " ".join((*sentences, savings(self._naive, self._planned)))
 
-    def _stroke(self, size_bytes: float) -> float:
-        """How wide an arrow is: as the root of its bytes, to set whole values off from shares."""
-        share = math.sqrt(size_bytes / self._largest) if self._largest else 0.0
-        return _THINNEST + (_WIDEST - _THINNEST) * share
-
-    # ---- above the rows -----------------------------------------------------------------------
+    def _paragraph(self, kind: str, text: str, size: float, bold: bool = False) -> None:
+        self._y = self._canvas.paragraph(kind, (_LEFT, self._y), _INNER, text, size, bold)
 
     def _legend(self) -> None:
         y = self._y + 14
-        x = _LEFT
-        for kind, text in (("host", HOST_LINK), ("device", DEVICE_LINK)):
-            self._canvas.arrow(kind, [(x, y), (x + 30, y)], 3, text)
-            self._canvas.text("ink", x + 38, y + 4, text, _TEXT_SIZE)
-            x += 190
+        for x, kind, link in ((_LEFT, "host", HOST_LINK), (_LEFT + 190, "device", DEVICE_LINK)):
+            self._canvas.arrow(kind, (x, y), (x + 30, y), 3)
+            self._canvas.text("ink", (x + 38, y + 4), link, _TEXT)
         self._y = y + 14
-        self._paragraph(_HOW_TO_READ, _TEXT_SIZE, "quiet")
-        self._y += 10
-
-    def _heads(self) -> None:
-        heads = (
+        self._paragraph("quiet", _HOW_TO_READ, _TEXT)
+        y = self._y + 10 + _HEAD
+        for x, head, what in (
             (_LEFT, "Naive", "every argument fetches on every device"),
             (_RIGHT, "Planned", "one transfer for each version and memory"),
-        )
-        for x, head, what in heads:
-            base = self._y + _HEAD_SIZE
-            self._canvas.text("ink", x, base, head, _HEAD_SIZE, bold=True)
-            self._canvas.text("quiet", x + 84, base, what, _TEXT_SIZE)
-            for middle, memory in ((HOST_MIDDLE, "host memory"), (DEVICES_MIDDLE, "devices")):
-                at = x + middle
-                self._canvas.text("ink", at, base + 24, memory, _TEXT_SIZE, "middle")
-        self._y += _HEAD_SIZE + 34
-
-    # ---- rows ------------------------------------------------------------------------------------
+        ):
+            self._canvas.text("ink", (x, y), head, _HEAD, bold=True)
+            self._canvas.text("quiet", (x + 84, y), what, _TEXT)
+            for memory, left, width in (("host memory", *_HOST), ("devices", *_DEVICES)):
+                middle = (x + left + width / 2, y + 24)
+                self._canvas.text("ink", middle, memory, _TEXT, anchor="middle")
+        self._y = y + 34
 
     def _lane(self, lane: Lane) -> None:
-        self._strip(lane)
+        """A row: the variable's name, and the two flows side by side."""
+        about = _about(lane.transfer)
+        names = wrapped(printable(lane.transfer.variable), _INNER - 16, _HEAD, bold=True)
+        lines = wrapped(about, _INNER - 16, _LABEL)
+        height = len(names) * line_height(_HEAD) + len(lines) * line_height(_LABEL) + 8
+        self._canvas.box("strip", _LEFT, self._y, _INNER, height, 4)
+        at, inner = (_LEFT + 8, self._y + 3), _INNER - 16
+        variable = printable(lane.transfer.variable)
+        below = self._canvas.paragraph("ink", at, inner, variable, _HEAD, bold=True)
+        self._canvas.paragraph("quiet", (_LEFT + 8, below), inner, about, _LABEL)
+        self._y += height + 6
         if lane.naive.pattern == lane.planned.pattern == "rest":
-            self._paragraph(_at_rest(lane.planned), LABEL_SIZE, "quiet")
+            self._paragraph("quiet", _at_rest(lane.planned), _LABEL)
             self._y += 14
             return
         columns = ((_LEFT, lane.naive), (_RIGHT, lane.planned))
-        moving = [(x, flow) for x, flow in columns if flow.pattern != "rest"]
-        top = max(draw_labels(self._canvas, flow, x, self._y) for x, flow in moving) + 2
+        top = max(self._link_labels(flow, x) for x, flow in columns) + 2
         ends = []
         for x, flow in columns:
             text, below = _at_rest(flow), self._y
             if flow.pattern != "rest":
-                Diagram(self._canvas, flow, x, top, self._stroke).draw()
-                text, below = printable(flow.note), top + height_of(flow) + 4
-            note = wrapped(text, WIDTH - 16, LABEL_SIZE)
-            ends.append(self._canvas.paragraph("quiet", x + 8, below, note, LABEL_SIZE))
+                text, below = printable(flow.note), self._flow(flow, x, top) + 4
+            ends.append(self._canvas.paragraph("quiet", (x + 8, below), _WIDTH - 16, text, _LABEL))
         self._y = max(ends) + 14
 
-    def _strip(self, lane: Lane) -> None:
-        """The head of a row."""
-        width = _PAGE - 2 * _MARGIN
-        name = wrapped(printable(lane.transfer.variable), width - 16, _HEAD_SIZE, bold=True)
-        about = wrapped(_about(lane), width - 16, LABEL_SIZE)
-        height = len(name) * line_height(_HEAD_SIZE) + len(about) * line_height(LABEL_SIZE) + 8
-        self._canvas.box("strip", _LEFT, self._y, width, height, 4)
-        top = self._canvas.paragraph("ink", _LEFT + 8, self._y + 3, name, _HEAD_SIZE, bold=True)
-        self._canvas.paragraph("quiet", _LEFT + 8, top, about, LABEL_SIZE)
-        self._y += height + 6
+    def _link_labels(self, flow: Flow, x: float) -> float:
+        """Writes what crosses each link; returns where the labels end."""
+        ends = [self._y]
+        for kind, link, size, arrows, (left, _), right in (
+            ("host", HOST_LINK, flow.host_bytes, flow.host_arrows, _HOST, _DEVICES[0] - 8),
+            ("device", DEVICE_LINK, flow.device_bytes, flow.device_arrows, _DEVICES, _WIDTH),
+        ):
+            if size:
+                for text in (link, _product(size, arrows)):
+                    at = (x + left, ends[-1] if text != link else self._y)
+                    ends.append(self._canvas.paragraph(kind, at, right - left, text, _LABEL))
+        return max(ends)
 
-    # ---- below the rows -----------------------------------------------------------------------
-
-    def _totals(self) -> None:
-        width = _PAGE - 2 * _MARGIN
-        self._canvas.box("strip", _LEFT, self._y, width, 1, 0)
+    def _sums(self) -> None:
+        """The totals of both columns as bars."""
+        self._canvas.box("strip", _LEFT, self._y, _INNER, 1, 0)
         self._y += 10
-        self._paragraph("The sums of all rows, with bars of one scale:", _TEXT_SIZE, "quiet")
-        self._y += 6
-        largest = max(*_sizes(self._naive), *_sizes(self._planned), 1)
+        self._paragraph("quiet", "The sums of all rows, with bars of one scale:", _TEXT)
+        largest = max(*self._naive, *self._planned, 1)
         for x, sums in ((_LEFT, self._naive), (_RIGHT, self._planned)):
-            y = self._y
-            for kind, link, size in zip(
-                ("host", "device"), (HOST_LINK, DEVICE_LINK), _sizes(sums), strict=True
+            for y, kind, link, size in (
+                (self._y + 6, "host", HOST_LINK, sums.host_bytes),
+                (self._y + 26, "device", DEVICE_LINK, sums.device_bytes),
             ):
                 text = f"{link}: {readable_bytes(size)}"
-                self._canvas.text(kind, x + 8, y + _TEXT_SIZE, text, _TEXT_SIZE, bold=True)
-                bar = (WIDTH - _BAR_LEFT - 8) * size / largest
-                if bar:
-                    at = (x + _BAR_LEFT, y + 3)
-                    self._canvas.box(kind, *at, max(bar, 1.5), _BAR_HEIGHT, 2)
-                y += 20
-        self._y += 50
+                self._canvas.text(kind, (x + 8, y + _TEXT), text, _TEXT, bold=True)
+                if size:
+                    width = max((_WIDTH - _BARS - 8) * size / largest, 1.5)
+                    self._canvas.box(kind, x + _BARS, y + 3, width, 10, 2)
+        self._y += 56
 
-    # ---- for screen readers ---------------------------------------------------------------------
+    # ---- one flow -------------------------------------------------------------------------------
 
-    def _told(self) -> str:
-        """The picture in words."""
-        if not self._lanes:
-            return "Nothing is planned: the call passes no Variables."
-        sentences = [
-            f"{printable(lane.transfer.variable)}, {_about(lane)}: {_moves(lane.planned)}"
-            f"{printable(lane.planned.note)}."
-            for lane in self._lanes
-        ]
-        return " ".join((*sentences, savings(self._naive, self._planned)))
+    def _flow(self, flow: Flow, x: float, top: float) -> float:
+        """Draws the host's memory, the devices' memories and what moves; returns the lower edge."""
+        slots = _slots(flow, top + _PAD)
+        height = max(slots[-1].top + _SLOT_HEIGHT, top + _PAD + _VALUE_HEIGHT) + _PAD - top
+        for left, width in (_HOST, _DEVICES):
+            self._canvas.box("band", x + left, top, width, height, 5)
+        for slot in slots:
+            self._slot("place", _DEVICES, slot, slot.label, x)
+        if flow.pattern in ("shares", "back"):
+            for slot in slots:
+                self._slot("value", _HOST, slot, readable_bytes(round(flow.host_part)), x)
+                self._crossing(flow, slot, x, slot.middle)
+        else:  # One value on the host, which goes to each reader, or to the first device.
+            first = flow.pattern == "fanout"
+            receiving = slots[:1] if first else slots
+            size = max(_VALUE_HEIGHT, 0.0 if first else height / 2)
+            value_top = top + (_PAD if first else (height - size) / 2)
+            value = _Slot("", value_top, height=size)
+            self._slot("value", _HOST, value, readable_bytes(flow.size_bytes), x)
+            for number, slot in enumerate(receiving):
+                spread = value_top + 6 + (size - 12) * (number + 0.5) / len(receiving)
+                self._crossing(flow, slot, x, slot.middle if first else spread)
+        if flow.device_bytes:
+            self._bus(flow, slots, x)
+        return top + height
+
+    def _stroke(self, size_bytes: float) -> float:
+        """Width of an arrow. The square root sets whole values apart from shares."""
+        return _THINNEST + (_WIDEST - _THINNEST) * math.sqrt(size_bytes / self._largest)
+
+    def _slot(self, kind: str, band: tuple[float, float], slot: _Slot, label: str, x: float):
+        """A labelled box across a band."""
+        left, width = x + band[0] + _PAD, band[1] - 2 * _PAD
+        self._canvas.box(kind + slot.more, left, slot.top, width, slot.height)
+        fitting = shortened(label, width - 2 * _INSET, _SMALL)
+        middle = (left + width / 2, slot.middle + _SMALL * 0.36)
+        self._canvas.text("ink", middle, fitting, _SMALL, anchor="middle")
+
+    def _crossing(self, flow: Flow, slot: _Slot, x: float, host_y: float) -> None:
+        """An arrow over the host's link."""
+        ends = (x + sum(_HOST) - _PAD + 2, host_y), (x + _DEVICES[0] + _PAD - 2, slot.middle)
+        start, end = ends[::-1] if flow.pattern == "back" else ends
+        self._canvas.arrow(f"host{slot.more}", start, end, self._stroke(flow.host_part))
+
+    def _bus(self, flow: Flow, slots: list[_Slot], x: float) -> None:
+        """A line beside the devices, and an arrow to each of them; from the first in a fanout."""
+        edge, bus, width = x + sum(_DEVICES) - _PAD + 2, x + _BUS, self._stroke(flow.device_part)
+        top, bottom = slots[0].middle - width / 2, slots[-1].middle + width / 2
+        self._canvas.arrow("device", (bus, top), (bus, bottom), width, head=False)
+        for slot in slots:
+            receives = slot is not slots[0] or flow.pattern != "fanout"
+            at, there = (bus, slot.middle), (edge, slot.middle)
+            self._canvas.arrow(f"device{slot.more}", at, there, width, head=receives)
+
+
+class _Slot(NamedTuple):
+    """The memory of a device; with `more=" more"`, of several that are drawn as one."""
+
+    label: str
+    top: float
+    more: str = ""
+    height: float = _SLOT_HEIGHT
+
+    @property
+    def middle(self) -> float:
+        return self.top + self.height / 2
+
+
+def _slots(flow: Flow, top: float) -> list[_Slot]:
+    """The memories that a flow reaches, from `top` down."""
+    readers = [(f" · {printable(reader)}", "") for reader in flow.readers]
+    if len(readers) < 2:
+        readers = [("", "")]
+    elif len(readers) > _READERS_DRAWN:
+        left = len(readers) - _READERS_DRAWN + 1
+        readers[_READERS_DRAWN - 1 :] = [(f" · {left} more", " more")]
+    if flow.devices * len(readers) == 1:
+        top += (_VALUE_HEIGHT - _SLOT_HEIGHT) / 2  # Beside the middle of the value.
+    slots = []
+    for device in range(min(flow.devices, _DEVICES_DRAWN)):
+        for reader, more in readers:
+            label = f"device {device}{reader}"
+            fits = text_width(label, _SMALL) <= _DEVICES[1] - 2 * (_PAD + _INSET)
+            slots.append(_Slot(label if fits else f"{device}{reader}", top, more))
+            top += _PITCH
+        top += 4 if len(readers) > 1 else 0
+    if flow.devices > _DEVICES_DRAWN:
+        slots.append(_Slot(f"… and {flow.devices - _DEVICES_DRAWN} more", top, " more"))
+    return slots
+
+
+def _mesh_text(mesh: Mapping[str, int] | None) -> str:
+    if mesh is None:
+        return "No mesh."
+    axes = " × ".join(f"{name} {size}" for name, size in mesh.items())
+    return printable(f"Mesh: {axes}; {counted(math.prod(mesh.values()), 'device')}.")
 
 
 def _at_rest(flow: Flow) -> str:
@@ -256,33 +443,22 @@ def _at_rest(flow: Flow) -> str:
 
 def _moves(flow: Flow) -> str:
     links = ((flow.host_bytes, HOST_LINK), (flow.device_bytes, DEVICE_LINK))
-    moved = [f"{readable_bytes(size)} {link}" for size, link in links if size]
-    return f"{', '.join(moved) or 'nothing moves'}; "
+    return ", ".join(f"{readable_bytes(n)} {link}" for n, link in links if n) or "nothing moves"
 
 
-def _about(lane: Lane) -> str:
-    """A row's version, size and readers."""
-    transfer = lane.transfer
+def _about(transfer: Transfer) -> str:
+    """Version, size and readers of a row's value."""
     size = readable_bytes(transfer.extent.size_bytes)
     verb = "written by" if transfer.route == "scatter" else "for"
     readers = f" · {verb} {listed(transfer.readers)}" if transfer.readers else ""
     return printable(f"version {transfer.version} · {size}{readers}")
 
 
-def _part(flow: Flow) -> float:
-    """The most bytes that one arrow of a flow stands for."""
-    return max(
-        flow.host_bytes / max(1, flow.host_arrows), flow.device_bytes / max(1, flow.device_arrows)
+def _product(size_bytes: int, parts: int) -> str:
+    """`8 × 2.1 kB = 16.7 kB`."""
+    total, (part, rest) = readable_bytes(size_bytes), divmod(size_bytes, max(1, parts))
+    if parts < 2:
+        return f"1 × {total}"
+    return (
+        f"{parts} parts, {total} in all" if rest else f"{parts} × {readable_bytes(part)} = {total}"
     )
-
-
-def _sizes(sums: Totals) -> Sequence[int]:
-    return sums.host_bytes, sums.device_bytes
-
-
-def _mesh_text(mesh: Mapping[str, int] | None) -> str:
-    if mesh is None:
-        return "No mesh."
-    devices = math.prod(mesh.values())
-    axes = " × ".join(f"{name} {size}" for name, size in mesh.items())
-    return printable(f"Mesh: {axes}; {devices} device{'s' if devices != 1 else ''}.")

@@ -1,4 +1,4 @@
-"""Says that a build takes long: a progress line on a terminal, one log line elsewhere."""
+"""Shows builds that take long: a progress line on a terminal, one log line elsewhere."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from stepcache.events import BuildFailed, Built, Event, Loaded, StageStarted, re
 _log = logging.getLogger("stepcache")
 
 
+_LOOK_SECONDS = 0.1
+
+
 @dataclass(slots=True)
 class _Running:
     step: str
@@ -27,16 +30,13 @@ class _Running:
     progress: Progress | None = None
 
 
-_LOOK_SECONDS = 0.1
-
-
 @dataclass(slots=True)
 class BuildProgress:
     """A subscriber of the recorder that shows builds which take longer than `after_seconds`.
 
     Attributes:
-        after_seconds: how long a build stays silent.
-        console: where to show it; by default, standard error as it is at that time.
+        after_seconds: how long a build must take to be shown.
+        console: where to show it; by default standard error.
     """
 
     after_seconds: float = 2.0
@@ -71,69 +71,57 @@ class BuildProgress:
         if self._watcher is not None and self._watcher.is_alive():
             return
         watcher = threading.Thread(target=self._look, name="stepcache progress", daemon=True)
-        with contextlib.suppress(RuntimeError):  # No thread can be started, nor progress shown.
+        with contextlib.suppress(RuntimeError):  # No thread can be started.
             watcher.start()
             self._watcher = watcher
 
     def _look(self) -> None:
-        """Shows the builds that take long, until there have been no builds for a while."""
+        """Shows the builds that take long; returns after some time without any build."""
         idle_until = time.monotonic() + self.after_seconds
         while True:
             time.sleep(min(self.after_seconds, _LOOK_SECONDS))
             now = time.monotonic()
             with self._lock:
-                if not self._running and now > idle_until:
+                if self._running:
+                    idle_until = now + self.after_seconds
+                elif now > idle_until:
                     self._watcher = None
                     return
-                long_ago = now - self.after_seconds
-                due = [n for n, r in self._running.items() if not r.shown and r.started <= long_ago]
-            if self._running:
-                idle_until = now + self.after_seconds
-            for build_id in due:
-                self._show(build_id)
+                for running in self._running.values():
+                    slow = now - running.started >= self.after_seconds
+                    if slow and not running.shown and not _is_in_debugger(running.thread):
+                        running.shown = True
+                        self._show(running)
 
-    def _show(self, build_id: int) -> None:
-        with self._lock:
-            running = self._running.get(build_id)
-            if running is None or _is_in_debugger(running.thread):
-                return
-            running.shown = True
-            console = self.console or Console(stderr=True)
-            if not console.is_terminal:
-                elapsed = time.monotonic() - running.started
-                _log.warning(
-                    "building %s takes long: in %s after %.1f s",
-                    running.step,
-                    running.stage,
-                    elapsed,
-                )
-                return
-            progress = Progress(
-                SpinnerColumn(),
-                TextColumn("building {task.fields[step]}: {task.fields[stage]}"),
-                TimeElapsedColumn(),
-                console=console,
-                transient=True,
-                # Else rich puts its own in the place of sys.stdout and sys.stderr, and what a step
-                # prints to one goes to the other.
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            progress.add_task("", step=running.step, stage=running.stage)
-            progress.start()
-            running.progress = progress
+    def _show(self, running: _Running) -> None:
+        console = self.console or Console(stderr=True)
+        if not console.is_terminal:
+            elapsed = time.monotonic() - running.started
+            message = "building %s takes long: in %s after %.1f s"
+            _log.warning(message, running.step, running.stage, elapsed)
+            return
+        running.progress = Progress(
+            SpinnerColumn(),
+            TextColumn("building {task.fields[step]}: {task.fields[stage]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            # Redirection would send what a step prints to stdout to stderr, or the other way round.
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        running.progress.add_task("", step=running.step, stage=running.stage)
+        running.progress.start()
 
     def _finish(self, build_id: int) -> None:
         with self._lock:
             running = self._running.pop(build_id, None)
-        if running is None:
-            return
-        if running.progress is not None:
+        if running is not None and running.progress is not None:
             running.progress.stop()
 
 
 def _is_in_debugger(thread: int) -> bool:
-    """Whether a thread is stopped in pdb, or another debugger made of `bdb`, which prompts."""
+    """Whether a thread is stopped in pdb, or in another debugger made of `bdb`, at a prompt."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__") == "bdb":

@@ -1,11 +1,12 @@
-"""What the latest runs built and loaded, and why: the ledger on disk, as records.
+"""The latest runs as records: what each built and loaded, and why.
 
-The names of the fields here are the names in the JSON of `stepcache cache why`.
+`stepcache cache why --json` prints these records, with these names.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -16,27 +17,26 @@ from stepcache.storage.run_log import Row
 STAGES = tuple("import hash read agree wait load trace lower compile give execute verify".split())
 _BROUGHT = ("built", "loaded", "relinked")
 _CHANGE: tuple[str, ...] = ("part", "path", "before", "after")
-# Processes of one pod write their first row within that time of each other.
-_POD_SECONDS = 600
+_POD_SECONDS = 600  # The processes of one pod write their first rows within this time.
 
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """One thing that happened to a step in a run.
+    """One event of a step in a run.
 
     Attributes:
-        step: the step's name.
-        label: the step by file and name.
+        step: name of the step.
+        label: file and name of the step.
         event: "built", "loaded" (without a trace), "relinked" (traced, not compiled), "verified",
             "stale" or "failed".
         time: seconds since the epoch.
-        seconds: by stage, that of its first execution too.
-        reason: why the program was not simply there.
+        seconds: duration of each stage, including the first execution.
+        reason: why the call missed.
         changes: what changed since an earlier run: part, path, before, after.
-        unvouched: what keeps the step from being started without a trace.
-        program: digest of the executable; empty where it is not on disk.
+        unvouched: untrackable dependencies, because of which every run must trace the step.
+        program: digest of the executable; empty if it is not on disk.
         lookup: digest of the step's entry.
-        rank: of the process, in its pod.
+        rank: index of the process in its pod.
     """
 
     step: str
@@ -57,10 +57,10 @@ class Rank:
     """One process of a run.
 
     Attributes:
-        rank: its index in the pod.
-        seconds: by stage, over all its steps, and "import".
-        total_seconds: their sum, without what happened in the background.
-        events: how often what happened.
+        rank: index of the process in its pod.
+        seconds: duration of each stage over all steps, and "import".
+        total_seconds: their sum, without background verification.
+        events: number of events of each kind.
     """
 
     rank: int
@@ -74,11 +74,11 @@ class Run:
     """One run of a script: one process, or all processes of a pod.
 
     Attributes:
-        script: name of the main program's file.
-        started_time: of the first row, in seconds since the epoch.
-        ranks: its processes, by rank.
-        slowest: for each stage, the rank that took longest.
-        happenings: what happened, in order.
+        script: file name of the main program.
+        started_time: time of the first event, in seconds since the epoch.
+        ranks: the processes, by rank.
+        slowest: the rank that took longest in each stage.
+        happenings: the events, in order of time.
     """
 
     script: str
@@ -89,38 +89,35 @@ class Run:
 
 
 def latest_runs(archive: Archive | None, step: str | None = None) -> Iterator[Run]:
-    """The runs that used a step, or any, the latest first; only what concerns the step."""
-    if archive is None:
-        return
-    for rows in _pods(archive.history.runs()):
-        if step is not None:
-            rows = [row for row in rows if means(row.label, step) or row.step == step]
+    """Yields runs, the latest first; given a step, only runs of it and only its events."""
+    for rows in _pods(archive.history.runs() if archive is not None else ()):
+        rows = [row for row in rows if step in (None, row.step) or means(row.label, step)]
         if rows:
             yield _run(rows)
 
 
 def steps_known(archive: Archive | None) -> list[str]:
-    """The labels of all steps that the ledger knows."""
+    """The labels of all steps in the run log."""
     runs = archive.history.runs() if archive is not None else ()
     return sorted({row.label for rows in runs for row in rows})
 
 
 def _pods(files: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """Puts together what the processes of one pod wrote, each into a file of its own."""
+    """Joins the files that the processes of one pod wrote, and yields the rows of each run."""
     waiting: list[list[list[Row]]] = []
     for rows in files:
-        pod = next((pod for pod in waiting if _belongs(rows, pod)), None)
-        if pod is not None:
-            pod.append(rows)
-        else:
+        pod = next((pod for pod in waiting if _belongs(rows[0], pod)), None)
+        if pod is None:
             waiting.append([rows])
+        else:
+            pod.append(rows)
         while waiting and len(waiting[0]) == waiting[0][0][0].processes:
-            yield _in_order(waiting.pop(0))
-    yield from map(_in_order, waiting)
+            yield _by_time(waiting.pop(0))
+    yield from map(_by_time, waiting)
 
 
-def _belongs(rows: list[Row], pod: list[list[Row]]) -> bool:
-    row, first = rows[0], pod[0][0]
+def _belongs(row: Row, pod: list[list[Row]]) -> bool:
+    first = pod[0][0]
     return (
         (row.script, row.processes) == (first.script, first.processes)
         and row.rank not in {each[0].rank for each in pod}
@@ -128,7 +125,7 @@ def _belongs(rows: list[Row], pod: list[list[Row]]) -> bool:
     )
 
 
-def _in_order(pod: list[list[Row]]) -> list[Row]:
+def _by_time(pod: list[list[Row]]) -> list[Row]:
     return sorted(itertools.chain.from_iterable(pod), key=lambda row: row.time)
 
 
@@ -137,58 +134,55 @@ def _run(rows: list[Row]) -> Run:
     for row in rows:
         by_rank.setdefault(row.rank, []).append(row)
     ranks = tuple(_rank(rank, by_rank[rank]) for rank in sorted(by_rank))
-    stages = in_order({stage for rank in ranks for stage in rank.seconds})
     slowest = {
-        stage: max(ranks, key=lambda rank: rank.seconds.get(stage, 0.0)).rank for stage in stages
+        stage: max(ranks, key=lambda rank: rank.seconds.get(stage, 0.0)).rank
+        for stage in in_order({stage for rank in ranks for stage in rank.seconds})
     }
     happenings = tuple(map(_happening, _with_executions(rows)))
     return Run(rows[0].script, rows[0].time, ranks, slowest, happenings)
 
 
 def _with_executions(rows: list[Row]) -> list[Row]:
-    """Puts the seconds of a first execution to those of what was executed, where that is told."""
+    """Adds the seconds of each first execution to the event that made the program available."""
     kept: list[Row] = []
     for row in rows:
-        if row.event == "executed":
-            for index, each in enumerate(kept):
-                same = (each.rank, each.label) == (row.rank, row.label)
-                if same and each.event in _BROUGHT and "execute" not in each.seconds:
-                    kept[index] = replace(each, seconds=each.seconds | row.seconds)
-                    break
-        else:
+        if row.event != "executed":
             kept.append(row)
+            continue
+        for index, each in enumerate(kept):
+            same = (each.rank, each.label) == (row.rank, row.label)
+            if same and each.event in _BROUGHT and "execute" not in each.seconds:
+                kept[index] = replace(each, seconds=each.seconds | row.seconds)
+                break
     return kept
 
 
 def _rank(rank: int, rows: list[Row]) -> Rank:
     seconds: dict[str, float] = {}
-    events: dict[str, int] = {}
-    for row in rows:
-        events[row.event] = events.get(row.event, 0) + 1
-        for stage, value in row.seconds.items():
-            seconds[stage] = round(seconds.get(stage, 0.0) + value, 4)
-    total = sum(value for stage, value in seconds.items() if stage != "verify")
-    return Rank(rank, {stage: seconds[stage] for stage in in_order(seconds)}, total, events)
+    for stage, taken in itertools.chain.from_iterable(row.seconds.items() for row in rows):
+        seconds[stage] = seconds.get(stage, 0.0) + taken
+    rounded = {stage: round(seconds[stage], 4) for stage in in_order(seconds)}
+    total = sum(value for stage, value in rounded.items() if stage != "verify")
+    return Rank(rank, rounded, total, dict(Counter(row.event for row in rows)))
 
 
 def in_order(stages: Iterable[str]) -> list[str]:
-    """Stages in the order in which a start goes through them."""
+    """Stages in the order in which a miss passes through them."""
     known = {stage: number for number, stage in enumerate(STAGES)}
     return sorted(stages, key=lambda stage: (known.get(stage, len(known)), stage))
 
 
 def _happening(row: Row) -> Happening:
     headline = row.reason.partition("\n")[0]
-    reason = headline.partition(": ")[2] if headline.startswith(f"{row.step}, miss") else row.reason
-    changes = [dict(zip(_CHANGE, each, strict=False)) for each in row.changes]
+    is_miss = headline.startswith(f"{row.step}, miss")
     return Happening(
         row.step,
         row.label,
         row.event,
         row.time,
         {stage: value for stage, value in row.seconds.items() if stage != "import"},
-        reason,
-        tuple(changes),
+        headline.partition(": ")[2] if is_miss else row.reason,
+        tuple(dict(zip(_CHANGE, each, strict=False)) for each in row.changes),
         tuple(row.unvouched),
         row.program,
         row.lookup,
@@ -196,8 +190,8 @@ def _happening(row: Row) -> Happening:
     )
 
 
-def in_words(change: dict[str, str]) -> str:
-    """A change as one reads it: "`model.py:Block.__call__` its code changed"."""
+def change_in_words(change: dict[str, str]) -> str:
+    """A change in words, such as "`model.py:Block.__call__` its code changed"."""
     part, path = change.get("part", ""), change.get("path", "")
     before, after = change.get("before", ""), change.get("after", "")
     if part == "code" and "absent" in (before, after):

@@ -17,7 +17,7 @@ import stepcache as sc
 import stepcache.report
 from stepcache.report import picture, plan_svg
 from stepcache.report.explanation import Explanation
-from stepcache.report.flows import lanes, savings, totals
+from stepcache.report.picture import lanes, savings, totals
 from stepcache.report.svg import printable, shortened, text_width, wrapped
 from stepcache.units import listed, readable_bytes
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Extent, Plan, Transfer
@@ -78,18 +78,17 @@ class Arrow(NamedTuple):
     kind: str
     points: list[tuple[float, float]]
     width: float
-    hint: str
 
 
 def arrows_of(svg: str) -> list[Arrow]:
-    """What stands for bytes: arrows with a head, but for those of the legend."""
+    """The arrows with a head, without the first two: those are the legend's."""
+    paths = list(ElementTree.fromstring(svg).iter(f"{NAMESPACE}path"))
     found = []
-    for group in ElementTree.fromstring(svg).iter(f"{NAMESPACE}g"):
-        title, line, *head = group
-        if head and title.text not in (HOST_LINK, DEVICE_LINK):
+    for line, head in itertools.pairwise(paths):
+        if head.get("class").endswith("head"):
             width = float(line.get("stroke-width"))
-            found.append(Arrow(line.get("class").split()[0], _points(line), width, title.text))
-    return found
+            found.append(Arrow(line.get("class").split()[0], _points(line), width))
+    return found[2:]
 
 
 def _points(path) -> list[tuple[float, float]]:
@@ -198,8 +197,9 @@ def test_a_value_that_is_split_over_devices(mesh):
 def test_host_adam_is_read_and_written(mesh):
     with sc.Session(mesh):
         svg = plan_svg(train_step.explain(on_host(), np.ones((8, 2), np.float32)))
-    hints = [arrow.hint for arrow in arrows_of(svg) if arrow.points[0][0] > MIDDLE]
-    assert sum(" from device" in hint for hint in hints) == 8
+    planned = [arrow for arrow in arrows_of(svg) if arrow.points[0][0] > MIDDLE]
+    back = [each for each in planned if each.kind == "host" and each.points[1] < each.points[0]]
+    assert len(back) == 8
     text = words(svg)
     assert "version 0" in text and "version 1" in text and "written by state" in text
     assert "gather: " in text and "scatter: every share crosses once" in text

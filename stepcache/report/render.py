@@ -1,0 +1,350 @@
+"""Renders records as text: what the command line prints when `--json` is not given.
+
+Each function yields the parts of a text: lines, or tables. Fields are formatted by the unit in
+their name, such as `size_bytes`, `built_seconds` or `used_time`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stepcache.report.doctor import Diagnosis
+from stepcache.report.environment import Part
+from stepcache.report.inventory import Checked, Details, Inventory, Item
+from stepcache.report.moving import Exported, Imported
+from stepcache.report.runs import Happening, Run, change_in_words, in_order
+from stepcache.units import counted, readable_bytes, terminal_width
+
+Rendered = Iterator[str | Text | Table]
+
+_ROWS_SHOWN = 4
+_CUT_WIDTH = 20
+_CHANGES_SHOWN = 12
+_LEAST_SECONDS = 0.005
+_COLORS = {"ok": "green", "warning": "yellow", "fault": "red"}
+_EVENTS = {
+    "built": "built: traced, lowered and compiled",
+    "loaded": "loaded, without a trace",
+    "relinked": "traced, and loaded without compiling",
+    "verified": "verified by a trace in the background",
+    "stale": "found stale by a trace in the background",
+}
+
+
+def show(parts: Iterable[str | Text | Table]) -> None:
+    """Prints parts. Tables are as wide as the terminal, or 100 columns where there is none."""
+    console = Console(width=terminal_width(), markup=False, highlight=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part, soft_wrap=True)
+    for line in capture.get().splitlines():
+        click.echo(line.rstrip().encode(errors="replace").decode())
+
+
+# ---- fields, tables and outlines ----------------------------------------------------------------
+
+
+def _field(name: str, value: Any) -> str:
+    """A field as text, by the unit in its name."""
+    if value is None or value == "":
+        return ""
+    if name.endswith("_bytes"):
+        return readable_bytes(value)
+    if name.endswith("_seconds"):
+        return f"{value:.2f} s"
+    if name.endswith("_time"):
+        return readable_time(value)
+    return str(value)
+
+
+def readable_time(seconds: float | None) -> str:
+    """`Tuesday 2026-11-17 10:02`, in local time."""
+    try:
+        return time.strftime("%A %Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "?"
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def _ago(seconds: float | None) -> str:
+    """`14m ago`."""
+    if not seconds:
+        return ""
+    age = time.time() - seconds
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if age >= size:
+            return f"{int(age / size)}{unit} ago"
+    return "now"
+
+
+def _stages(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{stage} {seconds[stage]:.2f}" for stage in in_order(seconds))
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str] = (),
+    wrap: Sequence[str] = (),
+    cut: str = "",
+) -> Table:
+    """A table in which the columns in `wrap` may wrap, and the cells of `cut` are cut to fit."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    excess = sum(widths) + 2 * (len(columns) - 1) - terminal_width()
+    for name, width in zip(columns, widths, strict=True):
+        justify = "right" if name in right else "left"
+        overflow = "fold" if name in wrap else "ellipsis"
+        most = max(_CUT_WIDTH, width - excess) if name == cut else None
+        table.add_column(
+            name, justify=justify, overflow=overflow, no_wrap=name not in wrap, max_width=most
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _outline(fields: Mapping[str, Any], limit: int | None, indent: str = "") -> Iterator[str]:
+    """Nested data as indented lines; of each collection, the first `limit` rows."""
+    for name, value in fields.items():
+        title = name.removesuffix("_time").removesuffix("_bytes").replace("_", " ")
+        if name == "seconds":
+            yield f"{indent}{title}: {_stages(value)}"
+        elif name in ("facts", "used") and value:
+            yield f"{indent}{title}:"
+            yield from _outline(value, limit, f"{indent}  ")
+        elif isinstance(value, dict | list | tuple):
+            rows = list(value.items() if isinstance(value, dict) else value)
+            if rows:
+                yield f"{indent}{title} ({len(rows)}):"
+            yield from (f"{indent}  {_row(row)}" for row in rows[:limit])
+            if limit is not None and len(rows) > limit:
+                yield f"{indent}  … and {len(rows) - limit} more (--all)"
+        elif text := _field(name, value):
+            yield f"{indent}{title}: {text}"
+
+
+def _row(row: Any) -> str:
+    match row:
+        case {"part": _}:
+            return change_in_words(row)
+        case dict():
+            return ", ".join(_field(name, value) for name, value in row.items())
+        case (str(), str()):
+            return " = ".join(row)
+        case [*parts]:
+            return " ".join(parts)
+    return str(row)
+
+
+# ---- ls, show, verify ---------------------------------------------------------------------------
+
+
+def inventory(found: Inventory, items: Sequence[Item]) -> Rendered:
+    """A row for each step, and for each program that no step names."""
+    if not items:
+        yield f"{found.directory} holds no programs."
+        return
+    columns = ["what", "digest", "builds", "size", "built", "took", "last used", "programs"]
+    shown = len(columns) if terminal_width() >= 100 else -1
+    rows = [_cells(item)[:shown] for item in items]
+    yield _table(columns[:shown], rows, right=("builds", "size", "took"), cut="what")
+    yield (
+        f"{counted(found.steps, 'step')}, {counted(found.programs, 'program')}, "
+        f"{readable_bytes(found.size_bytes)} in {found.directory}"
+    )
+    for item in items:
+        if item.problem:
+            yield Text(f"{item.kind} {item.digest[:12]} is damaged: {item.problem}", "red")
+    if found.damaged:
+        yield "stepcache cache verify puts damaged entries in quarantine."
+
+
+def _cells(item: Item) -> tuple[str, ...]:
+    name = item.label or "?"
+    programs = ", ".join(digest[:8] for digest in item.programs[:1])
+    if len(item.programs) > 1:
+        programs += f" + {len(item.programs) - 1}"
+    if item.missing:
+        programs += f", {len(item.missing)} gone"
+    return (
+        ("damaged: " if item.problem else "")
+        + (name if item.kind == "step" else f"{item.kind} of {name}"),
+        item.digest[:12],
+        str(item.builds or ""),
+        readable_bytes(item.size_bytes),
+        _ago(item.built_time),
+        _field("built_seconds", item.built_seconds),
+        _ago(item.used_time),
+        programs,
+    )
+
+
+def details(found: Details, *, everything: bool) -> Rendered:
+    """One entry: all of it, or the first rows of each list, and of the latest build alone."""
+    limit = None if everything else _ROWS_SHOWN
+    yield Text(f"{found.kind} {found.digest}", "bold")
+    fields = asdict(found)
+    shown = ("label", "size_bytes", "created_time", "used_time", "used_by")
+    yield from _outline({name: fields[name] for name in shown}, limit)
+    if found.problem:
+        yield Text(f"damaged: {found.problem}", "red")
+    for number, build in enumerate(fields["builds"], 1):
+        yield Text(f"\nbuild {number} of {len(found.builds)}", "bold")
+        size = "gone" if build["program_bytes"] is None else readable_bytes(build["program_bytes"])
+        build["program"] = f"{build['program'][:12]}, {size}"
+        build["devices"] = ", ".join(map(str, build["devices"]))
+        left_out = {"program_bytes"}
+        left_out |= set() if everything or number == 1 else {"facts", "used"}
+        yield from _outline({k: v for k, v in build.items() if k not in left_out}, limit, "  ")
+
+
+def verified(count: int, found: Sequence[Checked], directory: str) -> Rendered:
+    """The entries that `verify` complains about, and how many it read."""
+    for each in found:
+        name = f"{each.kind} {each.digest[:12]} {each.label}".rstrip()
+        color = "red" if each.state == "damaged" else "yellow"
+        yield Text(f"{name} is {each.state}: {each.problem}", color)
+    damaged = sum(each.state == "damaged" for each in found)
+    outcome = f"{damaged} damaged, now in quarantine" if damaged else "none is damaged"
+    yield f"{counted(count, 'entry')} in {directory} read and checked: {outcome}."
+
+
+# ---- why ----------------------------------------------------------------------------------------
+
+
+def why(run: Run) -> Rendered:
+    """Each event of a run, with its times and its reason."""
+    ranks = f", {len(run.ranks)} processes" if len(run.ranks) > 1 else ""
+    imports = [rank.seconds["import"] for rank in run.ranks if "import" in rank.seconds]
+    importing = f"; importing took {max(imports):.2f} s" if imports else ""
+    yield Text(f"{_of(run)}{ranks}{importing}", "bold")
+    for each in run.happenings:
+        rank = f", rank {each.rank}" if ranks else ""
+        event = _EVENTS.get(each.event, each.event)
+        yield Text(f"\n{each.step} ({each.label}){rank}: {event}", "bold")
+        yield from (f"  {line}" for line in _happening(each))
+
+
+def _of(run: Run) -> str:
+    return f"{run.script}, run of {readable_time(run.started_time)}"
+
+
+def _happening(each: Happening) -> Iterator[str]:
+    yield f"{sum(each.seconds.values()):.2f} s: {_stages(each.seconds)}"
+    if each.changes or each.event != "loaded":
+        yield from each.reason.splitlines()
+    yield from (f"  {change_in_words(change)}" for change in each.changes[:_CHANGES_SHOWN])
+    if len(each.changes) > _CHANGES_SHOWN:
+        yield f"  … and {counted(len(each.changes) - _CHANGES_SHOWN, 'more change')}"
+    if each.unvouched:
+        yield "every run has to trace it, because these cannot be fingerprinted:"
+        yield from (f"  {name}" for name in each.unvouched[:_CHANGES_SHOWN])
+
+
+def startup_ledger(runs: Sequence[Run]) -> Rendered:
+    """Seconds by stage of several runs, side by side, the latest first.
+
+    The sum leaves out verification, which runs in the background.
+    """
+    headings = ["latest", *(f"{number} before" for number in range(1, len(runs)))]
+    totals = [_slowest(run) for run in runs]
+    stages = in_order({stage for total in totals for stage in total})
+    rows = [
+        [stage, *(f"{total[stage]:.2f}" if stage in total else "·" for total in totals)]
+        for stage in stages
+    ]
+    sums = (sum(total.values()) - total.get("verify", 0.0) for total in totals)
+    rows.append(["all", *(f"{seconds:.2f}" for seconds in sums)])
+    yield _table(["seconds", *headings], rows, right=headings)
+    yield ""
+    for heading, run in zip(headings, runs, strict=True):
+        events = Counter(each.event for each in run.happenings)
+        yield f"{heading}: {_of(run)}; {_counts(events)}"
+
+
+def _slowest(run: Run) -> dict[str, float]:
+    """Seconds of the slowest process in each stage: the others wait for it."""
+    total: dict[str, float] = {}
+    for rank in run.ranks:
+        for stage, seconds in rank.seconds.items():
+            total[stage] = max(total.get(stage, 0.0), seconds)
+    return total
+
+
+def _counts(events: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {event}" for event, count in events.items())
+
+
+def ranks(run: Run) -> Rendered:
+    """The processes of a run side by side, and which was slowest in each stage."""
+    stages = in_order(each for each, taken in _slowest(run).items() if taken >= _LEAST_SECONDS)
+    yield Text(f"{_of(run)}, seconds by stage", "bold")
+    columns = ["rank", *stages, "all", "what"]
+    rows = [
+        [
+            str(rank.rank),
+            *(f"{rank.seconds.get(stage, 0.0):.2f}" for stage in stages),
+            f"{rank.total_seconds:.2f}",
+            _counts(rank.events),
+        ]
+        for rank in run.ranks
+    ]
+    yield _table(columns, rows, right=columns[:-1], wrap=("what",))
+    last = max(run.ranks, key=lambda each: each.total_seconds)
+    slowest = ", ".join(f"{stage} rank {run.slowest[stage]}" for stage in stages)
+    yield f"Rank {last.rank} started slowest; slowest by stage: {slowest}"
+
+
+# ---- export, import, doctor ---------------------------------------------------------------------
+
+
+def exported(result: Exported) -> Rendered:
+    """What a bundle contains, and what was left out."""
+    yield (
+        f"{result.file}: {counted(len(result.steps), 'step')}, "
+        f"{counted(result.programs, 'program')}, {readable_bytes(result.size_bytes)}"
+    )
+    yield from (f"left out: {each}" for each in result.left_out)
+
+
+def imported(result: Imported) -> Rendered:
+    """What was stored from a bundle, and which processes will find it."""
+    there = f" ({result.already_there} more were there)" if result.already_there else ""
+    yield (
+        f"{counted(len(result.steps), 'step')} and {counted(result.programs, 'program')} "
+        f"imported{there}."
+    )
+    if result.foreign:
+        refused = f"refused: {counted(len(result.refused), 'step')}"
+        what = refused if result.refused else "Stored, although"
+        yield f"{what} built for another environment:"
+        yield parts_table(result.foreign)
+    if result.settings:
+        yield "A process finds them if it has these settings, which differ here:"
+        yield parts_table(result.settings)
+
+
+def parts_table(parts: Sequence[Part]) -> Table:
+    """Parts of two environments side by side."""
+    rows = [(part.part, part.bundle, part.here) for part in parts]
+    return _table(("part", "bundle", "here"), rows, wrap=("bundle", "here"))
+
+
+def diagnosis(found: Diagnosis) -> Rendered:
+    """A line for each check, and below it what to try."""
+    width = max(len(check.name) for check in found.checks)
+    for check in found.checks:
+        status = Text(f"{check.status:<8}", _COLORS[check.status])
+        detail, *more = check.detail.splitlines()
+        yield status.append(f"{check.name:<{width}}  {detail}", "default")
+        more += [f"try: {check.hint}"] if check.hint else []
+        yield from (f"{'':{width + 10}}{line}" for line in more)
