@@ -223,7 +223,9 @@ class Session:
         """Ends the session: from now on a step called in it raises `SessionClosedError`.
 
         A call that is running its program on another thread ends as it would have; one that is
-        still building raises once it is built. Programs stay in the cache, which may be shared.
+        still building raises once it is built. On a thread that is still in it, a call may be
+        served where another session, with the same mesh, rules and cache, makes calls like it.
+        Programs stay in the cache, which may be shared.
 
         Raises:
             OptionError: this is the default session.
