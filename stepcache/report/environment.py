@@ -8,7 +8,7 @@ do not make a program foreign.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -47,58 +47,48 @@ def foreign_parts(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part
         facts: dependencies of the build.
         own: from `here`.
     """
-    parts = _differing({name: facts[name] for name in _machine(facts) if name in facts}, own)
+    parts = _differing((name for name in _machine(facts) if name in facts), facts, own)
     for name, version in facts.items():
         if name.startswith("package "):
             installed = own.get(name) or distribution_of(name.removeprefix("package "))[1]
             if installed != version:
                 parts.append(Part(name, version, installed or "absent"))
-    return parts + _too_few_devices(facts, own)
-
-
-def _machine(facts: Mapping[str, str]) -> list[str]:
-    """The parts of the environment that a process cannot choose."""
-    names = [f"environment {name}" for name in _OF_THE_MACHINE]
-    return [name for name in names if name != _TOPOLOGY or not _is_for_cpu(facts)]
-
-
-def _is_for_cpu(facts: Mapping[str, str]) -> bool:
-    # The topology of a CPU is only the number of its devices, which each process chooses.
-    return facts.get("environment backend", "").startswith("cpu")
-
-
-def _too_few_devices(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
     # An executable names its devices by position, so any devices serve if there are enough.
-    counts = re.fullmatch(r"\d+, (\d+) local", facts.get(_DEVICES, ""))
-    if counts is None or _is_for_cpu(facts) or int(counts[1]) <= jax.local_device_count():
-        return []
-    return [Part(_DEVICES, facts[_DEVICES], own[_DEVICES])]
+    count = re.fullmatch(r"\d+, (\d+) local", facts.get(_DEVICES, ""))
+    if count and not _is_for_cpu(facts) and int(count[1]) > jax.local_device_count():
+        parts += _differing([_DEVICES], facts, own)
+    return parts
 
 
 def settings_that_differ(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
     """Settings that the process which runs the step must change, compared with this process."""
     machine = {*_machine(facts), _TOPOLOGY}
 
-    def settings(all_facts: Mapping[str, str]) -> dict[str, str]:
-        return {
-            name: value
-            for name, value in all_facts.items()
-            if name not in machine
-            and (
-                (name.startswith("environment ") and not name.startswith("environment variable "))
-                # Another version of JAX has other settings.
-                or (name.startswith("config ") and name in facts and name in own)
-            )
-        }
+    def is_setting(name: str) -> bool:
+        if name.startswith("config "):  # Another version of JAX has other settings.
+            return name in facts and name in own
+        is_variable = name.startswith("environment variable ")
+        return name.startswith("environment ") and not is_variable and name not in machine
 
-    built, ours = settings(facts), settings(own)
-    added = [Part(name, "absent", value) for name, value in ours.items() if name not in built]
-    return _differing(built, ours) + added
+    return _differing(filter(is_setting, dict.fromkeys((*facts, *own))), facts, own)
 
 
-def _differing(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
+def _machine(facts: Mapping[str, str]) -> list[str]:
+    """The parts of the environment that a process cannot choose."""
+    names = [f"environment {name}" for name in _OF_THE_MACHINE]
+    # The topology of a CPU is only the number of its devices, which each process chooses.
+    return [name for name in names if name != _TOPOLOGY or not _is_for_cpu(facts)]
+
+
+def _is_for_cpu(facts: Mapping[str, str]) -> bool:
+    return facts.get("environment backend", "").startswith("cpu")
+
+
+def _differing(
+    names: Iterable[str], facts: Mapping[str, str], own: Mapping[str, str]
+) -> list[Part]:
     return [
-        Part(name, value, own.get(name, "absent"))
-        for name, value in facts.items()
-        if own.get(name) != value
+        Part(name, facts.get(name, "absent"), own.get(name, "absent"))
+        for name in names
+        if facts.get(name) != own.get(name)
     ]

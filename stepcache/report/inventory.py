@@ -329,8 +329,10 @@ def verify(archive: Archive) -> tuple[int, list[Checked]]:
     sound = [each for each in entries if each.problem is None]
     programs = {each.digest for each in sound if each.kind == "program"}
     for each in sound:
+        if each.kind != "step":
+            continue
         info, payload = archive.tier.peek("step", each.digest)
-        if each.kind != "step" or info is None:
+        if info is None:  # It was removed in the meantime.
             continue
         candidates, problem = _candidates(info, payload)
         missing = {candidate.program for candidate in candidates} - programs

@@ -144,58 +144,46 @@ def _add_entries(
     tar: tarfile.TarFile, tier: DiskTier, wanted: Sequence[str], left_out: list[str]
 ) -> tuple[int, list[str]]:
     """Adds the programs, then the steps that have any. Returns their number and their labels."""
-    steps = list(_chosen_steps(tier, wanted, left_out))
-    named = {each.program for step in steps for each in step.candidates}
-    added, labels = set(), []
-    for each in tier.entries("program"):
-        if each.digest in named or _is_wanted(each, wanted):
-            about, payload = _read_sound(tier, each, left_out)
-            if payload is not None:
-                add_entry(tar, "program", each.digest, about, payload)
-                added.add(each.digest)
-    for step in steps:
-        candidates = [each for each in step.candidates if each.program in added]
-        if candidates:
-            add_entry(tar, "step", step.digest, *pack_candidates(step.label, candidates))
-            labels.append(step.label)
+
+    def is_wanted(entry: EntryInfo) -> bool:
+        named = any(means(label_of(entry), each) for each in wanted)
+        return not wanted or named or entry.digest.startswith(tuple(wanted))
+
+    def is_program_wanted(entry: EntryInfo) -> bool:
+        return entry.digest in named or is_wanted(entry)
+
+    steps: list[Step] = []
+    for entry, payload in _sound_entries(tier, "step", is_wanted, left_out):
+        try:
+            steps.append(Step(entry.digest, label_of(entry), unpack_candidates(payload)))
+        except ValueError as error:
+            left_out.append(f"{label_of(entry)}: it is malformed: {error}")
+    named, added, labels = _programs(steps), set(), []
+    for entry, payload in _sound_entries(tier, "program", is_program_wanted, left_out):
+        add_entry(tar, "program", entry.digest, entry.header or {}, payload)
+        added.add(entry.digest)
+    for digest, label, candidates in steps:
+        sound = [each for each in candidates if each.program in added]
+        if sound:
+            add_entry(tar, "step", digest, *pack_candidates(label, sound))
+            labels.append(label)
         else:
-            left_out.append(f"{step.label}: its programs are not there")
+            why = "its programs are not there" if candidates else "another stepcache stored it"
+            left_out.append(f"{label}: {why}")
     return len(added), labels
 
 
-def _is_wanted(entry: EntryInfo, wanted: Sequence[str]) -> bool:
-    label = label_of(entry)
-    return not wanted or any(means(label, each) or entry.digest.startswith(each) for each in wanted)
-
-
-def _chosen_steps(tier: DiskTier, wanted: Sequence[str], left_out: list[str]) -> Iterator[Step]:
-    for each in tier.entries("step"):
-        if not _is_wanted(each, wanted):
-            continue
-        label, (_, payload) = label_of(each), _read_sound(tier, each, left_out)
-        if payload is None:
-            continue
-        try:
-            candidates = unpack_candidates(payload)
-        except ValueError as error:
-            left_out.append(f"{label}: it is malformed: {error}")
-            continue
-        if candidates:
-            yield Step(each.digest, label, candidates)
+def _sound_entries(
+    tier: DiskTier, kind: str, is_wanted: Callable[[EntryInfo], bool], left_out: list[str]
+) -> Iterator[tuple[EntryInfo, bytes]]:
+    """Yields the wanted entries and their payloads; explains in `left_out` which are damaged."""
+    for entry in filter(is_wanted, tier.entries(kind)):
+        info, payload = tier.peek(kind, entry.digest)
+        problem = info.problem if info is not None else "it is gone"
+        if info is not None and problem is None:
+            yield info, payload
         else:
-            left_out.append(f"{label}: another version of stepcache stored it")
-
-
-def _read_sound(
-    tier: DiskTier, entry: EntryInfo, left_out: list[str]
-) -> tuple[dict[str, Any], bytes | None]:
-    """Header and payload of an entry; no payload, and a line in `left_out`, if it is damaged."""
-    info, payload = tier.peek(entry.kind, entry.digest)
-    if info is not None and info.problem is None:
-        return info.header or {}, payload
-    why = info.problem if info is not None else "it is gone"
-    left_out.append(f"{entry.kind} {entry.digest[:12]}: {why}")
-    return {}, None
+            left_out.append(f"{kind} {entry.digest[:12]}: {problem}")
 
 
 # ---- import -------------------------------------------------------------------------------------

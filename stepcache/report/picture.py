@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from html import escape
 from typing import NamedTuple, Protocol
 
-from stepcache.report.svg import Canvas, line_height, printable, shortened, text_width, wrapped
+from stepcache.report.svg import Canvas, printable, text_width, wrapped
 from stepcache.units import counted, listed, readable_bytes
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Plan, Transfer
 
@@ -31,6 +32,7 @@ _HOW_TO_READ = (
     "arrows cross a link, the bytes of each, and of all of them. In the host's memory: the bytes "
     "of the value, or of the shares that cross. The wider an arrow, the more bytes."
 )
+_LINKS = (("host", HOST_LINK), ("device", DEVICE_LINK))
 _NO_PLAN = "Nothing is planned: the call passes no Variables."
 
 
@@ -50,6 +52,13 @@ class Explained(Protocol):
 # ---- what moves ---------------------------------------------------------------------------------
 
 
+class Totals(NamedTuple):
+    """Bytes over the host's link, and between devices."""
+
+    host_bytes: int = 0
+    device_bytes: int = 0
+
+
 class Flow(NamedTuple):
     """The movement of one value between a host and its devices.
 
@@ -62,30 +71,21 @@ class Flow(NamedTuple):
     devices: int
     note: str
     size_bytes: int = 0
+    moved: Totals = Totals()
     readers: tuple[str, ...] = ()  # On each device; empty if they share one copy.
-    host_bytes: int = 0
-    device_bytes: int = 0
 
     @property
-    def host_arrows(self) -> int:
-        """Number of arrows over the host's link."""
-        counts = {"rest": 0, "fanout": 1, "each": self.devices * max(1, len(self.readers))}
-        return counts.get(self.pattern, self.devices)
+    def arrows(self) -> tuple[int, int]:
+        """Number of arrows over the host's link, and between devices."""
+        readers = max(1, len(self.readers)) if self.pattern == "each" else 1
+        from_host = 1 if self.pattern == "fanout" else self.devices * readers
+        return from_host, self.devices - (self.pattern == "fanout")
 
     @property
-    def device_arrows(self) -> int:
-        """Number of devices that receive bytes from other devices."""
-        return (self.devices - (self.pattern == "fanout")) if self.device_bytes else 0
-
-    @property
-    def host_part(self) -> float:
-        """Bytes of one arrow over the host's link."""
-        return self.host_bytes / max(1, self.host_arrows)
-
-    @property
-    def device_part(self) -> float:
-        """Bytes of one arrow between devices."""
-        return self.device_bytes / max(1, self.device_arrows)
+    def parts(self) -> tuple[float, float]:
+        """Bytes of one arrow over the host's link, and between devices."""
+        host, device = self.arrows
+        return self.moved.host_bytes / max(1, host), self.moved.device_bytes / max(1, device)
 
 
 class Lane(NamedTuple):
@@ -96,23 +96,22 @@ class Lane(NamedTuple):
     planned: Flow
 
 
-class Totals(NamedTuple):
-    """Bytes of a call over the host's link, and between devices."""
-
-    host_bytes: int
-    device_bytes: int
-
-
 def lanes(plan: Plan) -> tuple[Lane, ...]:
     """A row for each transfer of a plan, in its order."""
     moved = {each.variable for each in plan.transfers if each.target == "devices" and each.bytes}
-    return tuple(Lane(each, _naive(each, moved), _planned(each)) for each in plan.transfers)
+    found = []
+    for each in plan.transfers:
+        readers = tuple(map(printable, each.readers))
+        variable, why = printable(each.variable), printable(each.why)
+        shown = replace(each, variable=variable, why=why, readers=readers)
+        found.append(Lane(shown, _naive(shown, each.variable in moved), _planned(shown)))
+    return tuple(found)
 
 
 def totals(flows: Iterable[Flow]) -> Totals:
     """The bytes of several flows."""
-    flows = tuple(flows)
-    return Totals(sum(flow.host_bytes for flow in flows), sum(flow.device_bytes for flow in flows))
+    moved = [flow.moved for flow in flows]
+    return Totals(sum(host for host, _ in moved), sum(device for _, device in moved))
 
 
 def savings(naive: Totals, planned: Totals) -> str:
@@ -145,26 +144,24 @@ def _planned(transfer: Transfer) -> Flow:
         extent.devices,
         note,
         extent.size_bytes,
-        host_bytes=links.get(HOST_LINK, 0),
-        device_bytes=links.get(DEVICE_LINK, 0),
+        Totals(links.get(HOST_LINK, 0), links.get(DEVICE_LINK, 0)),
     )
 
 
-def _naive(transfer: Transfer, moved: set[str]) -> Flow:
+def _naive(transfer: Transfer, is_prefetched: bool) -> Flow:
     extent, devices = transfer.extent, transfer.extent.devices
     if transfer.source == "devices" and transfer.bytes:
         return _planned(transfer)._replace(note="what is written goes back once, either way")
     if transfer.source == "devices" or not extent.held_bytes:
         return _planned(transfer)
-    if transfer.route == "none" and transfer.variable in moved:
-        note = "a prefetch is counted in the step that starts it"
-        return Flow("rest", devices, note)
+    if transfer.route == "none" and is_prefetched:
+        return Flow("rest", devices, "a prefetch is counted in the step that starts it")
     readers = transfer.readers or ("the step",)
     where = "the device" if devices == 1 else f"each of {devices} devices"
     fetch = "fetches it" if len(readers) == 1 else "each fetch it"
     note = f"{listed(readers)} {fetch} on {where}{', uncoded' if transfer.wire else ''}"
-    fetched = extent.held_bytes * len(readers)
-    return Flow("each", devices, note, extent.size_bytes, readers, fetched)
+    fetched = Totals(extent.held_bytes * len(readers))
+    return Flow("each", devices, note, extent.size_bytes, fetched, readers)
 
 
 # ---- the picture and its page -------------------------------------------------------------------
@@ -224,11 +221,12 @@ class _Picture:
         self._naive = totals(lane.naive for lane in self._lanes)
         self._planned = totals(lane.planned for lane in self._lanes)
         flows = [flow for lane in self._lanes for flow in (lane.naive, lane.planned)]
-        self._largest = max((max(flow.host_part, flow.device_part) for flow in flows), default=0.0)
+        self._largest = max((part for flow in flows for part in flow.parts), default=0.0)
         self._canvas, self._y = Canvas(), _MARGIN
+        self._step = printable(explained.step)
 
     def drawn(self) -> str:
-        title = f"{printable(self._explained.step)}: what one call moves for its variables"
+        title = f"{self._step}: what one call moves for its variables"
         self._paragraph("ink", title, 18.0, bold=True)
         self._paragraph("quiet", _mesh_text(self._explained.mesh), _TEXT)
         self._y += 12
@@ -249,21 +247,22 @@ class _Picture:
         return self._canvas.document(_PAGE, self._y + _MARGIN, title, self._description())
 
     def _description(self) -> str:
-        if not self._lanes:
-            return _NO_PLAN
-        sentences = [
-            f"{printable(each.variable)}, {_about(each)}: {_moves(planned)}; "
-            f"{printable(planned.note)}."
-            for each, _, planned in self._lanes
-        ]
-        return " ".join((*sentences, savings(self._naive, self._planned)))
+        sentences = []
+        for transfer, _, flow in self._lanes:
+            moved = zip(flow.moved, _LINKS, strict=True)
+            links = [f"{readable_bytes(size)} {link}" for size, (_, link) in moved if size]
+            moves = f"{', '.join(links) or 'nothing moves'}; {flow.note}."
+            sentences.append(f"{transfer.variable}, {_about(transfer)}: {moves}")
+        return (
+            " ".join((*sentences, savings(self._naive, self._planned))) if sentences else _NO_PLAN
+        )
 
     def _paragraph(self, kind: str, text: str, size: float, bold: bool = False) -> None:
         self._y = self._canvas.paragraph(kind, (_LEFT, self._y), _INNER, text, size, bold)
 
     def _legend(self) -> None:
         y = self._y + 14
-        for x, kind, link in ((_LEFT, "host", HOST_LINK), (_LEFT + 190, "device", DEVICE_LINK)):
+        for x, (kind, link) in zip((_LEFT, _LEFT + 190), _LINKS, strict=True):
             self._canvas.arrow(kind, (x, y), (x + 30, y), 3)
             self._canvas.text("ink", (x + 38, y + 4), link, _TEXT)
         self._y = y + 14
@@ -282,42 +281,39 @@ class _Picture:
 
     def _lane(self, lane: Lane) -> None:
         """A row: the variable's name, and the two flows side by side."""
-        about = _about(lane.transfer)
-        names = wrapped(printable(lane.transfer.variable), _INNER - 16, _HEAD, bold=True)
-        lines = wrapped(about, _INNER - 16, _LABEL)
-        height = len(names) * line_height(_HEAD) + len(lines) * line_height(_LABEL) + 8
-        self._canvas.box("strip", _LEFT, self._y, _INNER, height, 4)
-        at, inner = (_LEFT + 8, self._y + 3), _INNER - 16
-        variable = printable(lane.transfer.variable)
-        below = self._canvas.paragraph("ink", at, inner, variable, _HEAD, bold=True)
-        self._canvas.paragraph("quiet", (_LEFT + 8, below), inner, about, _LABEL)
-        self._y += height + 6
+        self._canvas.box("strip", _LEFT, self._y, _INNER, 43, 4)
+        for kind, y, text, size in (
+            ("ink", 3 + _HEAD, lane.transfer.variable, _HEAD),
+            ("quiet", 22 + _LABEL, _about(lane.transfer), _LABEL),
+        ):
+            bold = kind == "ink"
+            (fitting,) = wrapped(text, _INNER - 16, size, bold, most=1)
+            self._canvas.text(kind, (_LEFT + 8, self._y + y), fitting, size, bold)
+        self._y += 49
         if lane.naive.pattern == lane.planned.pattern == "rest":
-            self._paragraph("quiet", _at_rest(lane.planned), _LABEL)
+            self._paragraph("quiet", f"Nothing moves: {lane.planned.note}.", _LABEL)
             self._y += 14
             return
         columns = ((_LEFT, lane.naive), (_RIGHT, lane.planned))
         top = max(self._link_labels(flow, x) for x, flow in columns) + 2
         ends = []
         for x, flow in columns:
-            text, below = _at_rest(flow), self._y
+            text, below = f"Nothing moves: {flow.note}.", self._y
             if flow.pattern != "rest":
-                text, below = printable(flow.note), self._flow(flow, x, top) + 4
+                text, below = flow.note, self._flow(flow, x, top) + 4
             ends.append(self._canvas.paragraph("quiet", (x + 8, below), _WIDTH - 16, text, _LABEL))
         self._y = max(ends) + 14
 
     def _link_labels(self, flow: Flow, x: float) -> float:
         """Writes what crosses each link; returns where the labels end."""
-        ends = [self._y]
-        for kind, link, size, arrows, (left, _), right in (
-            ("host", HOST_LINK, flow.host_bytes, flow.host_arrows, _HOST, _DEVICES[0] - 8),
-            ("device", DEVICE_LINK, flow.device_bytes, flow.device_arrows, _DEVICES, _WIDTH),
-        ):
+        end, places = self._y, ((_HOST[0], _DEVICES[0] - 8), (_DEVICES[0], _WIDTH))
+        moved = zip(_LINKS, flow.moved, flow.arrows, places, strict=True)
+        for (kind, link), size, arrows, (left, right) in moved:
             if size:
-                for text in (link, _product(size, arrows)):
-                    at = (x + left, ends[-1] if text != link else self._y)
-                    ends.append(self._canvas.paragraph(kind, at, right - left, text, _LABEL))
-        return max(ends)
+                self._canvas.text(kind, (x + left, self._y + _LABEL), link, _LABEL)
+                at, product = (x + left, self._y + 16), _product(size, arrows)
+                end = max(end, self._canvas.paragraph(kind, at, right - left, product, _LABEL))
+        return end
 
     def _sums(self) -> None:
         """The totals of both columns as bars."""
@@ -326,15 +322,12 @@ class _Picture:
         self._paragraph("quiet", "The sums of all rows, with bars of one scale:", _TEXT)
         largest = max(*self._naive, *self._planned, 1)
         for x, sums in ((_LEFT, self._naive), (_RIGHT, self._planned)):
-            for y, kind, link, size in (
-                (self._y + 6, "host", HOST_LINK, sums.host_bytes),
-                (self._y + 26, "device", DEVICE_LINK, sums.device_bytes),
-            ):
-                text = f"{link}: {readable_bytes(size)}"
-                self._canvas.text(kind, (x + 8, y + _TEXT), text, _TEXT, bold=True)
+            for y, (kind, link), size in zip((6, 26), _LINKS, sums, strict=True):
+                text, top = f"{link}: {readable_bytes(size)}", self._y + y
+                self._canvas.text(kind, (x + 8, top + _TEXT), text, _TEXT, bold=True)
                 if size:
                     width = max((_WIDTH - _BARS - 8) * size / largest, 1.5)
-                    self._canvas.box(kind, x + _BARS, y + 3, width, 10, 2)
+                    self._canvas.box(kind, x + _BARS, top + 3, width, 10, 2)
         self._y += 56
 
     # ---- one flow -------------------------------------------------------------------------------
@@ -349,7 +342,7 @@ class _Picture:
             self._slot("place", _DEVICES, slot, slot.label, x)
         if flow.pattern in ("shares", "back"):
             for slot in slots:
-                self._slot("value", _HOST, slot, readable_bytes(round(flow.host_part)), x)
+                self._slot("value", _HOST, slot, readable_bytes(round(flow.parts[0])), x)
                 self._crossing(flow, slot, x, slot.middle)
         else:  # One value on the host, which goes to each reader, or to the first device.
             first = flow.pattern == "fanout"
@@ -361,7 +354,7 @@ class _Picture:
             for number, slot in enumerate(receiving):
                 spread = value_top + 6 + (size - 12) * (number + 0.5) / len(receiving)
                 self._crossing(flow, slot, x, slot.middle if first else spread)
-        if flow.device_bytes:
+        if flow.moved.device_bytes:
             self._bus(flow, slots, x)
         return top + height
 
@@ -373,7 +366,7 @@ class _Picture:
         """A labelled box across a band."""
         left, width = x + band[0] + _PAD, band[1] - 2 * _PAD
         self._canvas.box(kind + slot.more, left, slot.top, width, slot.height)
-        fitting = shortened(label, width - 2 * _INSET, _SMALL)
+        (fitting,) = wrapped(label, width - 2 * _INSET, _SMALL, most=1)
         middle = (left + width / 2, slot.middle + _SMALL * 0.36)
         self._canvas.text("ink", middle, fitting, _SMALL, anchor="middle")
 
@@ -381,11 +374,11 @@ class _Picture:
         """An arrow over the host's link."""
         ends = (x + sum(_HOST) - _PAD + 2, host_y), (x + _DEVICES[0] + _PAD - 2, slot.middle)
         start, end = ends[::-1] if flow.pattern == "back" else ends
-        self._canvas.arrow(f"host{slot.more}", start, end, self._stroke(flow.host_part))
+        self._canvas.arrow(f"host{slot.more}", start, end, self._stroke(flow.parts[0]))
 
     def _bus(self, flow: Flow, slots: list[_Slot], x: float) -> None:
         """A line beside the devices, and an arrow to each of them; from the first in a fanout."""
-        edge, bus, width = x + sum(_DEVICES) - _PAD + 2, x + _BUS, self._stroke(flow.device_part)
+        edge, bus, width = x + sum(_DEVICES) - _PAD + 2, x + _BUS, self._stroke(flow.parts[1])
         top, bottom = slots[0].middle - width / 2, slots[-1].middle + width / 2
         self._canvas.arrow("device", (bus, top), (bus, bottom), width, head=False)
         for slot in slots:
@@ -409,7 +402,7 @@ class _Slot(NamedTuple):
 
 def _slots(flow: Flow, top: float) -> list[_Slot]:
     """The memories that a flow reaches, from `top` down."""
-    readers = [(f" · {printable(reader)}", "") for reader in flow.readers]
+    readers = [(f" · {reader}", "") for reader in flow.readers]
     if len(readers) < 2:
         readers = [("", "")]
     elif len(readers) > _READERS_DRAWN:
@@ -437,28 +430,19 @@ def _mesh_text(mesh: Mapping[str, int] | None) -> str:
     return printable(f"Mesh: {axes}; {counted(math.prod(mesh.values()), 'device')}.")
 
 
-def _at_rest(flow: Flow) -> str:
-    return printable(f"Nothing moves: {flow.note}.")
-
-
-def _moves(flow: Flow) -> str:
-    links = ((flow.host_bytes, HOST_LINK), (flow.device_bytes, DEVICE_LINK))
-    return ", ".join(f"{readable_bytes(n)} {link}" for n, link in links if n) or "nothing moves"
-
-
 def _about(transfer: Transfer) -> str:
     """Version, size and readers of a row's value."""
     size = readable_bytes(transfer.extent.size_bytes)
     verb = "written by" if transfer.route == "scatter" else "for"
     readers = f" · {verb} {listed(transfer.readers)}" if transfer.readers else ""
-    return printable(f"version {transfer.version} · {size}{readers}")
+    return f"version {transfer.version} · {size}{readers}"
 
 
 def _product(size_bytes: int, parts: int) -> str:
     """`8 × 2.1 kB = 16.7 kB`."""
-    total, (part, rest) = readable_bytes(size_bytes), divmod(size_bytes, max(1, parts))
+    total = readable_bytes(size_bytes)
     if parts < 2:
         return f"1 × {total}"
-    return (
-        f"{parts} parts, {total} in all" if rest else f"{parts} × {readable_bytes(part)} = {total}"
-    )
+    if size_bytes % parts:
+        return f"{parts} parts, {total} in all"
+    return f"{parts} × {readable_bytes(size_bytes // parts)} = {total}"

@@ -45,7 +45,7 @@ def show(parts: Iterable[str | Text | Table]) -> None:
     console = Console(width=terminal_width(), markup=False, highlight=False)
     with console.capture() as capture:
         for part in parts:
-            console.print(part, soft_wrap=True)
+            console.print(part, soft_wrap=not console.is_terminal)
     for line in capture.get().splitlines():
         click.echo(line.rstrip().encode(errors="replace").decode())
 

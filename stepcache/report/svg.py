@@ -84,26 +84,18 @@ def _fitting(text: str, width: float, size: float, bold: bool) -> int:
     return next((n for n, end in enumerate(ends) if end > width - _ROUNDING), len(text))
 
 
-def shortened(text: str, width: float, size: float, bold: bool = False) -> str:
-    """Text that fits into a width, cut with `…` if necessary."""
-    if text_width(text, size, bold) <= width:
-        return text
-    room = width - text_width("…", size, bold)
-    return text[: _fitting(text, room, size, bold)].rstrip() + "…"
-
-
 def wrapped(text: str, width: float, size: float, bold: bool = False, most: int = 4) -> list[str]:
-    """Breaks text into at most `most` lines that fit into a width; the last one may be cut."""
+    """Breaks text into at most `most` lines that fit into a width; the last one may end in `…`."""
     lines: list[str] = []
     while text and len(lines) < most:
-        end = _fitting(text, width, size, bold)
-        if end < len(text):
+        end, dots = _fitting(text, width, size, bold), ""
+        if end < len(text) and len(lines) == most - 1:
+            end, dots = _fitting(text, width - text_width("…", size, bold), size, bold), "…"
+        elif end < len(text):
             space = text.rfind(" ", 0, end + 1)
             end = space if space > 0 else max(1, end)
-        lines.append(text[:end].rstrip())
+        lines.append(text[:end].rstrip() + dots)
         text = text[end:].lstrip()
-    if text:
-        lines[-1] = shortened(f"{lines[-1]} …", width, size, bold)
     return lines or [""]
 
 
