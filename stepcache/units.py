@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,5 +64,6 @@ def html_table(caption: str, rows: Mapping[str, str]) -> str:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal; 100 where the output goes elsewhere."""
-    return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+    """Columns of the terminal, or as `COLUMNS` says; 100 where the output goes elsewhere."""
+    is_told = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return shutil.get_terminal_size((100, 24)).columns if is_told else 100
