@@ -8,6 +8,7 @@ import secrets
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import jax
@@ -124,15 +125,21 @@ class Explanation:
             train_step.explain(state, batch).save_html("plan.html")
             ```
         """
-        from stepcache.report.picture import plan_html
-
         target = pathlib.Path(path)
         unfinished = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
         try:
-            unfinished.write_text(plan_html(self), encoding="utf-8")
+            unfinished.write_text(self._page(), encoding="utf-8")
             unfinished.replace(target)
         finally:
             unfinished.unlink(missing_ok=True)
+
+    def _page(self) -> str:
+        from stepcache.report.picture import draw
+        from stepcache.report.svg import printable
+
+        picture = draw(self.step, self.mesh, self.plan, self.moved_bytes)
+        text = "\n".join(map(printable, str(self).splitlines()))
+        return _PAGE.format(title=escape(printable(self.step)), picture=picture, text=escape(text))
 
     def _headline(self) -> str:
         if self.delegated:
@@ -198,6 +205,30 @@ class Explanation:
                 f"captured by closure: {captured.name}, {captured.type}, "
                 f"{readable_bytes(captured.size_bytes)} inside the program"
             )
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}: what one call moves</title>
+<style>
+body {{ margin: 0 auto; padding: 1rem; max-width: 1076px; }}
+figure {{ margin: 0; overflow-x: auto; }}
+pre {{ padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #0d1117; color: #e6edf3; }} }}
+</style>
+</head>
+<body>
+<figure>
+{picture}
+</figure>
+<pre>{text}</pre>
+</body>
+</html>
+"""
 
 
 def _wrapped(line: str) -> str:
