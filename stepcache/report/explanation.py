@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Sharding
+from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from stepcache import jaxcompat
@@ -101,15 +102,18 @@ class Explanation:
         return sum(argument.moved_bytes for argument in self.arguments) + self.plan.bytes
 
     def __str__(self) -> str:
+        return "\n".join(self._lines(terminal_width()))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
+        for number, line in enumerate(self._lines(options.max_width)):
+            yield Text(line, style="" if number else "bold")
+
+    def _lines(self, width: int) -> list[str]:
         lines = [self._headline()]
         if not self.delegated:
             lines += str(self.miss).splitlines() if self.miss is not None else []
             lines += [*self._variable_rows(), *self._rows(), *self._footer()]
-        return "\n".join(map(_wrapped, lines))
-
-    def __rich__(self) -> Text:
-        headline, *rest = str(self).splitlines(keepends=True)
-        return Text.assemble((headline, "bold"), *rest)
+        return [_wrapped(line, width) for line in lines]
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes an HTML page with a picture of the plan and this text.
@@ -231,12 +235,10 @@ pre {{ padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }}
 """
 
 
-def _wrapped(line: str) -> str:
-    """A line broken at the width of the terminal, and indented by more after each break."""
+def _wrapped(line: str, width: int) -> str:
+    """A line broken to a width, and indented by more after each break."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    return textwrap.fill(
-        line, terminal_width(), subsequent_indent=indent, break_on_hyphens=False
-    ).rstrip()
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False).rstrip()
 
 
 def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
