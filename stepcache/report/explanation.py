@@ -8,10 +8,12 @@ import secrets
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
+from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from stepcache import jaxcompat
@@ -100,15 +102,18 @@ class Explanation:
         return sum(argument.moved_bytes for argument in self.arguments) + self.plan.bytes
 
     def __str__(self) -> str:
+        return "\n".join(self._lines(terminal_width()))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
+        for number, line in enumerate(self._lines(options.max_width)):
+            yield Text(line, style="" if number else "bold")
+
+    def _lines(self, width: int) -> list[str]:
         lines = [self._headline()]
         if not self.delegated:
             lines += str(self.miss).splitlines() if self.miss is not None else []
             lines += [*self._variable_rows(), *self._rows(), *self._footer()]
-        return "\n".join(map(_wrapped, lines))
-
-    def __rich__(self) -> Text:
-        headline, *rest = str(self).splitlines(keepends=True)
-        return Text.assemble((headline, "bold"), *rest)
+        return [_wrapped(line, width) for line in lines]
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes an HTML page with a picture of the plan and this text.
@@ -124,15 +129,21 @@ class Explanation:
             train_step.explain(state, batch).save_html("plan.html")
             ```
         """
-        from stepcache.report.picture import plan_html
-
         target = pathlib.Path(path)
         unfinished = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
         try:
-            unfinished.write_text(plan_html(self), encoding="utf-8")
+            unfinished.write_text(self._page(), encoding="utf-8")
             unfinished.replace(target)
         finally:
             unfinished.unlink(missing_ok=True)
+
+    def _page(self) -> str:
+        from stepcache.report.picture import draw
+        from stepcache.report.svg import printable
+
+        picture = draw(self.step, self.mesh, self.plan, self.moved_bytes)
+        text = "\n".join(map(printable, str(self).splitlines()))
+        return _PAGE.format(title=escape(printable(self.step)), picture=picture, text=escape(text))
 
     def _headline(self) -> str:
         if self.delegated:
@@ -200,12 +211,34 @@ class Explanation:
             )
 
 
-def _wrapped(line: str) -> str:
-    """A line broken at the width of the terminal, and indented by more after each break."""
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}: what one call moves</title>
+<style>
+body {{ margin: 0 auto; padding: 1rem; max-width: 1076px; }}
+figure {{ margin: 0; overflow-x: auto; }}
+pre {{ padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #0d1117; color: #e6edf3; }} }}
+</style>
+</head>
+<body>
+<figure>
+{picture}
+</figure>
+<pre>{text}</pre>
+</body>
+</html>
+"""
+
+
+def _wrapped(line: str, width: int) -> str:
+    """A line broken to a width, and indented by more after each break."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    return textwrap.fill(
-        line, terminal_width(), subsequent_indent=indent, break_on_hyphens=False
-    ).rstrip()
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False).rstrip()
 
 
 def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:

@@ -1,4 +1,4 @@
-"""`plan_svg`: a picture of the transfers that one call makes, next to what they would be unshared.
+"""Draws the transfers that one call makes, next to what its readers would do unshared.
 
 Each row is a transfer. On the left, every reader (an argument on a device) fetches the value from
 its master copy (*A Tour of TensorFlow*, Goldsborough 2016, Fig. 5b). On the right is the plan
@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from html import escape
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from stepcache.report.svg import Canvas, printable, text_width, wrapped
 from stepcache.units import counted, listed, readable_bytes
@@ -34,19 +33,6 @@ _HOW_TO_READ = (
 )
 _LINKS = (("host", HOST_LINK), ("device", DEVICE_LINK))
 _NO_PLAN = "Nothing is planned: the call passes no Variables."
-
-
-class Explained(Protocol):
-    """The fields of an `Explanation` that the picture shows."""
-
-    @property
-    def step(self) -> str: ...
-    @property
-    def mesh(self) -> Mapping[str, int] | None: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def moved_bytes(self) -> int: ...
 
 
 # ---- what moves ---------------------------------------------------------------------------------
@@ -164,71 +150,36 @@ def _naive(transfer: Transfer, is_prefetched: bool) -> Flow:
     return Flow("each", devices, note, extent.size_bytes, fetched, readers)
 
 
-# ---- the picture and its page -------------------------------------------------------------------
+# ---- the picture --------------------------------------------------------------------------------
 
 
-def plan_svg(explanation: Explained) -> str:
-    """Draws the bytes that one call of a step moves for its `Variables`, and what sharing saves.
-
-    On the left, every argument on every device fetches each value from its master copy. On the
-    right is the plan: one transfer for each version of a variable and each memory, by its route.
-    The wider an arrow, the more bytes. Values that do not move have no drawing.
+def draw(step: str, mesh: Mapping[str, int] | None, plan: Plan, moved_bytes: int) -> str:
+    """Draws a plan as an SVG element; see `stepcache.report.plan_svg`.
 
     Args:
-        explanation: from `step.explain(...)`.
-
-    Returns:
-        An SVG element that refers to nothing outside itself. Its colours follow the reader's
-        choice of light or dark.
+        step: name of the step.
+        mesh: axes and sizes of the mesh.
+        plan: the transfers of the call.
+        moved_bytes: bytes that the call moves for its variables and for other arguments.
     """
-    return _Picture(explanation).drawn()
-
-
-def plan_html(explanation: Explained) -> str:
-    """A page with the picture of a plan and the text of its explanation."""
-    title = escape(printable(f"{explanation.step}: what one call moves"))
-    text = "\n".join(escape(printable(line)) for line in str(explanation).splitlines())
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-body {{ margin: 0 auto; padding: 1rem; max-width: {_PAGE:.0f}px; }}
-figure {{ margin: 0; overflow-x: auto; }}
-pre {{ padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }}
-@media (prefers-color-scheme: dark) {{ body {{ background: #0d1117; color: #e6edf3; }} }}
-</style>
-</head>
-<body>
-<figure>
-{plan_svg(explanation)}
-</figure>
-<pre>{text}</pre>
-</body>
-</html>
-"""
+    return _Picture(plan).drawn(printable(step), mesh, moved_bytes - plan.bytes)
 
 
 class _Picture:
     """One picture, drawn from the top; `_y` is where the next part begins."""
 
-    def __init__(self, explained: Explained):
-        self._explained = explained
-        self._lanes = lanes(explained.plan)
+    def __init__(self, plan: Plan):
+        self._lanes = lanes(plan)
         self._naive = totals(lane.naive for lane in self._lanes)
         self._planned = totals(lane.planned for lane in self._lanes)
         flows = [flow for lane in self._lanes for flow in (lane.naive, lane.planned)]
         self._largest = max((part for flow in flows for part in flow.parts), default=0.0)
         self._canvas, self._y = Canvas(), _MARGIN
-        self._step = printable(explained.step)
 
-    def drawn(self) -> str:
-        title = f"{self._step}: what one call moves for its variables"
+    def drawn(self, step: str, mesh: Mapping[str, int] | None, other_bytes: int) -> str:
+        title = f"{step}: what one call moves for its variables"
         self._paragraph("ink", title, 18.0, bold=True)
-        self._paragraph("quiet", _mesh_text(self._explained.mesh), _TEXT)
+        self._paragraph("quiet", _mesh_text(mesh), _TEXT)
         self._y += 12
         if not self._lanes:
             self._paragraph("ink", _NO_PLAN, _HEAD)
@@ -240,9 +191,10 @@ class _Picture:
             self._sums()
         if self._lanes:
             self._paragraph("ink", savings(self._naive, self._planned), 16.0, bold=True)
-        others = self._explained.moved_bytes - self._explained.plan.bytes
-        if others > 0:
-            moved = f"Other arguments move {readable_bytes(others)} to devices, not drawn here."
+        if other_bytes > 0:
+            moved = (
+                f"Other arguments move {readable_bytes(other_bytes)} to devices, not drawn here."
+            )
             self._paragraph("quiet", moved, _TEXT)
         return self._canvas.document(_PAGE, self._y + _MARGIN, title, self._description())
 

@@ -1,8 +1,11 @@
+import io
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 
 import stepcache as sc
 from stepcache.report.explanation import _abbreviated, readable_bytes
@@ -87,6 +90,15 @@ def test_rendering_helpers():
     assert _abbreviated("a" * 40 + "/b") == "a" * 40 + "/b"
     long = _abbreviated("state/" + "layer/" * 20 + "kernel")
     assert long == "state/…/layer/layer/layer/kernel"
+
+
+def test_a_console_wraps_at_its_own_width():
+    explanation = sc.step(lambda x: x).explain(np.ones(3))
+    for width in (40, 200):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(explanation)
+        lines = console.file.getvalue().splitlines()
+        assert (len(lines) > 5) is (width == 40) and max(map(len, lines)) <= width
 
 
 def test_leaves_of_variables_are_counted_and_what_wraps_is_indented():
