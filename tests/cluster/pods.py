@@ -6,12 +6,13 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import time
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.forking import Process, start
 
 ROOT = Path(__file__).parent.parent.parent
 PRELUDE = """
@@ -19,6 +20,14 @@ import os, signal, sys, time
 RANK, COUNT = int(os.environ["RANK"]), int(os.environ["COUNT"])
 import jax
 jax.config.update("jax_num_cpu_devices", int(os.environ["DEVICES"]))
+def wait_for_the_service(host, port):
+    # Who connects before it listens tries again only after a second.
+    import socket
+    with socket.socket() as client:
+        while client.connect_ex((host, int(port))):
+            time.sleep(0.01)
+if RANK:
+    wait_for_the_service(*os.environ["ADDRESS"].split(":"))
 jax.distributed.initialize(
     os.environ["ADDRESS"], COUNT, RANK, initialization_timeout=60,
     heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=HEARTBEAT,
@@ -39,13 +48,13 @@ class Rank:
 
     Attributes:
         code: its exit code; negative for a signal.
-        output: what it printed, and its errors after that.
         seconds: how long it lived.
+        output: what it printed, and its errors after that.
     """
 
     code: int
-    output: str
     seconds: float
+    output: str
 
     def said(self, word: str) -> list[str]:
         """What it printed in lines that begin with a word."""
@@ -78,44 +87,10 @@ def run_pod(
         cache: `STEPCACHE_DIR`.
         stopped: a rank that stops, to be killed when all others have ended.
     """
-    script = directory / "pod.py"
-    prelude = PRELUDE.replace("HEARTBEAT", str(HEARTBEAT_SECONDS))
-    script.write_text(prelude + textwrap.dedent(body), encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    processes = _start(
+        directory, body, count, devices=devices, variables=variables, of_rank=of_rank, cache=cache
+    )
     started = time.monotonic()
-    processes = []
-    for rank in range(count):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "COUNT": str(count),
-            "DEVICES": str(devices),
-            "ADDRESS": address,
-            "STEPCACHE_DIR": str(cache).format(rank=rank),
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(ROOT),
-            "NPROC": "4",
-        }
-        environment |= (variables or {}) | (of_rank or {}).get(rank, {})
-        # Two files: JAX's threads write errors in the middle of what is said. To append, so that no
-        # write can overwrite another one.
-        for name in (f"rank{rank}.txt", f"rank{rank}.errors.txt"):
-            (directory / name).unlink(missing_ok=True)
-        with (
-            (directory / f"rank{rank}.txt").open("ab") as said,
-            (directory / f"rank{rank}.errors.txt").open("ab") as errors,
-        ):
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script)],
-                    env=environment,
-                    stdout=said,
-                    stderr=errors,
-                    cwd=directory,
-                    start_new_session=True,
-                )
-            )
     ended: dict[int, float] = {}
     try:
         while len(ended) < count and time.monotonic() < started + limit:
@@ -130,25 +105,163 @@ def run_pod(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    texts = [
-        "".join(
-            (directory / name).read_text(errors="replace")
-            for name in (f"rank{rank}.txt", f"rank{rank}.errors.txt")
-        )
-        for rank in range(count)
-    ]
     ranks = [
-        Rank(process.returncode, text, ended.get(rank, limit))
-        for rank, (process, text) in enumerate(zip(processes, texts, strict=True))
+        Rank(process.wait(), ended.get(rank, limit), "".join(_output_of(directory, rank)))
+        for rank, process in enumerate(processes)
     ]
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
             raise AssertionError("a rank has left a process behind")
-    hung = [rank for rank in range(count) if rank not in ended]
+    _assert_none_hung(ranks, ended)
+    return ranks
+
+
+def _output_of(directory: Path, rank: int) -> tuple[str, str]:
+    """What a rank has printed, and its errors."""
+    said, errors = (directory / name for name in _files_of(rank))
+    return said.read_text(errors="replace"), errors.read_text(errors="replace")
+
+
+def _files_of(rank: int) -> tuple[str, str]:
+    """Two files: JAX's threads write errors in the middle of what is said."""
+    return f"rank{rank}.txt", f"rank{rank}.errors.txt"
+
+
+def _assert_none_hung(ranks: list[Rank], ended: Container[int]) -> None:
+    hung = [rank for rank in range(len(ranks)) if rank not in ended]
     outputs = "\n".join(f"--- rank {n}\n{each.output[-3000:]}" for n, each in enumerate(ranks))
     assert not hung, f"ranks {hung} hung\n{outputs}"
-    return ranks
+
+
+# What the ranks of a `Pod` run. A script finds what PRELUDE has made, nothing of those before it.
+TURNS = """
+def take_turns():
+    import itertools, linecache, traceback
+    from pathlib import Path
+    given, home = dict(globals()), Path.cwd()
+    for turn in itertools.count(int(os.environ["TURN"])):
+        while not (home / f"turn{turn}").exists():
+            time.sleep(0.005)
+        if not (place := (home / f"turn{turn}").read_text()):
+            return
+        os.chdir(place)
+        linecache.checkcache()
+        script, code = os.path.join(place, "pod.py"), 0
+        try:
+            text = Path(script).read_text(encoding="utf-8")
+            exec(compile(text, script, "exec"), given | {"__file__": script})
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        (home / f"part{RANK}").write_text(str(code))
+        (home / f"part{RANK}").rename(home / f"ended{turn}.{RANK}")
+take_turns()
+"""
+
+
+class Pod:
+    """Processes that run one script after the other: a pod for the tests that end none of them.
+
+    Args:
+        home: a directory that is theirs alone.
+        count: how many ranks.
+        devices: of each.
+    """
+
+    def __init__(self, home: Path, count: int = 2, *, devices: int = 1):
+        self.home, self.count, self.devices = home, count, devices
+        self._processes: list[Process] = []
+        self._turn = 0
+
+    def run(self, directory: Path, body: str, *, limit: float = 90) -> list[Rank]:
+        """Runs a script in every rank, as `run_pod` does in new ones, in a namespace of its own."""
+        if not self._processes:
+            turn = {"TURN": str(self._turn)}
+            how = {"devices": self.devices, "variables": turn, "of_rank": None, "cache": "off"}
+            self._processes = _start(self.home, TURNS, self.count, **how)
+        before = [_output_of(self.home, rank) for rank in range(self.count)]
+        (directory / "pod.py").write_text(textwrap.dedent(body), encoding="utf-8")
+        ended = self._take_turn(str(directory), limit)
+        ranks = []
+        for rank, (said, errors) in enumerate(before):
+            now = _output_of(self.home, rank)
+            output = now[0][len(said) :] + now[1][len(errors) :]
+            ranks.append(Rank(*ended.get(rank, (1, limit)), output))
+        if len(ended) < self.count:
+            self._kill()
+        _assert_none_hung(ranks, ended)
+        return ranks
+
+    def _take_turn(self, place: str, limit: float) -> dict[int, tuple[int, float]]:
+        """The exit codes and seconds of those that have come to the end of a script in time."""
+        started = time.monotonic()
+        (self.home / "part").write_text(place)
+        (self.home / "part").rename(self.home / f"turn{self._turn}")
+        ended: dict[int, tuple[int, float]] = {}
+        while len(ended) < self.count and time.monotonic() < started + limit:
+            for rank in set(range(self.count)) - set(ended):
+                code = self.home / f"ended{self._turn}.{rank}"
+                if code.exists():
+                    ended[rank] = int(code.read_text()), time.monotonic() - started
+            if any(process.poll() is not None for process in self._processes):
+                break
+            time.sleep(0.005)
+        self._turn += 1
+        return ended
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._processes = []
+
+    def close(self) -> None:
+        """Ends all processes, which have to end well."""
+        if self._processes:
+            self._take_turn("", 0)
+            codes = [process.wait() for process in self._processes]
+            assert not any(codes), [_output_of(self.home, rank) for rank in range(self.count)]
+
+
+def _start(
+    directory: Path,
+    body: str,
+    count: int,
+    *,
+    devices: int,
+    variables: dict[str, str] | None,
+    of_rank: dict[int, dict[str, str]] | None,
+    cache: str | Path,
+) -> list[Process]:
+    """Starts a script in every rank; what it prints goes to files of the directory."""
+    script = directory / "pod.py"
+    prelude = PRELUDE.replace("HEARTBEAT", str(HEARTBEAT_SECONDS))
+    script.write_text(prelude + textwrap.dedent(body), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    processes = []
+    for rank in range(count):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "COUNT": str(count),
+            "DEVICES": str(devices),
+            "ADDRESS": address,
+            "STEPCACHE_DIR": str(cache).format(rank=rank),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "NPROC": "4",
+        }
+        environment |= (variables or {}) | (of_rank or {}).get(rank, {})
+        said, errors = (directory / name for name in _files_of(rank))
+        said.write_text("")
+        errors.write_text("")
+        streams = {"stdout": said, "stderr": errors}
+        processes.append(start(script, env=environment, cwd=directory, **streams))
+    return processes
 
 
 def succeeded(ranks: list[Rank]) -> list[Rank]:

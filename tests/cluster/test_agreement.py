@@ -74,8 +74,8 @@ def module_of(kind: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def disagreements(tmp_path_factory):
-    """The ranks of one pod that has disagreed in every way, one after the other."""
+def disagreements(shared_pod, tmp_path_factory):
+    """The ranks of a pod that has disagreed in every way, one after the other."""
     directory = tmp_path_factory.mktemp("kinds")
     names = []
     for number, kind in enumerate(KINDS):
@@ -88,7 +88,7 @@ def disagreements(tmp_path_factory):
         importlib.import_module(name)
         jax.config.update("jax_default_matmul_precision", None)
     """
-    return run_pod(directory, script)
+    return shared_pod(2).run(directory, script)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,7 +123,7 @@ def test_an_xla_flag(tmp_path):
         assert "xla_cpu_enable_fast_math" in rank.said("error")[0], rank.output
 
 
-def test_a_closure_and_an_attribute_that_only_the_trace_reads(tmp_path):
+def test_a_closure_and_an_attribute_that_only_the_trace_reads(shared_pod, tmp_path):
     script = """
     class Config:
         def __init__(self, width): self.width = width
@@ -143,7 +143,7 @@ def test_a_closure_and_an_attribute_that_only_the_trace_reads(tmp_path):
             say("error", str(error).replace(chr(10), " | "))
         config.width, step = 2, make(1.0 + RANK)
     """
-    for rank in run_pod(tmp_path, script):
+    for rank in shared_pod(2).run(tmp_path, script):
         first, second = rank.said("error")
         assert "width" in first and "2" in first and "3" in first, first
         assert "scale" in second and "1.0" in second and "2.0" in second, second
@@ -169,7 +169,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     assert "came too late" in ranks[1].said("error")[0], ranks[1].output
 
 
-def test_what_a_step_computes_depends_on_the_rank(tmp_path):
+def test_what_a_step_computes_depends_on_the_rank(shared_pod, tmp_path):
     """Nothing that can be read says so; the lowered programs differ."""
     script = """
     @sc.step(batch="batch")
@@ -181,18 +181,20 @@ def test_what_a_step_computes_depends_on_the_rank(tmp_path):
     except sc.AgreementError as error:
         say("error", str(error).replace(chr(10), " | "))
     """
-    for rank in run_pod(tmp_path, script):
+    for rank in shared_pod(2).run(tmp_path, script):
         assert not rank.said("result"), rank.output
         assert "different programs" in rank.said("error")[0] and "constant" in rank.said("error")[0]
 
 
 LOWERED = """
+from unittest import mock
 from jax._src import compiler
 compiled, compile = [], compiler.backend_compile_and_load
 def counting(*args, **kwargs):
     compiled.append(1)
     return compile(*args, **kwargs)
-compiler.backend_compile_and_load = counting
+patch = mock.patch.object(compiler, "backend_compile_and_load", counting)
+patch.start()
 FACTOR = 2.0 + RANK
 def helper(x):
     y = x + 1
@@ -219,11 +221,12 @@ for name, step in steps.items():
     except sc.AgreementError as error:
         say("error", name, str(error).replace(chr(10), " | "))
         say("compiled", name, len(compiled), [str(change.part) for change in error.changes])
+patch.stop()
 """
 
 
-def test_a_difference_of_what_was_lowered_names_lines_of_code_before_xla_compiles(tmp_path):
-    ranks = run_pod(tmp_path, LOWERED)
+def test_a_difference_of_what_was_lowered_names_lines_of_code_before_xla_compiles(shared_pod, tmp_path):
+    ranks = shared_pod(2).run(tmp_path, LOWERED)
     lines = (tmp_path / "pod.py").read_text().splitlines()
     place = {
         each: f"pod.py:{1 + next(n for n, line in enumerate(lines) if each in line)}"
@@ -274,8 +277,8 @@ except sc.AgreementError as error:
     ("kind", "told"),
     [
         ("shape", "batch: float32[12,3] → float32[15,3] (axis 0)"),
-        ("static", "train: its default → False (static)"),
-        ("step", "first call of evaluate"),
+        pytest.param("static", "train: its default → False (static)", marks=pytest.mark.slow),
+        pytest.param("step", "first call of evaluate", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_whose_calls_change_later_says_how_on_all(tmp_path, kind, told):
@@ -291,7 +294,7 @@ def test_a_rank_whose_calls_change_later_says_how_on_all(tmp_path, kind, told):
         assert f"the call of rank 1 was new: {told}" in error and rank.code == 1, error
 
 
-def test_after_a_disagreement_the_same_processes_agree(tmp_path):
+def test_after_a_disagreement_the_same_processes_agree(shared_pod, tmp_path):
     script = """
     step = sc.step(lambda batch: batch.sum(), batch="batch")
     with sc.Session(mesh):
@@ -301,11 +304,11 @@ def test_after_a_disagreement_the_same_processes_agree(tmp_path):
             say("refused")
         say("result", float(step(np.ones(2, np.float32))))
     """
-    for rank in run_pod(tmp_path, script):
+    for rank in shared_pod(2).run(tmp_path, script):
         assert rank.said("result") == ["4.0"] and "refused" in rank.output
 
 
-def test_an_error_of_the_users_is_the_users_on_all_ranks(tmp_path):
+def test_an_error_of_the_users_is_the_users_on_all_ranks(shared_pod, tmp_path):
     script = """
     @sc.step(batch="batch")
     def step(batch):
@@ -318,5 +321,5 @@ def test_an_error_of_the_users_is_the_users_on_all_ranks(tmp_path):
         other = sc.step(lambda batch: batch.sum(), batch="batch")
         say("result", float(other(np.ones(2, np.float32))))
     """
-    for rank in run_pod(tmp_path, script):
+    for rank in shared_pod(2).run(tmp_path, script):
         assert rank.said("raised") == ["'mine'"] and rank.said("result") == ["4.0"], rank.output

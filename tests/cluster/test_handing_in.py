@@ -34,17 +34,17 @@ with sc.Session(mesh, rules=rules):
 
 
 @pytest.mark.parametrize(("shape", "count", "devices"), [((4, 2), 2, 4), ((2, 4), 4, 2)])
-def test_the_whole_is_what_one_process_has(tmp_path, shape, count, devices):
+def test_the_whole_is_what_one_process_has(shared_pod, tmp_path, shape, count, devices):
     """Also where several processes share a row of the mesh, and hand in the same part."""
     script = KINDS.format(shape=shape)
     (tmp_path / "one").mkdir()
-    (alone,) = succeeded(run_pod(tmp_path / "one", script, 1, devices=8))
-    for rank in succeeded(run_pod(tmp_path, script, count, devices=devices)):
+    (alone,) = succeeded(shared_pod(1, 8).run(tmp_path / "one", script))
+    for rank in succeeded(shared_pod(count, devices).run(tmp_path, script)):
         assert rank.said("total") == alone.said("total")
 
 
 @pytest.mark.parametrize("passed", ["state, batch", "state, batch=batch"])
-def test_a_call_like_the_one_before_does_not_read_its_state(tmp_path, passed):
+def test_a_call_like_the_one_before_does_not_read_its_state(shared_pod, tmp_path, passed):
     """Only its host arrays are looked at; the rest is JAX's dispatcher's affair."""
     script = """
     @sc.step(carry="state", batch="batch")
@@ -68,7 +68,7 @@ def test_a_call_like_the_one_before_does_not_read_its_state(tmp_path, passed):
             state, total = call(state, np.ones(3, np.float32))
         say("counted", step.stats().hits - before)
     """
-    for rank in succeeded(run_pod(tmp_path, script.replace("PASSED", passed))):
+    for rank in succeeded(shared_pod(2).run(tmp_path, script.replace("PASSED", passed))):
         totals = [6.0 * number for number in range(6)]
         assert [float(line.split()[0]) for line in rank.said("total")] == totals
         assert rank.said("total")[-1].split()[1] == str(1 + sum(totals))
@@ -77,7 +77,7 @@ def test_a_call_like_the_one_before_does_not_read_its_state(tmp_path, passed):
         assert int(rank.said("counted")[0]) >= 2
 
 
-def test_what_does_not_divide_is_said(tmp_path):
+def test_what_does_not_divide_is_said(shared_pod, tmp_path):
     script = """
     step = sc.step(lambda batch: batch.sum(), batch="batch")
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -87,7 +87,7 @@ def test_what_does_not_divide_is_said(tmp_path):
         except sc.PlacementError as error:
             say("error", str(error).replace(chr(10), " "))
     """
-    for rank in succeeded(run_pod(tmp_path, script, 2, devices=2)):
+    for rank in succeeded(shared_pod(2, 2).run(tmp_path, script)):
         assert "does not divide" in rank.said("error")[0] and "size 6" in rank.said("error")[0]
 
 
@@ -130,10 +130,10 @@ say("misses", step.stats().misses)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_kind_of_argument_over_ten_calls(tmp_path, count):
+def test_every_kind_of_argument_over_ten_calls(shared_pod, tmp_path, count):
     """Scalars, keys and local arrays stay host values on each process, whatever the others are."""
     script = EVERY_KIND.replace("SCALE", str(count))
-    ranks = succeeded(run_pod(tmp_path, script, count))
+    ranks = succeeded(shared_pod(count).run(tmp_path, script))
     assert len({tuple(rank.said("misses")) for rank in ranks}) == 1
 
 
@@ -162,9 +162,9 @@ say("calls", ours["call"], ours["c_call"], plains["call"], plains["c_call"])
 """
 
 
-def test_a_hit_does_less_in_python_than_plain_jax(tmp_path):
+def test_a_hit_does_less_in_python_than_plain_jax(shared_pod, tmp_path):
     """Which device gets which slice is decided once, and not at each call as by JAX."""
-    for rank in succeeded(run_pod(tmp_path, COST, 2, devices=2)):
+    for rank in succeeded(shared_pod(2, 2).run(tmp_path, COST)):
         python, c, plain_python, plain_c = map(int, rank.said("calls")[0].split())
         assert python < plain_python / 2 and c < plain_c
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.cluster.pods import run_pod, succeeded
+from tests.cluster.pods import succeeded
 
 TRAINING = """
 import optax
@@ -52,7 +52,7 @@ def losses_of(rank, name):
     return [float(each) for each in re.findall(r"[\d.]+(?:e-\d+)?", text.partition(":")[2])]
 
 
-def test_losses_are_those_of_one_process_with_as_many_devices(tmp_path):
+def test_losses_are_those_of_one_process_with_as_many_devices(shared_pod, tmp_path):
     """To float rounding: gloo adds up in another order than one process does."""
     script = (
         TRAINING
@@ -76,8 +76,8 @@ with sc.Session(mesh):
 """
     )
     (tmp_path / "one").mkdir()
-    (alone,) = succeeded(run_pod(tmp_path / "one", script, 1, devices=4))
-    several = succeeded(run_pod(tmp_path, script, 4))
+    (alone,) = succeeded(shared_pod(1, 4).run(tmp_path / "one", script))
+    several = succeeded(shared_pod(4).run(tmp_path, script))
     for name in (
         "replicated",
         "sharded",
@@ -115,7 +115,9 @@ with sc.Session(mesh):
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 2)])
-def test_what_was_saved_goes_on_on_another_number_of_processes(tmp_path, before, after):
+def test_what_was_saved_goes_on_on_another_number_of_processes(
+    shared_pod, tmp_path, before, after
+):
     (tmp_path / "all").mkdir()
     through = (
         TRAINING
@@ -125,15 +127,15 @@ with sc.Session(mesh):
         say("losses", name + ":", run(*fresh(*how), 6))
 """
     )
-    (whole,) = succeeded(run_pod(tmp_path / "all", through, 1, devices=2))
-    succeeded(run_pod(tmp_path, SAVING.replace("{steps}", "3"), before, devices=1))
-    restored = succeeded(run_pod(tmp_path, SAVING.replace("{steps}", "0"), after, devices=1))
+    (whole,) = succeeded(shared_pod(1, 2).run(tmp_path / "all", through))
+    succeeded(shared_pod(before).run(tmp_path, SAVING.replace("{steps}", "3")))
+    restored = succeeded(shared_pod(after).run(tmp_path, SAVING.replace("{steps}", "0")))
     for name in ("replicated", "sharded", "on host", "on host, split"):
         expected = losses_of(whole, name)[3:]
         assert losses_of(restored[0], name) == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_needs_the_whole_in_one_process_is_refused(tmp_path):
+def test_what_needs_the_whole_in_one_process_is_refused(shared_pod, tmp_path):
     script = """
     with sc.Session(mesh):
         for how in (dict(read=sc.Read(route="each")), dict(read=sc.Read(wire="int8")),
@@ -143,7 +145,7 @@ def test_what_needs_the_whole_in_one_process_is_refused(tmp_path):
             except sc.VariablesError as error:
                 say("refused", str(error).splitlines()[0])
     """
-    for rank in succeeded(run_pod(tmp_path, script)):
+    for rank in succeeded(shared_pod(2).run(tmp_path, script)):
         assert len(rank.said("refused")) == 3
 
 
@@ -178,8 +180,8 @@ with session:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_several_things_are_saved_together(inside, tmp_path):
-    for rank in succeeded(run_pod(tmp_path, TOGETHER.format(inside=inside), 2)):
+def test_several_things_are_saved_together(shared_pod, inside, tmp_path):
+    for rank in succeeded(shared_pod(2).run(tmp_path, TOGETHER.format(inside=inside))):
         assert rank.said("refused") == ["True"], rank.output
         assert rank.said("restored") == ["3 1.0 3.0 [3 3] [1. 1.]"], rank.output
         assert rank.said("left") == ["step_00000002 step_00000003"], rank.output
