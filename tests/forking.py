@@ -5,15 +5,14 @@ imports it, and what else stepcache and training scripts import, but not stepcac
 in a fork of that process, as `__main__`, with its own environment, streams, directory and process
 group, and ends as any other process ends: signals, exit codes and exit handlers are real.
 
-What Python and JAX read once, when they start, is read by the forking process: there is one for each
-set of values of such variables. What forks have in common, and other processes have not, is the seed
-of Python's hashes and where its objects lie in memory: tests that depend on these start a Python of
-their own, as all do where this is not Linux.
+What Python and JAX read once, when they start, is read by the forking process: there is one for
+each set of values of such variables. What forks have in common, and other processes have not, is
+the seed of Python's hashes and where its objects lie in memory: tests that depend on these start a
+Python of their own, as all do where this is not Linux.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import select
@@ -21,6 +20,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,13 +48,13 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        self._source.read(0)
+        self._source.read()
         self.returncode = self._source.ended.get(self.pid)
         return self.returncode
 
     def wait(self) -> int:
         while (code := self.poll()) is None:
-            self._source.read(1)
+            time.sleep(POLL_SECONDS)
         return code
 
 
@@ -62,6 +63,7 @@ class _Source:
 
     def __init__(self, environment: Mapping[str, str]):
         self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._lock = threading.RLock()
         self.ended: dict[int, int] = {}
         command = f"exec(__import__('tests.forking').forking.serve({theirs.fileno()}))"
         self._process = subprocess.Popen(
@@ -75,17 +77,18 @@ class _Source:
         theirs.close()
 
     def fork(self, **what: object) -> Forked:
-        self._channel.sendall(json.dumps(what).encode())
         pid = None
-        while pid is None:
-            pid = self._read_one()
+        with self._lock:
+            self._channel.sendall(json.dumps(what).encode())
+            while pid is None:
+                pid = self._read_one()
         return Forked(pid, self)
 
-    def read(self, seconds: float) -> None:
-        """Notes which processes have ended; waits for one for so long at most."""
-        while select.select([self._channel], [], [], seconds)[0]:
-            self._read_one()
-            seconds = 0
+    def read(self) -> None:
+        """Notes which processes have ended."""
+        with self._lock:
+            while select.select([self._channel], [], [], 0)[0]:
+                self._read_one()
 
     def _read_one(self) -> int | None:
         """The process that was started, or None where one that has ended was told of."""
@@ -101,10 +104,18 @@ class _Source:
 Process = Forked | subprocess.Popen
 
 
-@functools.cache
-def _source(*read_at_start: tuple[str, str]) -> _Source:
-    others = {k: v for k, v in os.environ.items() if not k.startswith(READ_AT_START)}
-    return _Source(others | dict(read_at_start))
+_sources: dict[tuple[tuple[str, str], ...], _Source] = {}
+_lock = threading.Lock()
+
+
+def _source(environment: Mapping[str, str]) -> _Source:
+    """The process that forks those that start with such variables."""
+    read = tuple((k, v) for k, v in sorted(environment.items()) if k.startswith(READ_AT_START))
+    with _lock:
+        if read not in _sources:
+            others = {k: v for k, v in os.environ.items() if not k.startswith(READ_AT_START)}
+            _sources[read] = _Source(others | dict(read))
+        return _sources[read]
 
 
 def start(
@@ -117,10 +128,9 @@ def start(
     stderr: Path,
     fork: bool = True,
 ) -> Process:
-    """Starts a script in a process and a process group of its own; streams are appended to files."""
+    """Starts a script in a process and process group of its own; streams are appended to files."""
     if fork and CAN_FORK:
-        source = _source(*((k, v) for k, v in sorted(env.items()) if k.startswith(READ_AT_START)))
-        return source.fork(
+        return _source(env).fork(
             script=str(script),
             arguments=list(arguments),
             env=dict(env),

@@ -1,22 +1,42 @@
-"""Pods that the tests of a module share."""
+"""Pods that the tests of a module share, and pods that run at the same time."""
 
 import contextlib
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.cluster.pods import Pod
 
+AT_A_TIME = 3
+
 
 @pytest.fixture(scope="module")
 def shared_pod(tmp_path_factory):
-    """`shared_pod(count, devices)`: the module's pod of so many processes, of so many devices each."""
+    """`shared_pod(count, devices)`: the module's pod of so many processes and devices of each."""
     with contextlib.ExitStack() as ending:
 
         @functools.cache
-        def pod(count: int, devices: int = 1) -> Pod:
-            made = Pod(tmp_path_factory.mktemp("pod"), count, devices=devices)
-            ending.callback(made.close)
-            return made
+        def made(count: int, devices: int) -> Pod:
+            pod = Pod(tmp_path_factory.mktemp("pod"), count, devices=devices)
+            ending.callback(pod.close)
+            return pod
 
-        yield pod
+        yield lambda count, devices=1: made(count, devices)
+
+
+@pytest.fixture(scope="module")
+def together(request, tmp_path_factory):
+    """`together(name)`: what became of a pod that the module has in its `TOGETHER`.
+
+    These are functions of a directory, by name. They are called a few at a time, when the first of
+    them is asked for: their processes spend most of their seconds waiting.
+    """
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        runs = {
+            name: pool.submit(run, tmp_path_factory.mktemp("pod"))
+            for name, run in request.module.TOGETHER.items()
+        }
+        yield lambda name: runs[name].result()
+        for run in runs.values():
+            run.cancel()

@@ -72,6 +72,7 @@ def run_pod(
     variables: dict[str, str] | None = None,
     of_rank: dict[int, dict[str, str]] | None = None,
     cache: str | Path = "off",
+    heartbeat: int = HEARTBEAT_SECONDS,
     stopped: int | None = None,
 ) -> list[Rank]:
     """Runs a script in every rank, and fails if one of them does not end in time.
@@ -85,10 +86,18 @@ def run_pod(
         variables: of the environment.
         of_rank: more of them, by rank.
         cache: `STEPCACHE_DIR`.
+        heartbeat: the seconds without one after which JAX ends all ranks.
         stopped: a rank that stops, to be killed when all others have ended.
     """
     processes = _start(
-        directory, body, count, devices=devices, variables=variables, of_rank=of_rank, cache=cache
+        directory,
+        body,
+        count,
+        devices=devices,
+        variables=variables,
+        of_rank=of_rank,
+        cache=cache,
+        heartbeat=heartbeat,
     )
     started = time.monotonic()
     ended: dict[int, float] = {}
@@ -178,9 +187,16 @@ class Pod:
     def run(self, directory: Path, body: str, *, limit: float = 90) -> list[Rank]:
         """Runs a script in every rank, as `run_pod` does in new ones, in a namespace of its own."""
         if not self._processes:
-            turn = {"TURN": str(self._turn)}
-            how = {"devices": self.devices, "variables": turn, "of_rank": None, "cache": "off"}
-            self._processes = _start(self.home, TURNS, self.count, **how)
+            self._processes = _start(
+                self.home,
+                TURNS,
+                self.count,
+                devices=self.devices,
+                variables={"TURN": str(self._turn)},
+                of_rank=None,
+                cache="off",
+                heartbeat=HEARTBEAT_SECONDS,
+            )
         before = [_output_of(self.home, rank) for rank in range(self.count)]
         (directory / "pod.py").write_text(textwrap.dedent(body), encoding="utf-8")
         ended = self._take_turn(str(directory), limit)
@@ -235,10 +251,11 @@ def _start(
     variables: dict[str, str] | None,
     of_rank: dict[int, dict[str, str]] | None,
     cache: str | Path,
+    heartbeat: int,
 ) -> list[Process]:
     """Starts a script in every rank; what it prints goes to files of the directory."""
     script = directory / "pod.py"
-    prelude = PRELUDE.replace("HEARTBEAT", str(HEARTBEAT_SECONDS))
+    prelude = PRELUDE.replace("HEARTBEAT", str(heartbeat))
     script.write_text(prelude + textwrap.dedent(body), encoding="utf-8")
     with socket.socket() as free:
         free.bind(("localhost", 0))

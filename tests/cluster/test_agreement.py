@@ -1,5 +1,7 @@
 """Processes that are about to run different programs all say so, within seconds, and by name."""
 
+import functools
+
 import pytest
 
 from tests.cluster.pods import run_pod
@@ -149,20 +151,22 @@ def test_a_closure_and_an_attribute_that_only_the_trace_reads(shared_pod, tmp_pa
         assert "scale" in second and "1.0" in second and "2.0" in second, second
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path):
-    script = """
-    step = sc.step(lambda batch: batch.sum(), batch="batch")
-    started = time.time()
-    with sc.Session(mesh, agree_timeout=2):
-        if RANK == 1:
-            time.sleep(4)
-        try:
-            step(np.ones(2, np.float32))
-        except sc.AgreementError as error:
-            say("error", str(error).replace(chr(10), " | "))
-            say("seconds", time.time() - started)
-    """
-    ranks = run_pod(tmp_path, script, 3)
+NOT_COMING = """
+step = sc.step(lambda batch: batch.sum(), batch="batch")
+started = time.time()
+with sc.Session(mesh, agree_timeout=2):
+    if RANK == 1:
+        time.sleep(4)
+    try:
+        step(np.ones(2, np.float32))
+    except sc.AgreementError as error:
+        say("error", str(error).replace(chr(10), " | "))
+        say("seconds", time.time() - started)
+"""
+
+
+def test_a_rank_that_does_not_come_is_named(together):
+    ranks = together("not coming")
     for number in (0, 2):
         assert "rank 1 did not come" in ranks[number].said("error")[0], ranks[number].output
         assert 1.5 < float(ranks[number].said("seconds")[0]) < 4
@@ -225,7 +229,9 @@ patch.stop()
 """
 
 
-def test_a_difference_of_what_was_lowered_names_lines_of_code_before_xla_compiles(shared_pod, tmp_path):
+def test_a_difference_of_what_was_lowered_names_lines_of_code_before_xla_compiles(
+    shared_pod, tmp_path
+):
     ranks = shared_pod(2).run(tmp_path, LOWERED)
     lines = (tmp_path / "pod.py").read_text().splitlines()
     place = {
@@ -273,17 +279,26 @@ except sc.AgreementError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        ("shape", "batch: float32[12,3] → float32[15,3] (axis 0)"),
-        pytest.param("static", "train: its default → False (static)", marks=pytest.mark.slow),
-        pytest.param("step", "first call of evaluate", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_whose_calls_change_later_says_how_on_all(tmp_path, kind, told):
+LATER = {
+    "shape": "batch: float32[12,3] → float32[15,3] (axis 0)",
+    "static": "train: its default → False (static)",
+    "step": "first call of evaluate",
+}
+TOGETHER = {
+    "not coming": lambda directory: run_pod(directory, NOT_COMING, 3),
+    **{
+        kind: functools.partial(
+            run_pod, body=CHANGES_LATER.replace("{kind!r}", repr(kind)), count=3
+        )
+        for kind in LATER
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_a_rank_whose_calls_change_later_says_how_on_all(together, kind):
     """In the log of all after five seconds, and in the error of all."""
-    ranks = run_pod(tmp_path, CHANGES_LATER.replace("{kind!r}", repr(kind)), 3)
+    ranks, told = together(kind), LATER[kind]
     for rank in ranks:
         logged = [line for line in rank.said("log") if "has waited for" in line]
         assert len(logged) == 1 and "rank 1 has waited for ranks 0, 2 for 5 s" in logged[0]

@@ -1,8 +1,9 @@
 """A rank is killed: the others raise a typed error in time, none hangs, none is left."""
 
+import functools
+
 import pytest
 
-from tests.cluster import pods
 from tests.cluster.pods import HEARTBEAT_SECONDS, run_pod, succeeded
 
 SCRIPT = """
@@ -129,10 +130,13 @@ except sc.RankLostError as error:
 """
 
 
+def silent(directory, victim):
+    return run_pod(directory, SILENT.format(victim=victim), 3, heartbeat=60, stopped=victim)
+
+
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(tmp_path, monkeypatch, victim):
-    monkeypatch.setattr(pods, "HEARTBEAT_SECONDS", 60)
-    ranks = run_pod(tmp_path, SILENT.format(victim=victim), 3, stopped=victim)
+def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(together, tmp_path, victim):
+    ranks = silent(tmp_path, 0) if victim == 0 else together("silent")
     for number, rank in enumerate(ranks):
         if number == victim:
             assert rank.code == -9
@@ -172,10 +176,9 @@ except sc.RankLostError as error:
 """
 
 
-def test_one_that_was_killed_is_found_out_by_a_roll_call_alone(tmp_path, monkeypatch):
+def test_one_that_was_killed_is_found_out_by_a_roll_call_alone(together):
     """Rank 0 waits for its data and calls a step then; rank 1 waits in a collective."""
-    monkeypatch.setattr(pods, "HEARTBEAT_SECONDS", 60)
-    ranks = run_pod(tmp_path, ALONE, 3)
+    ranks = together("roll call alone")
     assert ranks[0].said("lost") == ["(2,)"] and ranks[0].code == 0, ranks[0].output
     assert_ended(ranks[1], 2)
     for rank in ranks[:2]:
@@ -299,23 +302,26 @@ ENDINGS = {
 }
 
 
+ENDED = [
+    *(("leaves", 1), ("ends", 1), ("exits", 2), ("raises", 0)),
+    *(("is interrupted", 1), ("leaves", 0), ("ends", 0), ("exits", 0)),
+]
+
+
+def ending(directory, how, victim):
+    stays, end = how == "leaves", ENDINGS[how][0]
+    script = ENDING.format(victim=victim, ending=end, stays=stays)
+    return run_pod(directory, script, 3, limit=60)
+
+
 @pytest.mark.parametrize(
     ("how", "victim"),
-    [
-        ("leaves", 1),
-        ("ends", 1),
-        ("exits", 2),
-        ("raises", 0),
-        pytest.param("is interrupted", 1, marks=pytest.mark.slow),
-        pytest.param("leaves", 0, marks=pytest.mark.slow),
-        pytest.param("ends", 0, marks=pytest.mark.slow),
-        pytest.param("exits", 0, marks=pytest.mark.slow),
-    ],
+    [*ENDED[:4], *(pytest.param(*case, marks=pytest.mark.slow) for case in ENDED[4:])],
 )
-def test_one_that_ends_is_an_error_of_those_that_wait_for_it(tmp_path, how, victim):
-    ending, says, code = ENDINGS[how]
-    script = ENDING.format(victim=victim, ending=ending, stays=how == "leaves")
-    ranks = run_pod(tmp_path, script, 3, limit=60)
+def test_one_that_ends_is_an_error_of_those_that_wait_for_it(together, tmp_path, how, victim):
+    says, code = ENDINGS[how][1:]
+    sample = (how, victim) in TOGETHER
+    ranks = together((how, victim)) if sample else ending(tmp_path, how, victim)
     ended = ranks[victim]
     assert ended.said("ending"), ended.output
     if how == "exits":
@@ -331,40 +337,44 @@ def test_one_that_ends_is_an_error_of_those_that_wait_for_it(tmp_path, how, vict
         assert waiting or how in ("exits", "raises"), rank.output
 
 
-def test_one_that_has_ended_is_not_waited_for_to_agree(tmp_path):
-    script = """
-    total = sc.step(lambda batch: batch.sum(), batch="batch")
-    try:
-        with sc.Session(mesh):
-            say("total", float(total(np.ones(2, np.float32))))
-            if RANK != 1:
-                total(np.ones(4, np.float32))
-    except sc.RankLostError as error:
-        say("lost", error.ranks, "ended its script" in str(error))
-    """
-    ranks = run_pod(tmp_path, script, 3)
+HAS_ENDED = """
+total = sc.step(lambda batch: batch.sum(), batch="batch")
+try:
+    with sc.Session(mesh):
+        say("total", float(total(np.ones(2, np.float32))))
+        if RANK != 1:
+            total(np.ones(4, np.float32))
+except sc.RankLostError as error:
+    say("lost", error.ranks, "ended its script" in str(error))
+"""
+
+
+def test_one_that_has_ended_is_not_waited_for_to_agree(together):
+    ranks = together("has ended")
     for rank in (ranks[0], ranks[2]):
         assert rank.said("lost") == ["(1,) True"] and rank.seconds < 30, rank.output
 
 
-def test_work_of_one_rank_alone_is_no_loss(tmp_path):
+WORK_ALONE = """
+@sc.step(carry="state", batch="batch")
+def train(state, batch):
+    return state + batch.sum(), batch.mean()
+evaluate = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: jnp.tanh(y @ y), x).sum())
+with sc.Session(mesh, hang_after=3):
+    state, mean = train(np.ones(3, np.float32), np.ones(4, np.float32))
+    float(mean)
+    if RANK == 0:
+        started = time.monotonic()
+        while time.monotonic() < started + 8:
+            float(evaluate(np.ones((300, 300), np.float32)))
+        time.sleep(8)
+say("finished")
+"""
+
+
+def test_work_of_one_rank_alone_is_no_loss(together):
     """Rank 0 evaluates and saves, in its session, while the others have ended their scripts."""
-    script = """
-    @sc.step(carry="state", batch="batch")
-    def train(state, batch):
-        return state + batch.sum(), batch.mean()
-    evaluate = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: jnp.tanh(y @ y), x).sum())
-    with sc.Session(mesh, hang_after=3):
-        state, mean = train(np.ones(3, np.float32), np.ones(4, np.float32))
-        float(mean)
-        if RANK == 0:
-            started = time.monotonic()
-            while time.monotonic() < started + 8:
-                float(evaluate(np.ones((300, 300), np.float32)))
-            time.sleep(8)
-    say("finished")
-    """
-    for rank in succeeded(run_pod(tmp_path, script, 2)):
+    for rank in succeeded(together("work alone")):
         assert "finished" in rank.output and "gone" not in rank.output, rank.output
 
 
@@ -391,8 +401,8 @@ except sc.RankLostError as error:
 """
 
 
-def test_a_hang_is_logged_once_with_where_all_ranks_are(tmp_path):
-    for rank in succeeded(run_pod(tmp_path, HANGING.format(on_hang="warn"), 3)):
+def test_a_hang_is_logged_once_with_where_all_ranks_are(together):
+    for rank in succeeded(together("hang, warn")):
         (report,) = [text for text in rank.said("log") if "nothing has moved" in text]
         assert "finished" in rank.output
         assert "ranks 0–1: call 6 of train, pod.py:" in report
@@ -402,8 +412,8 @@ def test_a_hang_is_logged_once_with_where_all_ranks_are(tmp_path):
         )
 
 
-def test_a_hang_can_be_an_error(tmp_path):
-    ranks = run_pod(tmp_path, HANGING.format(on_hang="error"), 3)
+def test_a_hang_can_be_an_error(together):
+    ranks = together("hang, error")
     for rank in ranks[:2]:
         assert rank.code == 1 and "finished" not in rank.output
         assert "RankLostError: the pod is broken: nothing has moved for 3 s" in rank.output
@@ -412,70 +422,76 @@ def test_a_hang_can_be_an_error(tmp_path):
 # ---- nothing is lost -----------------------------------------------------------------------------
 
 
-def test_a_pod_that_is_shut_down_is_not_lost(tmp_path):
-    script = """
-    with sc.Session(mesh):
-        say("result", float(sc.step(lambda batch: batch.sum(), batch="batch")(np.ones(2))))
-    jax.distributed.shutdown()
-    time.sleep(1.5)
-    say("still there")
-    """
-    for rank in succeeded(run_pod(tmp_path, script, 2)):
+SHUT_DOWN = """
+with sc.Session(mesh):
+    say("result", float(sc.step(lambda batch: batch.sum(), batch="batch")(np.ones(2))))
+jax.distributed.shutdown()
+time.sleep(1.5)
+say("still there")
+"""
+
+
+def test_a_pod_that_is_shut_down_is_not_lost(together):
+    for rank in succeeded(together("shut down")):
         assert "still there" in rank.output and "gone" not in rank.output, rank.output
 
 
-def test_the_next_pod_of_a_process(tmp_path):
+NEXT_POD = """
+import jax.extend, socket
+from pathlib import Path
+def total():
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    with sc.Session(mesh):
+        return float(sc.step(lambda batch: batch.sum(), batch="batch")(np.ones(2, np.float32)))
+say("first", total())
+for turn in range(2):
+    jax.distributed.shutdown()
+    jax.extend.backend.clear_backends()
+    place = Path(f"port{turn}")
+    if RANK == 0:
+        with socket.create_server(("localhost", 0)) as free:
+            Path("part").write_text(str(free.getsockname()[1]))
+        Path("part").rename(place)
+    while not place.exists():
+        time.sleep(0.01)
+    jax.distributed.initialize(
+        f"localhost:{place.read_text()}", COUNT, RANK, initialization_timeout=20,
+        heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20,
+    )
+    say("again", total(), total())
+"""
+
+
+def test_the_next_pod_of_a_process(together):
     """`jax.distributed.shutdown`, and a new one, over other devices."""
-    script = """
-    import jax.extend, socket
-    from pathlib import Path
-    def total():
-        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-        with sc.Session(mesh):
-            return float(sc.step(lambda batch: batch.sum(), batch="batch")(np.ones(2, np.float32)))
-    say("first", total())
-    for turn in range(2):
-        jax.distributed.shutdown()
-        jax.extend.backend.clear_backends()
-        place = Path(f"port{turn}")
-        if RANK == 0:
-            with socket.create_server(("localhost", 0)) as free:
-                Path("part").write_text(str(free.getsockname()[1]))
-            Path("part").rename(place)
-        while not place.exists():
-            time.sleep(0.01)
-        jax.distributed.initialize(
-            f"localhost:{place.read_text()}", COUNT, RANK, initialization_timeout=20,
-            heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20,
-        )
-        say("again", total(), total())
-    """
-    for rank in succeeded(run_pod(tmp_path, script, 2)):
+    for rank in succeeded(together("next pod")):
         assert rank.said("first") == ["4.0"], rank.output
         assert rank.said("again") == ["4.0 4.0"] * 2 and "gone" not in rank.output, rank.output
 
 
-def test_meshes_of_some_ranks_and_sessions_one_after_the_other(tmp_path):
+SOME_RANKS = """
+total = sc.step(lambda batch: batch.sum(), batch="batch")
+def wait():
+    time.sleep(7)
+    return np.float32(0)
+zero = jax.ShapeDtypeStruct((), np.float32)
+slow = sc.step(lambda batch: batch.sum() + jax.pure_callback(wait, zero), batch="batch")
+def mesh_of(*ranks):
+    return jax.sharding.Mesh(np.array([jax.devices()[rank] for rank in ranks]), ("data",))
+for turn in range(3):
+    with sc.Session(mesh):
+        say("all", float(total(np.ones(2, np.float32))))
+if RANK < 2:
+    with sc.Session(mesh_of(0, 1)):
+        say("two", float(slow(np.ones(2, np.float32))))
+with sc.Session(mesh_of(2)) if RANK == 2 else sc.Session():
+    say("one", float(jnp.sum(jnp.ones(2))))
+"""
+
+
+def test_meshes_of_some_ranks_and_sessions_one_after_the_other(together):
     """A rank that is in no session, or has left another one, is not waited for."""
-    script = """
-    total = sc.step(lambda batch: batch.sum(), batch="batch")
-    def wait():
-        time.sleep(7)
-        return np.float32(0)
-    zero = jax.ShapeDtypeStruct((), np.float32)
-    slow = sc.step(lambda batch: batch.sum() + jax.pure_callback(wait, zero), batch="batch")
-    def mesh_of(*ranks):
-        return jax.sharding.Mesh(np.array([jax.devices()[rank] for rank in ranks]), ("data",))
-    for turn in range(3):
-        with sc.Session(mesh):
-            say("all", float(total(np.ones(2, np.float32))))
-    if RANK < 2:
-        with sc.Session(mesh_of(0, 1)):
-            say("two", float(slow(np.ones(2, np.float32))))
-    with sc.Session(mesh_of(2)) if RANK == 2 else sc.Session():
-        say("one", float(jnp.sum(jnp.ones(2))))
-    """
-    ranks = succeeded(run_pod(tmp_path, script, 3))
+    ranks = succeeded(together("some ranks"))
     for number, rank in enumerate(ranks):
         assert rank.said("all") == ["6.0"] * 3 and "gone" not in rank.output, rank.output
         assert rank.said("two") == (["4.0"] if number < 2 else []) and rank.said("one") == ["2.0"]
@@ -509,3 +525,19 @@ def test_a_users_own_connections_outlive_a_loss(tmp_path):
     """
     for rank in run_pod(tmp_path, script, 3)[:2]:
         assert rank.said("received") == ["b'x'"], rank.output
+
+
+# ---- at the same time ----------------------------------------------------------------------------
+
+TOGETHER = {
+    "silent": functools.partial(silent, victim=1),
+    "roll call alone": lambda place: run_pod(place, ALONE, 3, heartbeat=60),
+    "work alone": lambda place: run_pod(place, WORK_ALONE),
+    "hang, warn": lambda place: run_pod(place, HANGING.format(on_hang="warn"), 3),
+    "hang, error": lambda place: run_pod(place, HANGING.format(on_hang="error"), 3),
+    **{case: functools.partial(ending, how=case[0], victim=case[1]) for case in ENDED[:4]},
+    "has ended": lambda place: run_pod(place, HAS_ENDED, 3),
+    "some ranks": lambda place: run_pod(place, SOME_RANKS, 3),
+    "next pod": lambda place: run_pod(place, NEXT_POD),
+    "shut down": lambda place: run_pod(place, SHUT_DOWN),
+}

@@ -12,31 +12,65 @@ from tests.cluster.pods import run_pod, succeeded
 
 CLI = "from stepcache.cli import main; main()"
 SCRIPT = """
-import logging
-logging.basicConfig(level=logging.INFO, format="log %(message)s", stream=sys.stdout)
+import contextlib, logging
+from unittest import mock
+log = logging.StreamHandler(sys.stdout)
+log.setFormatter(logging.Formatter("log %(message)s"))
+logging.root.addHandler(log)
+logging.root.setLevel(logging.INFO)
+patches, how, ending = contextlib.ExitStack(), {{}}, []
+def patch(owner, **values):
+    for name, value in values.items():
+        patches.enter_context(mock.patch.object(owner, name, value))
+patches.callback(logging.root.removeHandler, log)
 {before}
-@sc.step(carry="state", batch="batch")
-def train(state, batch):
-    {inside}
-    return state + batch.sum(), batch.mean()
-with sc.Session(mesh):
+with patches, sc.Session(mesh, cache=sc.ProgramCache({cache}, **how)) as session:
+    @sc.step(carry="state", batch="batch")
+    def train(state, batch):
+        {inside}
+        return state + batch.sum(), batch.mean()
     state, mean = train(np.ones(3, np.float32), np.full(4, float(RANK), np.float32))
     say("result", float(state[0]), float(mean))
     stats = train.stats()
     say("counts", stats.traces, stats.compiles, stats.loads)
     say("seconds", stats.agree_seconds, stats.wait_seconds, stats.give_seconds)
     say("level", "3" if stats.compiles else "2" if stats.traces else "1")
-    sc.current_session().cache.flush()
+    session.cache.flush()
+for end in ending:
+    end()
 """
 
 
-def run(directory, count, cache, before="", inside="pass"):
+@pytest.fixture
+def run(shared_pod):
+    """Runs the script in the processes of a shared pod: each time another life of its step.
+
+    It has nothing of those before it but the directories: another function, another cache.
+    """
+
+    def run(directory, count, cache, before="", inside="pass"):
+        place = None if cache == "off" else str(cache)
+        cache = "None" if place is None else f"{place!r}.format(rank=RANK)"
+        script = SCRIPT.format(before=before, inside=inside, cache=cache)
+        directory.mkdir(exist_ok=True)
+        return checked(shared_pod(count).run(directory, script))
+
+    return run
+
+
+def run_in_processes(directory, count, cache, before="", inside="pass"):
+    """The same in processes of its own, with the cache that all steps have by default."""
     directory.mkdir(exist_ok=True)
-    script = SCRIPT.format(before=before, inside=inside)
-    ranks = succeeded(run_pod(directory, script, count, cache=cache))
-    total = 1.0 + 4 * sum(range(count))
-    for rank in ranks:
-        assert rank.said("result") == [f"{total} {sum(range(count)) / count}"], rank.output
+    script = SCRIPT.format(before=before, inside=inside, cache="None")
+    script = script.replace(", cache=sc.ProgramCache(None, **how)", "")
+    return checked(run_pod(directory, script, count, cache=cache))
+
+
+def checked(ranks):
+    total = 1.0 + 4 * sum(range(len(ranks)))
+    for rank in succeeded(ranks):
+        mean = sum(range(len(ranks))) / len(ranks)
+        assert rank.said("result") == [f"{total} {mean}"], rank.output
     return ranks
 
 
@@ -51,12 +85,12 @@ def test_one_builds_and_the_next_run_loads(tmp_path, cache):
         "shared": tmp_path / "cache",
         "off": "off",
     }[cache]
-    assert levels(run(tmp_path / "a", 3, directory)) == ["3", "1", "1"]
-    again = levels(run(tmp_path / "a", 3, directory))
+    assert levels(run_in_processes(tmp_path / "a", 3, directory)) == ["3", "1", "1"]
+    again = levels(run_in_processes(tmp_path / "a", 3, directory))
     assert again == (["1", "1", "1"] if cache != "off" else ["3", "1", "1"])
 
 
-def test_who_has_it_gives_it_to_those_who_have_not(tmp_path):
+def test_who_has_it_gives_it_to_those_who_have_not(run, tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 3, cache)
     shutil.rmtree(tmp_path / "cache0")
@@ -65,7 +99,7 @@ def test_who_has_it_gives_it_to_those_who_have_not(tmp_path):
     assert levels(run(tmp_path / "a", 3, cache)) == ["1", "1", "1"]
 
 
-def test_who_cannot_read_it_any_more_builds_it_for_those_who_have_not(tmp_path):
+def test_who_cannot_read_it_any_more_builds_it_for_those_who_have_not(run, tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 3, cache)
     shutil.rmtree(tmp_path / "cache2")
@@ -74,7 +108,7 @@ def test_who_cannot_read_it_any_more_builds_it_for_those_who_have_not(tmp_path):
     assert levels(run(tmp_path / "a", 3, cache)) == ["3", "1", "1"]
 
 
-def test_what_is_not_vouched_for_is_traced_by_all_and_compiled_by_one(tmp_path):
+def test_what_is_not_vouched_for_is_traced_by_all_and_compiled_by_one(run, tmp_path):
     inside = "import time; time.time()"
     for cache in ("off", tmp_path / "cache{rank}"):
         assert levels(run(tmp_path / "a", 3, cache, inside=inside)) == ["3", "2", "2"]
@@ -82,7 +116,7 @@ def test_what_is_not_vouched_for_is_traced_by_all_and_compiled_by_one(tmp_path):
 
 @pytest.mark.parametrize("held", [(1, 2, 3), (2,)])
 @pytest.mark.parametrize("inside", ["time.time()", "time.time() if RANK else None"])
-def test_what_is_not_vouched_for_is_compiled_by_none_where_one_has_it(tmp_path, held, inside):
+def test_what_is_not_vouched_for_is_compiled_by_none_where_one_has_it(run, tmp_path, held, inside):
     """Also where it has to be traced by all, and the first rank's directory is empty."""
     cache = tmp_path / "cache{rank}"
     first = levels(run(tmp_path / "a", 4, cache, inside=inside))
@@ -95,7 +129,7 @@ def test_what_is_not_vouched_for_is_compiled_by_none_where_one_has_it(tmp_path, 
     assert levels(run(tmp_path / "a", 4, cache, inside=inside)) == ["2", "2", "2", "2"]
 
 
-def test_what_was_edited_but_lowers_the_same_is_compiled_by_none_where_one_has_it(tmp_path):
+def test_what_was_edited_but_lowers_the_same_is_compiled_by_none_where_one_has_it(run, tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 4, cache, inside="unused = 1")
     for rank in (0, 1):
@@ -103,26 +137,26 @@ def test_what_was_edited_but_lowers_the_same_is_compiled_by_none_where_one_has_i
     assert levels(run(tmp_path / "a", 4, cache, inside="unused = 2")) == ["2", "1", "1", "1"]
 
 
-def test_another_program_is_compiled_by_one_where_all_have_some(tmp_path):
+def test_another_program_is_compiled_by_one_where_all_have_some(run, tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 3, cache)
     assert levels(run(tmp_path / "a", 3, cache, inside="batch = batch * 1.0")) == ["3", "1", "1"]
 
 
-def test_what_others_hold_but_does_not_load_is_built(tmp_path):
+def test_what_others_hold_but_does_not_load_is_built(run, tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 3, cache, inside="time.time()")
     shutil.rmtree(tmp_path / "cache0")
     before = """
 from stepcache.programs.archive import Archive
-Archive.executable_bytes = lambda archive, digest: b"no program"
+patch(Archive, executable_bytes=lambda archive, digest: b"no program")
 """
     ranks = run(tmp_path / "a", 3, cache, before, inside="time.time()")
     assert levels(ranks)[0] == "3"
     assert "what another process made does not load here" in ranks[0].output
 
 
-def test_a_rank_that_fails_to_trace_what_all_have_to_trace_holds_up_nobody(tmp_path):
+def test_a_rank_that_fails_to_trace_what_all_have_to_trace_holds_up_nobody(shared_pod, tmp_path):
     script = """
     @sc.step(batch="batch")
     def step(batch):
@@ -135,26 +169,26 @@ def test_a_rank_that_fails_to_trace_what_all_have_to_trace_holds_up_nobody(tmp_p
         except (ValueError, sc.AgreementError) as error:
             say("raised", type(error).__name__, error)
     """
-    ranks = succeeded(run_pod(tmp_path, script, 3, limit=40))
+    ranks = succeeded(shared_pod(3).run(tmp_path, script, limit=40))
     told = [rank.said("raised")[0] for rank in ranks]
     assert told[1].startswith("ValueError not here")
     assert "AgreementError" in told[0] and "rank 1: ValueError: not here" in told[2]
 
 
-def test_what_cannot_be_shared_is_built_by_each(tmp_path):
+def test_what_cannot_be_shared_is_built_by_each(run, tmp_path):
     inside = "jax.debug.callback(lambda: None)"
     ranks = run(tmp_path / "a", 2, "off", inside=inside)
     assert levels(ranks) == ["3", "3"]
     assert "builds for itself: it is not stored: it calls back into Python" in ranks[1].output
 
 
-def test_a_binary_that_does_not_load_is_built_there(tmp_path):
+def test_a_binary_that_does_not_load_is_built_there(run, tmp_path):
     before = """
 from stepcache.jaxcompat import storing
 def load(data, devices):
     raise RuntimeError("not for this machine")
 if RANK == 1:
-    storing.load_executable = load
+    patch(storing, load_executable=load)
 """
     ranks = run(tmp_path / "a", 3, "off", before)
     assert levels(ranks) == ["3", "3", "1"]
@@ -165,24 +199,29 @@ def test_another_kind_of_host_builds_for_itself(tmp_path):
     before = """
 from stepcache.jaxcompat import inspection
 if RANK == 1:
-    inspection._cpu_features = lambda: "another"
+    patch(inspection, _cpu_features=lambda: "another")
 """
-    ranks = run(tmp_path / "a", 3, tmp_path / "cache{rank}", before)
+    ranks = run_in_processes(tmp_path / "a", 3, tmp_path / "cache{rank}", before)
     assert levels(ranks) == ["3", "3", "1"]
     assert "another kind of host" in ranks[1].output
 
 
-@pytest.mark.parametrize("inside", ["pass", "RANK or print()"])
+@pytest.mark.parametrize(
+    "inside", ["pass", pytest.param("RANK or print()", marks=pytest.mark.slow)]
+)
 def test_one_builds_for_each_kind_of_host(tmp_path, inside):
     before = """
 from stepcache.jaxcompat import inspection
 if RANK % 2:
-    inspection._cpu_features = lambda: "another"
+    patch(inspection, _cpu_features=lambda: "another")
 """
-    ranks = run(tmp_path / "a", 4, tmp_path / "cache{rank}", before, inside)
+    ranks = run_in_processes(tmp_path / "a", 4, tmp_path / "cache{rank}", before, inside)
     assert levels(ranks) == ["3", "3", *(["1", "1"] if inside == "pass" else ["2", "2"])]
     assert ["is built here as well" in rank.output for rank in ranks] == [False, True, False, False]
-    assert levels(run(tmp_path / "a", 4, tmp_path / "cache{rank}", before, inside)) == ["1"] * 4
+    assert (
+        levels(run_in_processes(tmp_path / "a", 4, tmp_path / "cache{rank}", before, inside))
+        == ["1"] * 4
+    )
 
 
 def test_what_is_handed_out_is_taken_by_one_that_fails(tmp_path):
@@ -210,20 +249,20 @@ def test_what_is_handed_out_is_taken_by_one_that_fails(tmp_path):
         assert each.startswith("AgreementError True") and "rank 1: ValueError: not here" in each
 
 
-def test_large_programs_travel_in_pieces(tmp_path):
+def test_large_programs_travel_in_pieces(run, tmp_path):
     """More of them than the service is given at a time."""
     before = """
 from stepcache.distributed import pod
-pod.PIECE_BYTES, pod._WINDOW = 256, 3
+patch(pod, PIECE_BYTES=256, _WINDOW=3)
 """
     ranks = run(tmp_path / "a", 3, "off", before)
     assert levels(ranks) == ["3", "1", "1"]
 
 
-def test_pieces_are_not_kept_for_those_who_have_the_program(tmp_path):
+def test_pieces_are_not_kept_for_those_who_have_the_program(run, tmp_path):
     before = """
 from stepcache.distributed import pod
-pod.PIECE_BYTES, pod._WINDOW = 256, 3
+patch(pod, PIECE_BYTES=256, _WINDOW=3)
 """
     run(tmp_path / "a", 3, tmp_path / "cache{rank}", before)
     shutil.rmtree(tmp_path / "cache2")
@@ -231,10 +270,11 @@ pod.PIECE_BYTES, pod._WINDOW = 256, 3
 
 
 RELAYED = """
-import atexit, re
+import re
 from stepcache.distributed import pod, relay
 from stepcache.jaxcompat.coordination import Service
-pod.RELAYED_BYTES, relay.CHILDREN = 256, 1
+patch(pod, RELAYED_BYTES=256)
+patch(relay, CHILDREN=1)
 served, pieces, serve, get = [], [], relay.Relay._serve, Service.get
 def note_serve(self, connection):
     served.append(1)
@@ -244,8 +284,9 @@ def note_get(self, name, *rest):
     if found is not None and re.search(r"/(trace|program|executable)/[0-9]+/[0-9]+$", name):
         pieces.append(name)
     return found
-relay.Relay._serve, Service.get = note_serve, note_get
-atexit.register(lambda: say("relayed", len(served), len(pieces)))
+patch(relay.Relay, _serve=note_serve)
+patch(Service, get=note_get)
+ending.append(lambda: say("relayed", len(served), len(pieces)))
 """
 
 
@@ -254,7 +295,7 @@ def relayed(ranks):
 
 
 @pytest.mark.parametrize("inside", ["pass", "time.time()"])
-def test_large_programs_go_from_rank_to_rank(tmp_path, inside):
+def test_large_programs_go_from_rank_to_rank(run, tmp_path, inside):
     """Each passes them on to one other here, and none are read from the service of rank 0."""
     cache = tmp_path / "cache{rank}"
     ranks = run(tmp_path / "a", 4, cache, RELAYED, inside)
@@ -271,24 +312,24 @@ CUT_OFF = """
 if RANK == 2:
     def refuse(*rest):
         raise ConnectionRefusedError("a firewall")
-    relay.socket.create_connection = refuse
+    patch(relay.socket, create_connection=refuse)
 """
 NO_LISTENING = """
 if RANK == 0:
     def refuse(*rest, **named):
         raise PermissionError("no listening")
-    relay.socket.create_server = refuse
+    patch(relay.socket, create_server=refuse)
 """
 TAMPERED = """
 if RANK == 0:
     relay_of = pod.Relay
-    pod.Relay = lambda host, token, data, complete: relay_of(
-        host, token, data[:-1] + bytes([data[-1] ^ 1]), complete=complete)
+    patch(pod, Relay=lambda host, token, data, complete: relay_of(
+        host, token, data[:-1] + bytes([data[-1] ^ 1]), complete=complete))
 """
 
 
 @pytest.mark.parametrize("trouble", [CUT_OFF, NO_LISTENING, TAMPERED])
-def test_what_cannot_go_from_rank_to_rank_comes_in_pieces(tmp_path, trouble):
+def test_what_cannot_go_from_rank_to_rank_comes_in_pieces(run, tmp_path, trouble):
     ranks = run(tmp_path / "a", 4, "off", RELAYED + trouble)
     assert levels(ranks) == ["3", "1", "1", "1"]
     pieces = [each[1] for each in relayed(ranks)]
@@ -297,21 +338,21 @@ def test_what_cannot_go_from_rank_to_rank_comes_in_pieces(tmp_path, trouble):
         assert pieces == [0, 2, 2, 2]
 
 
-def test_all_take_the_trace_where_one_asks_for_it(tmp_path):
+def test_all_take_the_trace_where_one_asks_for_it(run, tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 2, cache)
     before = """
 if RANK == 1:
-    sc.session.DEFAULT_SCOPE.cache = sc.ProgramCache(os.environ["STEPCACHE_DIR"], verify="before")
+    how["verify"] = "before"
 """
     ranks = run(tmp_path / "a", 2, cache, before)
     assert "3" not in levels(ranks)
 
 
-@pytest.mark.parametrize("cache", ["cache{rank}", "cache"])
+@pytest.mark.parametrize("cache", ["cache{rank}", pytest.param("cache", marks=pytest.mark.slow)])
 def test_the_ledger_compares_the_ranks(tmp_path, cache):
     """Where each has a directory of its own, that of rank 0 knows of all."""
-    run(tmp_path / "a", 3, tmp_path / cache)
+    run_in_processes(tmp_path / "a", 3, tmp_path / cache)
     command = [sys.executable, "-c", CLI, "cache", "why", "--ranks", "--json"]
     environment = os.environ | {"STEPCACHE_DIR": str(tmp_path / cache.format(rank=0))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -322,7 +363,7 @@ def test_the_ledger_compares_the_ranks(tmp_path, cache):
     assert told["slowest"]["compile"] == 0 and told["slowest"]["wait"] in (1, 2)
 
 
-def test_a_miss_and_an_explanation_name_the_ranks(tmp_path):
+def test_a_miss_and_an_explanation_name_the_ranks(shared_pod, tmp_path):
     script = """
     step = sc.step(lambda batch: batch.sum(), batch="batch")
     with sc.Session(mesh):
@@ -336,7 +377,7 @@ def test_a_miss_and_an_explanation_name_the_ranks(tmp_path):
         with sc.no_recompile():
             say("warmed", float(step(np.ones(3, np.float32))))
     """
-    for number, rank in enumerate(succeeded(run_pod(tmp_path, script, 2))):
+    for number, rank in enumerate(succeeded(shared_pod(2).run(tmp_path, script))):
         assert rank.said("explained")[0].startswith(f"{number} 2 True"), rank.output
         assert rank.said("then") == ["False"] and rank.said("warmed") == ["6.0"]
         assert ("loaded from rank 0" in rank.said("miss")[0]) == (number == 1), rank.output

@@ -1,6 +1,7 @@
 """Training scripts as people write them, in `scripts/`: each runs as it is, on two processes.
 
-A pod runs one after the other, twice over one directory of programs. Both runs print the losses
+A pod runs one after the other, twice over one directory of programs: some of them by default, all
+with `-m slow`. Both runs print the losses
 that the same scripts print with `jax.jit` in one process; the second compiles and traces nothing,
 and nothing is said or warned of in either.
 """

@@ -115,9 +115,7 @@ with sc.Session(mesh):
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 2)])
-def test_what_was_saved_goes_on_on_another_number_of_processes(
-    shared_pod, tmp_path, before, after
-):
+def test_what_was_saved_goes_on_on_another_number_of_processes(shared_pod, tmp_path, before, after):
     (tmp_path / "all").mkdir()
     through = (
         TRAINING

@@ -1,5 +1,7 @@
 """Who waits for the others in one long call of the service heeds signals, losses and its end."""
 
+import functools
+
 import pytest
 
 from tests.cluster.pods import run_pod
@@ -25,9 +27,18 @@ except BaseException as error:
 """
 
 
-@pytest.mark.parametrize(("victim", "signal"), [(2, "SIGINT"), (0, "SIGINT"), (1, "SIGKILL")])
-def test_a_signal_ends_it_and_the_others_know(tmp_path, victim, signal):
-    ranks = run_pod(tmp_path, WAITS.format(victim=victim, signal=signal), 3, limit=40)
+CASES = [(2, "SIGINT"), (0, "SIGINT"), (1, "SIGKILL")]
+TOGETHER = {
+    case: functools.partial(
+        run_pod, body=WAITS.format(victim=case[0], signal=case[1]), count=3, limit=40
+    )
+    for case in CASES
+}
+
+
+@pytest.mark.parametrize(("victim", "signal"), CASES)
+def test_a_signal_ends_it_and_the_others_know(together, victim, signal):
+    ranks = together((victim, signal))
     when = float(ranks[victim].said("signalled")[0])
     for number, rank in enumerate(ranks):
         assert "Fatal Python error" not in rank.output, rank.output

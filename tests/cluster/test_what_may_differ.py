@@ -179,7 +179,14 @@ except sc.StepCacheError as error:
 """
 
 
-@pytest.fixture(scope="module", params=["off", "cache{rank}", "cache"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "cache{rank}",
+        pytest.param("off", marks=pytest.mark.slow),
+        pytest.param("cache", marks=pytest.mark.slow),
+    ],
+)
 def ranks(request, tmp_path_factory):
     """Two runs of one pod that has run every script."""
     directory = tmp_path_factory.mktemp("scripts")
