@@ -1,9 +1,8 @@
 """Training scripts as people write them, in `scripts/`: each runs as it is, on two processes.
 
-A pod runs one after the other, twice over one directory of programs: some of them by default, all
-with `-m slow`. Both runs print the losses
+A pod runs one after the other, twice over one directory of programs. Both runs print the losses
 that the same scripts print with `jax.jit` in one process; the second compiles and traces nothing,
-and nothing is said or warned of in either.
+and nothing is said or warned of in either. A few of the scripts run by default, all with `-m slow`.
 """
 
 import json
@@ -20,6 +19,13 @@ from tests.cluster.pods import ROOT, run_pod, succeeded
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
+SAMPLE = ["command_line", "linen_train_state", "loggers", "prefetching", "two_networks"]
+SETS = {
+    "a sample": ("cache", SAMPLE),
+    "the others": ("cache", [name for name in NAMES if name not in SAMPLE]),
+    "a directory of each rank": ("cache{rank}", NAMES),
+}
+"""Of scripts that one pod runs: with which `STEPCACHE_DIR`, and their names."""
 UNTRACKABLE = {"loggers": "writer.file: a _io.TextIOWrapper cannot be looked into"}
 """What a step reads while it is traced, so that each start has to trace it."""
 RUN = """
@@ -106,21 +112,25 @@ def run_plainly(directory: Path, names: list[str]) -> str:
     return done.stdout
 
 
-@pytest.fixture(
-    scope="module",
-    params=["cache", pytest.param("cache{rank}", marks=pytest.mark.slow)],
-    ids=["one directory", "a directory of each rank"],
-)
+@pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """With `jax.jit`, and two runs of a pod."""
+    cache, names = SETS[request.param]
     directory = tmp_path_factory.mktemp("scripts")
-    script = RUN.format(scripts=str(SCRIPTS)) + POD.format(names=NAMES)
-    cache = directory / request.param
+    script = RUN.format(scripts=str(SCRIPTS)) + POD.format(names=names)
+    cache = directory / cache
     pods = [succeeded(run_pod(directory, script, cache=cache, limit=180)) for _ in range(2)]
-    return run_plainly(directory, NAMES), *pods
+    return run_plainly(directory, names), *pods
 
 
-@pytest.mark.parametrize("name", NAMES)
+CASES = [
+    pytest.param(each, name, marks=() if each == "a sample" else pytest.mark.slow)
+    for each, (_, names) in SETS.items()
+    for name in names
+]
+
+
+@pytest.mark.parametrize(("runs", "name"), CASES, indirect=["runs"])
 def test_a_script_on_two_ranks(runs, name):
     plain, cold, warm = runs
     expected = losses(plain, name)
