@@ -2,6 +2,7 @@
 a fresh directory for each test, as they do for users."""
 
 import os
+from collections import defaultdict
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["STEPCACHE_DIR"] = "off"  # What is kept on disk is a test's own affair.
@@ -49,9 +50,30 @@ def one_device_mesh():
     return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
 
+@pytest.hookimpl(tryfirst=True)  # Before items are chosen by `-m`.
 def pytest_collection_modifyitems(config, items):
-    """Long soaks run only where they are asked for: `-m slow`."""
+    """What is `slow` runs only where it is asked for, as do those cases that a sample leaves out."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample"):
+            tests[item.parent, item.originalname].append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("sample")
+        chosen = cases[:: marker.kwargs["every"]] if marker.kwargs else covering(cases)
+        for item in cases:
+            if item not in chosen:
+                item.add_marker(pytest.mark.slow)
     if "slow" not in (config.option.markexpr or ""):
         for item in items:
             if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="a long soak: run it with -m slow"))
+                item.add_marker(pytest.mark.skip(reason="takes long: run it with -m slow"))
+
+
+def covering(cases):
+    """Few of the cases of a test, in which each value of each parameter is there at least once."""
+    values = {item: {(k, str(v)) for k, v in item.callspec.params.items()} for item in cases}
+    missing, chosen = set().union(*values.values()), []
+    while missing:
+        chosen.append(max(cases, key=lambda item: len(values[item] & missing)))
+        missing -= values[chosen[-1]]
+    return chosen

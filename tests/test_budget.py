@@ -431,6 +431,7 @@ def writers():
                 yield placement, write
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mesh", [True, False], ids=["eight", "no mesh"])
 @pytest.mark.parametrize(("placement", "write"), list(writers()))
 def test_a_push_moves_what_is_judged_and_is_told_of(placement, write, mesh, eight, moved):

@@ -9,7 +9,8 @@ import pytest
 
 from stepcache import jaxcompat
 
-TESTS = ("test_drop_in.py", "test_session.py", "test_step.py", "test_models.py")
+SAMPLE = ("test_step.py",)
+TESTS = (*SAMPLE, "test_drop_in.py", "test_session.py", "test_models.py")
 # With the public API nothing is served without Python, JAX cannot be told that our frames are its
 # own, and its public stages name functions less fully and rebuild trees around placeholders.
 NOT_PUBLIC = (
@@ -24,19 +25,20 @@ NOT_PUBLIC = (
 )
 
 
+@pytest.mark.parametrize("names", [SAMPLE, pytest.param(TESTS, marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize(
     ("variable", "value", "left_out"),
     [("STEPCACHE_DISPATCH", "public", NOT_PUBLIC), ("STEPCACHE_TEST_DISK", "1", ())],
     ids=["public API", "programs on disk"],
 )
-def test_a_step_means_the_same(variable, value, left_out):
+def test_a_step_means_the_same(names, variable, value, left_out):
     if not jaxcompat.PRIVATE_API:
         return
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command += ["-k", " and ".join(f"not {case}" for case in left_out)] if left_out else []
     result = subprocess.run(
-        [*command, *(str(here / name) for name in TESTS)],
+        [*command, *(str(here / name) for name in names)],
         env={**os.environ, variable: value},
         capture_output=True,
         text=True,

@@ -626,6 +626,7 @@ def test_the_switch_interval_is_as_the_user_says(seconds, when):
 # ---- fatal signals ------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("number", "name"), [("SIGABRT", "Aborted"), ("SIGSEGV", "Segmentation")])
 def test_faulthandler_still_prints(tmp_path, number, name):
     body = f"""
@@ -657,6 +658,7 @@ state, batch = np.ones(3, np.float32), np.ones(4, np.float32)
 """
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("how", ["ctypes.CDLL(None).abort()", "os.kill(os.getpid(), 6)"])
 def test_an_abort_in_a_pod_ends_the_process_and_faulthandler_prints(tmp_path, how):
     body = f"""

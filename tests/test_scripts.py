@@ -2,7 +2,8 @@
 
 Every run is a process of its own, `python script.py`, over a directory of programs that its script
 alone uses, and with everything at its default. A later run prints the same losses, says nothing
-of stepcache, and traces nothing, unless the test of the script says what and why.
+of stepcache, and traces nothing, unless the test of the script says what and why. Some run by
+default, at least one of each group, and all with `-m slow`.
 """
 
 import dataclasses
@@ -127,6 +128,7 @@ def test_a_short_last_batch_is_a_program_of_its_own(tmp_path):
     assert third.how == ["loaded"] * 2, shown(third)
 
 
+@pytest.mark.slow
 def test_a_split_module_of_nnx(tmp_path):
     script = Script("nnx_loop", tmp_path)
     built_once_then_loaded(script, "train_step")
@@ -137,6 +139,7 @@ def test_a_train_state_of_linen(tmp_path):
     built_once_then_loaded(script, "train_step", "eval_step")
 
 
+@pytest.mark.slow
 def test_a_partitioned_module_of_equinox(tmp_path):
     script = Script("equinox_loop", tmp_path)
     pytest.importorskip("equinox")
@@ -146,6 +149,7 @@ def test_a_partitioned_module_of_equinox(tmp_path):
 # ---- where steps are defined -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trainer_that_holds_its_step(tmp_path):
     """It counts its steps and keeps its losses while it trains; the step reads neither."""
     script = Script("trainer_attribute", tmp_path)
@@ -158,11 +162,13 @@ def test_a_decorated_method(tmp_path):
     built_once_then_loaded(script, "update")
 
 
+@pytest.mark.slow
 def test_twenty_closures_of_a_factory(tmp_path):
     script = Script("factory", tmp_path)
     built_once_then_loaded(script, *["train_step"] * 20)
 
 
+@pytest.mark.slow
 def test_steps_made_in_a_loop(tmp_path):
     script = Script("step_in_loop", tmp_path)
     built_once_then_loaded(script, *["<lambda>", "objective"] * 3, "smooth")
@@ -210,6 +216,7 @@ def test_a_logger_in_the_step(tmp_path):
     assert first.errors.count("done") == second.errors.count("done") == 1
 
 
+@pytest.mark.slow
 def test_scalars_and_keys_as_arguments(tmp_path):
     script = Script("scalars_and_keys", tmp_path)
     first, _ = built_once_then_loaded(
@@ -225,6 +232,7 @@ def test_scalars_and_keys_as_arguments(tmp_path):
 # ---- sessions --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_session_that_only_warns(tmp_path):
     """Nothing is placed: a step that ran before it goes on with its program, on one device."""
     script = Script("session_warn", tmp_path)
@@ -243,6 +251,7 @@ def test_a_session_that_only_has_a_cache(tmp_path):
     assert not list(script.programs.rglob("entries/*/*"))
 
 
+@pytest.mark.slow
 def test_checking_at_every_call(tmp_path):
     """What the trace itself changes, a list and a cache, is no reason to raise."""
     script = Script("check_every", tmp_path)
@@ -265,12 +274,15 @@ def test_eight_devices_and_a_batch(tmp_path):
 # ---- how scripts end -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_after_its_first_call(tmp_path):
     script = Script("ends_at_once", tmp_path)
     built_once_then_loaded(script, "fit", runs=3)
 
 
-@pytest.mark.parametrize(("how", "code"), [("exits", 3), ("raises", 1)])
+@pytest.mark.parametrize(
+    ("how", "code"), [pytest.param("exits", 3, marks=pytest.mark.slow), ("raises", 1)]
+)
 def test_a_script_that_exits_or_raises(tmp_path, how, code):
     """What it has built is there for the next run, and the user's error is the only one."""
     script = Script("ends_at_once", tmp_path)

@@ -664,6 +664,7 @@ def test_a_directory_that_others_may_write_is_not_used_and_nothing_fails(tmp_pat
         sc.ProgramCache(directory)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("url", ["gs://bucket/programs", "file:///tmp/programs", "HDFS://a/b"])
 def test_a_url_as_the_directory_is_said_and_nothing_fails(url, tmp_path, monkeypatch):
     empty = tmp_path / "empty"
@@ -918,7 +919,7 @@ print(*counts, len(tier.quarantined), tier.size_bytes())
 
 
 @pytest.mark.parametrize(
-    ("processes", "seconds"), [(3, 4), pytest.param(8, 60, marks=pytest.mark.slow)]
+    ("processes", "seconds"), [(3, 2), pytest.param(8, 60, marks=pytest.mark.slow)]
 )
 def test_processes_that_build_load_and_evict_at_once(tmp_path, processes, seconds):
     file = tmp_path / "stress.py"

@@ -279,6 +279,7 @@ BARE = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("options", BARE.values(), ids=list(BARE))
 @pytest.mark.parametrize("roles", [{}, {"batch": "x"}, {"carry": "x"}], ids=str)
 def test_a_session_without_a_mesh_places_nothing(options, roles):

@@ -451,7 +451,9 @@ def test_stats_count_and_time_the_stages():
 def test_events_reach_the_recorder_and_jax_monitoring():
     heard, seen = [], []
     jax.monitoring.register_event_listener(lambda name, **data: heard.append((name, data)))
-    unsubscribe = sc.recorder.subscribe(seen.append)
+    unsubscribe = sc.recorder.subscribe(
+        lambda event: seen.append(event) if event.step == "announced" else None  # Not of others.
+    )
 
     @sc.step
     def announced(x):

@@ -1,13 +1,16 @@
-"""The example of a pod that goes on without one of its processes."""
+"""The example of a pod that goes on without one of its processes, which checks itself, too."""
 
 import os
 import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.cluster.pods import HEARTBEAT_SECONDS, ROOT
 
 
+@pytest.mark.slow
 def test_four_lose_one_and_two_go_on(tmp_path):
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "NPROC": "4"}
     del environment["STEPCACHE_DIR"]

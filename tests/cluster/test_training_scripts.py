@@ -5,6 +5,7 @@ that the same scripts print with `jax.jit` in one process; the second compiles a
 and nothing is said or warned of in either. A few of the scripts run by default, all with `-m slow`.
 """
 
+import functools
 import json
 import os
 import re
@@ -113,14 +114,19 @@ def run_plainly(directory: Path, names: list[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(request, tmp_path_factory):
-    """With `jax.jit`, and two runs of a pod."""
-    cache, names = SETS[request.param]
-    directory = tmp_path_factory.mktemp("scripts")
-    script = RUN.format(scripts=str(SCRIPTS)) + POD.format(names=names)
-    cache = directory / cache
-    pods = [succeeded(run_pod(directory, script, cache=cache, limit=180)) for _ in range(2)]
-    return run_plainly(directory, names), *pods
+def runs(tmp_path_factory):
+    """Of a set of scripts: what they print with `jax.jit`, and two runs of a pod."""
+
+    @functools.cache
+    def runs(which):
+        cache, names = SETS[which]
+        directory = tmp_path_factory.mktemp("scripts")
+        script = RUN.format(scripts=str(SCRIPTS)) + POD.format(names=names)
+        cache = directory / cache
+        pods = [succeeded(run_pod(directory, script, cache=cache, limit=180)) for _ in range(2)]
+        return run_plainly(directory, names), *pods
+
+    return runs
 
 
 CASES = [
@@ -130,9 +136,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("runs", "name"), CASES, indirect=["runs"])
-def test_a_script_on_two_ranks(runs, name):
-    plain, cold, warm = runs
+@pytest.mark.parametrize(("which", "name"), CASES)
+def test_a_script_on_two_ranks(runs, which, name):
+    plain, cold, warm = runs(which)
     expected = losses(plain, name)
     assert len(expected) > 2
     np.testing.assert_allclose(losses(cold[0].output, name), expected, rtol=1e-4, atol=2e-5)

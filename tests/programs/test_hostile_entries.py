@@ -130,6 +130,7 @@ PICKLES = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", PICKLES)
 @pytest.mark.parametrize("field", ["call", "tree"])
 def test_a_pickle_is_refused(name, field, directory):
@@ -256,6 +257,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_malformed_build_is_refused(name, directory):
     spoil(directory, CALLS[name])

@@ -101,6 +101,7 @@ def again(built, tmp_path):
     return tmp_path / "programs", script
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen_and_named(name, again):
     programs, script = again
@@ -110,6 +111,7 @@ def test_a_change_is_seen_and_named(name, again):
     assert level > 1 and named in told, told
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_surroundings(name, again, tmp_path):
     programs, script = again

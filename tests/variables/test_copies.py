@@ -517,6 +517,7 @@ def failing(one, mesh):
         sc.step(fail, carry="state")(one)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mesh", ["no mesh", "1", "8"])
 @pytest.mark.parametrize("seed", range(3))
 def test_several_sessions_take_turns(mesh, seed):
@@ -543,6 +544,7 @@ def test_several_sessions_take_turns(mesh, seed):
     assert [number_in(each.value) for each in variables] == writes
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mesh", ["no mesh", "1"])
 @pytest.mark.parametrize("seed", range(4))
 def test_several_threads_at_once(mesh, seed):

@@ -17,6 +17,7 @@ PLACEMENTS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.filterwarnings("ignore::stepcache.UnmatchedRuleWarning")
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -208,6 +208,7 @@ def test_an_argument_that_cannot_be_placed(mesh):
 # ---- while it runs ---------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_debug_infs"])
 @pytest.mark.parametrize("seen_before", [False, True])
 def test_a_number_that_jax_is_told_to_refuse(setting, seen_before):

@@ -122,6 +122,7 @@ READS = (
 )
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_adam_with_its_moments_on_the_host_computes_what_it_computes_without(mesh):
     def as_it_is(params, moments):
@@ -139,6 +140,7 @@ def test_adam_with_its_moments_on_the_host_computes_what_it_computes_without(mes
         assert misses == 1
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("mesh", "read"),
     [(mesh, sc.Read(prefetch=ahead)) for mesh in MESHES for ahead in (0, 1)]
@@ -167,6 +169,7 @@ def test_every_kind_of_leaf_goes_to_the_host_and_back(mesh, read, pack):
         assert (resident.version, hosted.version) == (2, 2)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mesh", ["4x2", "4x2 explicit"])
 @pytest.mark.parametrize(
     "rules",
@@ -293,6 +296,7 @@ def test_variables_that_lie_alike_share_the_programs_that_move_them(mesh):
 # ---- where the bytes are ---------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_master_is_in_pinned_memory_and_each_device_has_its_share(mesh):
     devices = 1 if mesh_of(mesh) is None else mesh_of(mesh).size
@@ -333,6 +337,7 @@ def test_a_leaf_that_divides_no_further_is_kept_as_often_as_on_the_devices():
     assert live_bytes(before) == {"pinned_host": 2 * 4 * 3 * 4}
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("mesh", ["no mesh", "8"])
 def test_device_memory_between_steps_falls_by_the_size_of_the_moments(mesh):
     devices = 1 if mesh_of(mesh) is None else mesh_of(mesh).size
@@ -410,6 +415,7 @@ def test_a_step_that_only_reads_changes_nothing(mesh, read):
         assert total.stats().misses == 1
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("read", READS, ids=str)
 @pytest.mark.parametrize("mesh", ["no mesh", "8"])
 def test_steps_and_assignments_take_turns(mesh, read):
@@ -527,6 +533,7 @@ def test_a_carry_that_is_a_sequence_and_comes_back_alone(form, placement):
 # ---- calls that fail -------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("read", READS, ids=str)
 @pytest.mark.parametrize("mesh", ["no mesh", "8"])
 def test_a_step_that_raises_leaves_value_and_version(mesh, read):

@@ -78,6 +78,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("view", VIEWS)
 def test_what_was_made_of_it_stays_as_it_was(view, session):
     step = sc.step(lambda state: add_one(state), carry="state")
@@ -120,6 +121,7 @@ def sources():
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("source", list(sources()))
 @pytest.mark.parametrize("assigned", [False, True])
 def test_the_users_arrays_stay_as_they_were(source, assigned, session):

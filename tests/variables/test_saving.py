@@ -156,6 +156,7 @@ def test_three_processes_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("point", ["writing", "between the names"])
 @pytest.mark.parametrize("then", ["restore", "save"])
 def test_a_killed_save_leaves_a_checkpoint_and_does_not_block_the_next(point, then, tmp_path):
@@ -227,6 +228,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("before", ORDERS)
 @pytest.mark.parametrize("after", ORDERS)
 @pytest.mark.parametrize("held", [True, False])
@@ -621,6 +623,7 @@ def test_errors_of_asynchronous_saves_surface(place, tmp_path, monkeypatch):
     sc.save(tmp_path / "saved", step=4)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("ending", ["", "sys.exit(0)", "raise SystemExit"])
 def test_a_process_does_not_end_before_it_has_written(ending, tmp_path):
     body = f"""

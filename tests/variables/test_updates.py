@@ -70,6 +70,7 @@ def test_updates_add_up_before_they_are_written(session, placement):
         near(variables.value, tree(10.0))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("make", [lambda: optax.adamw(1e-2), lambda: optax.sgd(0.1, momentum=0.9)])
 @pytest.mark.parametrize("pack", [False, True])
 def test_an_optimizer_runs_where_the_master_lives(session, placement, make, pack):
