@@ -52,7 +52,7 @@ def one_device_mesh():
 
 @pytest.hookimpl(tryfirst=True)  # Before items are chosen by `-m`.
 def pytest_collection_modifyitems(config, items):
-    """What is `slow` runs only where it is asked for, as do those cases that a sample leaves out."""
+    """Tests that are `slow`, and cases that a sample leaves out, run where they are asked for."""
     tests = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sample"):
