@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small case, one round")
     quick = parser.parse_args().quick
     rounds = 1 if quick else 11
-    rows = first_steps(2 if quick else 24, rounds)
+    rows = first_steps(1 if quick else 24, rounds)
     show("first ten steps after a warm start", rows)
     if not quick:
         print(f"written to {write('first_steps', rows, {}, rounds=rounds)}")

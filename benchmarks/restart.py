@@ -174,7 +174,7 @@ def main() -> None:
     cases = [(24, 1), (24, 4), (6, 4), (48, 4)]
     rounds, colds = options.rounds, 1
     if options.quick:
-        cases, rounds, colds = [(2, 1)], 1, 0
+        cases, rounds, colds = [(1, 1)], 1, 0
     rows, details = [], {}
     for layers, devices in cases:
         more, about = compare(layers, devices, rounds, colds)

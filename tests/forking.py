@@ -13,6 +13,7 @@ Python of their own, as all do where this is not Linux.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -76,6 +77,11 @@ class _Source:
         )
         theirs.close()
 
+    def close(self) -> None:
+        """Ends it."""
+        self._channel.close()
+        self._process.wait()
+
     def fork(self, **what: object) -> Forked:
         pid = None
         with self._lock:
@@ -115,6 +121,7 @@ def _source(environment: Mapping[str, str]) -> _Source:
         if read not in _sources:
             others = {k: v for k, v in os.environ.items() if not k.startswith(READ_AT_START)}
             _sources[read] = _Source(others | dict(read))
+            atexit.register(_sources[read].close)
         return _sources[read]
 
 

@@ -122,7 +122,7 @@ READS = (
 )
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_adam_with_its_moments_on_the_host_computes_what_it_computes_without(mesh):
     def as_it_is(params, moments):
