@@ -92,6 +92,7 @@ def test_what_does_not_divide_is_said(shared_pod, tmp_path):
 
 
 EVERY_KIND = """
+import itertools
 def global_array(value):
     return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), value)
 KINDS = {
@@ -111,28 +112,28 @@ made = {"plain": lambda: jnp.zeros(()), "host": lambda: np.zeros((), np.float32)
         "variables": lambda: sc.Variables(np.zeros((), np.float32))}
 batches = {"host": np.ones(2, np.float32), "global": global_array(np.ones(2, np.float32))}
 with sc.Session(mesh):
-    for state_kind, make in made.items():
-        for batch_kind, batch in batches.items():
-            for kind, value in KINDS.items():
-                for how in ("positional", "keyword", "static"):
-                    state = make()
-                    for number in range(10):
-                        if how == "positional":
-                            state, total = step(state, batch, value(number))
-                        else:
-                            more = dict(extra=value(number), train=how != "static")
-                            state, total = step(state, batch, **more)
-                    result = state.value if state_kind == "variables" else state
-                    which = (state_kind, batch_kind, kind, how, result)
-                    assert float(result) == 20.0 * SCALE, which
+    cases = itertools.product(made, batches, KINDS, ("positional", "keyword", "static"))
+    for state_kind, batch_kind, kind, how in list(cases)[::EVERY]:
+        state, batch, value = made[state_kind](), batches[batch_kind], KINDS[kind]
+        for number in range(10):
+            if how == "positional":
+                state, total = step(state, batch, value(number))
+            else:
+                more = dict(extra=value(number), train=how != "static")
+                state, total = step(state, batch, **more)
+        result = state.value if state_kind == "variables" else state
+        assert float(result) == 20.0 * SCALE, (state_kind, batch_kind, kind, how, result)
 say("misses", step.stats().misses)
 """
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_kind_of_argument_over_ten_calls(shared_pod, tmp_path, count):
+@pytest.mark.parametrize(
+    ("count", "every"),
+    [(2, 7), *(pytest.param(count, 1, marks=pytest.mark.slow) for count in (2, 4))],
+)
+def test_every_kind_of_argument_over_ten_calls(shared_pod, tmp_path, count, every):
     """Scalars, keys and local arrays stay host values on each process, whatever the others are."""
-    script = EVERY_KIND.replace("SCALE", str(count))
+    script = EVERY_KIND.replace("SCALE", str(count)).replace("EVERY", str(every))
     ranks = succeeded(shared_pod(count).run(tmp_path, script))
     assert len({tuple(rank.said("misses")) for rank in ranks}) == 1
 
