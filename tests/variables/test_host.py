@@ -315,6 +315,7 @@ def test_the_master_is_in_pinned_memory_and_each_device_has_its_share(mesh):
     assert list(on_each.values()) == [share] * devices
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("spec", "shares"), [(P("data"), 8), (P(None, "model"), 8), (P(("data", "model")), 8)]
 )
