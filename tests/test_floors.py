@@ -1,6 +1,7 @@
 """The house: imports point to a lower floor only, and private JAX stays in one room."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -36,6 +37,7 @@ PRIVATE_ROOM = "jaxcompat"
 PRIVATE_NAMES = "stepcache.jaxcompat.private"  # Hands on JAX's private modules.
 
 
+@functools.cache
 def rooms() -> dict[str, Path]:
     return {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path

@@ -134,6 +134,7 @@ def test_a_split_module_of_nnx(tmp_path):
     built_once_then_loaded(script, "train_step")
 
 
+@pytest.mark.slow
 def test_a_train_state_of_linen(tmp_path):
     script = Script("linen_train_state", tmp_path)
     built_once_then_loaded(script, "train_step", "eval_step")
@@ -264,6 +265,7 @@ def test_checking_at_every_call(tmp_path):
         assert "make_optimizer: it remembers results" in program["miss"], shown(second)
 
 
+@pytest.mark.slow
 def test_eight_devices_and_a_batch(tmp_path):
     script = Script("multi_device", tmp_path)
     first, _ = built_once_then_loaded(script, "train_step")

@@ -173,6 +173,7 @@ def assert_equal(found, expected):
     jax.tree.map(np.testing.assert_allclose, found, expected)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_step_over_a_wrapped_step_answers_for_itself(name):
     wrap, args = WRAPPERS[name]

@@ -20,7 +20,7 @@ from tests.cluster.pods import ROOT, run_pod, succeeded
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
-SAMPLE = ["command_line", "linen_train_state", "loggers", "prefetching", "two_networks"]
+SAMPLE = ["command_line", "loggers", "prefetching", "two_networks"]
 SETS = {
     "a sample": ("cache", SAMPLE),
     "the others": ("cache", [name for name in NAMES if name not in SAMPLE]),

@@ -114,18 +114,22 @@ with sc.Session(mesh):
 )
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 2)])
-def test_what_was_saved_goes_on_on_another_number_of_processes(shared_pod, tmp_path, before, after):
-    (tmp_path / "all").mkdir()
-    through = (
-        TRAINING
-        + """
+@pytest.fixture(scope="module")
+def whole(shared_pod, tmp_path_factory):
+    """One process that goes through all steps."""
+    script = """
 with sc.Session(mesh):
     for name, how in PLACEMENTS.items():
         say("losses", name + ":", run(*fresh(*how), 6))
 """
-    )
-    (whole,) = succeeded(shared_pod(1, 2).run(tmp_path / "all", through))
+    (whole,) = succeeded(shared_pod(1, 2).run(tmp_path_factory.mktemp("all"), TRAINING + script))
+    return whole
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), pytest.param(1, 2, marks=pytest.mark.slow)])
+def test_what_was_saved_goes_on_on_another_number_of_processes(
+    shared_pod, whole, tmp_path, before, after
+):
     succeeded(shared_pod(before).run(tmp_path, SAVING.replace("{steps}", "3")))
     restored = succeeded(shared_pod(after).run(tmp_path, SAVING.replace("{steps}", "0")))
     for name in ("replicated", "sharded", "on host", "on host, split"):

@@ -101,7 +101,7 @@ def again(built, tmp_path):
     return tmp_path / "programs", script
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen_and_named(name, again):
     programs, script = again

@@ -56,7 +56,7 @@ def train(step, state, count=4):
     return state, outputs
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("make", "session"),
     [(make, where) for make in (every_kind_of_leaf, one_array, no_leaf) for where in SESSIONS]

@@ -44,6 +44,7 @@ def near(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6), a, b)
 
 
+@pytest.mark.sample
 def test_an_update_is_added(session, placement):
     with session:
         variables = sc.Variables(tree(), placement=placement, write=sc.Write(mode="add"))
@@ -53,6 +54,7 @@ def test_an_update_is_added(session, placement):
         near(variables.value, tree(1.75))
 
 
+@pytest.mark.sample
 def test_updates_add_up_before_they_are_written(session, placement):
     with session:
         variables = sc.Variables(tree(), placement=placement, write=sc.Write(mode="add", every=3))
