@@ -19,6 +19,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
 from benchmarks.harness import Row, interleaved, show, write
 
@@ -39,50 +40,40 @@ def host_batches(jax, sc, mesh, count: int, settings) -> list[Row]:
 
     split = NamedSharding(mesh, PartitionSpec("data"))
     batch = [np.full((DEVICES * 2, 4), number, np.float32) for number in range(count)]
-    by_jit = jax.jit(add_one, donate_argnums=0)
-    by_step, resident = (sc.step(add_one, carry="state", batch="batch") for _ in range(2))
-    states = {name: global_state(jax, mesh, 1) for name in ("jit", "step")}
-    variables = sc.Variables(global_state(jax, mesh, 1))
-
-    def call_jit():
-        whole = jax.make_array_from_process_local_data(split, batch)
-        states["jit"], out = by_jit(states["jit"], whole)
-        return out
-
-    def call_step():
-        states["step"], out = by_step(states["step"], batch)
-        return out
-
-    contenders = {
-        "jax.jit of global arrays": call_jit,
-        "stepcache": call_step,
-        "stepcache, Variables": lambda: resident(variables, batch)[1],
-    }
-    return interleaved(f"host batch, {leaves(count)}", contenders, **settings)
+    calls = contenders(
+        jax, sc, mesh, 1, batch, lambda: jax.make_array_from_process_local_data(split, batch)
+    )
+    calls = {"jax.jit of global arrays": calls.pop("jax.jit"), **calls}
+    return interleaved(f"host batch, {leaves(count)}", calls, **settings)
 
 
 def global_arrays(jax, sc, mesh, count: int, settings) -> list[Row]:
     """A state and a batch of one leaf that are spread over the mesh already."""
     batch = global_state(jax, mesh, 1)
+    calls = contenders(jax, sc, mesh, count, batch, lambda: batch)
+    return interleaved(f"global arrays, {leaves(count)}", calls, **settings)
+
+
+def contenders(jax, sc, mesh, count: int, batch: list, whole: Callable) -> dict[str, Callable]:
+    """Calls with a state of so many leaves. `whole` gives JAX the batch as global arrays."""
     by_jit = jax.jit(add_one, donate_argnums=0)
     by_step, resident = (sc.step(add_one, carry="state", batch="batch") for _ in range(2))
     states = {name: global_state(jax, mesh, count) for name in ("jit", "step")}
     variables = sc.Variables(global_state(jax, mesh, count))
 
     def call_jit():
-        states["jit"], out = by_jit(states["jit"], batch)
+        states["jit"], out = by_jit(states["jit"], whole())
         return out
 
     def call_step():
         states["step"], out = by_step(states["step"], batch)
         return out
 
-    contenders = {
+    return {
         "jax.jit": call_jit,
         "stepcache": call_step,
         "stepcache, Variables": lambda: resident(variables, batch)[1],
     }
-    return interleaved(f"global arrays, {leaves(count)}", contenders, **settings)
 
 
 def global_state(jax, mesh, count: int) -> list:
