@@ -89,7 +89,7 @@ def is_close(one, other):
 
 
 def account(found):
-    return "\n".join((found["miss"], *found["changes"], *found["unvouched"]))
+    return "\n".join((found["miss"], *found["changes"], *found["untrackable"]))
 
 
 @pytest.mark.sample(every=4)
@@ -107,7 +107,7 @@ def test_a_change_is_seen_and_named(kind, runs):
     assert kind.named in account(changed)
     assert again["level"] == (1 if kind.vouched else 2), account(again)
     if not kind.vouched:
-        assert kind.named in "\n".join(first["unvouched"])
+        assert kind.named in "\n".join(first["untrackable"])
 
 
 @pytest.mark.sample(every=3)
