@@ -133,8 +133,8 @@ class Rank:
         import jax
         from jax._src import distributed
 
-        from stepcache.distributed import failure_detection, news
-        from stepcache.distributed.pod import peers_of
+        from stepcache.distributed import failure_detection, pod_events
+        from stepcache.distributed.peers import peers_of
 
         logging.getLogger("stepcache").setLevel(logging.CRITICAL)
         jax.distributed.initialize(
@@ -152,8 +152,8 @@ class Rank:
         # There are no devices to ask, and one machine.
         jax.process_index = lambda *_: rank
         failure_detection._pending_ranks = set
-        machine = f"{news._machine()}-{rank // OF_A_MACHINE}"
-        news._machine = lambda: machine
+        machine = f"{pod_events._machine()}-{rank // OF_A_MACHINE}"
+        pod_events._machine = lambda: machine
         peers = peers_of(range(count))
         assert peers is not None
         self.peers = peers
@@ -189,37 +189,38 @@ class Rank:
         }
 
     def agree(self, way: str) -> None:
-        """What `programs.pods.together` does about a new program, without the program."""
-        from stepcache.programs.levels import Lowered
-        from stepcache.programs.pods.gathering import Gathering
-        from stepcache.programs.pods.stand import Facts, Stand
+        """What `programs.pods.shared_compile` does about a new program, without the program."""
+        from stepcache.programs.pods.lowered import merge_lowered
+        from stepcache.programs.pods.roles import CallReport, Decision, decide
+        from stepcache.storage import plain
 
         self._keys += 1
         key, stored = f"{self._keys:064x}", way == "stored"
-        stand = Stand(
-            "train.py:train",
-            key,
-            f"{self.rank:064x}" if way.endswith("differs") else key,
-            "h" * 64,
-            f"{self.rank if stored else 0:064x}",
-            True,
-            key if stored else "",
-            True,
-            "v" * 16,
+        report = CallReport(
+            label="train.py:train",
+            call=key,
+            code=f"{self.rank:064x}" if way.endswith("differs") else key,
+            host="h" * 64,
+            directory=f"{self.rank if stored else 0:064x}",
+            has_programs=True,
+            program=key if stored else "",
+            loads_untraced=True,
+            values="v" * 16,
         )
-        lowered = Lowered(key, dict)
-        with self.peers.meeting("train", "its first call") as meeting:
-            question: Any = None  # Of a trace only.
-            gathering = Gathering(meeting, self.peers, question, Facts({}, {}), {}, stand)
-            if gathering.gives:
-                gathering.compare(lowered)
-                gathering.tell(None, PROGRAM.decode())
-                gathering.give("train.py:train", None, b"", PROGRAM.decode())
-            elif gathering.builds:
-                gathering.compare(lowered if gathering.traces else None)
-                gathering.take_all()
+        with self.peers.round("train", "its first call") as current:
+            decision = Decision.unpacked(current.merge("call", report.packed(), decide))
+            roles = decision.roles[report.host]
+            if decision.compares_lowered:
+                current.merge("lowered", plain.pack([key, ""]), merge_lowered)
+            for name in ("trace", "program") if roles.builds else ():
+                if roles.leader == self.rank:
+                    current.channel.send(name, PROGRAM, roles.followers)
+                else:
+                    current.channel.receive(name, roles.leader)
             stages = dict.fromkeys(("hash", "read", "load", "agree"), self.rank / 7)
-            gathering.conclude(lowered, None, 1, stages)
+            current.merge("held", plain.pack([key, "", 1, stages]), merge_lowered)
+            if stored and self.rank == decision.first:
+                current.contributions("held")
 
     def run(self, quick: bool) -> None:
         """All that is measured, in order."""
@@ -288,7 +289,7 @@ def pod(count: int, quick: bool) -> None:
     """Forks a pod, and prints the costs of its cases as JSON, one a line."""
     import jax  # noqa: F401
 
-    import stepcache.programs.pods.together  # noqa: F401
+    import stepcache.programs.pods.shared_compile  # noqa: F401
 
     with socket.socket() as free:
         free.bind(("localhost", 0))

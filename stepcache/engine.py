@@ -394,7 +394,7 @@ class Engine:
                 _note_deleted(error, call)
             peers = scope.together(request.ranks)
             if peers is not None:
-                peers.suspect(error)
+                peers.raise_if_lost_by(error)
             raise
         finally:
             self.bringing.settle(scope, request, outputs, started)

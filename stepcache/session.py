@@ -23,7 +23,7 @@ from stepcache.calls.context import (
 )
 from stepcache.calls.host_values import check_replicas
 from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang
-from stepcache.distributed.pod import AGREE_SECONDS, PodOfSession, peers_of
+from stepcache.distributed.peers import AGREE_SECONDS, peers_of
 from stepcache.distributed.replicas import Part
 from stepcache.engine import preload_all
 from stepcache.errors import OptionError, SessionClosedError
@@ -200,16 +200,16 @@ class Session:
         context = jaxcompat.entering(self._scope, self._token)
         context.__enter__()
         self._contexts().append(context)
-        if isinstance(peers := self._scope.peers, PodOfSession):
+        if (peers := self._scope.peers) is not None:
             peers.enter(*self._on_hang)
         return self
 
     def __exit__(self, *exception) -> None:
         self._contexts().pop().__exit__(*exception)
-        if isinstance(peers := self._scope.peers, PodOfSession):
+        if (peers := self._scope.peers) is not None:
             peers.leave(exception[1])
             if isinstance(exception[1], Exception):
-                peers.suspect(exception[1])
+                peers.raise_if_lost_by(exception[1])
         if self._scope.built and exception[0] is None:
             unmatched = set(range(len(self.rules))) - self._scope.matched
             self._scope.warn_of_rules(unmatched, "any step of the session")

@@ -122,11 +122,11 @@ class Use:
             for path, token in each._made_of.items()
         }
         recipe = self._recipe
-        with peers.meeting(
+        with peers.round(
             recipe.name, f"new variables ({', '.join(each.name for each in new)})"
-        ) as meeting:
+        ) as round:
             about = f"in variables that {recipe.name} is called with"
-            compare(meeting.hear, peers.rank, about, {tuple(peers.ranks): tokens})
+            compare(round, about, {tuple(peers.ranks): tokens})
         for each in new:
             each._made_of = {}
 

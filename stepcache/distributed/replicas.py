@@ -50,7 +50,7 @@ def token_of(value: Any, *, whole: bool = False) -> str:
     return f"[{shown}{more}] (digest {hasher.hexdigest()[:12]})"
 
 
-def is_own(value: Any) -> bool:
+def is_local(value: Any) -> bool:
     """Whether a value is in the memory of this process alone: a number, or a local array."""
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
@@ -69,7 +69,7 @@ def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...], *, summed: bool 
     if summed:
         leaves = _checksums(leaves)
     for path, value, part in leaves:
-        if not isinstance(value, jax.Array) or (is_own(value) and len(value.devices()) == 1):
+        if not isinstance(value, jax.Array) or (is_local(value) and len(value.devices()) == 1):
             groups.setdefault(ranks, {})[path] = token_of(value, whole=True)
             continue
         array = jax.random.key_data(value) if is_key(value) else value

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stepcache.calls.context import Scope, recompiles_forbidden
+from stepcache.calls.host_values import compare_call_values
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import Recipe, Request
 from stepcache.errors import RecompileError, RecompileWarning, warn
@@ -21,7 +22,7 @@ from stepcache.programs.background import LATER, builds, until_ready
 from stepcache.programs.build import Program, Stopwatch
 from stepcache.programs.levels import Brought, Levels
 from stepcache.programs.miss_log import Ledger
-from stepcache.programs.pods.together import bring_together, compare_values
+from stepcache.programs.pods.shared_compile import resolve_together
 from stepcache.programs.verification import Checks
 
 _log = logging.getLogger("stepcache")
@@ -78,7 +79,7 @@ class Bringing:
                 else:
                     levels = self._levels
                     recipe, why = self._recipe, miss.in_a_line
-                    brought = bring_together(levels, recipe, *common, peers, why, watch=watch)
+                    brought = resolve_together(levels, recipe, *common, peers, why, watch=watch)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
@@ -102,7 +103,7 @@ class Bringing:
         if self._not_compared and request.key in self._not_compared:
             peers = scope.together(request.ranks)
             if peers is not None:
-                compare_values(self._recipe, request, peers)
+                compare_call_values(self._recipe.name, request, peers)
             self._not_compared.discard(request.key)
 
     def _judge(self, scope: Scope, miss: Miss) -> None:

@@ -93,10 +93,10 @@ def assert_ended(rank, victim, *, killed=True):
     has logged who has gone."""
     if victim == 0 and killed and rank.code == -6:
         assert "Terminating process because the JAX distributed service" in rank.output
-        assert "rank 0 of the pod has gone" in rank.output, rank.output
+        assert "rank 0 of the pod is lost" in rank.output, rank.output
         return
     assert rank.code == 1, f"{rank.code}\n{rank.output}"
-    assert f"RankLostError: rank {victim} of the pod has gone" in rank.output, rank.output
+    assert f"RankLostError: rank {victim} of the pod is lost" in rank.output, rank.output
 
 
 @pytest.mark.parametrize(("point", "victim"), CASES)
@@ -145,9 +145,9 @@ def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(tmp_path, m
 
 ALONE = """
 import queue
-from stepcache.distributed import failure_detection, news
+from stepcache.distributed import failure_detection, pod_events
 # As with NCCL, TPUs and other machines: no collective fails, and no process is seen to end.
-news._has_ended = lambda pid: False
+pod_events._has_ended = lambda pid: False
 failure_detection.Watch.suspect = lambda self, error: None
 total = sc.step(lambda batch: batch.sum(), batch="batch")
 pair = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
@@ -261,7 +261,7 @@ def test_the_coordinator_is_killed_while_the_others_are_on_their_own(tmp_path, t
     """JAX aborts them; who has gone is in their logs before, whatever their main threads do."""
     for rank in run_pod(tmp_path, AWAY, 3)[1:]:
         assert rank.code == -6
-        assert "rank 0 of the pod has gone" in rank.output, rank.output
+        assert "rank 0 of the pod is lost" in rank.output, rank.output
 
 
 # ---- one ends, and the others wait ---------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_one_that_ends_is_an_error_of_those_that_wait_for_it(tmp_path, how, vict
         if number == victim:
             continue
         assert rank.code in (0, 1), rank.output
-        assert f"rank {victim} of the pod has gone" in rank.output, rank.output
+        assert f"rank {victim} of the pod is lost" in rank.output, rank.output
         assert says in rank.output and rank.seconds < 30
         assert "after call 6 of train" in rank.output or how in ("exits", "raises"), rank.output
         waiting = "pod.py:" in rank.output and "train(state, np.ones(4, np.float32))" in rank.output
@@ -365,7 +365,7 @@ def test_work_of_one_rank_alone_is_no_loss(tmp_path):
     say("finished")
     """
     for rank in succeeded(run_pod(tmp_path, script, 2)):
-        assert "finished" in rank.output and "gone" not in rank.output, rank.output
+        assert "finished" in rank.output and "is lost" not in rank.output, rank.output
 
 
 HANGING = """
@@ -421,7 +421,7 @@ def test_a_pod_that_is_shut_down_is_not_lost(tmp_path):
     say("still there")
     """
     for rank in succeeded(run_pod(tmp_path, script, 2)):
-        assert "still there" in rank.output and "gone" not in rank.output, rank.output
+        assert "still there" in rank.output and "is lost" not in rank.output, rank.output
 
 
 def test_the_next_pod_of_a_process(tmp_path):
@@ -452,7 +452,7 @@ def test_the_next_pod_of_a_process(tmp_path):
     """
     for rank in succeeded(run_pod(tmp_path, script, 2)):
         assert rank.said("first") == ["4.0"], rank.output
-        assert rank.said("again") == ["4.0 4.0"] * 2 and "gone" not in rank.output, rank.output
+        assert rank.said("again") == ["4.0 4.0"] * 2 and "is lost" not in rank.output, rank.output
 
 
 def test_meshes_of_some_ranks_and_sessions_one_after_the_other(tmp_path):
@@ -477,7 +477,7 @@ def test_meshes_of_some_ranks_and_sessions_one_after_the_other(tmp_path):
     """
     ranks = succeeded(run_pod(tmp_path, script, 3))
     for number, rank in enumerate(ranks):
-        assert rank.said("all") == ["6.0"] * 3 and "gone" not in rank.output, rank.output
+        assert rank.said("all") == ["6.0"] * 3 and "is lost" not in rank.output, rank.output
         assert rank.said("two") == (["4.0"] if number < 2 else []) and rank.said("one") == ["2.0"]
 
 

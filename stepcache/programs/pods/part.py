@@ -1,0 +1,167 @@
+"""`Part`: what every process does in a shared compile, whether it leads or follows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stepcache.calls.step_spec import Request
+from stepcache.distributed.agreement import Round
+from stepcache.errors import first_line
+from stepcache.programs.archive import Answer, Archive
+from stepcache.programs.build import Stopwatch
+from stepcache.programs.levels import Brought, Levels, Lowered, Sharing
+from stepcache.programs.pods.lowered import (
+    LoweredDifferently,
+    check_lowered,
+    digest_of_lowered,
+    merge_lowered,
+)
+from stepcache.programs.pods.roles import CallReport, Decision, Roles
+from stepcache.programs.question import Question
+from stepcache.storage import plain
+from stepcache.storage.dependency_record import Traced
+
+_log = logging.getLogger("stepcache")
+
+
+@dataclass
+class Part:
+    """The part of one process in a shared compile.
+
+    Attributes:
+        round: the agreement round.
+        decision, roles: of all processes, and of those on this kind of host.
+        report: of this process.
+        levels, request, archive, question, answer, stopwatch, before_trace, watch: as for
+            `Levels.bring`.
+        lowered: the program that this process lowered, once it has.
+        to_compare: whether lowered programs are still to be compared before XLA compiles one.
+    """
+
+    round: Round
+    decision: Decision
+    roles: Roles
+    report: CallReport
+    levels: Levels
+    request: Request
+    archive: Archive | None
+    question: Question
+    answer: Answer
+    stopwatch: Stopwatch
+    before_trace: Callable[[Answer], None]
+    watch: bool
+    lowered: Lowered | None = None
+    to_compare: bool = field(init=False)
+
+    def __post_init__(self):
+        self.to_compare = self.decision.compares_lowered
+
+    def resolve(self) -> Brought:
+        """Returns the program, once all processes have it."""
+        try:
+            brought = self._resolved()
+        except LoweredDifferently:
+            self._conclude(None)
+            raise
+        except Exception as error:
+            with self.stopwatch.stage("agree"):
+                self._compare(None, error)
+                self._conclude(error)
+            raise
+        with self.stopwatch.stage("agree"):
+            self.lowered = brought.lowered
+            others = self._conclude(None, brought.program.level)
+        return replace(brought, others=others, has_compared=self.decision.knows_values)
+
+    def _resolved(self) -> Brought:
+        raise NotImplementedError
+
+    def _load(self, answer: Answer, data: bytes = b"") -> Brought | None:
+        return self.levels.load(
+            self.request, self.archive, self.question, answer, self.stopwatch, self.watch, data
+        )
+
+    def _build_alone(self, why: str) -> Brought:
+        self._log_builds_alone(why)
+        return self._trace()
+
+    def _log_builds_alone(self, why: str) -> None:
+        _log.info("rank %d builds %s for itself: %s", self.round.rank, self.report.label, why)
+
+    def _log_cannot_load(self, error: Exception) -> None:
+        text = "rank %d builds %s for itself: it cannot load the executable of another rank (%s)"
+        _log.warning(text, self.round.rank, self.report.label, error)
+
+    def _trace(
+        self,
+        find: Callable[[str, Callable[[bytes], Any]], Any] | None = None,
+        send: Callable[[Traced], None] = lambda traced: None,
+    ) -> Brought:
+        self.before_trace(self.answer)
+        if find is None:
+            find = self.archive.find if self.archive is not None else lambda digest, load: None
+        return self.levels.trace(
+            self.request,
+            self.archive,
+            self.question,
+            self.answer,
+            self.stopwatch,
+            self.watch,
+            Sharing(find, self._compare_before_xla, send),
+        )
+
+    def _compare_before_xla(self, lowered: Lowered) -> None:
+        self.lowered = lowered
+        with self.stopwatch.stage("agree"):
+            self._compare(lowered)
+
+    def _compare(self, lowered: Lowered | None, error: BaseException | None = None) -> None:
+        """Compares lowered programs before XLA compiles one, if dependencies differ; once.
+
+        Args:
+            lowered: by this process; None if it waits for the leader's trace.
+            error: why it has lowered nothing.
+
+        Raises:
+            AgreementError: another process lowered another program, or failed.
+        """
+        if self.to_compare:
+            self.to_compare = False
+            said = plain.pack([digest_of_lowered(lowered), first_line(error) if error else ""])
+            merged = self.round.merge("lowered", said, merge_lowered)
+            if error is None:
+                check_lowered(self.round, self.report.label, merged, lowered)
+
+    def _conclude(
+        self, error: BaseException | None, level: int = 0
+    ) -> dict[int, tuple[int, dict[str, float]]]:
+        """Compares what all processes hold.
+
+        Args:
+            error: why this process holds nothing.
+            level: how it resolved the miss, as in `Program`.
+
+        Returns:
+            Level and seconds by stage of the other ranks; only on the first one, which keeps them
+            for those that do not write into its directory.
+
+        Raises:
+            AgreementError: another process holds another program, or none.
+        """
+        lowered = self.lowered if error is None else None
+        seconds = {stage: round(value, 4) for stage, value in self.stopwatch.seconds.items()}
+        said = [digest_of_lowered(lowered), first_line(error) if error else "", level, seconds]
+        merged = self.round.merge("held", plain.pack(said), merge_lowered)
+        if error is not None:
+            return {}
+        check_lowered(self.round, self.report.label, merged, lowered)
+        if self.decision.shares_directory or self.round.rank != self.decision.first:
+            return {}
+        held = self.round.contributions("held")
+        others = {rank: plain.unpack(each) for rank, each in held.items()}
+        return {
+            rank: (each[2], each[3]) for rank, each in others.items() if rank != self.round.rank
+        }
