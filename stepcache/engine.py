@@ -21,7 +21,7 @@ from stepcache.calls import signature as signatures
 from stepcache.calls.call_plan import CallPlans
 from stepcache.calls.carry import check_tied
 from stepcache.calls.context import Scope, current_scope
-from stepcache.calls.handing_in import HandingIn, handed_in, is_of_pod
+from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_global_arrays
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
 from stepcache.calls.over_buffers import over_buffers, shapes_in
@@ -87,9 +87,9 @@ class Engine:
         self._is_over_buffers = False
         # Has the step call something else than the dispatcher: the step says what.
         self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
-        self.handing_in: HandingIn | None = None
+        self.global_arguments: GlobalArguments | None = None
         self._resident_calls = 0
-        self.calls, self.sees_all_calls, self.hands_in = 0, True, False
+        self.calls, self.sees_all_calls, self.has_global_arguments = 0, True, False
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         self._weakly: weakref.ref[Engine] = weakref.ref(self)
         miss = functools.partial(_serve, self._weakly, recipe.jitted)
@@ -145,7 +145,7 @@ class Engine:
         through_python = watched or scope.closed or self.checks.stale is not None
         plain = not (request.call.signature.statics or through_python)
         if plain and is_of_pod(request):
-            self.handing_in = HandingIn(request, self.scope)
+            self.global_arguments = GlobalArguments(request, self.scope)
         return outputs, None if through_python else fast_path
 
     # ---- calls that pass `Variables` -----------------------------------------------------------
@@ -163,7 +163,7 @@ class Engine:
     def note_call(self) -> None:
         """Counts a call that comes through Python."""
         global _latest_engine
-        if not (self._is_over_buffers or self.hands_in):
+        if not (self._is_over_buffers or self.has_global_arguments):
             self.calls += 1
             _latest_engine = self._weakly
 
@@ -382,7 +382,7 @@ class Engine:
 
     def _execute(self, scope: Scope, request: Request, program: Program) -> tuple[Any, Any]:
         started, outputs = time.perf_counter(), None
-        call = handed_in(request)
+        call = with_global_arrays(request)
         try:
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
             return outputs, fast_path if call is request.call else None
@@ -463,19 +463,19 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     if alive is None:
         return jitted(*args, **kwargs), None, False
     alive.note_call()
-    if alive.handing_in is not None:
-        whole = alive.handing_in(args, kwargs)
+    if alive.global_arguments is not None:
+        whole = alive.global_arguments(args, kwargs)
         if whole is not None:
             args, kwargs = whole
-            alive.hands_in = True
+            alive.has_global_arguments = True
             try:
                 return alive.dispatcher.call(*args, **kwargs), None, False
             finally:
-                alive.hands_in = False
+                alive.has_global_arguments = False
     if alive.is_planned():
         return NOT_A_HIT, None, True
     outputs, fast_path = alive.run(*args, **kwargs)
-    alive.sees_all_calls &= fast_path is None or alive.hands_in
+    alive.sees_all_calls &= fast_path is None or alive.has_global_arguments
     return outputs, fast_path, False
 
 
