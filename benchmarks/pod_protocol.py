@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,13 +196,13 @@ class Rank:
         from stepcache.storage import plain
 
         self._keys += 1
-        key, stored = f"{self._keys:064x}", way == "stored"
+        key, stored = f"{self._keys:016x}", way == "stored"
         report = CallReport(
             label="train.py:train",
             call=key,
-            code=f"{self.rank:064x}" if way.endswith("differs") else key,
-            host="h" * 64,
-            directory=f"{self.rank if stored else 0:064x}",
+            code=f"{self.rank:016x}" if way.endswith("differs") else key,
+            host="h" * 16,
+            directory=f"{self.rank if stored else 0:016x}",
             has_programs=True,
             program=key if stored else "",
             loads_untraced=True,
@@ -214,7 +215,7 @@ class Rank:
                 current.merge("lowered", plain.pack([key, ""]), merge_lowered)
             for name in ("trace", "program") if roles.builds else ():
                 if roles.leader == self.rank:
-                    current.channel.send(name, PROGRAM, roles.followers)
+                    current.channel.send(name, zlib.compress(PROGRAM, 1), roles.followers)
                 else:
                     current.channel.receive(name, roles.leader)
             stages = dict.fromkeys(("hash", "read", "load", "agree"), self.rank / 7)
@@ -222,8 +223,8 @@ class Rank:
             if stored and self.rank == decision.first:
                 current.contributions("held")
 
-    def run(self, quick: bool) -> None:
-        """All that is measured, in order."""
+    def run(self, quick: bool, save: Callable[[], None]) -> None:
+        """All that is measured, in order; `save` is called before the last case, and after it."""
         import stepcache as sc
 
         self.peers.enter()
@@ -254,7 +255,9 @@ class Rank:
             with contextlib.suppress(sc.AgreementError):
                 self.agree("stored")
         self.peers.agree_seconds = 10 * AGREE_SECONDS
+        save()
         self.measured("lost", lambda: self.lose(last, sc.RankLostError))
+        save()
 
     def lose(self, victim: bool, error: type[Exception]) -> None:
         """The last rank is killed; the others wait for it."""
@@ -272,12 +275,16 @@ def work(rank: int, count: int, address: str, directory: Path, quick: bool) -> N
     """One process: writes its records to a file."""
     signal.alarm(1500)
     one = Rank(rank, count, address)
-    one.run(quick)
-    part = directory / f"{rank}.part"
-    part.write_text(json.dumps(one.records))
-    part.rename(directory / f"{rank}.json")
+
+    def save() -> None:
+        part = directory / f"{rank}.part"
+        part.write_text(json.dumps(one.records))
+        part.rename(directory / f"{rank}.json")
+
+    one.run(quick, save)
+    (directory / f"{rank}.ended").touch()
     if rank == 0:  # The service ends with this process, and JAX then aborts the others.
-        while sum(1 for _ in directory.glob("*.json")) < count - 1:
+        while sum(1 for _ in directory.glob("*.ended")) < count - 1:
             time.sleep(0.1)
         time.sleep(1)
 
@@ -321,9 +328,11 @@ def pod(count: int, quick: bool) -> None:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     if os.waitpid(process, os.WNOHANG)[0] == 0:
                         os.kill(process, signal.SIGKILL)
-    assert len(records) == count - 1, f"{len(records)} of {count - 1} have told"  # One was killed.
     for case in zero:
-        print(json.dumps(cost(case, count, [record[case] for record in records], zero[case])))
+        found = [record[case] for record in records if case in record]
+        expected = count - 1 if case == "lost" else count  # One was killed.
+        assert len(found) == expected, f"{case}: {len(found)} of {expected} ranks have told"
+        print(json.dumps(cost(case, count, found, zero[case])))
 
 
 def cost(case: str, count: int, ranks: list[dict], zero: dict) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def without_host(facts: dict[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class CallReport:
-    """What a process contributes to the agreement on a new program.
+    """What a process contributes to the agreement on a new program. Digests are short.
 
     Attributes:
         label: the step, by file and name.
@@ -102,12 +102,12 @@ class CallReport:
         facts = question.base.facts
         return cls(
             question.address.label,
-            digest_facts(dependencies.call),
-            digest_facts(dependencies.code),
-            digest_facts({name: facts.get(name, "") for name in _OF_HOST}),
-            archive.name() if archive is not None else "",
+            digest_facts(dependencies.call)[:16],
+            digest_facts(dependencies.code)[:16],
+            digest_facts({name: facts.get(name, "") for name in _OF_HOST})[:16],
+            archive.name()[:16] if archive is not None else "",
             archive is not None and archive.has_programs(),
-            answer.candidate.program if answer.candidate is not None else "",
+            answer.candidate.program[:16] if answer.candidate is not None else "",
             archive is None or archive.verify != "before",
             digest_of(values),
         )
