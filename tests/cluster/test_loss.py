@@ -264,6 +264,40 @@ def test_the_coordinator_is_killed_while_the_others_are_on_their_own(tmp_path, t
         assert "rank 0 of the pod is lost" in rank.output, rank.output
 
 
+MISTAKE = """
+import logging
+logging.basicConfig(stream=sys.stdout, format="log %(message)s")
+from stepcache.distributed import failure_detection
+look, failures = failure_detection.Watch._look, []
+def fail_twice(self):
+    if len(failures) < 2:
+        failures.append(1)
+        raise KeyError("a mistake")
+    look(self)
+failure_detection.Watch._look = fail_twice
+total = sc.step(lambda batch: batch.sum(), batch="batch")
+try:
+    with sc.Session(mesh):
+        float(total(np.ones(2, np.float32)))
+        while RANK and len(failures) < 2:
+            time.sleep(0.1)
+        if RANK:
+            time.sleep(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        total(np.ones(4, np.float32))
+except sc.RankLostError as error:
+    say("lost", error.ranks)
+"""
+
+
+def test_an_exception_does_not_end_the_watch(tmp_path):
+    """It is logged once, and losses are detected as before."""
+    rank = run_pod(tmp_path, MISTAKE, 2)[0]
+    assert rank.said("lost") == ["(1,)"] and rank.code == 0, rank.output
+    assert len([line for line in rank.said("log") if "detection of lost processes" in line]) == 1
+    assert "KeyError: 'a mistake'" in rank.output
+
+
 # ---- one ends, and the others wait ---------------------------------------------------------------
 
 ENDING = """
