@@ -209,13 +209,7 @@ def _free_port(asked: int | None) -> int:
 
 @dataclass(frozen=True)
 class Event:
-    """A rank raised, a rank ended, or a signal asked the launcher to end.
-
-    Attributes:
-        what: one of these.
-        rank: the rank.
-        code: its exit code, negative for a signal; if asked, the number of the signal.
-    """
+    """A rank raised or ended, or a signal (the code) asked the launcher to end."""
 
     what: Literal["raised", "ended", "asked"]
     rank: int
@@ -233,10 +227,7 @@ class Event:
 
 
 def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 from stepcache.events import Change
 from stepcache.programs.archive import Answer
 from stepcache.programs.levels import Brought
-from stepcache.programs.pods.lowered import LoweredDifferently
 from stepcache.programs.pods.part import Part
 from stepcache.programs.pods.roles import without_host
 from stepcache.storage import plain
@@ -137,14 +136,8 @@ class Follower(Part):
             _ = self._leaders_trace  # The leader waits until all have received it.
             candidate, data, why_not = self._leaders_program
         if candidate is None or digest != candidate.program:
-            if candidate is not None and self._lowered_differently(candidate):
-                raise LoweredDifferently
             self._log_builds_alone(why_not or "XLA gets another program on this rank")
             return None
         if not data:
             return self.archive.find(digest, load) if self.archive is not None else None
         return load(data)
-
-    def _lowered_differently(self, candidate: Candidate) -> bool:
-        outline = zlib.decompress(candidate.outline).decode()
-        return self.lowered is not None and self.lowered.outline != outline

@@ -20,10 +20,6 @@ from stepcache.units import readable_ranks
 MAX_SHOWN = 12
 
 
-class LoweredDifferently(Exception):
-    """This process lowered another program than the leader did. The comparison says why."""
-
-
 def digest_of_lowered(lowered: Lowered | None) -> str:
     """Returns a digest of a lowered program; empty for none."""
     return hashlib.sha256(lowered.outline.encode()).hexdigest() if lowered is not None else ""

@@ -14,7 +14,6 @@ from stepcache.programs.archive import Answer, Archive
 from stepcache.programs.build import Stopwatch
 from stepcache.programs.levels import Brought, Levels, Lowered, Sharing
 from stepcache.programs.pods.lowered import (
-    LoweredDifferently,
     check_lowered,
     digest_of_lowered,
     merge_lowered,
@@ -37,7 +36,6 @@ class Part:
         report: of this process.
         levels, request, archive, question, answer, stopwatch, before_trace, watch: as for
             `Levels.bring`.
-        lowered: the program that this process lowered, once it has.
         to_compare: whether lowered programs are still to be compared before XLA compiles one.
     """
 
@@ -53,7 +51,6 @@ class Part:
     stopwatch: Stopwatch
     before_trace: Callable[[Answer], None]
     watch: bool
-    lowered: Lowered | None = None
     to_compare: bool = field(init=False)
 
     def __post_init__(self):
@@ -63,17 +60,13 @@ class Part:
         """Returns the program, once all processes have it."""
         try:
             brought = self._resolved()
-        except LoweredDifferently:
-            self._conclude(None)
-            raise
         except Exception as error:
             with self.stopwatch.stage("agree"):
                 self._compare(None, error)
-                self._conclude(error)
+                self._conclude(None, error)
             raise
         with self.stopwatch.stage("agree"):
-            self.lowered = brought.lowered
-            others = self._conclude(None, brought.program.level)
+            others = self._conclude(brought.lowered, None, brought.program.level)
         return replace(brought, others=others, has_compared=self.decision.knows_values)
 
     def _resolved(self) -> Brought:
@@ -114,7 +107,6 @@ class Part:
         )
 
     def _compare_before_xla(self, lowered: Lowered) -> None:
-        self.lowered = lowered
         with self.stopwatch.stage("agree"):
             self._compare(lowered)
 
@@ -136,11 +128,12 @@ class Part:
                 check_lowered(self.round, self.report.label, merged, lowered)
 
     def _conclude(
-        self, error: BaseException | None, level: int = 0
+        self, lowered: Lowered | None, error: BaseException | None, level: int = 0
     ) -> dict[int, tuple[int, dict[str, float]]]:
         """Compares what all processes hold.
 
         Args:
+            lowered: what this process lowered, or loaded.
             error: why this process holds nothing.
             level: how it resolved the miss, as in `Program`.
 
@@ -151,7 +144,6 @@ class Part:
         Raises:
             AgreementError: another process holds another program, or none.
         """
-        lowered = self.lowered if error is None else None
         seconds = {stage: round(value, 4) for stage, value in self.stopwatch.seconds.items()}
         said = [digest_of_lowered(lowered), first_line(error) if error else "", level, seconds]
         merged = self.round.merge("held", plain.pack(said), merge_lowered)
