@@ -337,7 +337,7 @@ class Watch:
         pending = set() if of_transport else _pending_ranks()
         outside = {}
         for rank in sorted(set(ranks) & rows.keys() - {self.rank}):
-            how, call = rows[rank].gone(mesh, number), rows[rank].call
+            how, call = rows[rank].how_left(mesh, number), rows[rank].call
             if how and (rank in pending or not pending):
                 outside[rank] = f"{how}, after {call}" if call else how
         return outside

@@ -121,7 +121,7 @@ class Row:
     def packed(self) -> dict:
         return asdict(self)
 
-    def gone(self, mesh: str, number: int) -> str:
+    def how_left(self, mesh: str, number: int) -> str:
         """Returns how the process ended or left a session; empty while it is in it."""
         entered, left = self.sessions.get(mesh, (0, ""))
         return self.ended or (left if entered == number else "left it" if entered > number else "")

@@ -269,9 +269,9 @@ class _Run:
         threading.Thread(target=self._read_reports, args=(reading,), daemon=True).start()
         try:
             for rank, environment in enumerate(environments):
-                told = [str(number) for number in (guard, reports, rank)]
+                numbers = [str(number) for number in (guard, reports, rank)]
                 process = subprocess.Popen(
-                    [sys.executable, "-u", "-c", _RANK, *told, *what],
+                    [sys.executable, "-u", "-c", _RANK, *numbers, *what],
                     env=environment,
                     stdin=None if rank == 0 else subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
