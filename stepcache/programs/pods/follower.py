@@ -11,17 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from stepcache.events import Change
-from stepcache.programs.archive import Answer
-from stepcache.programs.levels import Brought
+from stepcache.programs.archive import LookupResult
+from stepcache.programs.levels import Resolution
 from stepcache.programs.pods.part import Part
 from stepcache.programs.pods.roles import without_host
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import (
-    Candidate,
+    DependencyRecord,
     Traced,
     agree,
     differences,
-    unpack_candidates,
+    unpack_records,
 )
 
 _log = logging.getLogger("stepcache")
@@ -36,11 +36,11 @@ class Follower(Part):
         # If this rank depends on other values than the leader, it does not wait for its trace.
         self._traces = self.report.code != self.roles.code
 
-    def _resolved(self) -> Brought:
+    def _resolved(self) -> Resolution:
         if not (self.roles.builds and self._traces):
             self._compare(None)
         if not self.roles.builds and self.report.program == self.roles.program:
-            return self._load(self.answer) or self._trace()
+            return self._load(self.result) or self._trace()
         try:
             return self._follow()
         except Exception as error:
@@ -59,12 +59,12 @@ class Follower(Part):
         return (Traced.unpacked(traced) if traced is not None else None), why_not
 
     @functools.cached_property
-    def _leaders_program(self) -> tuple[Candidate | None, bytes, str]:
+    def _leaders_program(self) -> tuple[DependencyRecord | None, bytes, str]:
         """What the leader sent by `_send_program`."""
         received = self.round.channel.receive("program", self.roles.leader)
         packed, data, why_not = plain.unpack(received)
-        candidate = unpack_candidates(packed)[0] if packed else None
-        return candidate, zlib.decompress(data), why_not
+        record = unpack_records(packed)[0] if packed else None
+        return record, zlib.decompress(data), why_not
 
     def _answer_leader(self, find: Callable[[str], bytes]) -> None:
         """Sends the executable that the leader asks this rank for, if it does and this rank has it.
@@ -82,7 +82,7 @@ class Follower(Part):
         if self.archive is not None:
             self._answer_leader(self.archive.executable_bytes)
 
-    def _follow(self) -> Brought:
+    def _follow(self) -> Resolution:
         """Returns the program that the leader has or builds."""
         if self._traces:
             return self._trace_and_load()
@@ -100,42 +100,42 @@ class Follower(Part):
         if changes or traced.tree is None:
             return self._trace_and_load()
         with self.stopwatch.stage("wait"):
-            candidate, data, why_not = self._leaders_program
-        if candidate is None:
+            record, data, why_not = self._leaders_program
+        if record is None:
             return self._build_alone(why_not)
-        brought = None
+        resolution = None
         try:
-            brought = self._load(Answer(candidate), data)
+            resolution = self._load(LookupResult(record), data)
         except Exception as error:
             self._log_cannot_load(error)
-        if brought is None:
+        if resolution is None:
             return self._trace()
         if data and self.archive is not None:
-            archive, address = self.archive, self.question.address
-            archive.worker.submit(lambda: archive.keep(address, candidate, data))
-        return replace(brought, giver=self.roles.leader)
+            archive, address = self.archive, self.lookup.address
+            archive.worker.submit(lambda: archive.keep(address, record, data))
+        return replace(resolution, giver=self.roles.leader)
 
     def _differences_from(self, traced: Traced) -> tuple[Change, ...]:
         """Returns the dependencies of the leader's trace that are not the same here."""
-        facts = without_host(traced.facts)
-        own = without_host(self.question.with_used(traced.used).facts)
-        return () if agree(facts, own) else differences(facts, own)
+        dependencies = without_host(traced.dependencies)
+        own = without_host(self.lookup.with_used(traced.used).dependencies)
+        return () if agree(dependencies, own) else differences(dependencies, own)
 
-    def _trace_and_load(self) -> Brought:
+    def _trace_and_load(self) -> Resolution:
         """Returns a program that is traced here, with the executable of the leader."""
-        brought = self._trace(self._find_leaders)
-        if brought.publication is None or brought.program.level != 2:
-            return brought
+        resolution = self._trace(self._find_leaders)
+        if resolution.publication is None or resolution.program.level != 2:
+            return resolution
         data = self._leaders_program[1]
-        return replace(brought, publication=replace(brought.publication, data=data))
+        return replace(resolution, publication=replace(resolution.publication, data=data))
 
     def _find_leaders(self, digest: str, load: Callable[[bytes], Any]) -> Any:
         """Loads the leader's executable, if it is the one of the program lowered here."""
         with self.stopwatch.stage("wait"):
             self._answer_from_disk()
             _ = self._leaders_trace  # The leader waits until all have received it.
-            candidate, data, why_not = self._leaders_program
-        if candidate is None or digest != candidate.program:
+            record, data, why_not = self._leaders_program
+        if record is None or digest != record.program:
             self._log_builds_alone(why_not or "XLA gets another program on this rank")
             return None
         if not data:

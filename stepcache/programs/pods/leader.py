@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from stepcache.errors import first_line
-from stepcache.programs.levels import Brought
+from stepcache.programs.levels import Resolution
 from stepcache.programs.pods.part import Part
 from stepcache.storage import plain
-from stepcache.storage.dependency_record import Candidate, Traced, pack_candidates
+from stepcache.storage.dependency_record import DependencyRecord, Traced, pack_records
 
 _log = logging.getLogger("stepcache")
 
@@ -27,26 +27,26 @@ class Leader(Part):
         self._to_ask = list(self.roles.asked)
         self._received = b""  # An executable that another rank had on its disk.
 
-    def _resolved(self) -> Brought:
+    def _resolved(self) -> Resolution:
         if self.roles.builds:
             return self._build_and_send()
         self._compare(None)
         return self._load_and_send()
 
-    def _load_and_send(self) -> Brought:
-        candidate, archive = self.answer.candidate, self.archive
-        assert candidate is not None and archive is not None
+    def _load_and_send(self) -> Resolution:
+        record, archive = self.result.record, self.archive
+        assert record is not None and archive is not None
         if self.roles.followers:
             with self.stopwatch.stage("give"):
-                data = archive.executable_bytes(candidate.program)
+                data = archive.executable_bytes(record.program)
                 if data:
-                    self._send_trace(candidate.traced)
-                    self._send_program(candidate, data)
+                    self._send_trace(record.traced)
+                    self._send_program(record, data)
             if not data:
                 return self._build_and_send()
-        return self._load(self.answer) or self._trace()
+        return self._load(self.result) or self._trace()
 
-    def _build_and_send(self) -> Brought:
+    def _build_and_send(self) -> Resolution:
         if self.roles.builds and self.round.rank != self.decision.first:
             _log.warning(
                 "rank %d also builds %s: it runs on another kind of host than rank %d",
@@ -55,21 +55,21 @@ class Leader(Part):
                 self.decision.first,
             )
         try:
-            brought = self._trace(self._find, self._send_trace)
+            resolution = self._trace(self._find, self._send_trace)
             with self.stopwatch.stage("give"):
-                publication = brought.publication
+                publication = resolution.publication
                 if publication is None:
-                    self._send_program(None, b"", "; ".join(brought.unvouched))
-                    return brought
-                candidate = publication.candidate(time.time())
+                    self._send_program(None, b"", "; ".join(resolution.untrackable))
+                    return resolution
+                record = publication.record(time.time())
                 if self.decision.shares_directory and self.archive is not None:
                     self.archive.publish(publication)
-                    self._send_program(candidate, b"")
-                    return replace(brought, publication=None)
-                data = self._serialized(brought)
+                    self._send_program(record, b"")
+                    return replace(resolution, publication=None)
+                data = self._serialized(resolution)
                 why_not = "the leader cannot read the executable from its disk"
-                self._send_program(candidate if data else None, data, why_not)
-                return replace(brought, publication=replace(publication, data=data))
+                self._send_program(record if data else None, data, why_not)
+                return replace(resolution, publication=replace(publication, data=data))
         except BaseException as error:
             with contextlib.suppress(Exception):
                 self._send_trace(None, first_line(error))
@@ -105,13 +105,13 @@ class Leader(Part):
                 data = channel.receive("executable", rank)
         return data
 
-    def _serialized(self, brought: Brought) -> bytes:
-        assert brought.publication is not None
-        if "compile" in brought.program.seconds:
-            return brought.publication.serialized()
+    def _serialized(self, resolution: Resolution) -> bytes:
+        assert resolution.publication is not None
+        if "compile" in resolution.program.seconds:
+            return resolution.publication.serialized()
         if self._received:
             return self._received
-        return self.archive.executable_bytes(brought.digest) if self.archive is not None else b""
+        return self.archive.executable_bytes(resolution.digest) if self.archive is not None else b""
 
     def _send_trace(self, traced: Traced | None, why_not: str = "") -> None:
         """Sends what the trace depends on; None if the followers have to build for themselves."""
@@ -120,16 +120,18 @@ class Leader(Part):
             packed = plain.pack([traced.packed() if traced is not None else None, why_not])
             self.round.channel.send("trace", zlib.compress(packed, 1), self.roles.followers)
 
-    def _send_program(self, candidate: Candidate | None, data: bytes, why_not: str = "") -> None:
+    def _send_program(
+        self, record: DependencyRecord | None, data: bytes, why_not: str = ""
+    ) -> None:
         """Sends the program.
 
         Args:
-            candidate: the build; None if the followers have to build for themselves.
+            record: the build; None if the followers have to build for themselves.
             data: the executable; empty if all ranks find it in the shared directory.
-            why_not: why there is no candidate.
+            why_not: why there is no record.
         """
         if self.roles.followers:
             label = self.report.label
-            packed = pack_candidates(label, [candidate])[1] if candidate is not None else b""
+            packed = pack_records(label, [record])[1] if record is not None else b""
             message = plain.pack([packed, zlib.compress(data, 1), why_not])
             self.round.channel.send("program", message, self.roles.followers)

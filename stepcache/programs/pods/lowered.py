@@ -85,10 +85,10 @@ def _explain(
         The changes, and a line about each.
     """
     speakers = (one[0], other[0])
-    outline, facts = own.outline if own is not None else "", {}
+    outline, dependencies = own.outline if own is not None else "", {}
     with contextlib.suppress(Exception):  # The error is raised without an explanation too.
-        facts = without_host(own.facts()) if own is not None else {}
-    packed = zlib.compress(plain.pack([outline, facts]), 1)
+        dependencies = without_host(own.dependencies()) if own is not None else {}
+    packed = zlib.compress(plain.pack([outline, dependencies]), 1)
     received = round.gather("outline", packed)
     programs = [plain.unpack(zlib.decompress(received[rank])) for rank in speakers]
     outlines = [outline.splitlines() for outline, _ in programs]
@@ -108,8 +108,8 @@ def _explain(
     change = Change("code", where, before, after, note)
     # A dependency of only one side is a consequence: that side took another branch.
     both = programs[0][1].keys() & programs[1][1].keys()
-    facts = ({name: each[name] for name in each if name in both} for _, each in programs)
-    others = [change for change in differences(*facts) if change.part != "module"]
+    dependencies = ({name: each[name] for name in each if name in both} for _, each in programs)
+    others = [change for change in differences(*dependencies) if change.part != "module"]
     lines = [by_rank(each, speakers[:1], speakers[1:]) for each in others]
     return [change, *others], [by_rank(change, one, other), *lines][:MAX_SHOWN]
 

@@ -10,16 +10,16 @@ from typing import Any
 from stepcache.calls.step_spec import Request
 from stepcache.distributed.agreement import Round
 from stepcache.errors import first_line
-from stepcache.programs.archive import Answer, Archive
+from stepcache.programs.archive import Archive, LookupResult
 from stepcache.programs.build import Stopwatch
-from stepcache.programs.levels import Brought, Levels, Lowered, Sharing
+from stepcache.programs.levels import Levels, Lowered, Resolution, Sharing
+from stepcache.programs.lookup import Lookup
 from stepcache.programs.pods.lowered import (
     check_lowered,
     digest_of_lowered,
     merge_lowered,
 )
 from stepcache.programs.pods.roles import CallReport, Decision, Roles
-from stepcache.programs.question import Question
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import Traced
 
@@ -34,8 +34,8 @@ class Part:
         round: the agreement round.
         decision, roles: of all processes, and of those on this kind of host.
         report: of this process.
-        levels, request, archive, question, answer, stopwatch, before_trace, watch: as for
-            `Levels.bring`.
+        levels, request, archive, lookup, result, stopwatch, before_trace, watch: as for
+            `Levels.resolve`.
         to_compare: whether lowered programs are still to be compared before XLA compiles one.
     """
 
@@ -46,38 +46,38 @@ class Part:
     levels: Levels
     request: Request
     archive: Archive | None
-    question: Question
-    answer: Answer
+    lookup: Lookup
+    result: LookupResult
     stopwatch: Stopwatch
-    before_trace: Callable[[Answer], None]
+    before_trace: Callable[[LookupResult], None]
     watch: bool
     to_compare: bool = field(init=False)
 
     def __post_init__(self):
         self.to_compare = self.decision.compares_lowered
 
-    def resolve(self) -> Brought:
+    def resolve(self) -> Resolution:
         """Returns the program, once all processes have it."""
         try:
-            brought = self._resolved()
+            resolution = self._resolved()
         except Exception as error:
             with self.stopwatch.stage("agree"):
                 self._compare(None, error)
                 self._conclude(None, error)
             raise
         with self.stopwatch.stage("agree"):
-            others = self._conclude(brought.lowered, None, brought.program.level)
-        return replace(brought, others=others, has_compared=self.decision.knows_values)
+            others = self._conclude(resolution.lowered, None, resolution.program.level)
+        return replace(resolution, others=others, has_compared=self.decision.knows_values)
 
-    def _resolved(self) -> Brought:
+    def _resolved(self) -> Resolution:
         raise NotImplementedError
 
-    def _load(self, answer: Answer, data: bytes = b"") -> Brought | None:
+    def _load(self, result: LookupResult, data: bytes = b"") -> Resolution | None:
         return self.levels.load(
-            self.request, self.archive, self.question, answer, self.stopwatch, self.watch, data
+            self.request, self.archive, self.lookup, result, self.stopwatch, self.watch, data
         )
 
-    def _build_alone(self, why: str) -> Brought:
+    def _build_alone(self, why: str) -> Resolution:
         self._log_builds_alone(why)
         return self._trace()
 
@@ -92,15 +92,15 @@ class Part:
         self,
         find: Callable[[str, Callable[[bytes], Any]], Any] | None = None,
         send: Callable[[Traced], None] = lambda traced: None,
-    ) -> Brought:
-        self.before_trace(self.answer)
+    ) -> Resolution:
+        self.before_trace(self.result)
         if find is None:
             find = self.archive.find if self.archive is not None else lambda digest, load: None
         return self.levels.trace(
             self.request,
             self.archive,
-            self.question,
-            self.answer,
+            self.lookup,
+            self.result,
             self.stopwatch,
             self.watch,
             Sharing(find, self._compare_before_xla, send),

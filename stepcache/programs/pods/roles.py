@@ -7,10 +7,10 @@ from typing import Any
 
 from stepcache.calls.host_values import Differing, differing, digest_of, group_name
 from stepcache.distributed.agreement import sides_of
-from stepcache.programs.archive import Answer, Archive
-from stepcache.programs.question import Question
+from stepcache.programs.archive import Archive, LookupResult
+from stepcache.programs.lookup import Lookup
 from stepcache.storage import plain
-from stepcache.storage.dependency_record import digest_facts
+from stepcache.storage.dependency_record import digest_dependencies
 
 _ASKED_AT_MOST = 8
 # These may differ between hosts. A program loads only on a host on which all of them are the same.
@@ -42,22 +42,22 @@ class Dependencies:
     code: dict[str, str]
 
     @classmethod
-    def of(cls, question: Question) -> Dependencies:
-        """Returns those of a question, before any candidate is read."""
+    def of(cls, lookup: Lookup) -> Dependencies:
+        """Returns those of a lookup, before any record is read."""
         call, code = {}, {}
-        statics = {f"static {static.name}" for static in question.statics}
-        for name, fact in without_host(question.base.facts).items():
+        statics = {f"static {static.name}" for static in lookup.statics}
+        for name, dependency in without_host(lookup.base.dependencies).items():
             # Of a static object the class belongs to the call; its attributes may not be used.
-            is_static = name in statics and not fact.startswith(("code ", "see "))
+            is_static = name in statics and not dependency.startswith(("code ", "see "))
             of_call = name in _OF_CALL or name.startswith(_BEGIN_OF_CALL)
             of_call = of_call and not name.startswith(_OF_PROCESS)
-            (call if is_static or of_call else code)[name] = fact
+            (call if is_static or of_call else code)[name] = dependency
         return cls(call, code)
 
 
-def without_host(facts: dict[str, str]) -> dict[str, str]:
+def without_host(dependencies: dict[str, str]) -> dict[str, str]:
     """Returns the dependencies that must not differ between hosts."""
-    return {name: fact for name, fact in facts.items() if name not in _OF_HOST}
+    return {name: dependency for name, dependency in dependencies.items() if name not in _OF_HOST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +92,22 @@ class CallReport:
     @classmethod
     def of(
         cls,
-        question: Question,
+        lookup: Lookup,
         dependencies: Dependencies,
-        answer: Answer,
+        result: LookupResult,
         archive: Archive | None,
         values: dict[str, str] | None,
     ) -> CallReport:
         """Returns the report of this process."""
-        facts = question.base.facts
+        dependencies = lookup.base.dependencies
         return cls(
-            question.address.label,
-            digest_facts(dependencies.call)[:16],
-            digest_facts(dependencies.code)[:16],
-            digest_facts({name: facts.get(name, "") for name in _OF_HOST})[:16],
+            lookup.address.label,
+            digest_dependencies(dependencies.call)[:16],
+            digest_dependencies(dependencies.code)[:16],
+            digest_dependencies({name: dependencies.get(name, "") for name in _OF_HOST})[:16],
             archive.name()[:16] if archive is not None else "",
             archive is not None and archive.has_programs(),
-            answer.candidate.program[:16] if answer.candidate is not None else "",
+            result.record.program[:16] if result.record is not None else "",
             archive is None or archive.verify != "before",
             digest_of(values),
         )

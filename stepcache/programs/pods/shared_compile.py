@@ -15,19 +15,19 @@ import zlib
 from collections.abc import Callable
 
 from stepcache.calls.host_values import compare, replicated_host_values
-from stepcache.calls.step_spec import Recipe, Request
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.agreement import Round, ranks_in
 from stepcache.distributed.peers import Peers
 from stepcache.errors import AgreementError
 from stepcache.events import Change
-from stepcache.programs.archive import Answer, Archive
+from stepcache.programs.archive import Archive, LookupResult
 from stepcache.programs.build import Stopwatch
-from stepcache.programs.levels import Brought, Levels
+from stepcache.programs.levels import Levels, Resolution
+from stepcache.programs.lookup import Lookup
 from stepcache.programs.pods.follower import Follower
 from stepcache.programs.pods.leader import Leader
 from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank
 from stepcache.programs.pods.roles import CallReport, Decision, Dependencies, decide
-from stepcache.programs.question import Question
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import differences
 from stepcache.units import readable_ranks
@@ -35,22 +35,22 @@ from stepcache.units import readable_ranks
 
 def resolve_together(
     levels: Levels,
-    recipe: Recipe,
+    spec: StepSpec,
     request: Request,
     archive: Archive | None,
     stopwatch: Stopwatch,
-    before_trace: Callable[[Answer], None],
+    before_trace: Callable[[LookupResult], None],
     peers: Peers,
     reason: str,
     *,
     watch: bool = False,
-) -> Brought:
+) -> Resolution:
     """Resolves a miss together with the other processes of a pod.
 
     Args:
         levels: of the step.
-        recipe: the step.
-        request, archive, stopwatch, before_trace, watch: as for `Levels.bring`.
+        spec: the step.
+        request, archive, stopwatch, before_trace, watch: as for `Levels.resolve`.
         peers: the processes.
         reason: why the call needs a new program, in one line.
 
@@ -59,17 +59,17 @@ def resolve_together(
             one of them did not take part in time.
         RankLostError: a process was lost.
     """
-    with peers.round(recipe.name, reason) as round:
+    with peers.round(spec.name, reason) as round:
         with stopwatch.stage("hash"):
-            question = Question(recipe, request)
-            dependencies = Dependencies.of(question)
+            lookup = Lookup(spec, request)
+            dependencies = Dependencies.of(lookup)
             values = replicated_host_values(request)
-        answer = Answer()
+        result = LookupResult()
         if archive is not None:
             with stopwatch.stage("read"):
-                answer = archive.answer(question)
+                result = archive.look_up(lookup)
         with stopwatch.stage("agree"):
-            report = CallReport.of(question, dependencies, answer, archive, values)
+            report = CallReport.of(lookup, dependencies, result, archive, values)
             decision = Decision.unpacked(round.merge("call", report.packed(), decide))
             if len(decision.calls) > 1:
                 _raise_different_calls(round, decision, dependencies)
@@ -85,8 +85,8 @@ def resolve_together(
             levels,
             request,
             archive,
-            question,
-            answer,
+            lookup,
+            result,
             stopwatch,
             before_trace,
             watch,
@@ -107,11 +107,11 @@ def _raise_different_calls(round: Round, decision: Decision, dependencies: Depen
         )
     own = dependencies.call if round.rank in [ranks[0] for ranks in all_ranks] else {}
     received = round.gather("dependencies of the call", zlib.compress(plain.pack(own), 1))
-    facts = [plain.unpack(zlib.decompress(received[ranks[0]])) for ranks in all_ranks]
+    dependencies = [plain.unpack(zlib.decompress(received[ranks[0]])) for ranks in all_ranks]
     changes: list[Change] = []
     lines = []
-    for (_, ranks), each in zip(sides[1:], facts[1:], strict=True):
-        found = differences(facts[0], each)
+    for (_, ranks), each in zip(sides[1:], dependencies[1:], strict=True):
+        found = differences(dependencies[0], each)
         changes += found
         lines += [by_rank(change, usual, ranks) for change in found]
     raise AgreementError(
