@@ -17,7 +17,7 @@ from stepcache.errors import RecompileError, RecompileWarning, warn
 from stepcache.events import BuildFailed, Miss, StageStarted, recorder
 from stepcache.programs import accounts
 from stepcache.programs.archive import Answer, Archive, start_name
-from stepcache.programs.background import LATER, builds, until_ready
+from stepcache.programs.background import LATER, WHEN_QUIET, builds, until_ready
 from stepcache.programs.build import Program, Stopwatch
 from stepcache.programs.levels import Brought, Levels
 from stepcache.programs.miss_log import Ledger
@@ -140,6 +140,8 @@ class Bringing:
 class _Settling:
     """Notes how a program came, and its first run; then stores it, or has it verified.
 
+    What was loaded has nothing to store: its notes wait until no other step is being started.
+
     Attributes:
         verify: has the program verified, from a given time on; None for one that was traced.
     """
@@ -152,19 +154,22 @@ class _Settling:
         miss: Miss,
         look: Callable[[], Any],
     ):
-        self._name, self._archive, self._brought, self._look = name, archive, brought, look
-        self._miss: Miss | None = miss
+        self._name, self._archive, self._brought, self._miss = name, archive, brought, miss
+        self._look = look
+        self._seconds: Any = LATER
         self.verify: Callable[[float], None] | None = None
 
     def __call__(self) -> Any:
-        if self._miss is not None:
-            accounts.note(self._archive, self._name, self._brought, self._miss)
-            self._miss = None
-        seconds = self._look()
-        if seconds is LATER:
-            return LATER
         archive, brought = self._archive, self._brought
         assert brought.address is not None
+        if self._seconds is LATER:
+            self._seconds = self._look()
+            if self._seconds is LATER:
+                return LATER
+            if brought.publication is None:
+                return WHEN_QUIET
+        seconds = self._seconds
+        accounts.note(archive, self._name, brought, self._miss)
         if seconds is not None:
             label = brought.address.label
             archive.note("executed", self._name, label, seconds={"execute": seconds})

@@ -10,7 +10,7 @@ import hashlib
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from stepcache.events import Captured, Change
@@ -197,9 +197,12 @@ class Publication:
 
 
 def _packed(build: Traced | Candidate) -> dict[str, Any]:
+    return _shallow(build) | {"used": _shallow(build.used)}
+
+
+def _shallow(record: Any) -> dict[str, Any]:
     """Fields by name. `asdict` would copy, and by recursion, what may be large and deep."""
-    packed = {each.name: getattr(build, each.name) for each in fields(build)}
-    return packed | {"used": asdict(build.used)}
+    return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 # ---- stored and read back ---------------------------------------------------------------------

@@ -88,18 +88,27 @@ class Shelf:
         os.close(os.open(path, private_files.CREATE_FLAGS, 0o600))
         path.unlink()
 
-    def reload_key(self) -> bool:
-        """Takes up the key that lies in the directory now. Returns whether it is another one."""
+    def current_key(self) -> bytes | None:
+        """Takes up, and returns, the key that is in use now; None where there is no trusted one.
+
+        Raises:
+            CacheDirectoryError: another user can change the directory.
+        """
         try:
             private_files.check_directory(self._root.parent)
             private_files.check_directory(self._root)
-        except (OSError, CacheDirectoryError):
-            return False
+        except OSError:
+            return None
         key = private_files.load_key(self._root / "key", KEY_BYTES)
-        if key is None or key == self.key:
-            return False
-        self.key = key
-        return True
+        self.key = key or self.key
+        return key
+
+    def reload_key(self) -> bool:
+        """Takes up the key that is in use now. Returns whether it is another one."""
+        before = self.key
+        with contextlib.suppress(CacheDirectoryError):
+            self.current_key()
+        return self.key != before
 
     def sweep(self) -> None:
         """Removes what processes that were ended have left behind."""

@@ -369,7 +369,8 @@ class DiskTier:
     def _store(self, kind: str, digest: str, header: dict[str, Any], stored: Stored) -> None:
         for attempt in range(_ATTEMPTS):
             try:
-                key, now = self._shelf.prepare(), self._clock()
+                known = None if attempt else self._shelf.current_key()
+                key, now = known or self._shelf.prepare(), self._clock()
                 head = encode_head(key, kind, digest, now, header, stored)
                 return self._shelf.put(kind, digest, (head, stored.payload), now, self._reached)
             except FileNotFoundError:
