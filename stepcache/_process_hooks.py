@@ -172,7 +172,7 @@ class CallMonitor:
 
     A place that is disabled stays so for the tool's number, whoever has it next. Python can enable
     all places again only for all tools at once (`restart_events`), which would disturb the others;
-    here the code in question forgets the tool instead.
+    here the code in lookup forgets the tool instead.
 
     Args:
         on_start: callback of `PY_START`, of all code.

@@ -156,7 +156,7 @@ def list_command(directory: Path, sort: str) -> Result:
 def show_command(directory: Path, digest: str, everything: bool) -> Result:
     """Shows a step or program. DIGEST is the beginning of its digest, or the name of a step."""
     archive = inventories.open_existing(directory)
-    found = inventories.find(archive.tier.entries(), digest) if archive is not None else []
+    found = inventories.find(archive.disk.entries(), digest) if archive is not None else []
     if archive is None or not found:
         return Result({}, error=f"Nothing in {directory} matches {digest!r}.")
     if len(found) > 1:
@@ -217,14 +217,14 @@ def prune_command(directory: Path, max_bytes: int | None, older_than: float | No
         raise click.UsageError("Say how much to keep: --max-bytes 2GB or --older-than 30d.")
     since = None if older_than is None else time.time() - older_than
     archive = inventories.open_existing(directory)
-    return _freed(archive, directory, archive.tier.prune(max_bytes, since) if archive else [])
+    return _freed(archive, directory, archive.disk.prune(max_bytes, since) if archive else [])
 
 
 def _freed(
     archive: Archive | None, directory: Path, removed: list[EntryInfo], failed: bool = False
 ) -> Result:
     freed_bytes = sum(each.size_bytes for each in removed)
-    left_bytes = archive.tier.size_bytes() if archive is not None else 0
+    left_bytes = archive.disk.size_bytes() if archive is not None else 0
     data = {
         "directory": str(directory),
         "removed": [{"kind": each.kind, "digest": each.digest} for each in removed],
@@ -243,14 +243,14 @@ def _freed(
 def clear_command(directory: Path, yes: bool) -> Result:
     """Removes all steps and programs, and the quarantine."""
     archive = inventories.open_existing(directory)
-    entries = list(archive.tier.entries()) if archive is not None else []
+    entries = list(archive.disk.entries()) if archive is not None else []
     if not yes:
         size = readable_bytes(sum(each.size_bytes for each in entries))
-        question = f"Remove everything, {counted(len(entries), 'entry')}, {size}, in {directory}?"
-        click.confirm(question, abort=True, err=True)
+        lookup = f"Remove everything, {counted(len(entries), 'entry')}, {size}, in {directory}?"
+        click.confirm(lookup, abort=True, err=True)
     if archive is not None:
-        archive.tier.clear()
-    left = {(each.kind, each.digest) for each in archive.tier.entries()} if archive else set()
+        archive.disk.clear()
+    left = {(each.kind, each.digest) for each in archive.disk.entries()} if archive else set()
     gone = [each for each in entries if (each.kind, each.digest) not in left]
     return _freed(archive, directory, gone, failed=bool(left))
 

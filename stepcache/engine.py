@@ -28,7 +28,7 @@ from stepcache.calls.over_buffers import over_buffers, shapes_in
 from stepcache.calls.placement import is_elsewhere, place, unnamed_batch
 from stepcache.calls.residence import NOT_A_HIT, Use, passes_variables
 from stepcache.calls.signature import Call, Unreadable
-from stepcache.calls.step_spec import Recipe, Request
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.calls.transfer_budget import check_budget
 from stepcache.distributed import hang_report
 from stepcache.errors import (
@@ -45,9 +45,9 @@ from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.levels import Levels
-from stepcache.programs.miss_log import Ledger
-from stepcache.programs.question import Question, step_label
-from stepcache.programs.resolve import Bringing
+from stepcache.programs.lookup import Lookup, step_label
+from stepcache.programs.miss_log import MissLog
+from stepcache.programs.resolve import Resolver
 from stepcache.programs.verification import Checks
 from stepcache.sharding import mesh_identity
 from stepcache.weak_objects import WeakObjects
@@ -66,23 +66,23 @@ class Engine:
     """Runs one step.
 
     Args:
-        recipe: the step.
+        spec: the step.
         scope: gives the scope of the session in which a call is made.
-        ledger: where it writes what it builds; by default one of its own.
+        miss_log: where it writes what it builds; by default one of its own.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
+        spec: StepSpec,
         scope: Callable[[], Scope] = current_scope,
-        ledger: Ledger | None = None,
+        miss_log: MissLog | None = None,
     ):
-        self.recipe = recipe
-        self.ledger = ledger or Ledger(recipe.name, count_step(recipe.fun))
+        self.spec = spec
+        self.miss_log = miss_log or MissLog(spec.name, count_step(spec.fun))
         self.scope = scope
-        self.number = recipe.identity.number
-        self.levels = Levels(recipe, self.number)
-        self._caches = _caches_for(recipe, self)
+        self.number = spec.identity.number
+        self.levels = Levels(spec, self.number)
+        self._caches = _caches_for(spec, self)
         self._not_holdable: set[Key] = set()
         self._is_over_buffers = False
         # Has the step call something else than the dispatcher: the step says what.
@@ -92,12 +92,12 @@ class Engine:
         self.calls, self.sees_all_calls, self.hands_in = 0, True, False
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         self._weakly: weakref.ref[Engine] = weakref.ref(self)
-        miss = functools.partial(_serve, self._weakly, recipe.jitted)
-        eager = _eagerly(self._weakly, recipe.fun)
-        self.dispatcher = Dispatcher(eager, recipe.name, miss, recipe.parameters.roles)
+        miss = functools.partial(_serve, self._weakly, spec.jitted)
+        eager = _eagerly(self._weakly, spec.fun)
+        self.dispatcher = Dispatcher(eager, spec.name, miss, spec.parameters.roles)
         self._plans = CallPlans(self.dispatcher.call)
-        self.checks = Checks(recipe, self.number, self.levels, self.ledger, self.dispatcher)
-        self.bringing = Bringing(recipe, self.levels, self.checks, self.ledger)
+        self.checks = Checks(spec, self.number, self.levels, self.miss_log, self.dispatcher)
+        self.resolver = Resolver(spec, self.levels, self.checks, self.miss_log)
         _live.add(self)
         self.preload(scope().cache)
 
@@ -105,7 +105,7 @@ class Engine:
         """Starts loading what the last run of this script used of the step."""
         archive = cache.archive()
         if archive is not None:
-            archive.preload(step_label(self.recipe.fun))
+            archive.preload(step_label(self.spec.fun))
 
     # ---- a call ------------------------------------------------------------------------------
 
@@ -124,21 +124,21 @@ class Engine:
         self.checks.raise_if_stale()
         try:
             request = self.request(scope, args, kwargs)
-            check_budget(scope, self.recipe.name, request, None)
+            check_budget(scope, self.spec.name, request, None)
             self._warn_of_unnamed_batch(scope, request)
             program = self._find(scope, request)
             missed = program is None
             if program is not None:
-                self.ledger.count(hits=1)
+                self.miss_log.count(hits=1)
             else:
                 program = self._obtain(scope, request, started, explicit=False)
             watched = scope.is_watched or (
                 self._is_over_buffers and jaxcompat.arguments_outlive_calls()
             )
             if missed or not watched:  # Else it may be one hit of many, which nothing slows down.
-                check_tied(self.recipe, request, program.run)
+                check_tied(self.spec, request, program.run)
             self.checks.every(scope.cache, request, program)
-            self.bringing.compare_values(scope, request)
+            self.resolver.compare_values(scope, request)
             outputs, fast_path = self._execute(scope, request, program)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
@@ -155,7 +155,7 @@ class Engine:
         """Runs the step where its arguments are buffers in the place of `Variables`."""
         with _making:  # By the first of several threads.
             if "over_buffers" not in self.__dict__:
-                engine = Engine(over_buffers(self.recipe), self.scope, self.ledger)
+                engine = Engine(over_buffers(self.spec), self.scope, self.miss_log)
                 engine._is_over_buffers = True
                 self.__dict__["over_buffers"] = engine
             return self.__dict__["over_buffers"]
@@ -168,10 +168,10 @@ class Engine:
             _latest_engine = self._weakly
 
     def run_resident(self, args: tuple, kwargs: dict) -> Any:
-        use = Use(self.recipe, args, kwargs)
+        use = Use(self.spec, args, kwargs)
         if jaxcompat.is_tracing():
             args, kwargs = use.inlined()
-            return self.recipe.jitted(*args, **kwargs)
+            return self.spec.jitted(*args, **kwargs)
         scope = self._open_scope()
         with use.held(scope):
             use.compare_values(scope)
@@ -182,7 +182,7 @@ class Engine:
                 request = None  # Where only JAX can judge the other arguments.
                 with contextlib.suppress(Unreadable):
                     request = self.over_buffers.request(scope, *use.shown())
-                check_budget(scope, self.recipe.name, request, use)
+                check_budget(scope, self.spec.name, request, use)
             call, before = self.over_buffers.dispatcher.call, _admitted.engine
             _admitted.engine = self.over_buffers
             try:
@@ -219,14 +219,14 @@ class Engine:
     def _count_moved(self, use: Use) -> None:
         moved = use.meter.link_bytes
         if moved:
-            self.ledger.count(moved_bytes=sum(moved.values()))
-            use.meter.emit(self.recipe.name)
+            self.miss_log.count(moved_bytes=sum(moved.values()))
+            use.meter.emit(self.spec.name)
 
     def use(self, args: tuple, kwargs: dict) -> Use | None:
         """The `Variables` that a call passes; None where it passes none."""
         if not passes_variables(args, kwargs):
             return None
-        return Use(self.recipe, args, kwargs).held(self.scope())
+        return Use(self.spec, args, kwargs).held(self.scope())
 
     def resident(self, args: tuple, kwargs: dict) -> tuple[Engine, tuple, dict]:
         """The engine that serves a call, and the arguments that it is given."""
@@ -252,7 +252,7 @@ class Engine:
         self._warn_of_unnamed_batch(scope, request)
         if self._find(scope, request) is None:
             self._obtain(scope, request, started, explicit=True)
-        self.bringing.settle(scope, request)
+        self.resolver.settle(scope, request)
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
         """The `jax.stages.Traced` of the program that a call needs."""
@@ -260,27 +260,27 @@ class Engine:
         if engine is not self:
             return engine.trace(args, kwargs)
         scope = self.scope()
-        if jaxcompat.is_tracing() or (scope.placer is None and not self.recipe.parameters.carry):
-            return self.recipe.jitted.trace(*args, **kwargs)
+        if jaxcompat.is_tracing() or (scope.placer is None and not self.spec.parameters.carry):
+            return self.spec.jitted.trace(*args, **kwargs)
         try:
             request = self.request(scope, args, kwargs)
         except Unreadable:
-            return self.recipe.jitted.trace(*args, **kwargs)
-        return trace(self.recipe, request).as_traced()
+            return self.spec.jitted.trace(*args, **kwargs)
+        return trace(self.spec, request).as_traced()
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
         """The shapes and dtypes of the outputs of a call."""
         engine, args, kwargs = self.resident(args, kwargs)
-        return shapes_in(engine.recipe.jitted.eval_shape(*args, **kwargs))
+        return shapes_in(engine.spec.jitted.eval_shape(*args, **kwargs))
 
     def _delegate(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        self.ledger.count(delegated=1)
-        return self.recipe.jitted(*args, **kwargs), None
+        self.miss_log.count(delegated=1)
+        return self.spec.jitted(*args, **kwargs), None
 
     def _open_scope(self) -> Scope:
         if forked_with_jax_running():
             raise ForkedProcessError(
-                f"{self.recipe.name} was called in a forked process, but JAX was already running "
+                f"{self.spec.name} was called in a forked process, but JAX was already running "
                 "in its parent, and its threads do not survive a fork",
                 hint='start workers with multiprocessing.get_context("spawn"), or fork before the '
                 "first use of JAX",
@@ -292,7 +292,7 @@ class Engine:
     def _check_open(self, scope: Scope) -> None:
         if scope.closed:
             raise SessionClosedError(
-                f"{self.recipe.name} was called in a session that has been closed",
+                f"{self.spec.name} was called in a session that has been closed",
                 hint="close a session after its last step, or make a new one",
             )
 
@@ -305,35 +305,35 @@ class Engine:
             Unreadable: only JAX can judge the call.
             PlacementError: a leaf cannot be placed as asked.
         """
-        call = signatures.read(self.recipe.parameters, args, kwargs)
-        leaves, placed, asked = place(self.recipe, scope.placer, call)
+        call = signatures.read(self.spec.parameters, args, kwargs)
+        leaves, placed, asked = place(self.spec, scope.placer, call)
         placed_call = call.with_signature_leaves(leaves)
         mesh = None if is_elsewhere(scope.mesh, leaves, placed, asked) else scope.mesh
         key = Key(
-            self.recipe.identity,
+            self.spec.identity,
             placed_call.signature,
             mesh_identity(mesh),
-            self.recipe.key_options,
+            self.spec.key_options,
             jaxcompat.environment(),
         )
-        return Request(call, leaves, placed, asked, key, mesh, self.recipe.tell)
+        return Request(call, leaves, placed, asked, key, mesh, self.spec.tell)
 
     def _warn_of_unnamed_batch(self, scope: Scope, request: Request) -> None:
-        if scope.placer is not None and not self.ledger.warned_of_batch:
-            advice = unnamed_batch(self.recipe, scope.placer, request)
+        if scope.placer is not None and not self.miss_log.warned_of_batch:
+            advice = unnamed_batch(self.spec, scope.placer, request)
             if advice is not None:
-                self.ledger.warned_of_batch = True
+                self.miss_log.warned_of_batch = True
                 warn(advice, StepCacheWarning)
 
     # ---- programs ----------------------------------------------------------------------------
 
     def foresee(self, scope: Scope, request: Request) -> tuple[Miss, bool]:
         """Why a call finds no program in memory, and whether it will find one on disk."""
-        miss, archive = self.ledger.why(request), scope.cache.archive()
+        miss, archive = self.miss_log.why(request), scope.cache.archive()
         if archive is None:
             return miss, False
-        answer = archive.answer(Question(self.recipe, request))
-        return accounts.told(miss, answer), answer.candidate is not None
+        result = archive.look_up(Lookup(self.spec, request))
+        return accounts.with_result(miss, result), result.record is not None
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)
@@ -349,16 +349,18 @@ class Engine:
         return program
 
     def _obtain(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
-        """The program of a call that missed: brought here, or by another thread meanwhile."""
-        bring = functools.partial(self.bringing.bring, scope, request, started, explicit=explicit)
+        """The program of a call that missed: resolved here, or by another thread meanwhile."""
+        resolve = functools.partial(
+            self.resolver.resolve, scope, request, started, explicit=explicit
+        )
         try:
-            program, built = scope.cache.get_or_build(request.key, self, bring)
+            program, built = scope.cache.get_or_build(request.key, self, resolve)
         except NotHoldable:
             self._not_holdable.add(request.key)
             raise
         self._check_open(scope)
         if not built:
-            self.ledger.count(hits=1)
+            self.miss_log.count(hits=1)
         return program
 
     def _check_runnable(self, request: Request) -> None:
@@ -371,7 +373,7 @@ class Engine:
             devices = leaf.sharding.device_set if leaf.sharding is not None else ()
             if not inspection.live_backend(devices):
                 raise PlacementError(
-                    f"{self.recipe.name} cannot be warmed for devices that are not there",
+                    f"{self.spec.name} cannot be warmed for devices that are not there",
                     where=path.text,
                     expected="devices of this process (jax.devices())",
                     got=", ".join(sorted(str(device) for device in devices)[:4]),
@@ -387,7 +389,7 @@ class Engine:
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
             return outputs, fast_path if call is request.call else None
         except jaxcompat.FloatingPointCheckError as error:
-            jaxcompat.explain_floating_point_error(error, self.recipe.fun, *call.given)
+            jaxcompat.explain_floating_point_error(error, self.spec.fun, *call.given)
             raise
         except (RuntimeError, ValueError) as error:
             if "deleted" in str(error):
@@ -397,7 +399,7 @@ class Engine:
                 peers.suspect(error)
             raise
         finally:
-            self.bringing.settle(scope, request, outputs, started)
+            self.resolver.settle(scope, request, outputs, started)
 
     # ---- what is held ------------------------------------------------------------------------
 
@@ -408,11 +410,11 @@ class Engine:
     def lost(self, program: Program, reason: str) -> None:
         """A cache dropped a program: it goes from the dispatcher, and JAX's traces with it."""
         self.dispatcher.clear()
-        jaxcompat.forget_traces(self.recipe.jitted, self.recipe.fun)
-        self.ledger.gone(program.key, reason)
+        jaxcompat.forget_traces(self.spec.jitted, self.spec.fun)
+        self.miss_log.gone(program.key, reason)
         if reason == "evicted":
-            self.ledger.count(evictions=1)
-            recorder.emit(Evicted(self.recipe.name, "made room in memory"))
+            self.miss_log.count(evictions=1)
+            recorder.emit(Evicted(self.spec.name, "made room in memory"))
 
     def clear(self) -> None:
         """Drops all programs of the step from memory, and JAX's traces of its function."""
@@ -423,8 +425,8 @@ class Engine:
             cache.release(self.number)
         self._not_holdable.clear()
         self.dispatcher.clear()
-        self.recipe.jitted.clear_cache()
-        self.ledger.all_gone("cleared")
+        self.spec.jitted.clear_cache()
+        self.miss_log.all_gone("cleared")
 
     def programs(self) -> int:
         """How many programs of the step are held."""
@@ -487,7 +489,7 @@ def latest_call() -> str:
     engine = _latest_engine() if _latest_engine is not None else None
     if engine is None:
         return ""
-    return f"{f'call {engine.calls} of ' if engine.sees_all_calls else ''}{engine.recipe.name}"
+    return f"{f'call {engine.calls} of ' if engine.sees_all_calls else ''}{engine.spec.name}"
 
 
 hang_report.latest_call = latest_call
@@ -496,17 +498,17 @@ _caches: dict[int, WeakObjects[ProgramCache]] = {}
 _caching = threading.Lock()
 
 
-def _caches_for(recipe: Recipe, engine: Engine) -> WeakObjects[ProgramCache]:
+def _caches_for(spec: StepSpec, engine: Engine) -> WeakObjects[ProgramCache]:
     """The caches that hold programs of a function: these live, as in `jax.jit`, with the function.
 
     So a step that is made anew over the same function finds what an earlier one built.
     """
-    number = recipe.identity.number
+    number = spec.identity.number
     with _caching:
         found = _caches.get(number)
         if found is None:
             found = _caches[number] = WeakObjects()
-            weakref.finalize(recipe.fun if recipe.identity.shared else engine, _release, number)
+            weakref.finalize(spec.fun if spec.identity.shared else engine, _release, number)
         return found
 
 

@@ -32,7 +32,7 @@ class Change:
             "package", "environment" or "module" (of an installed package).
         path: the argument path (`batch['tokens']`), or the name of the setting.
         before: what the known program was built for.
-        after: what the call brought.
+        after: what the call resolution.
         note: what exactly differs, such as "axis 0", in words.
         kinds: the same for programs: of "shape", "dtype", "weak_type", "committed", "sharding",
             "layout"; for a static argument "number", "callable",
@@ -72,7 +72,7 @@ class Miss:
             loaded without a trace.
         remedy: how the program was obtained, such as "built" or "loaded from disk, without a trace,
             in 0.10 s"; empty before that.
-        unvouched: why a later run of this step will have to trace it, if it will.
+        untrackable: why a later run of this step will have to trace it, if it will.
     """
 
     step: str
@@ -82,7 +82,7 @@ class Miss:
     advice: tuple[str, ...] = ()
     omitted: int = 0
     since: float | None = None
-    unvouched: tuple[str, ...] = ()
+    untrackable: tuple[str, ...] = ()
     remedy: str = ""
     stored: tuple[Change, ...] = ()
 
@@ -115,9 +115,9 @@ class Miss:
         if self.remedy and self.remedy != "built":
             lines.append(f"  the program was {self.remedy}")
         lines += [f"  hint: {text}" for text in self.advice]
-        if self.unvouched:
+        if self.untrackable:
             lines.append("  a later run will have to trace it, because of")
-            lines += [f"    {text}" for text in self.unvouched[:_MAX_CHANGES_SHOWN]]
+            lines += [f"    {text}" for text in self.untrackable[:_MAX_CHANGES_SHOWN]]
         return "\n".join(lines)
 
 
@@ -172,7 +172,7 @@ class Loaded:
 
     Attributes:
         traced: whether the user's function had to be traced to find it.
-        seconds: by stage: "hash" (what the step depends on), "read" (the stored candidates), "load"
+        seconds: by stage: "hash" (what the step depends on), "read" (the stored records), "load"
             (the executable), and where it was traced "trace" and "lower".
         own_seconds: everything else that stepcache itself took.
     """
@@ -254,7 +254,7 @@ class StepStats:
         lower_seconds: time in JAX's lowering.
         compile_seconds: time in XLA.
         hash_seconds: time to find out what the step depends on.
-        read_seconds: time to look for candidates on disk.
+        read_seconds: time to look for records on disk.
         load_seconds: time to load executables.
         agree_seconds: time to agree with the other processes of a pod, and to wait for late ones.
         wait_seconds: time to wait for the process that builds for all.

@@ -15,7 +15,7 @@ import jax
 
 from stepcache import jaxcompat
 from stepcache.calls.context import Scope, current_scope
-from stepcache.calls.step_spec import Recipe
+from stepcache.calls.step_spec import StepSpec
 from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.events import Miss, StepStats
@@ -53,8 +53,8 @@ class Step(functools.partial, Generic[P, R]):
 
     def __init__(self, engine: Engine, options: dict[str, Any]):
         self._engine, self._options = engine, options
-        self.__name__ = self.__qualname__ = engine.recipe.name
-        functools.update_wrapper(self, engine.recipe.fun)
+        self.__name__ = self.__qualname__ = engine.spec.name
+        functools.update_wrapper(self, engine.spec.fun)
         jaxcompat.unhide_methods(self)
         engine.serve_by = weakref.WeakMethod(self._serve_by)
 
@@ -77,10 +77,10 @@ class Step(functools.partial, Generic[P, R]):
     @property
     def _stepcache_parts(self) -> tuple[Any, dict[str, Any]]:
         """The function and the options."""
-        return self._engine.recipe.fun, self._options
+        return self._engine.spec.fun, self._options
 
     def __repr__(self) -> str:
-        return f"<stepcache.step of {self._engine.recipe.name}>"
+        return f"<stepcache.step of {self._engine.spec.name}>"
 
     # ---- as on jax.jit -------------------------------------------------------------------
 
@@ -137,12 +137,12 @@ class Step(functools.partial, Generic[P, R]):
 
     def stats(self) -> StepStats:
         """What the step has cost so far. Hits are counted as `StepStats.hits` says."""
-        return self._engine.ledger.stats(self._engine.programs())
+        return self._engine.miss_log.stats(self._engine.programs())
 
     @property
     def last_miss(self) -> Miss | None:
         """Why the latest program was built; None before the first."""
-        return self._engine.ledger.last_miss
+        return self._engine.miss_log.last_miss
 
 
 @overload
@@ -198,7 +198,7 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
         _check_roles(fun, named, jit_options)
     if named["carry"]:
         _donate(fun, named["carry"], jit_options)
-    return Step(Engine(Recipe.of(fun, jit_options, **named, given=given), scope), options)
+    return Step(Engine(StepSpec.of(fun, jit_options, **named, given=given), scope), options)
 
 
 def _names(role: str, given: Any) -> tuple[str, ...]:

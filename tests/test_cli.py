@@ -18,8 +18,8 @@ from click.testing import CliRunner
 
 import stepcache as sc
 from stepcache.cli import DURATION, SIZE, main
-from stepcache.storage.disk_store import DiskTier
-from stepcache.storage.run_log import History, Row
+from stepcache.storage.disk_store import DiskStore
+from stepcache.storage.run_log import Row, RunLog
 
 LOOKING = ("ls", "why", "verify")
 
@@ -174,13 +174,14 @@ def test_show(built):
     found = run_json("cache", "show", step[:10], "--dir", built)
     assert (found["kind"], found["digest"]) == ("step", step)
     (build,) = found["builds"]
-    assert {"arguments", "environment", "packages", "config", "code"} <= build["facts"].keys()
+    groups = build["dependencies"].keys()
+    assert {"arguments", "environment", "packages", "config", "code"} <= groups
     assert "trace" in build["seconds"] and "compile" in build["seconds"]
     assert set(build["used"]) == {"attributes", "modules", "files", "variables"}
     some = run("cache", "show", step[:10], "--dir", built).stdout
     every = run("cache", "show", step[:10], "--dir", built, "--all").stdout
     assert "more (--all)" in some and "more (--all)" not in every
-    assert all(name in every for facts in build["facts"].values() for name in facts)
+    assert all(name in every for group in build["dependencies"].values() for name in group)
 
 
 def test_show_of_a_program_names_its_step(built):
@@ -240,12 +241,12 @@ def test_verify_finds_damage_and_puts_it_away(directory):
     assert "none is damaged" in run("cache", "verify", "--dir", directory).stdout
 
 
-EMPTY_BUILD = msgpack.packb({"format": 2, "candidates": [{}]})
+EMPTY_BUILD = msgpack.packb({"format": 3, "records": [{}]})
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\x01\x02", EMPTY_BUILD])
 def test_verify_unpacks_steps(directory, payload):
-    DiskTier(directory).publish("step", "ab" * 32, {"label": "model.py:odd"}, payload)
+    DiskStore(directory).publish("step", "ab" * 32, {"label": "model.py:odd"}, payload)
     result = run("cache", "verify", "--dir", directory, code=1)
     assert "model.py:odd is damaged: it is malformed" in result.stdout
     assert not (directory / "v1" / "entries" / "step" / ("ab" * 32)).exists()
@@ -263,9 +264,9 @@ def row(event="built", at=1_000.0, **details):
 
 def write_runs(directory, *runs):
     """Writes the rows of each run, the earliest first."""
-    DiskTier(directory)
+    DiskStore(directory)
     for number, rows in enumerate(runs):
-        history = History(directory / "v1" / "runs", clock=lambda n=number: 1_000_000.0 + n)
+        history = RunLog(directory / "v1" / "runs", clock=lambda n=number: 1_000_000.0 + n)
         for each in rows:
             history.add(each)
 
@@ -289,7 +290,7 @@ def test_why_tells_what_changed_and_what_is_in_the_way(tmp_path):
     details = {
         "reason": f"{headline}\n  …",
         "changes": changes,
-        "unvouched": ["model.py:now: time"],
+        "untrackable": ["model.py:now: time"],
     }
     write_runs(tmp_path, [row(seconds={"trace": 0.5})], [row(**details)])
     text = run("cache", "why", "--dir", tmp_path).stdout
@@ -302,7 +303,7 @@ def test_why_tells_what_changed_and_what_is_in_the_way(tmp_path):
         0
     ]
     assert happening["changes"][1]["after"] == "0.10.2"
-    assert happening["unvouched"] == ["model.py:now: time"]
+    assert happening["untrackable"] == ["model.py:now: time"]
 
 
 def test_the_first_execution_belongs_to_what_is_executed(tmp_path):
@@ -378,7 +379,7 @@ def test_prune_by_age(directory):
 
 
 def test_prune_spares_what_is_being_loaded(directory):
-    tier = DiskTier(directory)
+    tier = DiskStore(directory)
     program = entry_files(directory, "program")[0]
     os.utime(program, (0, 0))
     with tier.loading("program", program.name):

@@ -283,7 +283,7 @@ def test_what_cannot_be_vouched_for_is_named_and_still_not_compiled(tmp_path):
     assert levels(second.stats()) == WITHOUT_COMPILING
     for step in (first, second):
         assert "life.py" in str(step.last_miss) and "time.time" in str(step.last_miss)
-    assert any("time.time" in text for text in second.last_miss.unvouched)
+    assert any("time.time" in text for text in second.last_miss.untrackable)
 
 
 def test_outputs_that_cannot_be_stored_are_named(tmp_path):
@@ -307,7 +307,7 @@ def test_outputs_that_cannot_be_stored_are_named(tmp_path):
     _, (first, second) = twice(source, lambda step: step(np.ones(8)).x, tmp_path)
     assert levels(second.stats()) == WITHOUT_COMPILING
     for step in (first, second):
-        assert any("Pair that cannot be stored" in text for text in step.last_miss.unvouched)
+        assert any("Pair that cannot be stored" in text for text in step.last_miss.untrackable)
 
 
 def test_a_changed_function_is_built_and_the_change_named(tmp_path):
@@ -736,7 +736,7 @@ def test_a_payload_that_xla_refuses_is_a_miss(tmp_path):
     with sc.Session(cache=cache):
         life(source, cache, tmp_path).step(np.ones(8))
     cache.flush()
-    tier = cache.archive().tier
+    tier = cache.archive().disk
     (info,) = tier.entries("program")
     assert tier.publish("program", info.digest, {}, b"no executable")
     with sc.Session(cache=cache_in(tmp_path)) as session:
@@ -788,7 +788,7 @@ def test_what_xla_does_not_load_is_discarded_and_built_again(tmp_path, monkeypat
             assert step(np.ones(8))[0] == 2
         cache.flush()
         assert levels(step.stats()) == expected
-        assert len(list(cache.archive().tier.entries("program"))) == 1
+        assert len(list(cache.archive().disk.entries("program"))) == 1
 
 
 def test_a_library_patched_between_two_steps_that_share_traces(tmp_path, monkeypatch):
@@ -912,7 +912,7 @@ with sc.Session(jax.make_mesh((1,), ("data",)), cache=cache):
         stats = step.stats()
         counts += [stats.compiles, stats.loads, stats.traces]
 cache.flush()
-tier = cache.archive().tier
+tier = cache.archive().disk
 print(*counts, len(tier.quarantined), tier.size_bytes())
 """
 
@@ -941,7 +941,7 @@ def test_processes_that_build_load_and_evict_at_once(tmp_path, processes, second
         assert quarantined == 0, errors
         totals += counts
     assert totals.min() > 0, "built, loaded and traced"
-    left = sc.ProgramCache(tmp_path / "programs", max_bytes=60_000).archive().tier
+    left = sc.ProgramCache(tmp_path / "programs", max_bytes=60_000).archive().disk
     assert left.size_bytes() <= 80_000, "the bound, and what was being loaded"
     assert not [info for info in left.verify() if info.problem]
     assert not list((tmp_path / "programs" / "v1" / "tmp").iterdir())

@@ -429,7 +429,7 @@ def test_a_compiler_option_is_another_program():
     fast = sc.step(f, compiler_options={"xla_cpu_enable_fast_math": True})
     plain(1.0), fast(1.0)
     assert plain.stats().compiles == fast.stats().compiles == 1
-    assert plain._engine.recipe.identity == fast._engine.recipe.identity
+    assert plain._engine.spec.identity == fast._engine.spec.identity
 
 
 # ---- statistics and events -------------------------------------------------------------------

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 
 from stepcache.calls.over_buffers import argument_of
-from stepcache.calls.step_spec import Recipe
+from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import VariablesError
 from stepcache.variables.variables import Variables
 
@@ -26,11 +26,11 @@ def variables_of(tree: Any) -> Iterator[Variables]:
                 yield leaf
 
 
-def check_options(recipe: Recipe, args: tuple, kwargs: dict[str, Any], *, read: bool) -> None:
+def check_options(spec: StepSpec, args: tuple, kwargs: dict[str, Any], *, read: bool) -> None:
     """Whether the options of a step leave the `Variables` of a call alone.
 
     Args:
-        recipe: the step.
+        spec: the step.
         args: positional arguments.
         kwargs: keyword arguments.
         read: whether some of the variables are not carried.
@@ -38,51 +38,51 @@ def check_options(recipe: Recipe, args: tuple, kwargs: dict[str, Any], *, read: 
     Raises:
         VariablesError: some are static, donated and not carried, or to be placed leaf by leaf.
     """
-    roles, options = recipe.parameters.roles, recipe.options
+    roles, options = spec.parameters.roles, spec.options
     if read:
-        for name in _donated(recipe):
+        for name in _donated(spec):
             _refuse(
-                *(recipe, args, kwargs, name),
+                *(spec, args, kwargs, name),
                 "variables are donated and not carried, and would be left without a value",
                 f"say carry={name!r} if the step returns them updated; else do not donate",
             )
     if roles.static_argnums or roles.static_argnames:
-        names = {recipe.parameters.name_of(number) for number in roles.static_argnums}
+        names = {spec.parameters.name_of(number) for number in roles.static_argnums}
         for name in sorted(names.union(roles.static_argnames)):
             _refuse(
-                *(recipe, args, kwargs, name),
+                *(spec, args, kwargs, name),
                 "variables cannot be static: their values are no part of a program",
                 f"take {name!r} out of static_argnames",
             )
-    for option, entries in _placed_by_leaf(options, recipe.parameters.carry):
-        for name in (_name(recipe, entry) for entry in entries):
+    for option, entries in _placed_by_leaf(options, spec.parameters.carry):
+        for name in (_name(spec, entry) for entry in entries):
             _refuse(
-                *(recipe, args, kwargs, name),
+                *(spec, args, kwargs, name),
                 f"{option} speaks of leaves, and variables have been placed already",
                 f"say None for {name!r} in {option}, and placement=... where they are made",
             )
 
 
 def _refuse(
-    recipe: Recipe, args: tuple, kwargs: dict[str, Any], name: str, what: str, hint: str
+    spec: StepSpec, args: tuple, kwargs: dict[str, Any], name: str, what: str, hint: str
 ) -> None:
-    for each in variables_of(argument_of(recipe.parameters.positional, args, kwargs, name)):
-        where = f"{recipe.name}, argument {name}"
+    for each in variables_of(argument_of(spec.parameters.positional, args, kwargs, name)):
+        where = f"{spec.name}, argument {name}"
         raise VariablesError(what, where=where, got=repr(each), hint=hint)
 
 
-def _donated(recipe: Recipe) -> Iterable[str]:
+def _donated(spec: StepSpec) -> Iterable[str]:
     """The arguments that the step uses up and does not carry."""
-    given = (recipe.options.get(name) for name in ("donate_argnums", "donate_argnames"))
+    given = (spec.options.get(name) for name in ("donate_argnums", "donate_argnames"))
     for value in given:
         for each in (value,) if isinstance(value, int | str) else value or ():
-            name = _name(recipe, each)
-            if name not in recipe.parameters.carry:
+            name = _name(spec, each)
+            if name not in spec.parameters.carry:
                 yield name
 
 
-def _name(recipe: Recipe, each: int | str) -> str:
-    parameters = recipe.parameters.positional
+def _name(spec: StepSpec, each: int | str) -> str:
+    parameters = spec.parameters.positional
     if isinstance(each, int) and -len(parameters) <= each < len(parameters):
         return parameters[each]
     return str(each)

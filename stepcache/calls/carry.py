@@ -12,13 +12,13 @@ from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache.calls.signature import Call, Leaf, short_type
-from stepcache.calls.step_spec import Recipe, Request
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import CarryError
 from stepcache.sharding import is_in_type
 
 
 def check_carry(
-    recipe: Recipe, request: Request, staged: jaxcompat.Staged
+    spec: StepSpec, request: Request, staged: jaxcompat.Staged
 ) -> list[NamedSharding | None]:
     """Checks that the carry comes back as it went in.
 
@@ -28,10 +28,10 @@ def check_carry(
     Raises:
         CarryError: a carry is not passed, or comes back with another tree, shape or dtype.
     """
-    names = recipe.parameters.carry
+    names = spec.parameters.carry
     call = request.call
-    carries = [_carried_tree(recipe, call, name) for name in names]
-    outputs = _outputs_for(recipe, carries, staged.out_tree)
+    carries = [_carried_tree(spec, call, name) for name in names]
+    outputs = _outputs_for(spec, carries, staged.out_tree)
     pins: list[NamedSharding | None] = []
     offset = 0
     for name, before, after in zip(names, carries, outputs, strict=True):
@@ -39,10 +39,10 @@ def check_carry(
         leaves = {path.text: leaf for path, leaf in named if path.argument == name}
         avals = staged.out_avals[offset : offset + after.num_leaves]
         if before != after:
-            refuse_tree(recipe.name, name, leaves, before, after, avals)
+            refuse_tree(spec.name, name, leaves, before, after, avals)
         for (path, leaf), aval in zip(leaves.items(), avals, strict=True):
             if type_of(leaf) != type_of(aval):
-                refuse(recipe.name, path, type_of(leaf), type_of(aval))
+                refuse(spec.name, path, type_of(leaf), type_of(aval))
         pins += map(_pin, leaves.values())
         offset += after.num_leaves
     return pins + [None] * (len(staged.out_avals) - offset)
@@ -51,7 +51,7 @@ def check_carry(
 _DONATING = ("donate_argnums", "donate_argnames")
 
 
-def check_tied(recipe: Recipe, request: Request, run: jaxcompat.Runnable) -> None:
+def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> None:
     """Checks that no array which the program writes over is there twice in a call.
 
     JAX refuses it without naming the arguments, and 0.10.2 dies of it on several devices.
@@ -61,7 +61,7 @@ def check_tied(recipe: Recipe, request: Request, run: jaxcompat.Runnable) -> Non
     """
     call = request.call
     arrays = [id(value) for value in call.leaves if isinstance(value, jax.Array)]
-    donates = any(recipe.options.get(name) not in (None, (), []) for name in _DONATING)
+    donates = any(spec.options.get(name) not in (None, (), []) for name in _DONATING)
     if not donates or len(set(arrays)) == len(arrays):
         return
     found: dict[tuple[int, Any], list[int]] = {}
@@ -74,7 +74,7 @@ def check_tied(recipe: Recipe, request: Request, run: jaxcompat.Runnable) -> Non
         taken = [index for index in indices if index in overwrites]
         if len(taken) > 1 and any(overwrites[index] for index in taken):
             raise CarryError(
-                f"{recipe.name} is given the same array in several places, and writes over it",
+                f"{spec.name} is given the same array in several places, and writes over it",
                 where=", ".join(call.paths[index].text for index in taken),
                 expected="an array of its own for each leaf that is carried or donated",
                 got=str(request.leaves[taken[0]]),
@@ -82,16 +82,16 @@ def check_tied(recipe: Recipe, request: Request, run: jaxcompat.Runnable) -> Non
             )
 
 
-def _carried_tree(recipe: Recipe, call: Call, name: str) -> Any:
+def _carried_tree(spec: StepSpec, call: Call, name: str) -> Any:
     try:
         return jax.tree_util.tree_structure(call.argument(name))
     except KeyError:
         raise CarryError(
-            f"{recipe.name} carries {name!r}, which this call does not pass", where=name
+            f"{spec.name} carries {name!r}, which this call does not pass", where=name
         ) from None
 
 
-def _outputs_for(recipe: Recipe, carries: list[Any], out_tree: Any) -> list[Any]:
+def _outputs_for(spec: StepSpec, carries: list[Any], out_tree: Any) -> list[Any]:
     """The trees of the outputs that update the carries."""
     if [out_tree] == carries:
         return [out_tree]
@@ -99,7 +99,7 @@ def _outputs_for(recipe: Recipe, carries: list[Any], out_tree: Any) -> list[Any]
     is_sequence = node is not None and node[0] in (tuple, list)
     children = jax.tree_util.treedef_children(out_tree) if is_sequence else []
     if len(children) < len(carries):
-        refuse_outputs(recipe.name, recipe.parameters.carry, out_tree)
+        refuse_outputs(spec.name, spec.parameters.carry, out_tree)
     return children[: len(carries)]
 
 

@@ -23,7 +23,7 @@ def is_of_pod(request: Request) -> bool:
 
 
 class HandingIn:
-    """Hands in what calls like one before bring, without reading the rest of them.
+    """Hands in what calls like one before, without reading the rest of them.
 
     Args:
         request: that call; without static arguments.

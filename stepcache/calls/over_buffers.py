@@ -17,7 +17,7 @@ from jax.tree_util import keystr
 
 from stepcache.calls.carry import refuse, refuse_outputs, refuse_tree, type_of
 from stepcache.calls.signature import Call, Leaf, Parameters, Signature
-from stepcache.calls.step_spec import Recipe
+from stepcache.calls.step_spec import StepSpec
 from stepcache.variables.packing import Layout, Packed, Slot
 
 
@@ -38,11 +38,11 @@ def is_stand_in(node: Any) -> bool:
     return isinstance(node, Packed | Again)
 
 
-def over_buffers(recipe: Recipe) -> Recipe:
-    """The recipe of a step whose arguments are buffers where they were `Variables`."""
-    carry, batch = recipe.parameters.carry, recipe.parameters.batch
-    on_buffers = _OverBuffers(recipe.fun, recipe.name, recipe.parameters)
-    made = Recipe.of(on_buffers, recipe.options, carry, batch, recipe.given)
+def over_buffers(spec: StepSpec) -> StepSpec:
+    """The spec of a step whose arguments are buffers where they were `Variables`."""
+    carry, batch = spec.parameters.carry, spec.parameters.batch
+    on_buffers = _OverBuffers(spec.fun, spec.name, spec.parameters)
+    made = StepSpec.of(on_buffers, spec.options, carry, batch, spec.given)
     return dataclasses.replace(made, tell=functools.partial(in_leaves, carry))
 
 

@@ -12,17 +12,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepcache.calls.signature import Call, Leaf, Unreadable
-from stepcache.calls.step_spec import Recipe, Request
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.sharding import Placed, Placer, axes_of, is_in_type, quoted
 
 
 def place(
-    recipe: Recipe, placer: Placer | None, call: Call
+    spec: StepSpec, placer: Placer | None, call: Call
 ) -> tuple[tuple[Leaf, ...], tuple[Placed | None, ...], tuple[Sharding | None, ...]]:
     """Places the leaves of a call that nobody has placed yet.
 
     Args:
-        recipe: the step.
+        spec: the step.
         placer: the session's mesh and rules; None places nothing.
         call: the call.
 
@@ -34,7 +34,7 @@ def place(
         PlacementError: a leaf cannot be placed as asked.
         Unreadable: the step's `in_shardings` do not fit the call, which JAX will say.
     """
-    asked = _asked_by_options(recipe.options, placer, call)
+    asked = _asked_by_options(spec.options, placer, call)
     leaves = [
         leaf._replace(sharding=None) if _is_at(leaf, sharding) else leaf
         for leaf, sharding in zip(call.signature.leaves, asked, strict=True)
@@ -44,7 +44,7 @@ def place(
         for index, leaf in enumerate(leaves):
             if leaf.sharding is None and asked[index] is None:
                 path = call.paths[index]
-                role = recipe.parameters.role_of(path.argument)
+                role = spec.parameters.role_of(path.argument)
                 at = placer.place(path.slashed, leaf.shape, role)
                 placed[index] = at
                 leaves[index] = leaf._replace(shape=at.shape, sharding=at.sharding)
@@ -81,9 +81,9 @@ def _devices_of(mesh: Mesh) -> frozenset:
 _LARGE_BYTES = 1 << 20
 
 
-def unnamed_batch(recipe: Recipe, placer: Placer, request: Request) -> str | None:
+def unnamed_batch(spec: StepSpec, placer: Placer, request: Request) -> str | None:
     """Advice for a step that names no batch, where a large host array goes whole to all devices."""
-    if recipe.parameters.batch or not placer.splits_batches:
+    if spec.parameters.batch or not placer.splits_batches:
         return None
     call = request.call
     rows = zip(call.leaves, call.paths, call.signature.leaves, request.placed, strict=True)
@@ -93,11 +93,11 @@ def unnamed_batch(recipe: Recipe, placer: Placer, request: Request) -> str | Non
             and leaf.size_bytes >= _LARGE_BYTES
             and placed is not None
             and placed.rule is None
-            and recipe.parameters.role_of(path.argument) is None
+            and spec.parameters.role_of(path.argument) is None
         ):
-            parameter = recipe.parameters.parameter_of(path.argument)
+            parameter = spec.parameters.parameter_of(path.argument)
             return (
-                f"{recipe.name} names no batch, so each of {placer.mesh.size} devices gets the "
+                f"{spec.name} names no batch, so each of {placer.mesh.size} devices gets the "
                 f"whole of {path.text}, {leaf} from the host. If it is a batch, @step(batch="
                 f"{parameter!r}) splits it along {quoted(axes_of(placer.data_axis))}; else "
                 "jax.device_put places it once, before the first call"

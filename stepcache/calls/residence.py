@@ -17,7 +17,7 @@ from stepcache.calls.bound_variables import PLAIN, check_options, variables_of
 from stepcache.calls.context import DEFAULT_SCOPE, Scope
 from stepcache.calls.host_values import check_replicas, compare
 from stepcache.calls.over_buffers import Again, argument_of, leaves_of
-from stepcache.calls.step_spec import Recipe
+from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import VariablesError
 from stepcache.variables import transfer
 from stepcache.variables.describing import joined
@@ -39,7 +39,7 @@ class Use:
     """The `Variables` of one call.
 
     Args:
-        recipe: the step.
+        spec: the step.
         args: positional arguments.
         kwargs: keyword arguments.
 
@@ -56,30 +56,30 @@ class Use:
         "_args",
         "_buffer_paths",
         "_kwargs",
-        "_recipe",
         "_session",
+        "_spec",
         "carried",
         "meter",
         "variables",
     )
 
-    def __init__(self, recipe: Recipe, args: tuple, kwargs: dict[str, Any]):
-        self._recipe, self._args, self._kwargs = recipe, args, kwargs
+    def __init__(self, spec: StepSpec, args: tuple, kwargs: dict[str, Any]):
+        self._spec, self._args, self._kwargs = spec, args, kwargs
         self._session: Any = None
         self._buffer_paths: set[str] | None = None
         self.meter = Meter()
         self.variables = self._find()
-        check_options(recipe, args, kwargs, read=len(self.variables) > self.carried)
+        check_options(spec, args, kwargs, read=len(self.variables) > self.carried)
 
     def _find(self) -> list[Variables]:
-        recipe, args, kwargs = self._recipe, self._args, self._kwargs
+        spec, args, kwargs = self._spec, self._args, self._kwargs
         found: list[Variables] = []
-        for name, argument in zip(recipe.parameters.carry, self.carry_arguments(), strict=True):
+        for name, argument in zip(spec.parameters.carry, self.carry_arguments(), strict=True):
             for each in variables_of(argument):
                 if each in found:
                     raise VariablesError(
                         "variables are carried twice, and would get two values",
-                        where=f"{recipe.name}, argument {name}",
+                        where=f"{spec.name}, argument {name}",
                         got=repr(each),
                         hint="pass them once, or make two of them",
                     )
@@ -121,11 +121,11 @@ class Use:
             for each in new
             for path, token in each._made_of.items()
         }
-        recipe = self._recipe
+        spec = self._spec
         with peers.meeting(
-            recipe.name, f"new variables ({', '.join(each.name for each in new)})"
+            spec.name, f"new variables ({', '.join(each.name for each in new)})"
         ) as meeting:
-            about = f"in variables that {recipe.name} is called with"
+            about = f"in variables that {spec.name} is called with"
             compare(meeting.hear, peers.rank, about, {tuple(peers.ranks): tokens})
         for each in new:
             each._made_of = {}
@@ -145,7 +145,7 @@ class Use:
             check_replicas(
                 lambda: (part for each in held for part in each._parts_on_devices()),
                 scope.peers,
-                f"at call {number} of {self._recipe.name}",
+                f"at call {number} of {self._spec.name}",
                 summed=True,
             )
 
@@ -175,7 +175,7 @@ class Use:
     def _arguments(self) -> dict[int, list[str]]:
         """For each of the variables, by number, the arguments that it is in."""
         names: dict[int, list[str]] = {}
-        name_of = self._recipe.parameters.name_of
+        name_of = self._spec.parameters.name_of
         given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
         for name, tree in (*given, *self._kwargs.items()):
             for each in variables_of(tree):
@@ -195,7 +195,7 @@ class Use:
 
     def places(self) -> Iterator[tuple[str, Variables]]:
         """The paths at which variables stand, as rules read them: `state`, `rest/0`."""
-        name_of = self._recipe.parameters.name_of
+        name_of = self._spec.parameters.name_of
         given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
         for name, tree in (*given, *self._kwargs.items()):
             if type(tree) in PLAIN:
@@ -239,7 +239,7 @@ class Use:
         if self.carried:
             raise VariablesError(
                 "variables cannot be carried inside another transformation",
-                where=self._recipe.name,
+                where=self._spec.name,
                 got=repr(self.variables[0]),
                 hint="pass their .value, and assign what comes back",
             )
@@ -247,7 +247,7 @@ class Use:
             raise VariablesError(
                 "variables are passed inside another transformation, which would keep their values "
                 "as constants and not see later writes",
-                where=self._recipe.name,
+                where=self._spec.name,
                 got=", ".join(map(repr, self.variables)),
                 hint="call the step outside of it, or pass .value as an argument of the function "
                 "that is transformed",
@@ -288,7 +288,7 @@ class Use:
 
     def carry_arguments(self) -> list[Any]:
         """The arguments that are carried; None for one that is not passed."""
-        parameters = self._recipe.parameters
+        parameters = self._spec.parameters
         return [
             argument_of(parameters.positional, self._args, self._kwargs, name)
             for name in parameters.carry
@@ -299,7 +299,7 @@ class Use:
 
         In this order variables are told from those that are in the call already.
         """
-        positional, carry = self._recipe.parameters.positional, self._recipe.parameters.carry
+        positional, carry = self._spec.parameters.positional, self._spec.parameters.carry
         given: list[tuple[str, int | str, Any]] = [
             (positional[i] if i < len(positional) else "", i, argument)
             for i, argument in enumerate(self._args)
@@ -321,7 +321,7 @@ class Use:
             value = transfer.copied(value) if jaxcompat.arguments_outlive_calls() else value
             each._put(value, self._session, self.meter)
 
-        names = len(self._recipe.parameters.carry)
+        names = len(self._spec.parameters.carry)
         return put_back(outputs, self.variables[: self.carried], names, put)
 
 

@@ -1,4 +1,4 @@
-"""`Recipe`: what a step brings to each of its programs. `Request`: one call that needs one."""
+"""`StepSpec`: what a step brings to each of its programs. `Request`: one call that needs one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _as_it_is(call: Call) -> Call:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Recipe:
+class StepSpec:
     """The function of a step and its options, resolved.
 
     Attributes:
@@ -55,7 +55,7 @@ class Recipe:
         carry: tuple[str, ...] = (),
         batch: tuple[str, ...] = (),
         given: dict[str, Any] | None = None,
-    ) -> Recipe:
+    ) -> StepSpec:
         """Resolves a step's options. `jax.jit` judges them and raises as it does."""
         jitted = jaxcompat.jit(fun, **options)
         roles = jaxcompat.argument_roles(jitted, fun, options)
@@ -102,7 +102,7 @@ class Request:
         asked: for each leaf, where the step's `in_shardings` do; None where they do not say.
         key: the key of its program.
         mesh: the session's mesh, or None.
-        tell: as of the recipe.
+        tell: as of the spec.
     """
 
     call: Call
@@ -114,8 +114,8 @@ class Request:
     tell: Callable[[Call], Call] = _as_it_is
 
     @property
-    def told(self) -> Call:
-        """The call as people are told of it: paths and a signature, placed. Not to be run."""
+    def shown(self) -> Call:
+        """The call as people are shown it: paths and a signature, placed. Not to be run."""
         return self.tell(self.call.with_signature_leaves(self.leaves))
 
     def described(self) -> Request:

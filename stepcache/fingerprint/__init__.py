@@ -1,1 +1,1 @@
-"""What a step's code depends on, as named facts; and what a trace of it really used."""
+"""What a step's code depends on, as named dependencies; and what a trace of it really used."""

@@ -37,7 +37,7 @@ from stepcache.jaxcompat.hooks import REPLACED
 
 # They keep counters and caches in their modules, which differ from process to process.
 LATE = "put into "
-"""Begins the names of facts that are there once another module has been imported."""
+"""Begins the names of dependencies that are there once another module has been imported."""
 _WITH_STATE = frozenset(("jax", "jaxlib", "numpy", "stepcache"))
 
 
@@ -178,16 +178,16 @@ def note_modules(walk: Walk, modules: Sequence[str], names: dict[str, str]) -> N
             look_again()
         not_loaded = tuple(name for name in names if name not in sys.modules)
         key = (tuple(modules), tuple(names.items()), not_loaded)
-        facts = _noted.get(key)
-        if facts is None:
+        dependencies = _noted.get(key)
+        if dependencies is None:
             notes = Walk()
-            if not _note(notes, modules, names) or notes.blames:
+            if not _note(notes, modules, names) or notes.untrackable:
                 _note(walk, modules, names)
                 return
             if len(_noted) >= _REMEMBERED:
                 _noted.clear()
-            facts = _noted[key] = notes.facts
-        walk.facts.update(facts)
+            dependencies = _noted[key] = notes.dependencies
+        walk.dependencies.update(dependencies)
 
 
 def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
@@ -272,11 +272,11 @@ class _Notes:
     """Stands in for a walk while a name is looked at, and keeps what it is told."""
 
     def __init__(self) -> None:
-        self.facts: dict[str, str] = {}
+        self.dependencies: dict[str, str] = {}
         self.values: list[tuple[str, Any]] = []
 
     def once(self, path: str, text: str) -> None:
-        self.facts[path] = text
+        self.dependencies[path] = text
 
     def value(self, path: str, value: Any) -> None:
         self.values.append((path, value))
@@ -287,12 +287,12 @@ class _Meaning(NamedTuple):
 
     Attributes:
         texts: the parts of it.
-        facts: what is worth a fact of its own.
+        dependencies: what is worth a dependency of its own.
         values: path and value of what is the user's and has to be followed.
     """
 
     texts: tuple[str, ...]
-    facts: dict[str, str]
+    dependencies: dict[str, str]
     values: list[tuple[str, Any]]
 
 
@@ -336,13 +336,13 @@ class _ModuleState:
             self._look_at([name for name in names if name not in self._meanings])
             meanings = [self._meanings[name] for name in names]
             known = _digest(text for meaning in meanings for text in meaning.texts)
-            notable = tuple(each for each in meanings if each.facts or each.values)
+            notable = tuple(each for each in meanings if each.dependencies or each.values)
             if self._unsteady.isdisjoint(names):
                 self._digests[read], self._notable[read] = known, notable
         else:
             notable = self._notable[read]
         for meaning in notable:
-            walk.facts.update(meaning.facts)
+            walk.dependencies.update(meaning.dependencies)
             for path, value in meaning.values:
                 walk.value(path, value)
         walk.once(f"names of {self._name}", known)
@@ -392,7 +392,7 @@ class _ModuleState:
             texts.append(_told_class(notes, value, self._has_state))
         elif _is_told(name, value, text, self._name.partition(".")[0]):
             notes.once(path, text)
-        self._meanings[name] = _Meaning(tuple(texts), notes.facts, notes.values)
+        self._meanings[name] = _Meaning(tuple(texts), notes.dependencies, notes.values)
         if not self._is_steady(value):
             self._unsteady.add(name)
             return False
@@ -467,7 +467,7 @@ _WRITTEN_IN_C = frozenset(
 
 
 def _is_told(attribute: str, value: Any, text: str, package: str) -> bool:
-    """Whether a name is worth a fact of its own: what is the user's to change, or was changed."""
+    """Whether a name is a dependency of its own: the user can change it, or it was changed."""
     if callable(value):
         return not text.endswith(attribute) and hasattr(value, "__qualname__")
     return package not in TRUSTED and not isinstance(value, types.ModuleType)

@@ -1,4 +1,4 @@
-"""What a walk has found: facts, blames, names read, and what waits for a name to be read.
+"""What a walk has found: dependencies, untrackable ones, and what waits for a name to be read.
 
 The ground that `values`, `classes` and `functions` stand on; how to look at a thing is not here.
 """
@@ -44,14 +44,14 @@ class Trail(ABC):
             named relative to it.
 
     Attributes:
-        facts: path and token of everything found.
-        blames: what cannot be vouched for, in order.
+        dependencies: path and token of everything found.
+        untrackable: what cannot be vouched for, in order.
         codes: the user's code among what was found.
     """
 
     def __init__(self, root: str = "") -> None:
-        self.facts: dict[str, str] = {}
-        self.blames: dict[str, None] = {}
+        self.dependencies: dict[str, str] = {}
+        self.untrackable: dict[str, None] = {}
         self.codes: set[types.CodeType] = set()
         self._root = root
         self._names: set[str] = set(_ALWAYS_READ)
@@ -90,24 +90,24 @@ class Trail(ABC):
         """Attributes of the user's objects that no code of theirs names."""
         return set(self._waiting)
 
-    # ---- facts ---------------------------------------------------------------------------------
+    # ---- dependencies ---------------------------------------------------------------------------
 
     def note(self, path: str, token: str) -> None:
-        """Notes a fact. A path that stands for something else already gets a number."""
-        if self.facts.setdefault(path, token) != token:
-            self.facts[self.unique(path)] = token
+        """Notes a dependency. A path that stands for something else already gets a number."""
+        if self.dependencies.setdefault(path, token) != token:
+            self.dependencies[self.unique(path)] = token
 
     def once(self, path: str, token: str) -> None:
-        """Notes a fact whose path can stand for nothing else."""
-        self.facts[path] = token
+        """Notes a dependency whose path can stand for nothing else."""
+        self.dependencies[path] = token
 
     def blame(self, path: str, why: str) -> None:
         """Names something that cannot be vouched for."""
-        self.blames[f"{path}: {why}"] = None
+        self.untrackable[f"{path}: {why}"] = None
 
     def unique(self, label: str) -> str:
         """Functions made by one line of code, each with other captured values, are told apart."""
-        number = self._labels[label] = self._labels.get(label, int(label in self.facts)) + 1
+        number = self._labels[label] = self._labels.get(label, int(label in self.dependencies)) + 1
         return label if number == 1 else f"{label}#{number}"
 
     def first_time(self, what: Hashable) -> bool:

@@ -1,11 +1,12 @@
-"""What a step's code depends on, as named facts that another process can check.
+"""What a step's code depends on, as named dependencies that another process can check.
 
 `Walk` starts at a function and follows what its code names: globals, captured variables, defaults,
 attributes of objects, methods of classes, and the functions among them in turn. Code of the user is
 known by its content; code of an installed distribution by the distribution's version. Each thing
-found is one fact, a path and a token: `train.py:RATE` is `0.1`. Equal facts mean equal programs.
+found is one dependency, a path and a token: `train.py:RATE` is `0.1`. Equal dependencies mean equal
+programs.
 
-What cannot be vouched for is named in `blames`, and nothing is guessed. The idea is that of a
+What cannot be fingerprinted is named in `untrackable`; nothing is guessed. The idea is that of a
 compiler's depfile, and of ccache's direct mode. Here is the walk itself; how it looks at each kind
 of thing is in `values`, `classes` and `functions`.
 """
@@ -33,12 +34,12 @@ class Fingerprint:
     """What a step depends on.
 
     Attributes:
-        facts: path and token of everything found.
-        blames: what could not be vouched for; with any, nothing is claimed about the step.
+        dependencies: path and token of everything found.
+        untrackable: what could not be vouched for; with any, nothing is claimed about the step.
     """
 
-    facts: dict[str, str]
-    blames: tuple[str, ...]
+    dependencies: dict[str, str]
+    untrackable: tuple[str, ...]
 
 
 class Walk(Trail):
@@ -52,7 +53,7 @@ class Walk(Trail):
                 task()
             except Exception as error:  # An object may fail at anything that it is asked.
                 self.blame("step", f"looking at it raised {type(error).__name__}: {error}")
-        return Fingerprint(self.facts, tuple(self.blames))
+        return Fingerprint(self.dependencies, tuple(self.untrackable))
 
     # ---- values --------------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ class Walk(Trail):
             if known.startswith("class ") and issubclass(type(value), type):
                 classes.may_be_called(self, value)
             return
-        if path in self.facts:
+        if path in self.dependencies:
             path = self.unique(path)
         if plain_text(value) is None:  # Equal tuples of constants may or may not be one object.
             self.known_as(value, path)

@@ -169,20 +169,20 @@ def process_environment() -> dict[str, str]:
 
     Starts JAX's default backend.
     """
-    facts = dict(_machine(jax.default_backend()))
-    facts["environment devices"] = f"{jax.device_count()}, {jax.local_device_count()} local"
-    facts["environment processes"] = str(jax.process_count())
-    facts["environment optimize"] = str(sys.flags.optimize)
+    dependencies = dict(_machine(jax.default_backend()))
+    dependencies["environment devices"] = f"{jax.device_count()}, {jax.local_device_count()} local"
+    dependencies["environment processes"] = str(jax.process_count())
+    dependencies["environment optimize"] = str(sys.flags.optimize)
     for name in (*_VARIABLES, *os.environ):
         if name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES):
             value = os.environ.get(name, "")
             flags = [flag for flag in value.split() if not flag.startswith(_IRRELEVANT_FLAGS)]
             if flags:
-                facts[f"environment {name}"] = " ".join(flags)
+                dependencies[f"environment {name}"] = " ".join(flags)
     flags = [each for each in sys.argv if each.startswith(("--xla", "--jax_"))]
     if flags:
-        facts["environment argv"] = " ".join(flags)
-    return facts | _settings_as_facts(tuple(map(setting, _relevant_settings())))
+        dependencies["environment argv"] = " ".join(flags)
+    return dependencies | _settings_as_facts(tuple(map(setting, _relevant_settings())))
 
 
 @functools.lru_cache(maxsize=16, typed=True)
@@ -200,7 +200,7 @@ def _relevant_settings() -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4)
 def _machine(backend: str) -> tuple[tuple[str, str], ...]:
     device, own = jax.devices(backend)[0], jax.local_devices(backend=backend)[0]
-    facts = {
+    dependencies = {
         "environment python": f"{platform.python_implementation()} {platform.python_version()}",
         "environment system": f"{platform.system()} {platform.machine()}",
         "package jax": jax.__version__,
@@ -210,16 +210,18 @@ def _machine(backend: str) -> tuple[tuple[str, str], ...]:
     }
     if jax.process_count() > 1:  # XLA's fingerprint of a pod differs between its processes.
         kinds = sorted({each.device_kind for each in jax.devices(backend)})
-        facts["environment topology"] = f"{', '.join(kinds)} in {jax.process_count()} processes"
+        dependencies["environment topology"] = (
+            f"{', '.join(kinds)} in {jax.process_count()} processes"
+        )
     elif PRIVATE_API:
         try:
             topology = xla_client.get_topology_for_devices([device])
-            facts["environment topology"] = f"{topology.fingerprint():x}"
+            dependencies["environment topology"] = f"{topology.fingerprint():x}"
         except Exception as error:
-            facts["environment topology"] = f"not told ({type(error).__name__})"
+            dependencies["environment topology"] = f"not told ({type(error).__name__})"
     if backend == "cpu":
-        facts["environment CPU"] = _cpu_features()
-    return tuple(facts.items())
+        dependencies["environment CPU"] = _cpu_features()
+    return tuple(dependencies.items())
 
 
 def _cpu_features() -> str:

@@ -1,4 +1,4 @@
-"""What is told of how a program came: to the ledger, to the history on disk, to listeners."""
+"""What is told of how a program came: to the miss log, to the run log, to listeners."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 from stepcache.calls.step_spec import Request
 from stepcache.events import Built, Captured, Loaded, Miss, recorder
 from stepcache.jaxcompat import storing
-from stepcache.programs.archive import Answer, Archive
-from stepcache.programs.levels import Brought
-from stepcache.programs.miss_log import Ledger
+from stepcache.programs.archive import Archive, LookupResult
+from stepcache.programs.levels import Resolution
+from stepcache.programs.miss_log import MissLog
 
 _OF_CALL = ("argument", "tree", "static", "options", "mesh")
 _EVENTS = {1: "loaded", 2: "relinked", 3: "built"}
@@ -20,52 +20,54 @@ _REMEDIES = {
 }
 
 
-def told(miss: Miss, answer: Answer) -> Miss:
+def with_result(miss: Miss, result: LookupResult) -> Miss:
     """A miss, with what the archive knows about it."""
-    if answer.unvouched:
-        miss = dataclasses.replace(miss, unvouched=answer.unvouched)
-    if answer.since is None:
+    if result.untrackable:
+        miss = dataclasses.replace(miss, untrackable=result.untrackable)
+    if result.since is None:
         return miss
     if miss.reason != "first call":
-        stored = tuple(each for each in answer.changes if each.part not in _OF_CALL)
-        return dataclasses.replace(miss, stored=stored, since=answer.since if stored else None)
-    return dataclasses.replace(miss, reason="other run", changes=answer.changes, since=answer.since)
+        stored = tuple(each for each in result.changes if each.part not in _OF_CALL)
+        return dataclasses.replace(miss, stored=stored, since=result.since if stored else None)
+    return dataclasses.replace(miss, reason="other run", changes=result.changes, since=result.since)
 
 
 def account(
-    ledger: Ledger,
+    miss_log: MissLog,
     name: str,
     build_id: int,
     request: Request,
-    brought: Brought,
+    resolution: Resolution,
     miss: Miss,
     own_seconds: float,
 ) -> None:
-    """Tells the ledger of a step, and those who listen.
+    """Tells the miss log of a step, and those who listen.
 
     Args:
-        ledger: of the step.
+        miss_log: of the step.
         name: of the step.
         build_id: ties events about one program together.
         request: the call.
-        brought: its program.
+        resolution: its program.
         miss: why it was not there.
         own_seconds: what the call took apart from the stages.
     """
-    program, seconds = brought.program, brought.program.seconds
+    program, seconds = resolution.program, resolution.program.seconds
     remedy = _REMEDIES[program.level]
-    if brought.giver is not None:
-        remedy = f"loaded from rank {brought.giver}, without a trace"
+    if resolution.giver is not None:
+        remedy = f"loaded from rank {resolution.giver}, without a trace"
     if program.level < 3:
         remedy += f", in {sum(seconds.values()):.2f} s"
     advice = (*miss.advice, *map(_advise_on_capture, program.captured))
-    miss = dataclasses.replace(miss, advice=advice, unvouched=brought.unvouched, remedy=remedy)
-    ledger.add(request, miss)
+    miss = dataclasses.replace(
+        miss, advice=advice, untrackable=resolution.untrackable, remedy=remedy
+    )
+    miss_log.add(request, miss)
     traced, built = program.level > 1, program.level > 2
     traces = program.traces
     counts = {"traces": traces, "lowers": traces, "compiles": built, "loads": not built}
     times = {f"{stage}_seconds": value for stage, value in seconds.items()}
-    ledger.count(misses=1, own_seconds=own_seconds, **counts, **times)
+    miss_log.count(misses=1, own_seconds=own_seconds, **counts, **times)
     if built:
         stages = (seconds["trace"], seconds["lower"], seconds["compile"])
         recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
@@ -73,24 +75,24 @@ def account(
         recorder.emit(Loaded(name, build_id, miss, traced, dict(seconds), own_seconds))
 
 
-def note(archive: Archive, name: str, brought: Brought, miss: Miss) -> None:
-    """Writes a row of the history on disk; for what is being stored, when that is decided."""
-    address, program = brought.address, brought.program
+def note(archive: Archive, name: str, resolution: Resolution, miss: Miss) -> None:
+    """Writes a row of the run log; for what is being stored, when that is decided."""
+    address, program = resolution.address, resolution.program
     assert address is not None
-    devices = storing.program_devices(program.run) if brought.digest else ()
+    devices = storing.program_devices(program.run) if resolution.digest else ()
     archive.note(
         _EVENTS[program.level],
         name,
         address.label,
-        lookup=address.lookup,
-        program=brought.digest,
+        lookup=address.digest,
+        program=resolution.digest,
         devices=[device.id for device in devices],
         seconds={stage: round(value, 4) for stage, value in program.seconds.items()},
         reason=str(miss),
         changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
-        unvouched=list(brought.unvouched),
+        untrackable=list(resolution.untrackable),
     )
-    for rank, (level, seconds) in brought.others.items():
+    for rank, (level, seconds) in resolution.others.items():
         archive.note(_EVENTS[level], name, address.label, rank=rank, seconds=seconds)
 
 

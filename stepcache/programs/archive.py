@@ -1,6 +1,6 @@
 """The archive: programs on disk, on the three levels at which a later process finds them.
 
-1. *No trace*: a question asked before the trace finds a candidate that agrees with every fact.
+1. *No trace*: a lookup asked before the trace finds a record that agrees with every dependency.
 2. *No compile*: what was lowered has the digest of a stored executable.
 3. *Build*: nothing was found; what was compiled is stored, in the background.
 """
@@ -23,21 +23,21 @@ from stepcache.events import Change
 from stepcache.fingerprint.installed_packages import look_at_modules
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs.background import LATER, Job, Worker
-from stepcache.programs.question import Question
+from stepcache.programs.lookup import Lookup
 from stepcache.storage.dependency_record import (
     Address,
-    Candidate,
+    DependencyRecord,
     Publication,
     agree,
     differences,
-    pack_candidates,
-    unpack_candidates,
+    pack_records,
+    unpack_records,
 )
-from stepcache.storage.disk_store import DiskTier
-from stepcache.storage.run_log import History, Row, script_name
+from stepcache.storage.disk_store import DiskStore
+from stepcache.storage.run_log import Row, RunLog, script_name
 from stepcache.storage.starts import Starts
 
-CANDIDATES_KEPT = 8
+RECORDS_KEPT = 8
 _RUNS_COMPARED = 8
 _PRELOADED_AT_MOST = 256
 
@@ -79,29 +79,29 @@ def _nothing() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the archive knows about a question.
+class LookupResult:
+    """What the archive knows about a lookup.
 
     Attributes:
-        candidate: agrees with every fact; None where there is none.
+        record: agrees with every dependency; None where there is none.
         since: when the build was made that the changes are told against; None without one.
         changes: what differs from that build.
-        unvouched: why no candidate could be looked for, or none was kept.
+        untrackable: why no record could be looked for, or none was kept.
     """
 
-    candidate: Candidate | None = None
+    record: DependencyRecord | None = None
     since: float | None = None
     changes: tuple[Change, ...] = ()
-    unvouched: tuple[str, ...] = ()
+    untrackable: tuple[str, ...] = ()
 
 
 class Archive:
     """Programs of one directory.
 
     Args:
-        tier: where entries are kept.
-        starts: where the starts of each candidate are counted.
-        history: where runs are kept.
+        disk: where entries are kept.
+        starts: where the starts of each record are counted.
+        run_log: where runs are kept.
         verify: "background", "before" or "off".
         min_build_seconds: what was built faster is not kept.
 
@@ -112,13 +112,13 @@ class Archive:
 
     def __init__(
         self,
-        tier: DiskTier,
+        disk: DiskStore,
         starts: Starts,
-        history: History,
+        run_log: RunLog,
         verify: str,
         min_build_seconds: float,
     ):
-        self.tier, self.starts, self.history = tier, starts, history
+        self.disk, self.starts, self.run_log = disk, starts, run_log
         self.verify, self.min_build_seconds = verify, min_build_seconds
         self.worker = Worker("stepcache store", droppable=False)
         self.verifier = Worker("stepcache verify", droppable=True, poll_seconds=0.05)
@@ -130,93 +130,93 @@ class Archive:
 
     # ---- level 1: without a trace --------------------------------------------------------------
 
-    @_no_matter_of_the_step("look for a program", Answer)
-    def answer(self, question: Question) -> Answer:
-        """Looks for a candidate. Reads files, imports nothing, and runs nothing of the user's.
+    @_no_matter_of_the_step("look for a program", LookupResult)
+    def look_up(self, lookup: Lookup) -> LookupResult:
+        """Looks for a record. Reads files, imports nothing, and runs nothing of the user's.
 
-        The entry that is read is named by all that is known before a trace, so that its candidates
+        The entry that is read is named by all that is known before a trace, so that its records
         differ only in what a trace tells of: files, variables, attributes that libraries read.
         """
-        if question.base.blames:
-            return Answer(unvouched=question.base.blames)
-        candidates = self._candidates(question.address.lookup)
+        if lookup.base.untrackable:
+            return LookupResult(untrackable=lookup.base.untrackable)
+        records = self._records(lookup.address.digest)
         newest: tuple[dict[str, str], dict[str, str]] | None = None
-        for candidate in candidates:
-            found = question.with_used(candidate.used)
-            if found.blames:
-                return Answer(unvouched=found.blames)
-            if agree(candidate.told, found.facts):
-                return Answer(candidate)
-            newest = newest or (candidate.told, dict(found.facts))
+        for record in records:
+            found = lookup.with_used(record.used)
+            if found.untrackable:
+                return LookupResult(untrackable=found.untrackable)
+            if agree(record.dependencies, found.dependencies):
+                return LookupResult(record)
+            newest = newest or (record.dependencies, dict(found.dependencies))
         if newest is not None:
-            return Answer(None, candidates[0].created_time, differences(*newest))
-        return self._compared_with_last_run(question)
+            return LookupResult(None, records[0].created_time, differences(*newest))
+        return self._compared_with_last_run(lookup)
 
-    def _candidates(self, lookup: str) -> list[Candidate]:
-        entry = self.tier.read("step", lookup)
+    def _records(self, lookup: str) -> list[DependencyRecord]:
+        entry = self.disk.read("step", lookup)
         if entry is None:
             return []
         try:
-            return unpack_candidates(entry.payload)
+            return unpack_records(entry.payload)
         except ValueError as error:
-            self.tier.discard("step", lookup, f"it is malformed: {error}")
+            self.disk.discard("step", lookup, f"it is malformed: {error}")
             return []
 
-    def _compared_with_last_run(self, question: Question) -> Answer:
+    def _compared_with_last_run(self, lookup: Lookup) -> LookupResult:
         """No entry is for this code, values and call: compares with the nearest of the last run."""
-        rows = [row for row in self.history.last_run_of(question.address.label) if row.lookup]
+        rows = [row for row in self.run_log.last_run_of(lookup.address.label) if row.lookup]
         lookups = list(dict.fromkeys(row.lookup for row in reversed(rows)))[:_RUNS_COMPARED]
-        latest = [found[0] for found in map(self._candidates, lookups) if found]
+        latest = [found[0] for found in map(self._records, lookups) if found]
         if not latest:
-            return Answer()
-        base = dict(question.base.facts)
-        nearest = min(latest, key=lambda each: _distance(each.told, base))
-        changes = differences(nearest.told, question.with_used(nearest.used).facts)
-        return Answer(None, nearest.created_time, changes)
+            return LookupResult()
+        base = dict(lookup.base.dependencies)
+        nearest = min(latest, key=lambda each: _distance(each.dependencies, base))
+        changes = differences(nearest.dependencies, lookup.with_used(nearest.used).dependencies)
+        return LookupResult(None, nearest.created_time, changes)
 
     @_no_matter_of_the_step("load a program", _nothing)
-    def load(self, candidate: Candidate, address: Address, in_tree: Any) -> Runnable | None:
-        """Loads the program of a candidate; None where that cannot be done.
+    def load(self, record: DependencyRecord, address: Address, in_tree: Any) -> Runnable | None:
+        """Loads the program of a record; None where that cannot be done.
 
         Args:
-            candidate: from `answer`.
-            address: of the question.
+            record: from `result`.
+            address: of the lookup.
             in_tree: the tree of the call's arguments.
         """
         try:
-            devices = tuple(address.devices[position] for position in candidate.devices)
-            executable = self._executable(candidate.program, devices)
+            devices = tuple(address.devices[position] for position in record.devices)
+            executable = self._executable(record.program, devices)
             if executable is None:
                 return None
-            tree = storing.decode_tree(candidate.tree, in_tree)
-            return storing.assemble(executable, candidate.call, tree, devices)
+            tree = storing.decode_tree(record.tree, in_tree)
+            return storing.assemble(executable, record.call, tree, devices)
         except Exception as error:
-            self.tier.discard("step", address.lookup, f"{type(error).__name__}: {error}")
+            self.disk.discard("step", address.digest, f"{type(error).__name__}: {error}")
             return None
 
     def name(self) -> str:
         """Names the directory: the same in all processes that look into it, and in no others."""
         try:
-            return self.tier.vouch(b"the name of this directory").hex()
+            return self.disk.vouch(b"the name of this directory").hex()
         except OSError:
             return ""
 
     @_no_matter_of_the_step("look for programs", bool)
     def has_programs(self) -> bool:
         """Whether there is any executable."""
-        return self.tier.holds_any("program")
+        return self.disk.holds_any("program")
 
     @_no_matter_of_the_step("read a program", bytes)
     def executable_bytes(self, digest: str) -> bytes:
         """A stored executable, to be given to another process; empty where there is none."""
-        entry = self.tier.read("program", digest)
+        entry = self.disk.read("program", digest)
         return entry.payload if entry is not None else b""
 
     @_no_matter_of_the_step("store a program", _nothing)
-    def keep(self, address: Address, candidate: Candidate, data: bytes) -> None:
+    def keep(self, address: Address, record: DependencyRecord, data: bytes) -> None:
         """Stores what another process built and this one has loaded."""
-        if self.tier.publish("program", candidate.program, {"label": address.label}, data):
-            self._add_candidate(address, candidate)
+        if self.disk.publish("program", record.program, {"label": address.label}, data):
+            self._add_record(address, record)
 
     def _executable(self, digest: str, devices: Sequence[Any]) -> Any:
         key = (digest, tuple(device.id for device in devices))
@@ -229,15 +229,15 @@ class Archive:
         return self._read_executable(digest, lambda data: storing.load_executable(data, devices))
 
     def _read_executable(self, digest: str, load: Callable[[bytes], Any]) -> Any:
-        with self.tier.loading("program", digest):
-            entry = self.tier.read("program", digest)
+        with self.disk.loading("program", digest):
+            entry = self.disk.read("program", digest)
             if entry is None:
                 return None
             try:
                 return load(entry.payload)
             except Exception as error:
                 why = f"XLA does not load it: {type(error).__name__}: {error}"
-                self.tier.discard("program", digest, why)
+                self.disk.discard("program", digest, why)
                 return None
 
     # ---- level 2: without compiling ------------------------------------------------------------
@@ -262,32 +262,32 @@ class Archive:
         address, digest = publication.address, publication.digest
         if publication.data or "compile" in publication.seconds:
             data = publication.data or publication.serialized()
-            if not self.tier.publish("program", digest, {"label": address.label}, data):
+            if not self.disk.publish("program", digest, {"label": address.label}, data):
                 return
         if publication.traced.tree is not None:
-            self._add_candidate(address, publication.candidate(self.history.clock()))
+            self._add_record(address, publication.record(self.run_log.clock()))
 
-    def _add_candidate(self, address: Address, candidate: Candidate) -> None:
-        others = self._others(address, candidate)
-        self._write_candidates(address, [candidate, *others][:CANDIDATES_KEPT])
+    def _add_record(self, address: Address, record: DependencyRecord) -> None:
+        others = self._others(address, record)
+        self._write_records(address, [record, *others][:RECORDS_KEPT])
 
-    def _others(self, address: Address, candidate: Candidate) -> list[Candidate]:
-        known = self._candidates(address.lookup)
-        return [each for each in known if each.facts != candidate.facts]
+    def _others(self, address: Address, record: DependencyRecord) -> list[DependencyRecord]:
+        known = self._records(address.digest)
+        return [each for each in known if each.digest != record.digest]
 
-    def _write_candidates(self, address: Address, candidates: list[Candidate]) -> None:
-        about, payload = pack_candidates(address.label, candidates)
-        self.tier.publish("step", address.lookup, about, payload)
+    def _write_records(self, address: Address, records: list[DependencyRecord]) -> None:
+        about, payload = pack_records(address.label, records)
+        self.disk.publish("step", address.digest, about, payload)
 
     @_no_matter_of_the_step("remove a wrong program", _nothing)
-    def forget(self, address: Address, candidate: Candidate) -> None:
-        """Drops a candidate that a trace has proved wrong."""
-        self.starts.forget(start_name(address, candidate))
-        others = self._others(address, candidate)
+    def forget(self, address: Address, record: DependencyRecord) -> None:
+        """Drops a record that a trace has proved wrong."""
+        self.starts.forget(start_name(address, record))
+        others = self._others(address, record)
         if others:
-            self._write_candidates(address, others)
+            self._write_records(address, others)
         else:
-            self.tier.discard("step", address.lookup, "a trace gave another program", False)
+            self.disk.discard("step", address.digest, "a trace gave another program", False)
 
     def flush(self) -> None:
         """Waits until everything built so far is stored."""
@@ -305,11 +305,11 @@ class Archive:
         self._preloader.submit(functools.partial(self._prepare, label))
 
     def _prepare(self, label: str) -> None:
-        rows = [row for row in self.history.last_run_of(label) if row.program]
+        rows = [row for row in self.run_log.last_run_of(label) if row.program]
         if not jaxcompat.backends_are_initialized():  # Else the first call may be about to come.
             for lookup in dict.fromkeys(row.lookup for row in rows if row.lookup):
-                for candidate in self._candidates(lookup):
-                    look_at_modules(candidate.used.modules, candidate.used.names)
+                for record in self._records(lookup):
+                    look_at_modules(record.used.modules, record.used.names)
         for key in dict.fromkeys((row.program, tuple(row.devices)) for row in rows):
             with self._lock:
                 known = key in self._taken or key in self._preloaded
@@ -327,26 +327,26 @@ class Archive:
         devices = tuple(by_number[number] for number in numbers)
         return self._read_executable(digest, lambda data: storing.load_executable(data, devices))
 
-    # ---- the ledger ----------------------------------------------------------------------------
+    # ---- the run log ---------------------------------------------------------------------------
 
-    @_no_matter_of_the_step("write its ledger", _nothing)
+    @_no_matter_of_the_step("write its run log", _nothing)
     def note(self, event: str, step: str, label: str, **details: Any) -> None:
         """Writes a row of this run."""
-        now = self.history.clock()
+        now = self.run_log.clock()
         rank, processes = 0, 1
         if jaxcompat.backends_are_initialized():
             rank, processes = jax.process_index(), jax.process_count()
         details = {"rank": rank, "processes": processes} | details
-        self.history.add(Row(event, now, script_name(), step, label, **details))
+        self.run_log.add(Row(event, now, script_name(), step, label, **details))
 
 
-def start_name(address: Address, candidate: Candidate) -> str:
-    """Names a candidate where its starts are counted."""
-    return f"{address.lookup[:24]}-{candidate.facts[:24]}-{candidate.program[:24]}"
+def start_name(address: Address, record: DependencyRecord) -> str:
+    """Names a record where its starts are counted."""
+    return f"{address.digest[:24]}-{record.digest[:24]}-{record.program[:24]}"
 
 
 def _distance(told: dict[str, str], base: dict[str, str]) -> int:
-    return sum(told.get(name) != fact for name, fact in base.items())
+    return sum(told.get(name) != dependency for name, dependency in base.items())
 
 
 def open_archive(
@@ -357,7 +357,7 @@ def open_archive(
     Raises:
         CacheDirectoryError: others can write to it.
     """
-    tier = DiskTier(directory, max_bytes)
-    history = History(directory / "v1" / "runs", tier.writable)
-    starts = Starts(directory / "v1" / "starts", tier.writable)
-    return Archive(tier, starts, history, verify, min_build_seconds)
+    disk = DiskStore(directory, max_bytes)
+    run_log = RunLog(directory / "v1" / "runs", disk.writable)
+    starts = Starts(directory / "v1" / "starts", disk.writable)
+    return Archive(disk, starts, run_log, verify, min_build_seconds)

@@ -23,7 +23,7 @@ from stepcache import jaxcompat
 from stepcache.calls.carry import check_carry
 from stepcache.calls.key import Key
 from stepcache.calls.signature import Leaf, short_type
-from stepcache.calls.step_spec import Recipe, Request
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured
 
 
@@ -38,7 +38,7 @@ class Program:
         seconds: what each stage took, in the process that went through it.
         level: 1 if it was loaded without a trace, 2 if it was traced but not compiled, 3 if built.
         traces: how often the step was traced for it; twice where a library changed meanwhile.
-        facts: what its code depended on when it was traced, where that was asked for.
+        dependencies: what its code depended on when it was traced, where that was asked for.
         used: what that trace used, likewise.
         lowered: digest of all that XLA was given; empty where nobody asked for it.
     """
@@ -49,7 +49,7 @@ class Program:
     seconds: dict[str, float]
     level: int = 3
     traces: int = 0
-    facts: dict[str, str] | None = None
+    dependencies: dict[str, str] | None = None
     used: Any = None
     lowered: str = ""
 
@@ -103,7 +103,7 @@ class NotHoldable(Exception):
     """The program depends on objects that it captured: `jax.jit` must serve the call."""
 
 
-def trace(recipe: Recipe, request: Request) -> jaxcompat.Staged:
+def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
     """Traces a step as its program is traced.
 
     Raises:
@@ -120,10 +120,10 @@ def trace(recipe: Recipe, request: Request) -> jaxcompat.Staged:
     if any(map(operator.is_not, stand_ins, call.leaves)):
         args, kwargs = call.rebuilt(stand_ins)
     with jaxcompat.tracing_context(request.mesh):
-        staged = jaxcompat.Staged(recipe.jitted, recipe.fun, recipe.options, args, kwargs)
-        if recipe.parameters.carry:
-            pins = check_carry(recipe, request, staged)
-            if request.mesh is not None and not recipe.places_outputs:
+        staged = jaxcompat.Staged(spec.jitted, spec.fun, spec.options, args, kwargs)
+        if spec.parameters.carry:
+            pins = check_carry(spec, request, staged)
+            if request.mesh is not None and not spec.places_outputs:
                 staged.pin_outputs(pins)
     return staged
 
@@ -139,7 +139,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def build(
-    recipe: Recipe,
+    spec: StepSpec,
     request: Request,
     stopwatch: Stopwatch,
     watched: _Context | None = None,
@@ -149,7 +149,7 @@ def build(
     """Builds the program of a call.
 
     Args:
-        recipe: the step.
+        spec: the step.
         request: the call.
         stopwatch: times the stages.
         watched: held open while the user's function is traced and lowered.
@@ -167,7 +167,7 @@ def build(
         with contextlib.ExitStack() as watching:
             watching.enter_context(watched or _NOTHING)
             with stopwatch.stage("trace"):
-                staged = trace(recipe, request)
+                staged = trace(spec, request)
             if not staged.can_be_held():
                 raise NotHoldable
             if is_seen(staged):
@@ -176,7 +176,7 @@ def build(
                 staged.lower()
         with stopwatch.stage("compile"), compiling(staged) if compiling else _NOTHING:
             run = staged.compile()
-    captured = _name_captured(recipe.fun, jaxcompat.captured_arrays(staged.jaxpr))
+    captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
     program = Program(
         request.key, run, captured, stopwatch.seconds, traces=stopwatch.times["trace"]
     )

@@ -17,22 +17,22 @@ from types import CodeType
 from typing import Any
 
 from stepcache import jaxcompat
-from stepcache.calls.step_spec import Recipe, Request
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured, Change
 from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
-from stepcache.programs.archive import Answer, Archive
+from stepcache.programs.archive import Archive, LookupResult
 from stepcache.programs.background import beside, builds
 from stepcache.programs.build import Program, Stopwatch, build
-from stepcache.programs.question import Question
+from stepcache.programs.lookup import Lookup
 from stepcache.storage.dependency_record import (
     Address,
     Publication,
     Traced,
     Used,
     differences,
-    digest_facts,
+    digest_dependencies,
 )
 
 _MUTABLE = ("code", "value", "file", "variable")
@@ -46,13 +46,13 @@ class Lowered:
 
     Attributes:
         outline: the module as text, without locations.
-        facts: gives what the trace depended on.
+        dependencies: gives what the trace depended on.
         sources: gives the lines of source code, each (file, line) and the innermost first, that a
             line of the outline comes from; none where the step was not traced here.
     """
 
     outline: str
-    facts: Callable[[], dict[str, str]]
+    dependencies: Callable[[], dict[str, str]]
     sources: Callable[[int], list[tuple[str, int]]] = lambda line: []
 
 
@@ -76,27 +76,27 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class Resolution:
     """A program, and how it came.
 
     Attributes:
         program: the program.
-        answer: what the archive knew.
-        unvouched: why a later process will have to trace the step.
+        result: what the archive knew.
+        untrackable: why a later process will have to trace the step.
         digest: of the executable; empty where it is not, and will not be, on disk.
-        address: of the question; None where there is no archive.
+        address: of the lookup; None where there is no archive.
         publication: what is to be stored, or None.
         lowered: what was lowered, where processes compare it.
         giver: the rank of the process that it came from; None for this one.
-        others: of the other processes, where they keep no ledger beside this one's: level and
+        others: of the other processes, where they keep no run log beside this one's: level and
             seconds by stage, by rank.
         changes: what the step depends on, and what has changed since it was last traced here.
         has_compared: whether the processes have compared the host values of the call.
     """
 
     program: Program
-    answer: Answer
-    unvouched: tuple[str, ...] = ()
+    result: LookupResult
+    untrackable: tuple[str, ...] = ()
     digest: str = ""
     address: Address | None = None
     publication: Publication | None = None
@@ -135,25 +135,25 @@ class Levels:
     """Brings the programs of one step.
 
     Args:
-        recipe: the step.
+        spec: the step.
         number: tells the step from others of this process.
     """
 
-    def __init__(self, recipe: Recipe, number: int):
-        self._recipe, self._number = recipe, number
+    def __init__(self, spec: StepSpec, number: int):
+        self._spec, self._number = spec, number
         self._lock = threading.Lock()
         self._recording = Recording()
-        self._facts: dict[str, str] = {}
+        self._dependencies: dict[str, str] = {}
 
-    def bring(
+    def resolve(
         self,
         request: Request,
         archive: Archive | None,
         stopwatch: Stopwatch,
-        before_trace: Callable[[Answer], None],
+        before_trace: Callable[[LookupResult], None],
         *,
         watch: bool = False,
-    ) -> Brought:
+    ) -> Resolution:
         """A program for a call.
 
         Args:
@@ -164,118 +164,118 @@ class Levels:
             watch: keep with the program what the step depends on, even without an archive.
         """
         if archive is None and not watch:
-            before_trace(Answer())
-            program, _ = build(self._recipe, request, stopwatch)
-            return Brought(program, Answer())
+            before_trace(LookupResult())
+            program, _ = build(self._spec, request, stopwatch)
+            return Resolution(program, LookupResult())
         with stopwatch.stage("hash"):
-            question = self._question(request)
-        if question is None:
-            before_trace(Answer())
-            program, _ = build(self._recipe, request, stopwatch)
-            return Brought(program, Answer())
-        answer = Answer()
+            lookup = self._question(request)
+        if lookup is None:
+            before_trace(LookupResult())
+            program, _ = build(self._spec, request, stopwatch)
+            return Resolution(program, LookupResult())
+        result = LookupResult()
         if archive is not None:
             with stopwatch.stage("read"):
-                answer = archive.answer(question)
-            if answer.candidate is not None and archive.verify != "before":
-                brought = self.load(request, archive, question, answer, stopwatch, watch)
-                if brought is not None:
-                    return brought
-        before_trace(answer)
-        return self.trace(request, archive, question, answer, stopwatch, watch)
+                result = archive.look_up(lookup)
+            if result.record is not None and archive.verify != "before":
+                resolution = self.load(request, archive, lookup, result, stopwatch, watch)
+                if resolution is not None:
+                    return resolution
+        before_trace(result)
+        return self.trace(request, archive, lookup, result, stopwatch, watch)
 
-    def _question(self, request: Request) -> Question | None:
+    def _question(self, request: Request) -> Lookup | None:
         """What a call depends on; None, and a log, where looking at that fails."""
         try:
-            return Question(self._recipe, request)
+            return Lookup(self._spec, request)
         except Exception:
-            _log.exception("%s is not looked for on disk, nor stored", self._recipe.name)
+            _log.exception("%s is not looked for on disk, nor stored", self._spec.name)
             return None
 
     def load(
         self,
         request: Request,
         archive: Archive | None,
-        question: Question,
-        answer: Answer,
+        lookup: Lookup,
+        result: LookupResult,
         stopwatch: Stopwatch,
         watch: bool,
         data: bytes = b"",
-    ) -> Brought | None:
-        """The program of the candidate in an answer, without a trace; None if it does not load.
+    ) -> Resolution | None:
+        """The program of the record in a result, without a trace; None if it does not load.
 
         Args:
             request: the call.
             archive: the programs on disk, or None.
-            question: that of the answer.
-            answer: with a candidate.
+            lookup: that of the result.
+            result: with a record.
             stopwatch: times the stages.
-            watch: as for `bring`.
+            watch: as for `resolve`.
             data: the executable, if it does not come from the archive.
         """
-        candidate, address = answer.candidate, question.address
-        assert candidate is not None
+        record, address = result.record, lookup.address
+        assert record is not None
         with stopwatch.stage("load"):
             tree = request.key.signature.tree
             if data:
-                run = candidate.assembled(data, address, tree)
+                run = record.assembled(data, address, tree)
             else:
-                run = archive.load(candidate, address, tree) if archive is not None else None
+                run = archive.load(record, address, tree) if archive is not None else None
         if run is None:
             return None
-        changes = self._changes_to(candidate.told)
-        captured = tuple(Captured(*each) for each in candidate.captured)
+        changes = self._changes_to(record.dependencies)
+        captured = tuple(Captured(*each) for each in record.captured)
         seconds = stopwatch.seconds
-        program = Program(request.key, run, captured, seconds, 1, lowered=candidate.program)
-        lowered = Lowered(zlib.decompress(candidate.outline).decode(), lambda: candidate.told)
-        brought = Brought(
-            program, answer, (), candidate.program, address, None, lowered, changes=changes
+        program = Program(request.key, run, captured, seconds, 1, lowered=record.program)
+        lowered = Lowered(zlib.decompress(record.outline).decode(), lambda: record.dependencies)
+        resolution = Resolution(
+            program, result, (), record.program, address, None, lowered, changes=changes
         )
-        return _watched(brought, candidate.told, candidate.used, watch)
+        return _watched(resolution, record.dependencies, record.used, watch)
 
     def trace(
         self,
         request: Request,
         archive: Archive | None,
-        question: Question,
-        answer: Answer,
+        lookup: Lookup,
+        result: LookupResult,
         stopwatch: Stopwatch,
         watch: bool,
         sharing: Sharing | None = None,
-    ) -> Brought:
+    ) -> Resolution:
         """A program by a trace, and if need be by a compilation.
 
         What the trace depends on is found out beside the compilation.
 
         Args:
-            request, archive, question, answer, stopwatch, watch: as for `load`.
+            request, archive, lookup, result, stopwatch, watch: as for `load`.
             sharing: with other processes; None for a trace that concerns this one alone, where
                 the archive is asked for the executable.
         """
-        brought = None
-        while brought is None:
-            brought = self._traced_once(request, archive, question, answer, stopwatch, sharing)
-        return _watched(*brought, watch)
+        resolution = None
+        while resolution is None:
+            resolution = self._traced_once(request, archive, lookup, result, stopwatch, sharing)
+        return _watched(*resolution, watch)
 
     def _traced_once(
         self,
         request: Request,
         archive: Archive | None,
-        question: Question,
-        answer: Answer,
+        lookup: Lookup,
+        result: LookupResult,
         stopwatch: Stopwatch,
         sharing: Sharing | None,
-    ) -> tuple[Brought, dict[str, str], Used] | None:
+    ) -> tuple[Resolution, dict[str, str], Used] | None:
         """See `trace`; None where a part of it was made with the libraries as they were before."""
         with stopwatch.stage("hash"):
             with self._lock:
                 recorded = self._recording
-            known = question.extend(question.used_by(recorded))
-            changes = self._changes_to(known.facts)
-            # What JAX has traced inside the step before is shared where the facts are equal.
-            values = (self._number, digest_facts(known.facts))
-            own = question.own_code()
-            shared = shared_traces.begin() if question.is_alone() and sharing is None else None
+            known = lookup.extend(lookup.used_by(recorded))
+            changes = self._changes_to(known.dependencies)
+            # What JAX has traced inside the step before is shared where the dependencies are equal.
+            values = (self._number, digest_dependencies(known.dependencies))
+            own = lookup.own_code()
+            shared = shared_traces.begin() if lookup.is_alone() and sharing is None else None
         recording = Recording()
         find = archive.find if archive is not None else lambda digest, load: None
         found = _Found(sharing.find if sharing is not None else find)
@@ -286,7 +286,7 @@ class Levels:
         def compiling(staged: jaxcompat.Staged) -> Iterator[None]:
             def note() -> Traced:
                 try:
-                    traced = self._traced(request, question, recording, staged)
+                    traced = self._traced(request, lookup, recording, staged)
                 except Exception as error:
                     traced = self._untold(error)
                 if sharing is not None:
@@ -299,10 +299,12 @@ class Levels:
                     telling.append(in_xla.enter_context(beside(note)))
 
             if sharing is not None:
-                facts = functools.partial(self._facts_of, telling, request, question, recording)
+                dependencies = functools.partial(
+                    self._dependencies_of, telling, request, lookup, recording
+                )
                 sources = functools.partial(jaxcompat.sources_of, staged.lowered)
                 outline = jaxcompat.outline(staged.lowered)
-                lowered.append(Lowered(outline, functools.partial(facts, staged), sources))
+                lowered.append(Lowered(outline, functools.partial(dependencies, staged), sources))
                 sharing.compare(lowered[0])
             with contextlib.ExitStack() as in_xla:
                 found.to_xla = to_xla
@@ -314,7 +316,7 @@ class Levels:
 
         watched = _watched_trace(recording, own if shared else None, shared or values)
         is_seen = shared_traces.was_lowered if shared else lambda staged: False
-        program, staged = build(self._recipe, request, stopwatch, watched, compiling, is_seen)
+        program, staged = build(self._spec, request, stopwatch, watched, compiling, is_seen)
         program = replace(program, lowered=found.digest)
         if found.loaded:
             program.seconds["load"] = program.seconds.pop("compile")
@@ -325,81 +327,83 @@ class Levels:
             if sharing is not None:
                 raise  # The other processes were not told.
             traced = self._untold(error)
-        if shared and shared_traces.is_outdated(shared, looked=bool(traced.facts)):
+        if shared and shared_traces.is_outdated(shared, looked=bool(traced.dependencies)):
             return None
         outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
-        brought = Brought(program, answer, traced.unvouched, changes=changes)
+        resolution = Resolution(program, result, traced.untrackable, changes=changes)
         if sharing is not None or archive is not None:
-            brought = _to_store(brought, question.address, found, archive, traced, outline)
+            resolution = _to_store(resolution, lookup.address, found, archive, traced, outline)
         if lowered:
-            brought = replace(brought, lowered=lowered[0])
-        return brought, traced.facts, traced.used
+            resolution = replace(resolution, lowered=lowered[0])
+        return resolution, traced.dependencies, traced.used
 
     def _traced(
-        self, request: Request, question: Question, recording: Recording, staged: jaxcompat.Staged
+        self, request: Request, lookup: Lookup, recording: Recording, staged: jaxcompat.Staged
     ) -> Traced:
         """What a trace has told."""
         with self._lock:
             self._recording = recorded = self._recording.with_all_of(recording)
-        used = question.used_by(recorded)
-        facts = dict(question.extend(used).facts)
-        unvouched = question.blames_of(recorded)
+        used = lookup.used_by(recorded)
+        dependencies = dict(lookup.extend(used).dependencies)
+        untrackable = lookup.untrackable_in(recorded)
         # What the trace itself changed, as a count of its calls, is no change after it.
-        self._remember(facts | question.values_now(used))
+        self._remember(dependencies | lookup.values_now(used))
         tree = None
         try:
             tree = storing.encode_tree(staged.out_tree, request.key.signature.tree)
         except storing.NotStorable as error:
-            unvouched = (*unvouched, str(error))
-        return Traced(facts, used, None if unvouched else tree, unvouched)
+            untrackable = (*untrackable, str(error))
+        return Traced(dependencies, used, None if untrackable else tree, untrackable)
 
-    def _facts_of(self, telling: list[Future[Traced]], *about: Any) -> dict[str, str]:
+    def _dependencies_of(self, telling: list[Future[Traced]], *about: Any) -> dict[str, str]:
         """What a trace depends on, whether or not that has been looked at yet."""
-        return (telling[0].result() if telling else self._traced(*about)).facts
+        return (telling[0].result() if telling else self._traced(*about)).dependencies
 
     def _untold(self, error: Exception) -> Traced:
         """What is known of a trace where looking at what it depends on raised."""
-        _log.error(
-            "%s cannot be stored to start without a trace", self._recipe.name, exc_info=error
-        )
+        _log.error("%s cannot be stored to start without a trace", self._spec.name, exc_info=error)
         why = f"looking at what it depends on raised {type(error).__name__}"
         return Traced({}, Used(), None, (why,))
 
-    def _changes_to(self, facts: dict[str, str]) -> tuple[Change, ...]:
+    def _changes_to(self, dependencies: dict[str, str]) -> tuple[Change, ...]:
         """What has changed in this process since the step was last traced, or loaded."""
         with self._lock:
-            before = {name: self._facts[name] for name in self._facts if name in facts}
-        changes = differences(before, {name: facts[name] for name in before})
-        self._remember(facts)
+            before = {
+                name: self._dependencies[name]
+                for name in self._dependencies
+                if name in dependencies
+            }
+        changes = differences(before, {name: dependencies[name] for name in before})
+        self._remember(dependencies)
         return tuple(change for change in changes if change.part in _MUTABLE)
 
-    def _remember(self, facts: dict[str, str]) -> None:
+    def _remember(self, dependencies: dict[str, str]) -> None:
         with self._lock:
-            self._facts = self._facts | facts
+            self._dependencies = self._dependencies | dependencies
 
     def forget(self) -> None:
         """Begins anew: what the step depends on has changed, and that is known."""
         with self._lock:
-            self._facts, self._recording = {}, Recording()
+            self._dependencies, self._recording = {}, Recording()
 
 
 def _to_store(
-    brought: Brought,
+    resolution: Resolution,
     address: Address,
     found: _Found,
     archive: Archive | None,
     traced: Traced,
     outline: Callable[[], str],
-) -> Brought:
+) -> Resolution:
     """With what is to be stored of a program, or why it is not."""
-    program = brought.program
+    program = resolution.program
     why = _why_not_stored(program, found, archive)
     if why is not None:
-        return replace(brought, address=address, unvouched=(f"it is not stored: {why}",))
+        return replace(resolution, address=address, untrackable=(f"it is not stored: {why}",))
     publication = Publication(
         address, found.digest, program.run, traced, program.captured, program.seconds, outline
     )
-    return replace(brought, address=address, digest=found.digest, publication=publication)
+    return replace(resolution, address=address, digest=found.digest, publication=publication)
 
 
 def _why_not_stored(program: Program, found: _Found, archive: Archive | None) -> str | None:
@@ -412,11 +416,15 @@ def _why_not_stored(program: Program, found: _Found, archive: Archive | None) ->
     return why
 
 
-def _watched(brought: Brought, facts: dict[str, str], used: Used, watch: bool) -> Brought:
+def _watched(
+    resolution: Resolution, dependencies: dict[str, str], used: Used, watch: bool
+) -> Resolution:
     """Keeps with a program what it depends on, where that is going to be checked."""
     if not watch:
-        return brought
-    return replace(brought, program=replace(brought.program, facts=facts, used=used))
+        return resolution
+    return replace(
+        resolution, program=replace(resolution.program, dependencies=dependencies, used=used)
+    )
 
 
 @contextlib.contextmanager

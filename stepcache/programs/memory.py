@@ -1,8 +1,8 @@
-"""The memory tier: programs of this process, least recently used first out.
+"""Programs in the memory of this process, least recently used first out.
 
-A hit that JAX's C++ dispatcher serves is not seen here. So the oldest programs of a tier that fills
-up are put on probation: their owners send the next call through the cache, where its use is seen,
-and only what is not used until its turn comes is dropped. This is the second chance of the clock
+A hit that JAX's C++ dispatcher serves is not seen here. So when memory is full, the oldest programs
+are put on probation: their owners send the next call through the cache, where its use is seen, and
+only what is not used until its turn comes is dropped. This is the second chance of the clock
 algorithm (Corbató, 1968).
 
 Not thread-safe by itself; `cache.py` holds the lock.
@@ -23,11 +23,11 @@ _OWNERS_UNSWEPT = 4
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A program in the tier.
+    """A program in the memory.
 
     Attributes:
         program: the program.
-        size_bytes: its size, where the tier is bounded by bytes; else 0.
+        size_bytes: its size, where the memory is bounded by bytes; else 0.
         owners: weak references to those who use it, by the numbers of whom it is kept for.
         on_probation: its owners have been asked to show the next use of it.
     """
@@ -71,7 +71,7 @@ class MemoryTier:
         return held.program
 
     def peek(self, key: Key) -> Program | None:
-        """The program of `key`, without a trace of the question."""
+        """The program of `key`, without a trace of the lookup."""
         held = self._held.get(key)
         return held.program if held else None
 

@@ -1,6 +1,6 @@
 """Every build of a step with its key, and from that: why did this call miss?
 
-One ledger a step. It remembers keys, not programs, so it can tell a program that was evicted from
+One log a step. It remembers keys, not programs, so it can tell a program that was evicted from
 one that never was.
 """
 
@@ -25,7 +25,7 @@ _SIZES_REMEMBERED = 32
 _MAX_ADVICE = 3
 
 
-class Ledger:
+class MissLog:
     """What one step has built, and what it has cost.
 
     Args:
@@ -51,7 +51,7 @@ class Ledger:
         """Why a call would find no program.
 
         Describing a difference runs code of static arguments and of tree nodes (`__eq__`,
-        `__repr__`). What that raises is put into the answer, and never disturbs the step.
+        `__repr__`). What that raises is put into the result, and never disturbs the step.
 
         Args:
             request: the call.
@@ -74,7 +74,7 @@ class Ledger:
             return Miss(self._step, number, "first call", advice=advice)
         if any(other == key for other, _ in known):
             return Miss(self._step, number, reason)
-        told = request.told
+        told = request.shown
         budget = max(4, _LEAVES_COMPARED // max(1, len(told.signature.leaves)))
         latest_first = known[-budget:][::-1]
         before, (signature, paths) = min(
@@ -86,7 +86,7 @@ class Ledger:
 
     def add(self, request: Request, miss: Miss) -> None:
         """Remembers a build, and the miss that led to it."""
-        key, told = request.key, request.told
+        key, told = request.key, request.shown
         with self._lock:
             self.last_miss = miss
             try:

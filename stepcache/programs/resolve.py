@@ -1,4 +1,4 @@
-"""`Bringing`: what happens for a call whose program is not in memory, from the miss to what is left
+"""`Resolver`: what happens for a call whose program is not in memory, from the miss to what is left
 to do after its first run.
 """
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from stepcache.calls.context import Scope, recompiles_forbidden
 from stepcache.calls.key import Key
-from stepcache.calls.step_spec import Recipe, Request
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import RecompileError, RecompileWarning, warn
 from stepcache.events import BuildFailed, Miss, StageStarted, recorder
 from stepcache.programs import accounts
-from stepcache.programs.archive import Answer, Archive, start_name
+from stepcache.programs.archive import Archive, LookupResult, start_name
 from stepcache.programs.background import LATER, WHEN_QUIET, builds, until_ready
 from stepcache.programs.build import Program, Stopwatch
-from stepcache.programs.levels import Brought, Levels
-from stepcache.programs.miss_log import Ledger
+from stepcache.programs.levels import Levels, Resolution
+from stepcache.programs.miss_log import MissLog
 from stepcache.programs.pods.together import bring_together, compare_values
 from stepcache.programs.verification import Checks
 
@@ -28,22 +28,22 @@ _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
 
 
-class Bringing:
+class Resolver:
     """Brings the programs of one step: from disk, from another process of its pod, or by a build.
 
     Args:
-        recipe: the step.
-        levels: bring them in one process.
+        spec: the step.
+        levels: resolve them in one process.
         checks: check afterwards what was loaded.
-        ledger: is told.
+        miss_log: is told.
     """
 
-    def __init__(self, recipe: Recipe, levels: Levels, checks: Checks, ledger: Ledger):
-        self._recipe, self._levels, self._checks, self._ledger = recipe, levels, checks, ledger
-        self._unsettled: dict[Key, tuple[Archive, Brought, Miss]] = {}
+    def __init__(self, spec: StepSpec, levels: Levels, checks: Checks, miss_log: MissLog):
+        self._spec, self._levels, self._checks, self._miss_log = spec, levels, checks, miss_log
+        self._unsettled: dict[Key, tuple[Archive, Resolution, Miss]] = {}
         self._not_compared: set[Key] = set()
 
-    def bring(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
+    def resolve(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
         """Brings a program, and tells of it.
 
         Args:
@@ -57,13 +57,13 @@ class Bringing:
             NotHoldable: only `jax.jit` can run it.
         """
         build_id = next(_build_ids)
-        name = self._recipe.name
+        name = self._spec.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
-        miss = self._ledger.why(request)
+        miss = self._miss_log.why(request)
 
-        def before_trace(answer: Answer) -> None:
+        def before_trace(result: LookupResult) -> None:
             nonlocal miss
-            miss = accounts.told(miss, answer)
+            miss = accounts.with_result(miss, result)
             if not explicit:
                 self._judge(scope, miss)
 
@@ -74,24 +74,24 @@ class Bringing:
             peers = scope.together(request.ranks)
             with builds.in_python():
                 if peers is None:
-                    brought = self._levels.bring(*common, watch=watch)
+                    resolution = self._levels.resolve(*common, watch=watch)
                 else:
                     levels = self._levels
-                    recipe, why = self._recipe, miss.in_a_line
-                    brought = bring_together(levels, recipe, *common, peers, why, watch=watch)
+                    spec, why = self._spec, miss.in_a_line
+                    resolution = bring_together(levels, spec, *common, peers, why, watch=watch)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
-        if not brought.has_compared:
+        if not resolution.has_compared:
             self._not_compared.add(request.key)
         own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
-        self._checks.compare(scope.cache, request, brought)
-        if archive is not None and brought.address is not None:
-            self._unsettled[request.key] = (archive, brought, miss)
-        accounts.account(self._ledger, name, build_id, request, brought, miss, own_seconds)
-        carries = bool(self._recipe.parameters.carry)
-        scope.check_rules(name, request.told.paths, carries=carries)
-        return brought.program
+        self._checks.compare(scope.cache, request, resolution)
+        if archive is not None and resolution.address is not None:
+            self._unsettled[request.key] = (archive, resolution, miss)
+        accounts.account(self._miss_log, name, build_id, request, resolution, miss, own_seconds)
+        carries = bool(self._spec.parameters.carry)
+        scope.check_rules(name, request.shown.paths, carries=carries)
+        return resolution.program
 
     def compare_values(self, scope: Scope, request: Request) -> None:
         """Compares what the processes of a pod hand in, where no call with values has done it yet.
@@ -102,7 +102,7 @@ class Bringing:
         if self._not_compared and request.key in self._not_compared:
             peers = scope.together(request.ranks)
             if peers is not None:
-                compare_values(self._recipe, request, peers)
+                compare_values(self._spec, request, peers)
             self._not_compared.discard(request.key)
 
     def _judge(self, scope: Scope, miss: Miss) -> None:
@@ -125,16 +125,18 @@ class Bringing:
         unsettled = self._unsettled.pop(request.key, None)
         if unsettled is None:
             return
-        archive, brought, miss = unsettled
+        archive, resolution, miss = unsettled
         try:
             look = until_ready(outputs, started)
-            settling = _Settling(self._recipe.name, archive, brought, miss, look)
-            if brought.program.level == 1 and archive.verify == "background":
+            settling = _Settling(self._spec.name, archive, resolution, miss, look)
+            if resolution.program.level == 1 and archive.verify == "background":
                 verification = self._checks.verification
-                settling.verify = verification(scope.cache, request.described(), archive, brought)
+                settling.verify = verification(
+                    scope.cache, request.described(), archive, resolution
+                )
             archive.worker.submit(settling)
         except Exception:  # The call has its outputs.
-            _log.exception("a program of %s is neither stored nor verified", self._recipe.name)
+            _log.exception("a program of %s is neither stored nor verified", self._spec.name)
 
 
 class _Settling:
@@ -150,35 +152,35 @@ class _Settling:
         self,
         name: str,
         archive: Archive,
-        brought: Brought,
+        resolution: Resolution,
         miss: Miss,
         look: Callable[[], Any],
     ):
-        self._name, self._archive, self._brought, self._miss = name, archive, brought, miss
+        self._name, self._archive, self._brought, self._miss = name, archive, resolution, miss
         self._look = look
         self._seconds: Any = LATER
         self.verify: Callable[[float], None] | None = None
 
     def __call__(self) -> Any:
-        archive, brought = self._archive, self._brought
-        assert brought.address is not None
+        archive, resolution = self._archive, self._brought
+        assert resolution.address is not None
         if self._seconds is LATER:
             self._seconds = self._look()
             if self._seconds is LATER:
                 return LATER
-            if brought.publication is None:
+            if resolution.publication is None:
                 return WHEN_QUIET
         seconds = self._seconds
-        accounts.note(archive, self._name, brought, self._miss)
+        accounts.note(archive, self._name, resolution, self._miss)
         if seconds is not None:
-            label = brought.address.label
+            label = resolution.address.label
             archive.note("executed", self._name, label, seconds={"execute": seconds})
-        if brought.publication is not None:
-            archive.publish(brought.publication)
-        candidate = brought.answer.candidate
-        if self.verify is None or candidate is None:
+        if resolution.publication is not None:
+            archive.publish(resolution.publication)
+        record = resolution.result.record
+        if self.verify is None or record is None:
             return None
-        if archive.starts.note_start(start_name(brought.address, candidate)):
+        if archive.starts.note_start(start_name(resolution.address, record)):
             wait = min(max(_FIRST_STEPS * (seconds or 0.0), _QUIET_SECONDS), _LONGEST_WAIT)
             self.verify(time.perf_counter() + wait)
         return None

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from stepcache import jaxcompat
 from stepcache._process_hooks import quick_switching
 from stepcache.calls.key import Key
-from stepcache.calls.step_spec import Recipe, Request
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import StaleProgramError, StaleProgramWarning, warn
 from stepcache.events import Change, Verified, recorder
 from stepcache.jaxcompat import storing
@@ -28,10 +28,10 @@ from stepcache.programs.background import LATER, builds
 from stepcache.programs.build import Program, trace
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import Dispatcher
-from stepcache.programs.levels import Brought, Levels
-from stepcache.programs.miss_log import Ledger
-from stepcache.programs.question import Question
-from stepcache.storage.dependency_record import Candidate, agree, differences
+from stepcache.programs.levels import Levels, Resolution
+from stepcache.programs.lookup import Lookup
+from stepcache.programs.miss_log import MissLog
+from stepcache.storage.dependency_record import DependencyRecord, agree, differences
 
 _log = logging.getLogger("stepcache")
 # A call that was under way may still tell the dispatcher about a stale program: it is cleared so
@@ -49,10 +49,10 @@ class Checks:
     by what it lowers to.
 
     Args:
-        recipe: the step.
+        spec: the step.
         number: tells the step from others of this process.
         levels: what the step depends on is forgotten there when it has changed.
-        ledger: counts the checks.
+        miss_log: counts the checks.
         dispatcher: has to let go of a program that is wrong.
 
     Attributes:
@@ -61,14 +61,14 @@ class Checks:
 
     def __init__(
         self,
-        recipe: Recipe,
+        spec: StepSpec,
         number: int,
         levels: Levels,
-        ledger: Ledger,
+        miss_log: MissLog,
         dispatcher: Dispatcher,
     ):
-        self._recipe, self._number = recipe, number
-        self._levels, self._ledger, self._dispatcher = levels, ledger, dispatcher
+        self._spec, self._number = spec, number
+        self._levels, self._miss_log, self._dispatcher = levels, miss_log, dispatcher
         self._lock = threading.Lock()
         self._latest: collections.deque[_Lowered] = collections.deque(maxlen=_JUDGED_AGAIN)
         self._accepted: dict[Key, dict[str, str]] = {}
@@ -103,41 +103,41 @@ class Checks:
         if self._calls_until_check >= 0:
             return
         self._calls_until_check = cache.check_every - 1
-        if program.facts is None or program.used is None:
+        if program.dependencies is None or program.used is None:
             return
-        facts = dict(Question(self._recipe, request).with_used(program.used).facts)
-        changes = differences(self._accepted.get(request.key, program.facts), facts)
+        dependencies = dict(Lookup(self._spec, request).with_used(program.used).dependencies)
+        changes = differences(self._accepted.get(request.key, program.dependencies), dependencies)
         if not changes:
             return
         if self._retraced(request, program.run.out_tree).digest != program.lowered:
             self._drop(cache, request.key)
             raise self._staleness("depends on what changed after it was traced", changes)
-        self._accepted[request.key] = facts
+        self._accepted[request.key] = dependencies
 
     # ---- at the next program -------------------------------------------------------------------
 
-    def compare(self, cache: ProgramCache, request: Request, brought: Brought) -> None:
+    def compare(self, cache: ProgramCache, request: Request, resolution: Resolution) -> None:
         """Warns if a program is no longer what a trace gives, where something has changed since.
 
         Args:
             cache: that the programs are in.
             request: the call whose program has just come.
-            brought: that program.
+            resolution: that program.
         """
         with self._lock:
             earlier = [each for each in self._latest if cache.peek(each.request.key) is not None]
-        if brought.changes and not self._warned:
+        if resolution.changes and not self._warned:
             for each in reversed(earlier):
                 if self._retraced(each.request, each.out_tree).digest != each.digest:
                     self._warned = True
                     warn(
-                        f"{self._recipe.name} depends on what changed after it was traced; "
+                        f"{self._spec.name} depends on what changed after it was traced; "
                         "programs built before go on as they were, until step.clear_cache():\n  "
-                        + "\n  ".join(map(str, brought.changes)),
+                        + "\n  ".join(map(str, resolution.changes)),
                         StaleProgramWarning,
                     )
                     break
-        program = brought.program
+        program = resolution.program
         if program.lowered:
             lowered = _Lowered(request.described(), program.lowered, program.run.out_tree)
             with self._lock:
@@ -146,7 +146,7 @@ class Checks:
     # ---- by a trace in the background ----------------------------------------------------------
 
     def verification(
-        self, cache: ProgramCache, request: Request, archive: Archive, brought: Brought
+        self, cache: ProgramCache, request: Request, archive: Archive, resolution: Resolution
     ) -> Callable[[float], None]:
         """A trace in the background, to see that a loaded program is what a trace gives.
 
@@ -154,7 +154,7 @@ class Checks:
             cache: that the program is in.
             request: the call, as `Request.described` gives it.
             archive: that it was loaded from.
-            brought: the program.
+            resolution: the program.
 
         Returns:
             A function that has the trace begin at a time given as by `time.perf_counter`, under the
@@ -170,7 +170,7 @@ class Checks:
                 if late < 0 or not quiet:
                     return LATER
                 with settings, quick_switching():
-                    self._verify(cache, request, archive, brought)
+                    self._verify(cache, request, archive, resolution)
                 return None
 
             archive.verifier.submit(job)
@@ -178,18 +178,18 @@ class Checks:
         return verify_at
 
     def _verify(
-        self, cache: ProgramCache, request: Request, archive: Archive, brought: Brought
+        self, cache: ProgramCache, request: Request, archive: Archive, resolution: Resolution
     ) -> None:
         started = time.perf_counter()
         if jaxcompat.environment() != request.key.environment:
             return  # The caller's settings cannot be had in another thread.
-        candidate, address = brought.answer.candidate, brought.address
-        assert candidate is not None and address is not None
-        changes = self._differences(brought.program, candidate, request)
-        if changes is not None and not self._is_as_it_was(request, candidate):
+        record, address = resolution.result.record, resolution.address
+        assert record is not None and address is not None
+        changes = self._differences(resolution.program, record, request)
+        if changes is not None and not self._is_as_it_was(request, record):
             return  # The program was right when it was loaded, and goes on as it was.
-        seconds, name = time.perf_counter() - started, self._recipe.name
-        self._ledger.count(verifications=1)
+        seconds, name = time.perf_counter() - started, self._spec.name
+        self._miss_log.count(verifications=1)
         archive.note(
             "verified" if changes is None else "stale",
             name,
@@ -199,36 +199,36 @@ class Checks:
         )
         recorder.emit(Verified(name, changes is None, seconds))
         if changes is None:
-            archive.starts.note_verified(start_name(address, candidate))
+            archive.starts.note_verified(start_name(address, record))
         else:
-            archive.forget(address, candidate)
+            archive.forget(address, record)
             try:
                 self._drop(cache, request.key)
             finally:
                 self._make_stale(changes)
 
-    def _is_as_it_was(self, request: Request, candidate: Candidate) -> bool:
+    def _is_as_it_was(self, request: Request, record: DependencyRecord) -> bool:
         """Whether what a loaded program depends on has not changed since it was loaded."""
         return agree(
-            candidate.told, Question(self._recipe, request).with_used(candidate.used).facts
+            record.dependencies, Lookup(self._spec, request).with_used(record.used).dependencies
         )
 
     def _differences(
-        self, program: Program, candidate: Candidate, request: Request
+        self, program: Program, record: DependencyRecord, request: Request
     ) -> tuple[Change, ...] | None:
         """What differs between a loaded program and a new trace; None where nothing does."""
         found = self._retraced(request, program.run.out_tree)
         if found.error is not None:
-            name = self._recipe.name
+            name = self._spec.name
             return (Change("code", name, "a program", found.error, "tracing it raised"),)
-        if found.digest == candidate.program:
+        if found.digest == record.program:
             return None
         if found.out_tree != program.run.out_tree:
             sides = (str(program.run.out_tree), str(found.out_tree))
             return (Change("code", "the tree of its outputs", *sides),)
-        before = zlib.decompress(candidate.outline).decode()
+        before = zlib.decompress(record.outline).decode()
         return _first_difference(before, jaxcompat.outline(found.lowered)) or (
-            Change("environment", "what XLA is given", candidate.program[:12], found.digest[:12]),
+            Change("environment", "what XLA is given", record.program[:12], found.digest[:12]),
         )
 
     def _retraced(self, request: Request, out_tree: Any) -> _Retraced:
@@ -241,7 +241,7 @@ class Checks:
         token = jaxcompat.ValueToken((self._number, "retrace", time.monotonic()))
         with jaxcompat.tracing_context(request.mesh), jaxcompat.recording_context(token):
             try:
-                staged = trace(self._recipe, request)
+                staged = trace(self._spec, request)
                 staged.lower()
                 digest = storing.lowered_digest(staged)
             except Exception as error:
@@ -266,14 +266,14 @@ class Checks:
         self._latest.clear()
         self._accepted.pop(key, None)
         cache.drop(key)
-        jaxcompat.forget_traces(self._recipe.jitted, self._recipe.fun)
-        self._ledger.gone(key, "cleared")
+        jaxcompat.forget_traces(self._spec.jitted, self._spec.fun)
+        self._miss_log.gone(key, "cleared")
         self._dispatcher.clear()
 
     def _staleness(self, what: str, changes: Sequence[Change]) -> StaleProgramError:
         shown = "\n  ".join(str(change) for change in changes[:12])
         return StaleProgramError(
-            f"a program of {self._recipe.name} {what}:\n  {shown}",
+            f"a program of {self._spec.name} {what}:\n  {shown}",
             changes,
             hint="the program has been removed, and the next call builds it anew; what earlier "
             "calls returned came from it",

@@ -24,15 +24,15 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from stepcache.programs.archive import CANDIDATES_KEPT
+from stepcache.programs.archive import RECORDS_KEPT
 from stepcache.storage import entry as entries
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import (
-    Candidate,
-    digest_facts,
-    unpack_candidates,
+    DependencyRecord,
+    digest_dependencies,
+    unpack_records,
 )
-from stepcache.storage.disk_store import DiskTier
+from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import DamagedEntryError, Header
 
 _FORMAT = "3"
@@ -51,22 +51,22 @@ class Step(NamedTuple):
 
     digest: str
     label: str
-    candidates: list[Candidate]
+    records: list[DependencyRecord]
 
 
 @contextlib.contextmanager
-def signed_tar(file: BinaryIO, tier: DiskTier) -> Iterator[tarfile.TarFile]:
+def signed_tar(file: BinaryIO, disk: DiskStore) -> Iterator[tarfile.TarFile]:
     """Opens a tar file for the entries of a bundle, and signs it at the end.
 
     Args:
         file: open for reading and writing.
-        tier: the directory whose key signs.
+        disk: the directory whose key signs.
     """
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         add_member(tar, _FIRST, _FORMAT.encode())
         yield tar
     sha256 = _sha256(file, file.tell())
-    file.write(sha256 + tier.vouch(PURPOSE + sha256))
+    file.write(sha256 + disk.vouch(PURPOSE + sha256))
 
 
 def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -184,19 +184,19 @@ class Bundle:
         about, payload = self.read("step", digest)
         label = about["label"]
         try:
-            candidates = unpack_candidates(payload)
+            records = unpack_records(payload)
         except ValueError as error:
             raise DamagedEntryError(f"its entry of {label} is malformed ({error})") from None
-        if not candidates or not all(map(_is_valid, candidates)):
+        if not records or not all(map(_is_valid, records)):
             raise DamagedEntryError(f"its entry of {label} is malformed")
-        if not all(("program", each.program) in self.headers for each in candidates):
+        if not all(("program", each.program) in self.headers for each in records):
             raise DamagedEntryError(f"it lacks a program of {label}")
-        return Step(digest, label, candidates[:CANDIDATES_KEPT])
+        return Step(digest, label, records[:RECORDS_KEPT])
 
 
-def _is_valid(candidate: Candidate) -> bool:
+def _is_valid(record: DependencyRecord) -> bool:
     return (
-        plain.fits(candidate, Candidate)
-        and digest_facts(candidate.told) == candidate.facts
-        and min(candidate.devices, default=0) >= 0
+        plain.fits(record, DependencyRecord)
+        and digest_dependencies(record.dependencies) == record.digest
+        and min(record.devices, default=0) >= 0
     )

@@ -175,7 +175,7 @@ def _directory(directory: Path) -> Iterator[Check]:
 def _space(directory: Path, max_bytes: int) -> Iterator[Check]:
     free_bytes = shutil.disk_usage(_existing(directory)).free
     archive = open_existing(directory)
-    used_bytes = archive.tier.size_bytes() if archive is not None else 0
+    used_bytes = archive.disk.size_bytes() if archive is not None else 0
     detail = (
         f"{readable_bytes(used_bytes)} used of at most {readable_bytes(max_bytes)}; "
         f"{readable_bytes(free_bytes)} free"
@@ -191,7 +191,7 @@ def _space(directory: Path, max_bytes: int) -> Iterator[Check]:
 
 def _entries(directory: Path) -> Iterator[Check]:
     archive = open_existing(directory)
-    entries = list(archive.tier.entries()) if archive is not None else []
+    entries = list(archive.disk.entries()) if archive is not None else []
     damaged = sum(each.problem is not None for each in entries)
     if damaged:
         detail = f"{damaged} of {len(entries)} have a damaged header"

@@ -40,55 +40,57 @@ def here() -> dict[str, str]:
     return inspection.process_environment()
 
 
-def foreign_parts(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
+def foreign_parts(dependencies: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
     """Differences because of which a program can never serve on this machine.
 
     Args:
-        facts: dependencies of the build.
+        dependencies: dependencies of the build.
         own: from `here`.
     """
-    parts = _differing((name for name in _machine(facts) if name in facts), facts, own)
-    for name, version in facts.items():
+    parts = _differing(
+        (name for name in _machine(dependencies) if name in dependencies), dependencies, own
+    )
+    for name, version in dependencies.items():
         if name.startswith("package "):
             installed = own.get(name) or distribution_of(name.removeprefix("package "))[1]
             if installed != version:
                 parts.append(Part(name, version, installed or "absent"))
     # An executable names its devices by position, so any devices serve if there are enough.
-    count = re.fullmatch(r"\d+, (\d+) local", facts.get(_DEVICES, ""))
-    if count and not _is_for_cpu(facts) and int(count[1]) > jax.local_device_count():
-        parts += _differing([_DEVICES], facts, own)
+    count = re.fullmatch(r"\d+, (\d+) local", dependencies.get(_DEVICES, ""))
+    if count and not _is_for_cpu(dependencies) and int(count[1]) > jax.local_device_count():
+        parts += _differing([_DEVICES], dependencies, own)
     return parts
 
 
-def settings_that_differ(facts: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
+def settings_that_differ(dependencies: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
     """Settings that the process which runs the step must change, compared with this process."""
-    machine = {*_machine(facts), _TOPOLOGY}
+    machine = {*_machine(dependencies), _TOPOLOGY}
 
     def is_setting(name: str) -> bool:
         if name.startswith("config "):  # Another version of JAX has other settings.
-            return name in facts and name in own
+            return name in dependencies and name in own
         is_variable = name.startswith("environment variable ")
         return name.startswith("environment ") and not is_variable and name not in machine
 
-    return _differing(filter(is_setting, dict.fromkeys((*facts, *own))), facts, own)
+    return _differing(filter(is_setting, dict.fromkeys((*dependencies, *own))), dependencies, own)
 
 
-def _machine(facts: Mapping[str, str]) -> list[str]:
+def _machine(dependencies: Mapping[str, str]) -> list[str]:
     """The parts of the environment that a process cannot choose."""
     names = [f"environment {name}" for name in _OF_THE_MACHINE]
     # The topology of a CPU is only the number of its devices, which each process chooses.
-    return [name for name in names if name != _TOPOLOGY or not _is_for_cpu(facts)]
+    return [name for name in names if name != _TOPOLOGY or not _is_for_cpu(dependencies)]
 
 
-def _is_for_cpu(facts: Mapping[str, str]) -> bool:
-    return facts.get("environment backend", "").startswith("cpu")
+def _is_for_cpu(dependencies: Mapping[str, str]) -> bool:
+    return dependencies.get("environment backend", "").startswith("cpu")
 
 
 def _differing(
-    names: Iterable[str], facts: Mapping[str, str], own: Mapping[str, str]
+    names: Iterable[str], dependencies: Mapping[str, str], own: Mapping[str, str]
 ) -> list[Part]:
     return [
-        Part(name, facts.get(name, "absent"), own.get(name, "absent"))
+        Part(name, dependencies.get(name, "absent"), own.get(name, "absent"))
         for name in names
-        if facts.get(name) != own.get(name)
+        if dependencies.get(name) != own.get(name)
     ]

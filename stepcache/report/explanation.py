@@ -243,7 +243,7 @@ def _wrapped(line: str, width: int) -> str:
 
 def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     """Explains a call. Runs nothing; traces only to let JAX raise on an invalid argument."""
-    name, parameters = engine.recipe.name, engine.recipe.parameters
+    name, parameters = engine.spec.name, engine.spec.parameters
     if jaxcompat.is_tracing():
         why = "it is inside another transformation"
         return Explanation(name, False, None, None, delegated=why)
@@ -254,12 +254,12 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     try:
         request = engine.request(scope, args, kwargs)
     except Unreadable:
-        engine.recipe.jitted.trace(*args, **kwargs)
+        engine.spec.jitted.trace(*args, **kwargs)
         why = "cached programs do not support the type of an argument"
         return Explanation(name, False, None, None, delegated=why)
     program = scope.cache.peek(request.key)
     miss, stored = (None, False) if program else engine.foresee(scope, request)
-    arguments = [*_leaves_of(use, parameters, request.told)] if use else []
+    arguments = [*_leaves_of(use, parameters, request.shown)] if use else []
     arguments += [
         each for each in _arguments(parameters, request) if not (use and use.holds(each.path))
     ]

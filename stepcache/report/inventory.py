@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.programs.archive import Archive, open_archive
-from stepcache.storage.dependency_record import Candidate, differences, unpack_candidates
+from stepcache.storage.dependency_record import DependencyRecord, differences, unpack_records
 from stepcache.storage.disk_store import EntryInfo
 from stepcache.units import counted
 
@@ -94,7 +94,7 @@ class Build:
         program_bytes: size of the executable's file; None if it is no longer there.
         built_time: time of the build, in seconds since the epoch.
         seconds: duration of each stage.
-        facts: its dependencies by name, in groups.
+        dependencies: its dependencies by name, in groups.
         used: what its trace read beyond the code: attributes, modules, files, variables.
         devices: devices of the executable, as positions among those of the call.
         captured: arrays inside the program: name, type, size_bytes.
@@ -105,7 +105,7 @@ class Build:
     program_bytes: int | None
     built_time: float
     seconds: dict[str, float]
-    facts: dict[str, dict[str, str]]
+    dependencies: dict[str, dict[str, str]]
     used: dict[str, list[Any]]
     devices: list[int]
     captured: list[dict[str, Any]]
@@ -152,7 +152,7 @@ def open_existing(directory: Path) -> Archive | None:
 
 def take_inventory(archive: Archive | None, directory: Path) -> Inventory:
     """Lists the steps, and the programs that no step names, the last used first."""
-    entries = list(archive.tier.entries()) if archive is not None else []
+    entries = list(archive.disk.entries()) if archive is not None else []
     programs = {each.digest: each for each in entries if each.kind == "program"}
     steps = [each for each in entries if each.kind == "step"]
     named = {digest for each in steps for digest in _programs_of(each)}
@@ -225,14 +225,14 @@ def means(label: str, wanted: str) -> bool:
 
 def details(archive: Archive, entry: EntryInfo) -> Details:
     """Reads one entry."""
-    info, payload = archive.tier.peek(entry.kind, entry.digest)
+    info, payload = archive.disk.peek(entry.kind, entry.digest)
     info = info or entry
-    candidates, problem = _candidates(info, payload)
-    sizes = {each.digest: each.size_bytes for each in archive.tier.entries("program")}
-    builds = tuple(_build(each, candidates[0], sizes) for each in candidates)
+    records, problem = _records(info, payload)
+    sizes = {each.digest: each.size_bytes for each in archive.disk.entries("program")}
+    builds = tuple(_build(each, records[0], sizes) for each in records)
     used_by = ()
     if info.kind == "program":
-        steps = archive.tier.entries("step")
+        steps = archive.disk.entries("step")
         used_by = tuple(each.digest for each in steps if info.digest in _programs_of(each))
     return Details(
         info.kind,
@@ -247,42 +247,39 @@ def details(archive: Archive, entry: EntryInfo) -> Details:
     )
 
 
-def _candidates(info: EntryInfo, payload: bytes) -> tuple[list[Candidate], str | None]:
+def _records(info: EntryInfo, payload: bytes) -> tuple[list[DependencyRecord], str | None]:
     """The builds in a step's entry, and what is wrong with it."""
     if info.kind != "step" or info.problem is not None:
         return [], info.problem
     try:
-        return unpack_candidates(payload), None
+        return unpack_records(payload), None
     except ValueError as error:
         return [], f"it is malformed: {error}"
 
 
-def _build(candidate: Candidate, latest: Candidate, sizes: dict[str, int]) -> Build:
-    used = asdict(candidate.used)
+def _build(record: DependencyRecord, latest: DependencyRecord, sizes: dict[str, int]) -> Build:
+    used = asdict(record.used)
     del used["names"]
     return Build(
-        candidate.program,
-        sizes.get(candidate.program),
-        candidate.created_time,
-        candidate.seconds,
-        grouped(candidate.told),
+        record.program,
+        sizes.get(record.program),
+        record.created_time,
+        record.seconds,
+        grouped(record.dependencies),
         used,
-        candidate.devices,
-        [
-            dict(zip(("name", "type", "size_bytes"), each, strict=True))
-            for each in candidate.captured
-        ],
+        record.devices,
+        [dict(zip(("name", "type", "size_bytes"), each, strict=True)) for each in record.captured],
         [
             {name: getattr(each, name) for name in ("part", "path", "before", "after")}
-            for each in differences(candidate.told, latest.told)
+            for each in differences(record.dependencies, latest.dependencies)
         ],
     )
 
 
-def grouped(facts: dict[str, str]) -> dict[str, dict[str, str]]:
+def grouped(dependencies: dict[str, str]) -> dict[str, dict[str, str]]:
     """Groups dependencies: arguments, mesh, environment, packages, config, code, values, …"""
     groups: dict[str, dict[str, str]] = {}
-    for name, value in facts.items():
+    for name, value in dependencies.items():
         rest = "code" if value.startswith(("code ", "function ")) else "values"
         group = next((group for prefix, group in _GROUPS if name.startswith(prefix)), rest)
         groups.setdefault(group, {})[name] = value
@@ -320,7 +317,7 @@ def verify(archive: Archive) -> tuple[int, list[Checked]]:
     Returns:
         The number of entries, and the problems.
     """
-    entries = list(archive.tier.verify())
+    entries = list(archive.disk.verify())
     found = [
         Checked(each.kind, each.digest, label_of(each), each.problem, "damaged")
         for each in entries
@@ -331,16 +328,16 @@ def verify(archive: Archive) -> tuple[int, list[Checked]]:
     for each in sound:
         if each.kind != "step":
             continue
-        info, payload = archive.tier.peek("step", each.digest)
+        info, payload = archive.disk.peek("step", each.digest)
         if info is None:  # It was removed in the meantime.
             continue
-        candidates, problem = _candidates(info, payload)
-        missing = {candidate.program for candidate in candidates} - programs
+        records, problem = _records(info, payload)
+        missing = {record.program for record in records} - programs
         if problem is not None:
-            archive.tier.discard("step", each.digest, problem)
+            archive.disk.discard("step", each.digest, problem)
             found.append(Checked("step", each.digest, label_of(each), problem, "damaged"))
         elif missing:
-            builds = counted(len(candidates), "build")
+            builds = counted(len(records), "build")
             problem = f"{counted(len(missing), 'program')} of its {builds} not there"
             found.append(Checked("step", each.digest, label_of(each), problem, "incomplete"))
     return len(entries), found

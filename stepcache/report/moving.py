@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from stepcache.errors import StepCacheError
-from stepcache.programs.archive import CANDIDATES_KEPT, Archive
+from stepcache.programs.archive import RECORDS_KEPT, Archive
 from stepcache.report import environment
 from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
 from stepcache.report.environment import Part
 from stepcache.report.inventory import label_of, means
-from stepcache.storage.dependency_record import Candidate, pack_candidates, unpack_candidates
-from stepcache.storage.disk_store import DiskTier, EntryInfo
+from stepcache.storage.dependency_record import DependencyRecord, pack_records, unpack_records
+from stepcache.storage.disk_store import DiskStore, EntryInfo
 from stepcache.storage.entry import DamagedEntryError
 
 
@@ -108,12 +108,12 @@ def export(archive: Archive, file: Path, wanted: Sequence[str] = ()) -> Exported
     """
     left_out: list[str] = []
     try:
-        with _replacing(file) as out, signed_tar(out, archive.tier) as tar:
-            programs, labels = _add_entries(tar, archive.tier, wanted, left_out)
+        with _replacing(file) as out, signed_tar(out, archive.disk) as tar:
+            programs, labels = _add_entries(tar, archive.disk, wanted, left_out)
             if not programs and not labels:
                 raise BundleError(
                     "There is nothing to export",
-                    where=str(archive.tier.directory),
+                    where=str(archive.disk.directory),
                     got="; ".join(left_out) or None,
                     hint="stepcache cache ls lists the steps",
                 )
@@ -141,7 +141,7 @@ def _replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def _add_entries(
-    tar: tarfile.TarFile, tier: DiskTier, wanted: Sequence[str], left_out: list[str]
+    tar: tarfile.TarFile, disk: DiskStore, wanted: Sequence[str], left_out: list[str]
 ) -> tuple[int, list[str]]:
     """Adds the programs, then the steps that have any. Returns their number and their labels."""
 
@@ -153,32 +153,32 @@ def _add_entries(
         return entry.digest in named or is_wanted(entry)
 
     steps: list[Step] = []
-    for entry, payload in _sound_entries(tier, "step", is_wanted, left_out):
+    for entry, payload in _sound_entries(disk, "step", is_wanted, left_out):
         try:
-            steps.append(Step(entry.digest, label_of(entry), unpack_candidates(payload)))
+            steps.append(Step(entry.digest, label_of(entry), unpack_records(payload)))
         except ValueError as error:
             left_out.append(f"{label_of(entry)}: it is malformed: {error}")
     named, added, labels = _programs(steps), set(), []
-    for entry, payload in _sound_entries(tier, "program", is_program_wanted, left_out):
+    for entry, payload in _sound_entries(disk, "program", is_program_wanted, left_out):
         add_entry(tar, "program", entry.digest, entry.header or {}, payload)
         added.add(entry.digest)
-    for digest, label, candidates in steps:
-        sound = [each for each in candidates if each.program in added]
+    for digest, label, records in steps:
+        sound = [each for each in records if each.program in added]
         if sound:
-            add_entry(tar, "step", digest, *pack_candidates(label, sound))
+            add_entry(tar, "step", digest, *pack_records(label, sound))
             labels.append(label)
         else:
-            why = "its programs are not there" if candidates else "another stepcache stored it"
+            why = "its programs are not there" if records else "another stepcache stored it"
             left_out.append(f"{label}: {why}")
     return len(added), labels
 
 
 def _sound_entries(
-    tier: DiskTier, kind: str, is_wanted: Callable[[EntryInfo], bool], left_out: list[str]
+    disk: DiskStore, kind: str, is_wanted: Callable[[EntryInfo], bool], left_out: list[str]
 ) -> Iterator[tuple[EntryInfo, bytes]]:
     """Yields the wanted entries and their payloads; explains in `left_out` which are damaged."""
-    for entry in filter(is_wanted, tier.entries(kind)):
-        info, payload = tier.peek(kind, entry.digest)
+    for entry in filter(is_wanted, disk.entries(kind)):
+        info, payload = disk.peek(kind, entry.digest)
         problem = info.problem if info is not None else "it is gone"
         if info is not None and problem is None:
             yield info, payload
@@ -208,8 +208,8 @@ def take(
     try:
         with file.open("rb") as opened:
             bundle = Bundle(opened)
-            tier = open_archive().tier
-            trusted = hmac.compare_digest(tier.vouch(PURPOSE + bundle.sha256), bundle.signature)
+            disk = open_archive().disk
+            trusted = hmac.compare_digest(disk.vouch(PURPOSE + bundle.sha256), bundle.signature)
             if not trusted and not trust:
                 raise UntrustedBundleError(
                     "The bundle was made with the key of another directory. Programs are code: "
@@ -218,18 +218,20 @@ def take(
                     hint="if you trust its maker and the way it reached you, add --trust",
                 )
             bundle.read_headers()
-            return _store(bundle, tier, file, "own key" if trusted else "as asked", anyway)
+            return _store(bundle, disk, file, "own key" if trusted else "as asked", anyway)
     except (DamagedEntryError, OSError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise BundleError(f"The bundle is refused: {why}", where=str(file)) from None
 
 
-def _store(bundle: Bundle, tier: DiskTier, file: Path, trusted: str, anyway: bool) -> Imported:
+def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bool) -> Imported:
     steps = bundle.steps()
     own = environment.here() if steps else {}
     # For each step, what keeps its builds from serving here; of the build that differs least.
     foreign = {
-        step.digest: min((environment.foreign_parts(c.told, own) for c in step.candidates), key=len)
+        step.digest: min(
+            (environment.foreign_parts(c.dependencies, own) for c in step.records), key=len
+        )
         for step in steps
     }
     taken = [step for step in steps if anyway or not foreign[step.digest]]
@@ -243,12 +245,14 @@ def _store(bundle: Bundle, tier: DiskTier, file: Path, trusted: str, anyway: boo
         )
     unneeded = _programs(refused) - _programs(taken)
     needed = {name for name in bundle.headers if name[0] == "program" and name[1] not in unneeded}
-    missing = [name for name in bundle.headers if name in needed and tier.read(*name) is None]
+    missing = [name for name in bundle.headers if name in needed and disk.read(*name) is None]
     for name in missing:
-        _publish(tier, *name, *bundle.read(*name))
+        _publish(disk, *name, *bundle.read(*name))
     for step in taken:
-        _publish(tier, "step", step.digest, *_merged(tier, step))
-    settings = (environment.settings_that_differ(step.candidates[0].told, own) for step in taken)
+        _publish(disk, "step", step.digest, *_merged(disk, step))
+    settings = (
+        environment.settings_that_differ(step.records[0].dependencies, own) for step in taken
+    )
     return Imported(
         str(file),
         tuple(step.label for step in taken),
@@ -266,26 +270,28 @@ def _distinct(parts: Iterable[Iterable[Part]]) -> tuple[Part, ...]:
 
 
 def _programs(steps: Iterable[Step]) -> set[str]:
-    return {each.program for step in steps for each in step.candidates}
+    return {each.program for step in steps for each in step.records}
 
 
-def _merged(tier: DiskTier, step: Step) -> tuple[dict[str, Any], bytes]:
+def _merged(disk: DiskStore, step: Step) -> tuple[dict[str, Any], bytes]:
     """A step's entry together with the builds that the directory already has, the latest first."""
-    entry = tier.read("step", step.digest)
-    known: list[Candidate] = []
+    entry = disk.read("step", step.digest)
+    known: list[DependencyRecord] = []
     if entry is not None:
         with contextlib.suppress(ValueError):
-            known = unpack_candidates(entry.payload)
-    facts = {each.facts for each in known}
-    both = known + [each for each in step.candidates if each.facts not in facts]
-    both.sort(key=lambda candidate: -candidate.created_time)
-    return pack_candidates(step.label, both[:CANDIDATES_KEPT])
+            known = unpack_records(entry.payload)
+    digests = {each.digest for each in known}
+    both = known + [each for each in step.records if each.digest not in digests]
+    both.sort(key=lambda record: -record.created_time)
+    return pack_records(step.label, both[:RECORDS_KEPT])
 
 
-def _publish(tier: DiskTier, kind: str, digest: str, about: dict[str, Any], payload: bytes) -> None:
-    if not tier.publish(kind, digest, about, payload):
+def _publish(
+    disk: DiskStore, kind: str, digest: str, about: dict[str, Any], payload: bytes
+) -> None:
+    if not disk.publish(kind, digest, about, payload):
         raise BundleError(
             f"{kind} {digest[:12]} cannot be stored",
-            where=str(tier.directory),
+            where=str(disk.directory),
             hint="stepcache doctor checks the directory",
         )

@@ -118,7 +118,7 @@ def _outline(fields: Mapping[str, Any], limit: int | None, indent: str = "") -> 
         title = name.removesuffix("_time").removesuffix("_bytes").replace("_", " ")
         if name == "seconds":
             yield f"{indent}{title}: {_stages(value)}"
-        elif name in ("facts", "used") and value:
+        elif name in ("dependencies", "used") and value:
             yield f"{indent}{title}:"
             yield from _outline(value, limit, f"{indent}  ")
         elif isinstance(value, dict | list | tuple):
@@ -203,7 +203,7 @@ def details(found: Details, *, everything: bool) -> Rendered:
         build["program"] = f"{build['program'][:12]}, {size}"
         build["devices"] = ", ".join(map(str, build["devices"]))
         left_out = {"program_bytes"}
-        left_out |= set() if everything or number == 1 else {"facts", "used"}
+        left_out |= set() if everything or number == 1 else {"dependencies", "used"}
         yield from _outline({k: v for k, v in build.items() if k not in left_out}, limit, "  ")
 
 
@@ -245,9 +245,9 @@ def _happening(each: Happening) -> Iterator[str]:
     yield from (f"  {change_in_words(change)}" for change in each.changes[:_CHANGES_SHOWN])
     if len(each.changes) > _CHANGES_SHOWN:
         yield f"  … and {counted(len(each.changes) - _CHANGES_SHOWN, 'more change')}"
-    if each.unvouched:
+    if each.untrackable:
         yield "every run has to trace it, because these cannot be fingerprinted:"
-        yield from (f"  {name}" for name in each.unvouched[:_CHANGES_SHOWN])
+        yield from (f"  {name}" for name in each.untrackable[:_CHANGES_SHOWN])
 
 
 def startup_ledger(runs: Sequence[Run]) -> Rendered:

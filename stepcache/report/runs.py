@@ -33,7 +33,7 @@ class Happening:
         seconds: duration of each stage, including the first execution.
         reason: why the call missed.
         changes: what changed since an earlier run: part, path, before, after.
-        unvouched: untrackable dependencies, because of which every run must trace the step.
+        untrackable: untrackable dependencies, because of which every run must trace the step.
         program: digest of the executable; empty if it is not on disk.
         lookup: digest of the step's entry.
         rank: index of the process in its pod.
@@ -46,7 +46,7 @@ class Happening:
     seconds: dict[str, float]
     reason: str
     changes: tuple[dict[str, str], ...]
-    unvouched: tuple[str, ...]
+    untrackable: tuple[str, ...]
     program: str
     lookup: str
     rank: int
@@ -90,7 +90,7 @@ class Run:
 
 def latest_runs(archive: Archive | None, step: str | None = None) -> Iterator[Run]:
     """Yields runs, the latest first; given a step, only runs of it and only its events."""
-    for rows in _pods(archive.history.runs() if archive is not None else ()):
+    for rows in _pods(archive.run_log.runs() if archive is not None else ()):
         rows = [row for row in rows if step in (None, row.step) or means(row.label, step)]
         if rows:
             yield _run(rows)
@@ -98,7 +98,7 @@ def latest_runs(archive: Archive | None, step: str | None = None) -> Iterator[Ru
 
 def steps_known(archive: Archive | None) -> list[str]:
     """The labels of all steps in the run log."""
-    runs = archive.history.runs() if archive is not None else ()
+    runs = archive.run_log.runs() if archive is not None else ()
     return sorted({row.label for rows in runs for row in rows})
 
 
@@ -183,7 +183,7 @@ def _happening(row: Row) -> Happening:
         {stage: value for stage, value in row.seconds.items() if stage != "import"},
         headline.partition(": ")[2] if is_miss else row.reason,
         tuple(dict(zip(_CHANGE, each, strict=False)) for each in row.changes),
-        tuple(row.unvouched),
+        tuple(row.untrackable),
         row.program,
         row.lookup,
         row.rank,

@@ -1,1 +1,1 @@
-"""The disk tier: named bytes in a private directory, shared by any number of processes."""
+"""The disk store: named bytes in a private directory, shared by any number of processes."""

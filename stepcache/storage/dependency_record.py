@@ -1,4 +1,4 @@
-"""`Candidate`: one build on disk, with all that it depends on, and how that compares with now.
+"""`DependencyRecord`: one build on disk, all that it depends on, and how that compares with now.
 `Traced` and `Publication`: one build on its way there.
 
 Facts are names and texts: what the fingerprint found, the call, and the environment.
@@ -18,22 +18,22 @@ from stepcache.fingerprint.installed_packages import LATE
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.storage import plain
 
-_FORMAT = 2  # Of the payload of a step's entry.
+_FORMAT = 3  # Of the payload of a step's entry.
 _MAX_CHANGES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the candidates for one question are kept.
+    """Where the records for one lookup are kept.
 
     Attributes:
         label: the step, by its file and name.
-        lookup: a digest of what all candidates have in common.
+        digest: of what all records of the lookup have in common.
         devices: all devices, those of the call first: executables name theirs by position here.
     """
 
     label: str
-    lookup: str
+    digest: str
     devices: tuple[Any, ...]
 
 
@@ -62,16 +62,16 @@ class Traced:
     """What a trace told of its program, before it is compiled.
 
     Attributes:
-        facts: all that it depends on.
+        dependencies: all that it depends on.
         used: what the trace used.
         tree: the tree of the outputs, encoded; None where a later process has to trace the step.
-        unvouched: why it has to.
+        untrackable: why it has to.
     """
 
-    facts: dict[str, str]
+    dependencies: dict[str, str]
     used: Used
     tree: Any
-    unvouched: tuple[str, ...] = ()
+    untrackable: tuple[str, ...] = ()
 
     def packed(self) -> dict[str, Any]:
         return _packed(self)
@@ -83,19 +83,21 @@ class Traced:
         Raises:
             TypeError, KeyError: the data is malformed.
         """
-        return cls(**{**data, "used": Used(**data["used"]), "unvouched": tuple(data["unvouched"])})
+        return cls(
+            **{**data, "used": Used(**data["used"]), "untrackable": tuple(data["untrackable"])}
+        )
 
 
 @dataclass(slots=True)
-class Candidate:
-    """One build that may be the answer.
+class DependencyRecord:
+    """One build that a lookup may find.
 
     Attributes:
         program: the digest of its executable.
-        facts: the digest of all facts that it depends on.
-        told: the facts themselves.
+        digest: of all dependencies.
+        dependencies: what it depends on, by name.
         used: what its trace used.
-        devices: of its executable, in order, as positions among the question's devices.
+        devices: of its executable, in order, as positions among the lookup's devices.
         call: what JAX knows of arguments and results.
         tree: the tree of the outputs, encoded.
         captured: name, type and bytes of the large arrays in it.
@@ -105,8 +107,8 @@ class Candidate:
     """
 
     program: str
-    facts: str
-    told: dict[str, str]
+    digest: str
+    dependencies: dict[str, str]
     used: Used
     devices: list[int]
     call: dict[str, Any]
@@ -122,14 +124,14 @@ class Candidate:
     @property
     def traced(self) -> Traced:
         """What the trace told of it."""
-        return Traced(self.told, self.used, self.tree)
+        return Traced(self.dependencies, self.used, self.tree)
 
     def assembled(self, data: bytes, address: Address, in_tree: Any) -> Runnable:
         """The program, of an executable that is at hand.
 
         Args:
             data: the executable.
-            address: of the question.
+            address: of the lookup.
             in_tree: the tree of the call's arguments.
         """
         devices = tuple(address.devices[position] for position in self.devices)
@@ -137,7 +139,7 @@ class Candidate:
         return storing.assemble(storing.load_executable(data, devices), self.call, tree, devices)
 
     @classmethod
-    def unpacked(cls, data: dict[str, Any]) -> Candidate:
+    def unpacked(cls, data: dict[str, Any]) -> DependencyRecord:
         """From `packed`.
 
         Raises:
@@ -151,7 +153,7 @@ class Publication:
     """A program that is to be stored. It holds on to nothing of the step that it came from.
 
     Attributes:
-        address: of the question that it answers.
+        address: of the lookup that it answers.
         digest: of its executable.
         run: the program.
         traced: what its trace told.
@@ -174,17 +176,17 @@ class Publication:
         """The executable. One that was itself loaded must not be serialized."""
         return storing.serialize_executable(self.run.xla_executable)
 
-    def candidate(self, created_time: float) -> Candidate:
+    def record(self, created_time: float) -> DependencyRecord:
         """What a later process needs to start the program without a trace.
 
         Raises:
             NotStorable: a part of it cannot be stored.
         """
         positions = {device: index for index, device in enumerate(self.address.devices)}
-        return Candidate(
+        return DependencyRecord(
             self.digest,
-            digest_facts(self.traced.facts),
-            self.traced.facts,
+            digest_dependencies(self.traced.dependencies),
+            self.traced.dependencies,
             self.traced.used,
             [positions[device] for device in storing.program_devices(self.run)],
             storing.describe_call(self.run),
@@ -196,7 +198,7 @@ class Publication:
         )
 
 
-def _packed(build: Traced | Candidate) -> dict[str, Any]:
+def _packed(build: Traced | DependencyRecord) -> dict[str, Any]:
     return _shallow(build) | {"used": _shallow(build.used)}
 
 
@@ -208,20 +210,20 @@ def _shallow(record: Any) -> dict[str, Any]:
 # ---- stored and read back ---------------------------------------------------------------------
 
 
-def pack_candidates(label: str, candidates: Sequence[Candidate]) -> tuple[dict[str, Any], bytes]:
-    """Header and payload of a step's entry; the latest candidate comes first."""
+def pack_records(label: str, records: Sequence[DependencyRecord]) -> tuple[dict[str, Any], bytes]:
+    """Header and payload of a step's entry; the latest record comes first."""
     about = {
         "label": label,
-        "programs": [each.program for each in candidates],
-        "seconds": [round(sum(each.seconds.values()), 4) for each in candidates],
-        "built": [each.created_time for each in candidates],
+        "programs": [each.program for each in records],
+        "seconds": [round(sum(each.seconds.values()), 4) for each in records],
+        "built": [each.created_time for each in records],
     }
-    packed = [each.packed() for each in candidates]
-    return about, plain.pack({"format": _FORMAT, "candidates": packed})
+    packed = [each.packed() for each in records]
+    return about, plain.pack({"format": _FORMAT, "records": packed})
 
 
-def unpack_candidates(payload: bytes) -> list[Candidate]:
-    """The candidates in the payload of a step's entry; none where its format is another one.
+def unpack_records(payload: bytes) -> list[DependencyRecord]:
+    """The records in the payload of a step's entry; none where its format is another one.
 
     Raises:
         ValueError: it is malformed.
@@ -230,17 +232,17 @@ def unpack_candidates(payload: bytes) -> list[Candidate]:
         data = plain.unpack(payload)
         if isinstance(data, list) or data["format"] != _FORMAT:  # The first format was a list.
             return []
-        return [Candidate.unpacked(each) for each in data["candidates"]]
+        return [DependencyRecord.unpacked(each) for each in data["records"]]
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-# ---- facts ------------------------------------------------------------------------------------
+# ---- dependencies ------------------------------------------------------------------------------
 
 
-def digest_facts(facts: dict[str, str]) -> str:
-    """A digest of facts, whatever their order."""
-    text = repr(sorted(facts.items()))
+def digest_dependencies(dependencies: dict[str, str]) -> str:
+    """A digest of dependencies, whatever their order."""
+    text = repr(sorted(dependencies.items()))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
@@ -260,7 +262,7 @@ def agree(told: dict[str, str], found: dict[str, str]) -> bool:
 
 
 def _of_modules_not_loaded(told: dict[str, str]) -> set[str]:
-    """The facts about names in modules that this process has not imported."""
+    """The dependencies about names in modules that this process has not imported."""
     modules = {name.removeprefix(_NAMES_OF) for name in told if name.startswith(_NAMES_OF)}
     owners = tuple(f"{module}." for module in modules - sys.modules.keys())
     of_names = {f"{_NAMES_OF}{owner[:-1]}" for owner in owners}
@@ -268,7 +270,7 @@ def _of_modules_not_loaded(told: dict[str, str]) -> set[str]:
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, ...]:
-    """Where two sets of facts differ, the telling ones first."""
+    """Where two sets of dependencies differ, the telling ones first."""
     changes = []
     unknown = _of_modules_not_loaded(before)
     for name in dict.fromkeys((*before, *after)):

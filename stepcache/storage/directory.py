@@ -1,6 +1,6 @@
-"""The files of the disk tier: places, whole writes, quarantine. What is in them is not read here.
+"""The files of the disk store: places, whole writes, quarantine. What is in them is not read here.
 
-Layout, under `<directory>/v1/`: `key`, `entries/<kind>/<digest>`, `tmp/`, `loading/` (the journal)
+Layout, under `<directory>/v1/`: `key`, `entries/<kind>/<digest>`, `tmp/`, `loading/` (load markers)
 and `quarantine/`. `runs/` belongs to another room. No lock is taken by anyone: a file appears
 whole, by a rename, or not at all, and that a file vanishes between two looks is normal.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from stepcache.errors import CacheDirectoryError, OptionError
 from stepcache.storage import private_files
 from stepcache.storage.entry import KEY_BYTES
-from stepcache.storage.load_markers import Journal, author, unique_name
+from stepcache.storage.load_markers import LoadMarkers, author, unique_name
 
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,23}")
 _DIGEST = re.compile(r"[0-9a-f]{1,128}")
@@ -44,8 +44,8 @@ class Found(NamedTuple):
     used_time: float
 
 
-class Shelf:
-    """The directory of a disk tier.
+class EntryDirectory:
+    """The directory of a disk store.
 
     Args:
         directory: where.
@@ -54,7 +54,7 @@ class Shelf:
 
     Attributes:
         key: vouches for the entries; None before it could be read.
-        journal: who is loading what.
+        markers: who is loading what.
     """
 
     def __init__(self, directory: Path, max_quarantined_bytes: int, clock: Callable[[], float]):
@@ -65,7 +65,7 @@ class Shelf:
         self._max_quarantined_bytes = max_quarantined_bytes
         self._clock = clock
         self.key: bytes | None = None
-        self.journal = Journal(self._root / "loading", clock)
+        self.markers = LoadMarkers(self._root / "loading", clock)
 
     def prepare(self) -> bytes:
         """Makes what is missing of the layout. Returns the key that is in use now.
@@ -118,7 +118,7 @@ class Shelf:
                 old = self._clock() - path.lstat().st_mtime > _TEMPORARY_SECONDS
                 if old or (process and process.is_local() and process.has_ended()):
                     path.unlink()
-        self.journal.sweep(lambda kind, digest: self.path(kind, digest).exists())
+        self.markers.sweep(lambda kind, digest: self.path(kind, digest).exists())
 
     def path(self, kind: str, digest: str) -> Path:
         """Where an entry is.
@@ -180,8 +180,8 @@ class Shelf:
         try:
             self._write(temporary, pieces, used_time, reached)
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            for killer in self.journal.killers(kind, digest):
-                self.journal.unmark(killer.path)  # What it died of is about to be replaced.
+            for killer in self.markers.killers(kind, digest):
+                self.markers.unmark(killer.path)  # What it died of is about to be replaced.
             try:
                 temporary.replace(path)
             except IsADirectoryError:

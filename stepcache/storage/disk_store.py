@@ -1,8 +1,8 @@
-"""The disk tier: what is kept for other processes, least recently used first out. Knows no JAX.
+"""The disk store: what is kept for other processes, least recently used first out. Knows no JAX.
 
 Loading what is stored here is running code, so nothing is handed out that this user's key does not
 vouch for, byte by byte. What is wrong with the files is never an exception: it is a miss, told in
-`DiskTier.quarantined`.
+`DiskStore.quarantined`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
 from stepcache.storage import private_files
-from stepcache.storage.directory import Found, Shelf
+from stepcache.storage.directory import EntryDirectory, Found
 from stepcache.storage.entry import (
     DamagedEntryError,
     ForeignEntryError,
@@ -106,7 +106,7 @@ class _Seen(NamedTuple):
     publishes: int = 0
 
 
-class DiskTier:
+class DiskStore:
     """Named bytes in a directory that any number of processes and threads share.
 
     Args:
@@ -135,7 +135,7 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
     ):
         if max_bytes is not None and max_bytes < 1:
-            raise OptionError("max_bytes must be positive", where="DiskTier", got=repr(max_bytes))
+            raise OptionError("max_bytes must be positive", where="DiskStore", got=repr(max_bytes))
         self.directory = directory
         self.quarantined: collections.deque[Refusal] = collections.deque(
             maxlen=_REFUSALS_REMEMBERED
@@ -143,22 +143,22 @@ class DiskTier:
         self._max_bytes = max_bytes
         self._clock = clock
         quarantine_bytes = _MAX_QUARANTINED_BYTES if max_bytes is None else max_bytes // 4
-        self._shelf = Shelf(directory, quarantine_bytes, clock)
+        self._files = EntryDirectory(directory, quarantine_bytes, clock)
         self._not_written_because: str | None = None
         self._read_only = False
         self._seen = _Seen()
         # Bad entries that could not be moved away.
         self._shunned: set[tuple[str, str]] = set()
         try:
-            self._shelf.prepare()
-            self._shelf.try_to_write()
+            self._files.prepare()
+            self._files.try_to_write()
         except FileNotFoundError:
             pass  # It was removed at this moment. The first publish will tell.
         except OSError as error:
             self._stop_writing(error)
-            self._shelf.reload_key()
+            self._files.reload_key()
         else:
-            self._shelf.sweep()
+            self._files.sweep()
 
     @property
     def writable(self) -> bool:
@@ -174,7 +174,7 @@ class DiskTier:
         Raises:
             OptionError: `kind` or `digest` cannot be a name.
         """
-        self._shelf.path(kind, digest)
+        self._files.path(kind, digest)
         if (kind, digest) in self._shunned or self._has_killed(kind, digest):
             return None
         info, payload = self._examine(kind, digest, whole=True, use=True)
@@ -199,9 +199,9 @@ class DiskTier:
         Raises:
             OSError: there is no key.
         """
-        if self._shelf.key is None and not self._shelf.reload_key():
+        if self._files.key is None and not self._files.reload_key():
             raise OSError(errno.ENOENT, "there is no key", str(self.directory))
-        return hmac.digest(self._shelf.key or b"", what, "sha256")
+        return hmac.digest(self._files.key or b"", what, "sha256")
 
     @contextlib.contextmanager
     def loading(self, kind: str, digest: str) -> Iterator[None]:
@@ -210,24 +210,24 @@ class DiskTier:
         The entry is not evicted meanwhile. If the process does not come back, the next `read` of
         the entry refuses it. To hold against eviction, it must be open before `read`.
         """
-        self._shelf.path(kind, digest)
+        self._files.path(kind, digest)
         pid = os.getpid()
-        marker = None if self._read_only else self._shelf.journal.mark(kind, digest)
+        marker = None if self._read_only else self._files.markers.mark(kind, digest)
         try:
             yield
         finally:
             if marker is not None and os.getpid() == pid:  # Not in a child forked in between.
-                self._shelf.journal.unmark(marker)
+                self._files.markers.unmark(marker)
 
     def _has_killed(self, kind: str, digest: str) -> bool:
-        killers = self._shelf.journal.killers(kind, digest)
+        killers = self._files.markers.killers(kind, digest)
         if not killers:
             return False
         if self._read_only:
             taken = killers
         else:
             # Whoever takes a marker away acts on it: an entry published since is not to blame.
-            taken = [marker for marker in killers if self._shelf.journal.unmark(marker.path)]
+            taken = [marker for marker in killers if self._files.markers.unmark(marker.path)]
         if taken:
             pids = ", ".join(str(marker.process.pid) for marker in taken)
             self._refuse(kind, digest, f"process {pids} ended while it was loading it")
@@ -251,7 +251,7 @@ class DiskTier:
             use: note that it is used now.
             refuse: put it in quarantine if the whole of it was read and is bad.
         """
-        path = self._shelf.path(kind, digest)
+        path = self._files.path(kind, digest)
         found, header, payload, problem, refused = None, None, b"", None, whole and refuse
         with contextlib.ExitStack() as stack:
             try:
@@ -287,19 +287,19 @@ class DiskTier:
                 os.utime(file.fileno(), (now, now))
 
     def _read_header(self, file: BinaryIO, file_bytes: int, kind: str, digest: str) -> Header:
-        if self._shelf.key is None:
-            self._shelf.reload_key()
-        key = self._shelf.key
+        if self._files.key is None:
+            self._files.reload_key()
+        key = self._files.key
         if key is None:
             raise OSError(errno.EAGAIN, "there is no key to check it with")
         try:
             header = read_header(file, file_bytes, key)
         except ForeignEntryError:
             # Another process may have put a new key there.
-            if not self._shelf.reload_key():
+            if not self._files.reload_key():
                 raise
             file.seek(0)
-            header = read_header(file, file_bytes, self._shelf.key or key)
+            header = read_header(file, file_bytes, self._files.key or key)
         if (header.kind, header.digest) != (kind, digest):
             raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
         return header
@@ -324,11 +324,11 @@ class DiskTier:
         Raises:
             OptionError: `kind` or `digest` cannot be a name, or `header` cannot be packed.
         """
-        self._shelf.path(kind, digest)
+        self._files.path(kind, digest)
         if not self.writable:
             self._warn_of_it()
             return False
-        before = self._shelf.stamp()
+        before = self._files.stamp()
         try:
             self._store(kind, digest, header, store(payload))
         except HeaderTooLargeError as error:
@@ -356,23 +356,23 @@ class DiskTier:
         """
         if before == self._seen.stamp and self._seen.publishes < _PUBLISHES_UNSEEN:
             with contextlib.suppress(OSError):
-                size_bytes = self._seen.size_bytes + self._shelf.path(*keep).lstat().st_size
+                size_bytes = self._seen.size_bytes + self._files.path(*keep).lstat().st_size
                 if size_bytes <= max_bytes:
                     publishes = self._seen.publishes + 1
-                    self._seen = _Seen(self._shelf.stamp(), size_bytes, publishes)
+                    self._seen = _Seen(self._files.stamp(), size_bytes, publishes)
                     return
         for victim in self._victims(max_bytes, keep=keep):
             private_files.remove(victim.path)
-        size_bytes = sum(each.size_bytes for each in self._shelf.found())
-        self._seen = _Seen(self._shelf.stamp(), size_bytes, 0)
+        size_bytes = sum(each.size_bytes for each in self._files.found())
+        self._seen = _Seen(self._files.stamp(), size_bytes, 0)
 
     def _store(self, kind: str, digest: str, header: dict[str, Any], stored: Stored) -> None:
         for attempt in range(_ATTEMPTS):
             try:
-                known = None if attempt else self._shelf.current_key()
-                key, now = known or self._shelf.prepare(), self._clock()
+                known = None if attempt else self._files.current_key()
+                key, now = known or self._files.prepare(), self._clock()
                 head = encode_head(key, kind, digest, now, header, stored)
-                return self._shelf.put(kind, digest, (head, stored.payload), now, self._reached)
+                return self._files.put(kind, digest, (head, stored.payload), now, self._reached)
             except FileNotFoundError:
                 # Somebody removed the directory meanwhile: it is made anew.
                 if attempt == _ATTEMPTS - 1:
@@ -409,18 +409,18 @@ class DiskTier:
         yield from self._listing(None, whole=True)
 
     def _listing(self, kind: str | None, *, whole: bool) -> Iterator[EntryInfo]:
-        for found in self._shelf.found(kind):
+        for found in self._files.found(kind):
             info, _ = self._examine(found.kind, found.digest, whole=whole)
             if info is not None:
                 yield info
 
     def holds_any(self, kind: str) -> bool:
         """Whether there is any entry of a kind, whatever its worth."""
-        return any(True for _ in self._shelf.found(kind))
+        return any(True for _ in self._files.found(kind))
 
     def size_bytes(self) -> int:
         """Size of all entries in bytes."""
-        return sum(found.size_bytes for found in self._shelf.found())
+        return sum(found.size_bytes for found in self._files.found())
 
     def prune(
         self, max_bytes: int | None = None, unused_since: float | None = None
@@ -436,8 +436,8 @@ class DiskTier:
         """
         idle: list[Found] = []
         if unused_since is not None:
-            loading = self._shelf.journal.loading()
-            idle = [each for each in self._shelf.found() if each.used_time <= unused_since]
+            loading = self._files.markers.loading()
+            idle = [each for each in self._files.found() if each.used_time <= unused_since]
             idle = [each for each in idle if (each.kind, each.digest) not in loading]
         removed = self._removed(idle)
         return removed if max_bytes is None else removed + self._removed(self._victims(max_bytes))
@@ -452,8 +452,8 @@ class DiskTier:
 
     def clear(self) -> int:
         """Removes all entries, and what is in quarantine. Returns how many entries there were."""
-        self._shelf.clear_quarantine()
-        return sum(private_files.remove(found.path) for found in self._shelf.found())
+        self._files.clear_quarantine()
+        return sum(private_files.remove(found.path) for found in self._files.found())
 
     def discard(self, kind: str, digest: str, reason: str, quarantine: bool = True) -> None:
         """Removes an entry which only its user can tell to be bad.
@@ -465,7 +465,7 @@ class DiskTier:
             quarantine: refuse it as a damaged one is, and keep the file for a look; else it just
                 goes.
         """
-        path = self._shelf.path(kind, digest)
+        path = self._files.path(kind, digest)
         if quarantine:
             self._refuse(kind, digest, reason)
             return
@@ -476,9 +476,9 @@ class DiskTier:
 
     def _victims(self, max_bytes: int, keep: tuple[str, str] | None = None) -> Iterator[Found]:
         """What has to leave for the bound to hold, least recently used first."""
-        found = sorted(self._shelf.found(), key=lambda each: each.used_time)
+        found = sorted(self._files.found(), key=lambda each: each.used_time)
         excess_bytes = sum(each.size_bytes for each in found) - max_bytes
-        spared = (self._shelf.journal.loading() if excess_bytes > 0 else set()) | {keep}
+        spared = (self._files.markers.loading() if excess_bytes > 0 else set()) | {keep}
         for each in found:
             if excess_bytes <= 0:
                 return
@@ -494,5 +494,5 @@ class DiskTier:
             "stepcache does not use what is stored as %s %s in %s: %s",
             *(kind, digest, self.directory, reason),
         )
-        if self._read_only or not self._shelf.set_aside(kind, digest, seen):
+        if self._read_only or not self._files.set_aside(kind, digest, seen):
             self._shunned.add((kind, digest))

@@ -134,7 +134,7 @@ def take_own_away() -> None:
                 path.unlink()
 
 
-class Journal:
+class LoadMarkers:
     """The markers in a directory.
 
     Args:

@@ -1,4 +1,4 @@
-"""The ledger on disk: what each run built and loaded, kept beside the programs.
+"""The run log: what each run built and loaded, kept beside the programs.
 
 One file a run, one line of JSON a row, appended as things happen. It explains and it says what to
 load beforehand; no program is ever run because of what stands in it.
@@ -48,7 +48,7 @@ class Row:
             "lower", "compile", "execute", "verify"; in a pod "agree", "wait" and "give".
         reason: why it was not simply there, in words.
         changes: (what, before, after) since an earlier run.
-        unvouched: what keeps the step from being started without a trace.
+        untrackable: what keeps the step from being started without a trace.
         rank: the process's index in its pod.
         processes: how many processes the pod has.
     """
@@ -64,7 +64,7 @@ class Row:
     seconds: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     changes: list[list[str]] = field(default_factory=list)
-    unvouched: list[str] = field(default_factory=list)
+    untrackable: list[str] = field(default_factory=list)
     rank: int = 0
     processes: int = 1
 
@@ -81,7 +81,7 @@ def _slug(script: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]", "_", script)[:40]
 
 
-class History:
+class RunLog:
     """The runs that used one directory of programs.
 
     Args:
@@ -126,7 +126,7 @@ class History:
                 self._append(line)
             except OSError as error:
                 self._writable = False
-                _log.info("stepcache does not write its ledger any more: %s", error)
+                _log.info("stepcache does not write its run log any more: %s", error)
 
     def _append(self, line: bytes) -> None:
         if self._rows == 1:

@@ -1,6 +1,6 @@
-"""How often each stored candidate was started, and whether a start has verified it.
+"""How often each stored record was started, and whether a start has verified it.
 
-One small file a candidate, one letter an event, appended: "s" for a start, "v" for a verification.
+One small file a record, one letter an event, appended: "s" for a start, "v" for a verification.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_EVENTS = 1 << 16
 
 
 class Starts:
-    """The starts of the candidates of one directory of programs.
+    """The starts of the records of one directory of programs.
 
     Args:
         directory: where the files are.
@@ -41,7 +41,7 @@ class Starts:
         self._append(name, b"v")
 
     def forget(self, name: str) -> None:
-        """Drops what is known of a candidate."""
+        """Drops what is known of a record."""
         with contextlib.suppress(OSError):
             (self._directory / name).unlink()
 

@@ -21,7 +21,7 @@ import pytest
 
 import stepcache as sc
 from stepcache.storage import entry as format_
-from stepcache.storage.disk_store import DiskTier
+from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.load_markers import Process, unique_name
 
 DIGEST = "0123456789abcdef" * 4
@@ -51,7 +51,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def tier(directory, clock):
-    return DiskTier(directory, clock=clock)
+    return DiskStore(directory, clock=clock)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_what_was_published_is_read(tier, clock, payload):
     header = {"parts": {"mesh": "4 × 2", 3: None}, "bytes": b"\x00\xff", "odd": "\udcff", "f": 0.5}
     assert tier.publish("program", DIGEST, header, payload)
     clock.now += 5
-    for each in (tier, DiskTier(tier.directory)):
+    for each in (tier, DiskStore(tier.directory)):
         entry = each.read("program", DIGEST)
         assert (entry.header, entry.payload) == (header, payload)
         assert (entry.created_time, entry.used_time) == (NOW, NOW)
@@ -156,7 +156,7 @@ def test_a_header_that_is_too_large_is_not_stored(tier, monkeypatch):
 
 def test_max_bytes_must_be_positive(directory):
     with pytest.raises(sc.OptionError, match="max_bytes"):
-        DiskTier(directory, 0)
+        DiskStore(directory, 0)
 
 
 # Damage
@@ -376,7 +376,7 @@ def test_what_was_published_since_it_was_looked_at_is_not_set_aside(tier, monkey
     original = format_.read_header
 
     def slow(*arguments):
-        DiskTier(tier.directory).publish("program", DIGEST, {}, b"new")
+        DiskStore(tier.directory).publish("program", DIGEST, {}, b"new")
         return original(*arguments)
 
     monkeypatch.setattr("stepcache.storage.disk_store.read_header", slow)
@@ -395,7 +395,7 @@ def test_the_newest_in_quarantine_are_kept(tier, clock):
 
 
 def test_quarantine_is_bounded_by_bytes(directory, clock):
-    tier = DiskTier(directory, 40_000, clock=clock)
+    tier = DiskStore(directory, 40_000, clock=clock)
     for number in range(10):
         clock.now += 1
         tier.publish("program", f"{number:02x}", {}, random.Random(number).randbytes(3_000))
@@ -452,7 +452,7 @@ def test_a_bad_key_is_replaced_and_old_entries_are_foreign(tier, damage):
     key = Path(tier.directory) / "v1" / "key"
     before = key.read_bytes()
     damage(key)
-    again = DiskTier(tier.directory)
+    again = DiskStore(tier.directory)
     assert len(key.read_bytes()) == 32 and key.read_bytes() != before
     assert key.stat().st_mode & 0o777 == 0o600
     assert again.read("program", DIGEST) is None and "another key" in refusal(again)
@@ -464,7 +464,7 @@ def test_a_bad_key_is_replaced_and_old_entries_are_foreign(tier, damage):
 
 def test_all_who_open_at_once_get_one_key(directory):
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        tiers = list(pool.map(lambda _: DiskTier(directory), range(16)))
+        tiers = list(pool.map(lambda _: DiskStore(directory), range(16)))
     for number, each in enumerate(tiers):
         assert each.publish("program", f"{number:02x}", {}, b"x")
     assert all(tiers[0].read("program", f"{number:02x}") for number in range(16))
@@ -479,20 +479,22 @@ def test_the_key_of_a_faster_process_is_taken(directory, monkeypatch):
         if length != 32 or tiers:
             return original(length)
         monkeypatch.undo()
-        tiers.append(DiskTier(directory))
+        tiers.append(DiskStore(directory))
         tiers[0].publish("program", DIGEST, {}, b"x")
         return b"k" * length
 
     monkeypatch.setattr(secrets, "token_bytes", make_key_after_another)
-    tiers.append(DiskTier(directory))
+    tiers.append(DiskStore(directory))
     assert tiers[1].read("program", DIGEST) and len(tiers) == 2
     assert (directory / "v1" / "key").read_bytes() != b"k" * 32
 
 
 def test_a_file_system_without_hard_links_will_do(directory, monkeypatch):
     with failing(monkeypatch, "link", errno.EPERM):
-        tier = DiskTier(directory)
-    assert tier.publish("program", DIGEST, {}, b"x") and DiskTier(directory).read("program", DIGEST)
+        tier = DiskStore(directory)
+    assert tier.publish("program", DIGEST, {}, b"x") and DiskStore(directory).read(
+        "program", DIGEST
+    )
 
 
 # The directory
@@ -501,7 +503,7 @@ def test_a_file_system_without_hard_links_will_do(directory, monkeypatch):
 def test_missing_parents_are_made_for_the_user_alone(tmp_path):
     before = os.umask(0o002)
     try:
-        tier = DiskTier(tmp_path / "a" / "b" / "cache")
+        tier = DiskStore(tmp_path / "a" / "b" / "cache")
         assert tier.publish("program", DIGEST, {}, b"x")
     finally:
         os.umask(before)
@@ -514,20 +516,20 @@ def test_a_directory_that_others_can_write_to_is_refused(tier, directory, mode, 
     path = directory.parent / which
     path.chmod(mode)
     with pytest.raises(sc.CacheDirectoryError) as raised:
-        DiskTier(directory)
+        DiskStore(directory)
     text = str(raised.value)
     assert f"{mode:04o}" in text and f"chmod 700 {path}" in text and "STEPCACHE_DIR" in text
 
 
 def test_a_directory_that_others_can_read_is_not(directory, tier):
     directory.chmod(0o755)
-    assert DiskTier(directory).writable
+    assert DiskStore(directory).writable
 
 
 def test_a_directory_of_another_user_is_refused(tier, directory, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(sc.CacheDirectoryError, match="another user") as raised:
-        DiskTier(directory)
+        DiskStore(directory)
     assert raised.value.expected == "owner 12345" and "STEPCACHE_DIR" in raised.value.hint
 
 
@@ -535,10 +537,10 @@ def test_a_link_is_judged_by_where_it_leads(tmp_path, tier, directory):
     link = tmp_path / "link"
     link.symlink_to(directory)
     tier.publish("program", DIGEST, {}, b"x")
-    assert DiskTier(link).read("program", DIGEST)
+    assert DiskStore(link).read("program", DIGEST)
     directory.chmod(0o777)
     with pytest.raises(sc.CacheDirectoryError, match="0777"):
-        DiskTier(link)
+        DiskStore(link)
 
 
 def test_the_parent_must_not_let_others_replace_the_directory(tmp_path):
@@ -546,23 +548,23 @@ def test_the_parent_must_not_let_others_replace_the_directory(tmp_path):
     parent.mkdir()
     parent.chmod(0o777)
     with pytest.raises(sc.CacheDirectoryError, match="0777") as raised:
-        DiskTier(parent / "cache")
+        DiskStore(parent / "cache")
     assert f"chmod go-w {parent}" in raised.value.hint
     (tmp_path / "link").symlink_to(parent / "cache")
     with pytest.raises(sc.CacheDirectoryError, match="0777"):
-        DiskTier(tmp_path / "link")
+        DiskStore(tmp_path / "link")
     (tmp_path / "safe").mkdir(mode=0o700)
     (parent / "link").symlink_to(tmp_path / "safe")
     with pytest.raises(sc.CacheDirectoryError, match="0777"):
-        DiskTier(parent / "link")
+        DiskStore(parent / "link")
     parent.chmod(0o1777)
-    assert DiskTier(parent / "cache").writable
+    assert DiskStore(parent / "cache").writable
 
 
 def test_a_file_in_the_place_of_the_directory(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(sc.CacheDirectoryError, match="not a directory"):
-        DiskTier(tmp_path / "file")
+        DiskStore(tmp_path / "file")
 
 
 def test_the_directory_can_vanish(tier):
@@ -574,13 +576,13 @@ def test_the_directory_can_vanish(tier):
     assert (list(tier.entries()), tier.size_bytes(), tier.prune(0), tier.clear()) == ([], 0, [], 0)
     assert tier.publish("program", DIGEST, {}, b"y")
     assert tier.read("program", DIGEST).payload == b"y" and not tier.quarantined
-    assert DiskTier(tier.directory).read("program", DIGEST)
+    assert DiskStore(tier.directory).read("program", DIGEST)
 
 
 def test_a_directory_put_in_its_place_by_another_is_not_trusted(tier, tmp_path, monkeypatch):
     tier.publish("program", DIGEST, {}, b"x")
     tier.directory.rename(tmp_path / "away")
-    forged = DiskTier(tier.directory)
+    forged = DiskStore(tier.directory)
     forged.publish("program", DIGEST, {}, b"evil")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)  # To us, it now belongs to somebody else.
     assert tier.read("program", DIGEST) is None and "another key" in refusal(tier)
@@ -591,14 +593,14 @@ def test_a_directory_put_in_its_place_by_another_is_not_trusted(tier, tmp_path, 
 def test_the_key_in_a_directory_that_is_open_by_now_is_not_trusted(tier, tmp_path):
     tier.publish("program", DIGEST, {}, b"x")
     tier.directory.rename(tmp_path / "away")
-    DiskTier(tier.directory).publish("program", DIGEST, {}, b"evil")
+    DiskStore(tier.directory).publish("program", DIGEST, {}, b"evil")
     tier.directory.chmod(0o777)
     assert tier.read("program", DIGEST) is None and "another key" in refusal(tier)
 
 
 def test_the_process_may_change_its_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tier = DiskTier(Path("cache"))
+    tier = DiskStore(Path("cache"))
     assert tier.publish("program", DIGEST, {}, b"x") and tier.directory == Path("cache")
     monkeypatch.chdir("/")
     assert tier.read("program", DIGEST)
@@ -698,7 +700,7 @@ def test_a_read_only_directory_serves_reads(tier, directory, clock, monkeypatch,
         tier.publish("program", digest, {}, b"x" * 100)
     os.truncate(path_of(tier, OTHER), 20)
     with failing(monkeypatch, "open", code, creates):
-        reader = DiskTier(directory, clock=clock)
+        reader = DiskStore(directory, clock=clock)
     assert not reader.writable
     clock.now += 1000
     done = mutations(monkeypatch)
@@ -721,7 +723,7 @@ def test_a_read_only_entry_that_killed_its_loader_is_refused(tier, directory, cl
     tier.publish("program", DIGEST, {}, b"x")
     leave_marker(tier, ended_process())
     with failing(monkeypatch, "open", errno.EROFS, creates):
-        reader = DiskTier(directory, clock=clock)
+        reader = DiskStore(directory, clock=clock)
     done = mutations(monkeypatch)
     for _ in range(2):
         assert reader.read("program", DIGEST) is None
@@ -735,7 +737,7 @@ def test_a_directory_without_write_permission(tier, directory):
     try:
         for path in places:
             path.chmod(0o500)
-        reader = DiskTier(directory)
+        reader = DiskStore(directory)
         assert not reader.writable and reader.read("program", DIGEST)
     finally:
         for path in places:
@@ -745,7 +747,7 @@ def test_a_directory_without_write_permission(tier, directory):
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_a_directory_that_cannot_be_made(directory, monkeypatch, code):
     with failing(monkeypatch, "mkdir", code):
-        tier = DiskTier(directory)
+        tier = DiskStore(directory)
     assert not tier.writable and tier.read("program", DIGEST) is None
     assert (list(tier.entries()), tier.size_bytes(), tier.clear()) == ([], 0, 0)
     with tier.loading("program", DIGEST), pytest.warns(sc.StepCacheWarning):
@@ -754,7 +756,7 @@ def test_a_directory_that_cannot_be_made(directory, monkeypatch, code):
 
 def test_a_link_to_nowhere_is_told_at_the_first_publish(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    tier = DiskTier(tmp_path / "link")
+    tier = DiskStore(tmp_path / "link")
     with pytest.warns(sc.StepCacheWarning, match="No such file"):
         assert not tier.publish("program", DIGEST, {}, b"x")
 
@@ -763,7 +765,7 @@ def test_a_link_to_nowhere_is_told_at_the_first_publish(tmp_path):
 
 
 def test_kinds_share_the_bound(directory, clock):
-    tier = DiskTier(directory, 3_000, clock=clock)
+    tier = DiskStore(directory, 3_000, clock=clock)
     for kind in ("step", "program", "note"):
         clock.now += 1
         tier.publish(kind, DIGEST, {}, random.Random(1).randbytes(1_000))
@@ -786,7 +788,7 @@ def test_a_use_is_noted_once_a_minute(tier, clock, monkeypatch):
 
 
 def test_what_is_being_loaded_is_not_evicted(directory, clock):
-    tier, other = (DiskTier(directory, 2_500, clock=clock) for _ in range(2))
+    tier, other = (DiskStore(directory, 2_500, clock=clock) for _ in range(2))
     with contextlib.ExitStack() as stack:
         for number in range(4):
             clock.now += 1
@@ -943,7 +945,7 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /
 def test_an_entry_that_killed_its_loader_is_refused_once(tier, process):
     tier.publish("program", DIGEST, {}, b"x")
     leave_marker(tier, process())
-    other = DiskTier(tier.directory)
+    other = DiskStore(tier.directory)
     assert tier.read("program", DIGEST) is None
     assert "ended while it was loading it" in refusal(tier)
     assert not inside(tier, "loading") and len(inside(tier, "quarantine")) == 1
@@ -989,7 +991,7 @@ def test_markers_of_other_hosts_hold_for_ten_minutes(tier, clock, age_seconds, a
     marker = leave_marker(tier, elsewhere(), age_seconds=age_seconds)
     assert tier.read("program", DIGEST) and not tier.quarantined
     assert (tier.prune(0) == []) == alive
-    DiskTier(tier.directory, clock=clock)
+    DiskStore(tier.directory, clock=clock)
     assert marker.exists() == alive
 
 
@@ -998,7 +1000,7 @@ def test_markers_without_an_entry_go_when_a_tier_is_opened(tier, clock):
     process = ended_process()
     kept, gone = leave_marker(tier, process), leave_marker(tier, process, OTHER)
     (kept.parent / "stray").write_bytes(b"")
-    DiskTier(tier.directory, clock=clock)
+    DiskStore(tier.directory, clock=clock)
     assert kept.exists() and not gone.exists()
 
 
@@ -1014,7 +1016,7 @@ def test_temporary_files_of_others_go_when_a_tier_is_opened(tier, clock):
     for name, (age_seconds, _) in ages.items():
         (tmp / name).write_bytes(b"x")
         os.utime(tmp / name, (NOW - age_seconds,) * 2)
-    DiskTier(tier.directory, clock=clock)
+    DiskStore(tier.directory, clock=clock)
     assert inside(tier, "tmp") == sorted(name for name, (_, kept) in ages.items() if kept)
 
 
@@ -1032,7 +1034,7 @@ def test_processes_tell_apart():
 PRELUDE = """
 import json, os, random, signal, sys, time, traceback, warnings
 from pathlib import Path
-from stepcache.storage.disk_store import DiskTier
+from stepcache.storage.disk_store import DiskStore
 warnings.simplefilter("ignore")
 import logging; logging.disable()
 directory = Path(sys.argv[1])
@@ -1076,7 +1078,7 @@ def test_killed_at_any_stage_of_a_publish(directory):
     write = os.write
     os.write = lambda descriptor, data: write(descriptor, data[:16_384])  # As a disk may do.
 
-    class Doomed(DiskTier):
+    class Doomed(DiskStore):
         def _reached(self, stage):
             stages.append(stage)
             if len(stages) == self.last:
@@ -1098,7 +1100,7 @@ def test_killed_at_any_stage_of_a_publish(directory):
         last = 1 + version % len(all_stages)
         assert outcome(in_child(publish, version, last)) == -signal.SIGKILL
         left = len(os.listdir(directory / "v1" / "tmp"))
-        tier = DiskTier(directory)
+        tier = DiskStore(directory)
         entry = tier.read("program", "ab")
         found = entry.header["version"]
         assert found in (current, version), (found, current, version)
@@ -1121,12 +1123,12 @@ def test_a_loader_that_is_killed_and_a_limit_on_file_sizes(directory):
     """Two stories in one process, for its start costs more than they do."""
     body = """
     import resource
-    tier = DiskTier(directory)
+    tier = DiskStore(directory)
     tier.publish("program", "ab", {}, payload_of("ab"))
     tier.publish("program", "cd", {}, payload_of("cd"))
 
     def load():
-        tier = DiskTier(directory)
+        tier = DiskStore(directory)
         with tier.loading("program", "ab"), tier.loading("program", "ef"):
             assert tier.read("program", "ab")
             with tier.loading("program", "cd"):
@@ -1134,16 +1136,16 @@ def test_a_loader_that_is_killed_and_a_limit_on_file_sizes(directory):
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert outcome(in_child(load)) == -signal.SIGKILL
-    tier = DiskTier(directory)
+    tier = DiskStore(directory)
     refused = [tier.read("program", "ab") is None for _ in range(2)]
     reasons = list(tier.quarantined)
     tier.publish("program", "ab", {}, b"anew")
-    again = [DiskTier(directory).read("program", "ab").payload.decode(), len(tier.quarantined)]
+    again = [DiskStore(directory).read("program", "ab").payload.decode(), len(tier.quarantined)]
     healthy = tier.read("program", "cd").payload == payload_of("cd")
 
     def publish_within_a_limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        tier = DiskTier(directory)
+        tier = DiskStore(directory)
         assert not tier.publish("program", "cd", {}, payload_of("more"))
         assert not tier.writable and not os.listdir(directory / "v1" / "tmp")
         assert tier.read("program", "cd").payload == payload_of("cd")
@@ -1169,7 +1171,7 @@ def test_eight_processes_at_once(directory, seconds):
 
     def work(seed):
         chance, counts = random.Random(seed), {"publish": 0, "hit": 0, "miss": 0}
-        tier = DiskTier(directory, max_bytes)  # All eight make the directory and the key.
+        tier = DiskStore(directory, max_bytes)  # All eight make the directory and the key.
         while time.monotonic() < until:
             digest, roll = chance.choice(digests), chance.random()
             if roll < 0.4:
@@ -1190,14 +1192,14 @@ def test_eight_processes_at_once(directory, seconds):
                 for info in (tier.entries, tier.verify)[chance.random() < 0.3]():
                     assert info.problem is None, info
             else:
-                tier = DiskTier(directory, max_bytes)
+                tier = DiskStore(directory, max_bytes)
             assert not tier.quarantined, tier.quarantined
         (directory.parent / f"counts.{seed}").write_text(json.dumps(counts))
 
     workers = [in_child(work, seed) for seed in range(8)]
     codes = [outcome(pid) for pid in workers]
     assert codes == [0] * 8, codes
-    tier = DiskTier(directory, max_bytes)
+    tier = DiskStore(directory, max_bytes)
     assert tier.publish("program", "ab", {}, b"the last")
     assert tier.size_bytes() <= max_bytes
     for info in tier.verify():

@@ -70,9 +70,9 @@ WATCHED = codes_of(
     background.until_ready,
     *(getattr(background.Worker, name) for name in ("submit", "_start", "_work", "_try")),
     *(getattr(background.Worker, name) for name in ("take", "_drop", "_is_alive")),
-    *(getattr(disk_store.DiskTier, name) for name in ("read", "loading", "publish", "_store")),
-    *(getattr(disk_store.DiskTier, name) for name in ("_examine", "_read_header", "_has_killed")),
-    *(getattr(directory.Shelf, name) for name in ("prepare", "put", "_write", "path")),
+    *(getattr(disk_store.DiskStore, name) for name in ("read", "loading", "publish", "_store")),
+    *(getattr(disk_store.DiskStore, name) for name in ("_examine", "_read_header", "_has_killed")),
+    *(getattr(directory.EntryDirectory, name) for name in ("prepare", "put", "_write", "path")),
     starts.Starts,
 ) - codes_of(archive.Archive.__init__, archive.Archive.flush, archive._no_matter_of_the_step)
 

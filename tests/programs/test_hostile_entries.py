@@ -21,7 +21,7 @@ import pytest
 import stepcache as sc
 from stepcache.jaxcompat import storing
 from stepcache.storage import plain
-from stepcache.storage.dependency_record import pack_candidates, unpack_candidates
+from stepcache.storage.dependency_record import pack_records, unpack_records
 
 pytestmark = pytest.mark.skipif(not storing.CAN_STORE, reason="nothing is stored")
 MARK = "hostile-entry-ran"
@@ -40,7 +40,7 @@ def run(directory):
         state, _ = step({"w": np.float32(2)}, np.ones(8, np.float32))
     cache.flush()
     assert state["w"] == 16
-    return step.stats(), cache.archive().tier
+    return step.stats(), cache.archive().disk
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,14 @@ def directory(built, tmp_path, monkeypatch):
 
 def spoil(directory, change):
     """Stores the build with another description of its call, or another tree."""
-    tier = sc.ProgramCache(directory, verify="off").archive().tier
+    tier = sc.ProgramCache(directory, verify="off").archive().disk
     (entry,) = tier.entries("step")
-    (candidate,) = unpack_candidates(tier.peek("step", entry.digest)[1])
-    changed = change(copy.deepcopy(candidate))
+    (record,) = unpack_records(tier.peek("step", entry.digest)[1])
+    changed = change(copy.deepcopy(record))
     if isinstance(changed, bytes):
         tier.publish("step", entry.digest, {"label": "scale", "programs": []}, changed)
         return
-    tier.publish("step", entry.digest, *pack_candidates("scale", [changed]))
+    tier.publish("step", entry.digest, *pack_records("scale", [changed]))
 
 
 def refused(directory):
@@ -81,7 +81,7 @@ def refused(directory):
 def test_it_loads_where_nothing_is_spoiled(directory):
     stats, tier = run(directory)
     assert (stats.traces, stats.loads) == (0, 1)
-    spoil(directory, lambda candidate: candidate)
+    spoil(directory, lambda record: record)
     stats, tier = run(directory)
     assert (stats.traces, stats.loads) == (0, 1) and not tier.quarantined
 
@@ -135,7 +135,7 @@ PICKLES = {
 def test_a_pickle_is_refused(name, field, directory):
     content = PICKLES[name]
     value = content if field == "call" else ["node", content, ["leaf"]]
-    spoil(directory, lambda candidate: dataclasses.replace(candidate, **{field: value}))
+    spoil(directory, lambda record: dataclasses.replace(record, **{field: value}))
     refused(directory)
 
 
@@ -252,7 +252,7 @@ CALLS = {
     "a list that does not end": lambda found: b"\xdd\xff\xff\xff\xff",
     "a nest of lists": lambda found: b"\x91" * 100_000,
     "a map of nothing": lambda found: b"\x80",
-    "candidates that are none": lambda found: plain.pack({"format": 2, "candidates": [1]}),
+    "records that are none": lambda found: plain.pack({"format": 3, "records": [1]}),
 }
 
 
@@ -262,10 +262,10 @@ def test_a_malformed_build_is_refused(name, directory):
     refused(directory)
 
 
-@pytest.mark.parametrize("payload", [[{"call": b"\x80\x05N."}], {"format": 3, "builds": []}])
+@pytest.mark.parametrize("payload", [[{"call": b"\x80\x05N."}], {"format": 4, "builds": []}])
 def test_another_format_is_a_plain_miss(payload, directory, caplog):
     """Entries of earlier and of later versions are replaced, and nothing is said of them."""
-    spoil(directory, lambda candidate: plain.pack(payload))
+    spoil(directory, lambda record: plain.pack(payload))
     stats, tier = run(directory)
     assert (stats.traces, stats.loads) == (1, 1)
     assert not tier.quarantined and not caplog.records

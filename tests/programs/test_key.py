@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from stepcache import jaxcompat
 from stepcache.calls.key import Key, diff_settings
 from stepcache.calls.signature import read
-from stepcache.calls.step_spec import Recipe
+from stepcache.calls.step_spec import StepSpec
 from stepcache.sharding import mesh_identity
 
 
@@ -17,7 +17,7 @@ def f(x, n=0):
 
 
 def make(x=1.0, mesh=None, options=None, environment=None, fun=f, **roles) -> Key:
-    recipe = Recipe.of(fun, options or {}, **roles)
+    recipe = StepSpec.of(fun, options or {}, **roles)
     environment = jaxcompat.environment() if environment is None else environment
     signature = read(recipe.parameters, (x,), {}).signature
     return Key(recipe.identity, signature, mesh_identity(mesh), recipe.key_options, environment)

@@ -117,5 +117,5 @@ def test_many_threads_build_store_load_and_clear_at_once(signatures, rounds, tmp
         assert [caller.calls for caller in callers] == [signatures] * THREADS
         stats = module.step.stats()
         assert stats.loads > 0 if number % 2 else stats.compiles > 0
-        assert not cache.archive().tier.quarantined
+        assert not cache.archive().disk.quarantined
     assert "Traceback" not in caplog.text

@@ -86,7 +86,7 @@ def is_close(one, other):
 
 
 def account(found):
-    return "\n".join((found["miss"], *found["changes"], *found["unvouched"]))
+    return "\n".join((found["miss"], *found["changes"], *found["untrackable"]))
 
 
 @pytest.mark.parametrize("kind", CHANGES, ids=lambda kind: kind.name)
@@ -103,7 +103,7 @@ def test_a_change_is_seen_and_named(kind, runs):
     assert kind.named in account(changed)
     assert again["level"] == (1 if kind.vouched else 2), account(again)
     if not kind.vouched:
-        assert kind.named in "\n".join(first["unvouched"])
+        assert kind.named in "\n".join(first["untrackable"])
 
 
 @pytest.mark.parametrize("kind", harmless.HARMLESS, ids=lambda kind: kind.name)

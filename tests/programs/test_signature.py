@@ -19,12 +19,12 @@ from stepcache.calls.signature import (
     read,
     shorten,
 )
-from stepcache.calls.step_spec import Recipe
+from stepcache.calls.step_spec import StepSpec
 from stepcache.jaxcompat import arguments
 
 
 def parameters(fun, carry=(), **options):
-    return Recipe.of(fun, options, carry).parameters
+    return StepSpec.of(fun, options, carry).parameters
 
 
 def signature(*args, **kwargs):

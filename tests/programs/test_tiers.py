@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepcache.programs.memory import MemoryTier
-from stepcache.storage.disk_store import DiskTier
+from stepcache.storage.disk_store import DiskStore
 
 BOUND = 8  # In units of size.
 
@@ -54,7 +54,7 @@ class Disk:
 
     def __init__(self, directory):
         minutes = itertools.count(1_000_000)
-        self._tier = DiskTier(
+        self._tier = DiskStore(
             Path(directory), BOUND * self.UNIT_BYTES, clock=lambda: next(minutes) * 61.0
         )
         self._stored = {}

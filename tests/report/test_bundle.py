@@ -23,8 +23,8 @@ from stepcache.programs.archive import open_archive
 from stepcache.report import bundle as bundles
 from stepcache.report import environment, moving
 from stepcache.storage import entry as entries
-from stepcache.storage.dependency_record import digest_facts, pack_candidates, unpack_candidates
-from stepcache.storage.disk_store import DiskTier
+from stepcache.storage.dependency_record import digest_dependencies, pack_records, unpack_records
+from stepcache.storage.disk_store import DiskStore
 
 
 @sc.step
@@ -70,7 +70,7 @@ def take(file, directory, **options):
 
 
 def names(directory):
-    return {(each.kind, each.digest) for each in DiskTier(directory).entries()}
+    return {(each.kind, each.digest) for each in DiskStore(directory).entries()}
 
 
 def run(*arguments, code=0):
@@ -81,19 +81,18 @@ def run(*arguments, code=0):
 
 def change_facts(directory, **changes):
     """Lets all builds have been made elsewhere."""
-    tier = DiskTier(directory)
+    tier = DiskStore(directory)
     for entry in list(tier.entries("step")):
-        candidates = [
-            changed(each, **changes)
-            for each in unpack_candidates(tier.peek("step", entry.digest)[1])
+        records = [
+            changed(each, **changes) for each in unpack_records(tier.peek("step", entry.digest)[1])
         ]
         label = (entry.header or {})["label"]
-        tier.publish("step", entry.digest, *pack_candidates(label, candidates))
+        tier.publish("step", entry.digest, *pack_records(label, records))
 
 
-def changed(candidate, **changes):
-    told = candidate.told | {name.replace("_", " "): value for name, value in changes.items()}
-    return dataclasses.replace(candidate, told=told, facts=digest_facts(told))
+def changed(record, **changes):
+    found = record.dependencies | {name.replace("_", " "): value for name, value in changes.items()}
+    return dataclasses.replace(record, dependencies=found, digest=digest_dependencies(found))
 
 
 # ---- out and in ---------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ def changed(candidate, **changes):
 
 def test_out_and_in_under_the_same_key(directory, tmp_path):
     before = names(directory)
-    tier = DiskTier(directory)
+    tier = DiskStore(directory)
     payloads = {name: tier.peek(*name)[1] for name in before}
     result = run("cache", "export", tmp_path / "a.bundle", "--dir", directory)
     assert "2 steps, 2 programs" in result.stdout
@@ -120,12 +119,12 @@ def test_another_directory_has_to_be_told_to_trust(file, tmp_path):
     found = json.loads(result.stdout)
     assert found["trusted"] == "as asked" and found["programs"] == 2 and not found["foreign"]
     assert sorted(each.rpartition(":")[2] for each in found["steps"]) == ["grow", "shrink"]
-    assert not [each for each in DiskTier(other).verify() if each.problem]
+    assert not [each for each in DiskStore(other).verify() if each.problem]
 
 
 def test_what_is_there_stays(file, directory):
     program = next(name for name in names(directory) if name[0] == "program")
-    tier = DiskTier(directory)
+    tier = DiskStore(directory)
     tier.publish(*program, {"label": "mine"}, b"mine")
     found = take(file, directory)
     assert (found.programs, found.already_there, found.trusted) == (0, 2, "own key")
@@ -136,12 +135,12 @@ def test_builds_that_were_there_are_kept(file, directory):
     change_facts(directory, config_jax_enable_x64="'otherwise'")
     take(file, directory)
     take(file, directory)
-    tier = DiskTier(directory)
+    tier = DiskStore(directory)
     for step in tier.entries("step"):
-        candidates = unpack_candidates(tier.peek("step", step.digest)[1])
-        assert len(candidates) == 2
+        records = unpack_records(tier.peek("step", step.digest)[1])
+        assert len(records) == 2
         assert len((step.header or {})["programs"]) == 2
-        times = [each.created_time for each in candidates]
+        times = [each.created_time for each in records]
         assert times == sorted(times, reverse=True)
 
 
@@ -196,7 +195,7 @@ def test_any_flipped_bit_is_found(file, built, tmp_path):
     """Under the maker's own key too; but a spoiled HMAC alone just needs trust."""
     data, path = file.read_bytes(), tmp_path / "flipped.bundle"
     directory = Path(shutil.copytree(built, tmp_path / "programs"))
-    DiskTier(directory).clear()
+    DiskStore(directory).clear()
     step = max(1, len(data) // 300)
     for position in [*range(0, len(data), step), *range(len(data) - 80, len(data))]:
         spoiled = bytearray(data)
@@ -253,7 +252,7 @@ class Forged(NamedTuple):
 
 def forge(directory, path, spoil):
     """A bundle with a good checksum and the right key, whose members `spoil` has changed."""
-    tier = DiskTier(directory)
+    tier = DiskStore(directory)
     members = []
     for info in [*tier.entries("program"), *tier.entries("step")]:
         stored = entries.store(tier.peek(info.kind, info.digest)[1])
@@ -344,7 +343,7 @@ ODD_MEMBERS = {
 @pytest.mark.parametrize("name", ODD_MEMBERS)
 def test_members_that_export_does_not_write_are_refused(built, tmp_path, name):
     path, other = tmp_path / "odd.bundle", tmp_path / "other"
-    with path.open("w+b") as out, bundles.signed_tar(out, DiskTier(built)) as tar:
+    with path.open("w+b") as out, bundles.signed_tar(out, DiskStore(built)) as tar:
         header = ODD_MEMBERS[name].tobuf(tarfile.GNU_FORMAT)
         out.write(header)
         tar.offset += len(header)
@@ -364,8 +363,8 @@ def test_a_bundle_is_a_tar_file(file, built):
 SPOILED = {
     "no format": lambda packed: 1,
     "no list": lambda packed: {"a": 1},
-    "no candidates": lambda packed: [],
-    "facts of another": lambda packed: [{**packed[0], "facts": "0" * 64}],
+    "no records": lambda packed: [],
+    "the digest of another": lambda packed: [{**packed[0], "digest": "0" * 64}],
     "a device that is none": lambda packed: [{**packed[0], "devices": ["0"]}],
     "no bytes": lambda packed: [{**packed[0], "call": "text"}],
     "more fields": lambda packed: [{**packed[0], "run": "rm"}],
@@ -386,11 +385,11 @@ def using(packed, **changes):
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_forged_step_is_refused(directory, tmp_path, name):
-    tier = DiskTier(directory)
+    tier = DiskStore(directory)
     step = next(iter(tier.entries("step")))
     data = msgpack.unpackb(tier.peek("step", step.digest)[1], strict_map_key=False)
-    spoiled = SPOILED[name](data["candidates"])
-    payload = msgpack.packb({**data, "candidates": spoiled} if spoiled != 1 else spoiled)
+    spoiled = SPOILED[name](data["records"])
+    payload = msgpack.packb({**data, "records": spoiled} if spoiled != 1 else spoiled)
     tier.publish("step", step.digest, step.header or {}, payload or b"")
     path, other = tmp_path / "forged.bundle", tmp_path / "other"
     forge(directory, path, list)
@@ -421,11 +420,11 @@ def test_a_foreign_environment_is_refused_with_what_differs(directory, tmp_path)
 
 
 def test_steps_of_this_environment_come_without_the_others(directory, tmp_path):
-    tier = DiskTier(directory)
+    tier = DiskStore(directory)
     entry = next(each for each in tier.entries("step") if "grow" in (each.header or {})["label"])
-    candidates = unpack_candidates(tier.peek("step", entry.digest)[1])
-    foreign = [changed(each, package_numpy="0.1") for each in candidates]
-    tier.publish("step", entry.digest, *pack_candidates("x.py:grow", foreign))
+    records = unpack_records(tier.peek("step", entry.digest)[1])
+    foreign = [changed(each, package_numpy="0.1") for each in records]
+    tier.publish("step", entry.digest, *pack_records("x.py:grow", foreign))
     moving.export(opened(directory), tmp_path / "a.bundle")
     other = tmp_path / "other"
     found = take(tmp_path / "a.bundle", other, trust=True)

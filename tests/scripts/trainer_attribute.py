@@ -14,7 +14,7 @@ class Trainer:
         self.weight_decay = weight_decay
         self.log_every = log_every
         self.steps_done = 0
-        self.history = []
+        self.run_log = []
         self.step = sc.step(self._step, donate_argnums=0)
 
     def loss(self, params, batch):
@@ -33,9 +33,9 @@ class Trainer:
         for batch in batches:
             state, loss = self.step(state, batch)
             self.steps_done += 1
-            self.history.append(float(loss))
+            self.run_log.append(float(loss))
             if self.steps_done % self.log_every == 0:
-                print(f"step {self.steps_done}: loss {self.history[-1]:.6f}")
+                print(f"step {self.steps_done}: loss {self.run_log[-1]:.6f}")
         return state[0]
 
 
@@ -55,4 +55,4 @@ if __name__ == "__main__":
     trainer = Trainer(optax.rmsprop(0.01), weight_decay=1e-4)
     params = trainer.fit(params, batches(10, rows=16))
     params = trainer.fit(params, batches(4, rows=8))
-    print(f"best {min(trainer.history):.6f} of {trainer.steps_done}")
+    print(f"best {min(trainer.run_log):.6f} of {trainer.steps_done}")

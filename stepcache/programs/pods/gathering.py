@@ -22,17 +22,17 @@ from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
 from stepcache.jaxcompat.coordination import Brief
 from stepcache.programs.levels import Lowered
+from stepcache.programs.lookup import Lookup
 from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank, digest_of_lowered, judge
 from stepcache.programs.pods.stand import OF_ONE, Facts, Stand, brief, known_to_all
-from stepcache.programs.question import Question
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import (
-    Candidate,
+    DependencyRecord,
     Traced,
     agree,
     differences,
-    pack_candidates,
-    unpack_candidates,
+    pack_records,
+    unpack_records,
 )
 from stepcache.units import readable_ranks
 
@@ -45,8 +45,8 @@ class Gathering:
     Args:
         meeting: with the other processes.
         peers: who they are.
-        question: this process's.
-        facts: what this call depends on.
+        lookup: this process's.
+        dependencies: what this call depends on.
         values: the host values that it hands in whole; None where they are unknown.
         stand: what it says.
 
@@ -63,13 +63,13 @@ class Gathering:
         self,
         meeting: Meeting,
         peers: Peers,
-        question: Question,
-        facts: Facts,
+        lookup: Lookup,
+        dependencies: Facts,
         values: dict[str, str] | None,
         stand: Stand,
     ):
-        self._meeting, self._peers, self._question = meeting, peers, question
-        self._facts, self._stand = facts, stand
+        self._meeting, self._peers, self._question = meeting, peers, lookup
+        self._dependencies, self._stand = dependencies, stand
         voices = meeting.hear("stand", stand.packed(), brief=brief)
         unpacked = {voice: Stand.unpacked(voice) for voice in set(voices.values())}
         self._stands = {rank: unpacked[voice] for rank, voice in voices.items()}
@@ -89,7 +89,7 @@ class Gathering:
         several = len(codes) > 1 or OF_ONE in codes
         self._to_compare = several and not all(having.values())
         self._told: tuple[Traced | None, str] | None = None
-        self._received: tuple[Candidate | None, bytes, str] | None = None
+        self._received: tuple[DependencyRecord | None, bytes, str] | None = None
         self._has_asked = False
 
     def _hear(self, topic: str, said: bytes, brief: Brief | None = None) -> dict[int, bytes]:
@@ -124,13 +124,15 @@ class Gathering:
                 hint="call the same steps in the same order on all of them",
             )
         speakers = {ranks[0] for _, ranks in (most, *others)}
-        own = self._facts.call if self._peers.rank in speakers else {}
-        voices = self._meeting.hear("facts", zlib.compress(plain.pack(own), 1), patiently=True)
-        facts = {rank: plain.unpack(zlib.decompress(voices[rank])) for rank in speakers}
+        own = self._dependencies.call if self._peers.rank in speakers else {}
+        voices = self._meeting.hear(
+            "dependencies", zlib.compress(plain.pack(own), 1), patiently=True
+        )
+        dependencies = {rank: plain.unpack(zlib.decompress(voices[rank])) for rank in speakers}
         changes: list[Change] = []
         lines = []
         for _, ranks in others:
-            found = differences(facts[most[1][0]], facts[ranks[0]])
+            found = differences(dependencies[most[1][0]], dependencies[ranks[0]])
             changes += found
             lines += [by_rank(change, most[1], ranks) for change in found]
         raise AgreementError(
@@ -253,26 +255,28 @@ class Gathering:
             self._told = (Traced.unpacked(traced) if traced is not None else None), why_not
         return self._told
 
-    def give(self, label: str, candidate: Candidate | None, data: bytes, why_not: str = "") -> None:
+    def give(
+        self, label: str, record: DependencyRecord | None, data: bytes, why_not: str = ""
+    ) -> None:
         """Hands the program out.
 
         Args:
             label: the step, by file and name.
-            candidate: the build; None where there is none that others can use.
+            record: the build; None where there is none that others can use.
             data: the executable; empty where all find it in the directory.
             why_not: why not.
         """
         if self.takers:
-            packed = pack_candidates(label, [candidate])[1] if candidate is not None else b""
+            packed = pack_records(label, [record])[1] if record is not None else b""
             given = plain.pack([packed, zlib.compress(data, 1), why_not])
             self._meeting.hand_out("program", given, self.takers)
 
-    def receive(self) -> tuple[Candidate | None, bytes, str]:
+    def receive(self) -> tuple[DependencyRecord | None, bytes, str]:
         """What the other process hands out, as it gave it."""
         if self._received is None:
             packed, data, why_not = plain.unpack(self._meeting.take("program", self.giver))
-            candidate = unpack_candidates(packed)[0] if packed else None
-            self._received = candidate, zlib.decompress(data), why_not
+            record = unpack_records(packed)[0] if packed else None
+            self._received = record, zlib.decompress(data), why_not
         return self._received
 
     def take_all(self) -> None:
@@ -284,9 +288,9 @@ class Gathering:
 
     def differing(self, traced: Traced) -> tuple[Change, ...]:
         """What of a trace of another process is not so here."""
-        told = known_to_all(traced.facts)
-        facts = known_to_all(self._question.with_used(traced.used).facts)
-        return () if agree(told, facts) else differences(told, facts)
+        told = known_to_all(traced.dependencies)
+        dependencies = known_to_all(self._question.with_used(traced.used).dependencies)
+        return () if agree(told, dependencies) else differences(told, dependencies)
 
     # ---- what was lowered ------------------------------------------------------------------------
 

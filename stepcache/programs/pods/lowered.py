@@ -84,10 +84,10 @@ def _why_different(
         The changes, and a line about each.
     """
     speakers = (one[0], other[0])
-    outline, facts = own.outline if own is not None else "", {}
+    outline, dependencies = own.outline if own is not None else "", {}
     with contextlib.suppress(Exception):  # What cannot be explained is an error all the same.
-        facts = known_to_all(own.facts()) if own is not None else {}
-    packed = zlib.compress(plain.pack([outline, facts]), 1)
+        dependencies = known_to_all(own.dependencies()) if own is not None else {}
+    packed = zlib.compress(plain.pack([outline, dependencies]), 1)
     voices = meeting.hear("outline", packed, patiently=True)
     told = [plain.unpack(zlib.decompress(voices[rank])) for rank in speakers]
     outlines = [outline.splitlines() for outline, _ in told]
@@ -107,8 +107,8 @@ def _why_different(
     change = Change("code", where, before, after, note)
     # What only one of them has read, it read because it went another way.
     both = told[0][1].keys() & told[1][1].keys()
-    facts = ({name: each[name] for name in each if name in both} for _, each in told)
-    others = [change for change in differences(*facts) if change.part != "module"]
+    dependencies = ({name: each[name] for name in each if name in both} for _, each in told)
+    others = [change for change in differences(*dependencies) if change.part != "module"]
     lines = [by_rank(each, speakers[:1], speakers[1:]) for each in others]
     return [change, *others], [by_rank(change, one, other), *lines][:MAX_SHOWN]
 

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from stepcache.calls.host_values import digest_of
-from stepcache.programs.archive import Answer, Archive
-from stepcache.programs.question import Question
+from stepcache.programs.archive import Archive, LookupResult
+from stepcache.programs.lookup import Lookup
 from stepcache.storage import plain
-from stepcache.storage.dependency_record import digest_facts
+from stepcache.storage.dependency_record import digest_dependencies
 
 # What one host may have and another not: then one of each kind builds what all agree on.
 _OF_HOST = (
@@ -40,16 +40,16 @@ class Facts:
     code: dict[str, str]
 
     @classmethod
-    def of(cls, question: Question) -> Facts:
-        """Those of a question. To be asked before any candidate is looked at."""
+    def of(cls, lookup: Lookup) -> Facts:
+        """Those of a lookup. To be asked before any record is looked at."""
         call, code = {}, {}
-        statics = {f"static {static.name}" for static in question.statics}
-        for name, fact in question.base.facts.items():
+        statics = {f"static {static.name}" for static in lookup.statics}
+        for name, dependency in lookup.base.dependencies.items():
             if name in _OF_HOST:
                 continue
             # Of a static object it is its class; what it holds may or may not be used.
-            is_static = name in statics and not fact.startswith(("code ", "see "))
-            (call if is_static or _is_of_call(name) else code)[name] = fact
+            is_static = name in statics and not dependency.startswith(("code ", "see "))
+            (call if is_static or _is_of_call(name) else code)[name] = dependency
         return cls(call, code)
 
 
@@ -58,9 +58,9 @@ def _is_of_call(name: str) -> bool:
     return of_call and not name.startswith(_OF_PROCESS)
 
 
-def known_to_all(facts: dict[str, str]) -> dict[str, str]:
+def known_to_all(dependencies: dict[str, str]) -> dict[str, str]:
     """Facts that are no matter of each host."""
-    return {name: fact for name, fact in facts.items() if name not in _OF_HOST}
+    return {name: dependency for name, dependency in dependencies.items() if name not in _OF_HOST}
 
 
 OF_ONE = ""
@@ -120,22 +120,22 @@ def brief(voices: dict[int, bytes]) -> dict[int, bytes]:
 
 
 def stand_of(
-    question: Question,
-    facts: Facts,
-    answer: Answer,
+    lookup: Lookup,
+    dependencies: Facts,
+    result: LookupResult,
     archive: Archive | None,
     values: dict[str, str] | None,
 ) -> Stand:
     """What this process says."""
-    host = question.base.facts
+    host = lookup.base.dependencies
     return Stand(
-        question.address.label,
-        digest_facts(facts.call),
-        digest_facts(facts.code),
-        digest_facts({name: host.get(name, "") for name in _OF_HOST}),
+        lookup.address.label,
+        digest_dependencies(dependencies.call),
+        digest_dependencies(dependencies.code),
+        digest_dependencies({name: host.get(name, "") for name in _OF_HOST}),
         archive.name() if archive is not None else "",
         archive is not None and archive.has_programs(),
-        answer.candidate.program if answer.candidate is not None else "",
+        result.record.program if result.record is not None else "",
         archive is None or archive.verify != "before",
         digest_of(values),
     )

@@ -37,7 +37,7 @@ class Trainer:
         self.optimizer = optimizer
         self.log_every = log_every
         self.global_step = 0
-        self.history, self.seconds = [], []
+        self.run_log, self.seconds = [], []
         self.train_step = sc.step(self._train_step, carry="state", batch="batch")
         self.eval_step = sc.step(self._eval_step, batch="batch")
 
@@ -67,8 +67,8 @@ class Trainer:
                 state, metrics = self.train_step(state, batch)
                 self.global_step += 1
                 if self.global_step % self.log_every == 0:
-                    self.history.append(float(metrics["loss"]))
-                    self.log(f"step {self.global_step}: loss {self.history[-1]:.6f}")
+                    self.run_log.append(float(metrics["loss"]))
+                    self.log(f"step {self.global_step}: loss {self.run_log[-1]:.6f}")
                 self.seconds.append(time.perf_counter() - began)
             held_out = [self.eval_step(state[0], batch) for batch in batches.epoch(99)]
             self.log(f"epoch {epoch} after {time.time() - self.started:.1f} s")

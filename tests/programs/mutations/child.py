@@ -50,7 +50,7 @@ def run_one(jax, np, sc, cache, module):
         "expected": values(jax, np, expected),
         "level": 1 if not stats.traces else 2 if not stats.compiles else 3,
         "changes": [f"{change.part}: {change}" for change in miss.changes],
-        "unvouched": list(miss.unvouched),
+        "untrackable": list(miss.untrackable),
         "miss": str(miss),
     }
 

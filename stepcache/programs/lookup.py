@@ -1,8 +1,8 @@
-"""`Question`: what a call would have to find on disk, and what an answer has to agree with.
+"""`Lookup`: finds the program of a call on disk by what the call depends on, without a trace.
 
-A question is asked before anything is traced. Its `lookup` is a digest of all that is known then:
-code, values, signature, mesh and environment. What is kept under it, each a `Candidate`, says what
-its trace used beyond that, and serves where all of that is as it was.
+Its digest covers all that is known before a trace: code, values, signature, mesh and environment.
+Each `DependencyRecord` stored under that digest says what its trace used beyond that, and serves if
+all of it is unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 from stepcache.calls.key import Key
 from stepcache.calls.layers import code_of, definition_of
 from stepcache.calls.signature import Leaf, short_type
-from stepcache.calls.step_spec import Recipe, Request
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.bytecode import names_of
@@ -35,75 +35,77 @@ from stepcache.fingerprint.recorder import Recording
 from stepcache.fingerprint.tokens import atom, plain_text
 from stepcache.fingerprint.visitor import Fingerprint, Walk
 from stepcache.jaxcompat import inspection
-from stepcache.storage.dependency_record import Address, Used, digest_facts
+from stepcache.storage.dependency_record import Address, Used, digest_dependencies
 
 
-class Question:
+class Lookup:
     """What a call depends on before it is traced.
 
     Args:
-        recipe: the step.
+        spec: the step.
         request: the call.
 
     Attributes:
-        base: the facts known before a trace.
+        base: the dependencies known before a trace.
         statics: the static arguments.
-        address: where candidates are kept.
+        address: where records are kept.
     """
 
-    def __init__(self, recipe: Recipe, request: Request):
+    def __init__(self, spec: StepSpec, request: Request):
         self._attributes: set[str] = set()  # Those that libraries are known to read by now.
-        self._recipe, self._key, self._paths = recipe, request.key, request.call.paths
+        self._spec, self._key, self._paths = spec, request.key, request.call.paths
         self.statics = request.key.signature.statics
-        label, self._root = _label_and_root(recipe.fun)
+        label, self._root = _label_and_root(spec.fun)
         self._devices = _devices_in_order(self._key)
         tokens = _leaf_tokens(self._key.signature.leaves, self._devices)
-        self._call_facts = self._facts_of_call(tokens)
+        self._call_facts = self._call_dependencies(tokens)
         self._base_walk: Walk | None = self._walked()
         self.base = self._base_walk.fingerprint()
-        facts = {"label": label, **self.base.facts}
-        if recipe.parameters.carry:  # What is donated then follows from the carry and the function.
+        dependencies = {"label": label, **self.base.dependencies}
+        if spec.parameters.carry:  # What is donated then follows from the carry and the function.
             names = ("donate_argnums", "donate_argnames")
-            facts["donated"] = str([recipe.options.get(name) for name in names])
-        self.address = Address(label, digest_facts(facts), self._devices)
+            dependencies["donated"] = str([spec.options.get(name) for name in names])
+        self.address = Address(label, digest_dependencies(dependencies), self._devices)
 
     def _walked(self) -> Walk:
         walk = Walk(self._root)
-        walk.value("step", self._recipe.fun)
+        walk.value("step", self._spec.fun)
         for static in self.statics:
             walk.value(f"static {static.name}", static.value)
-        for name, value in self._recipe.given.items():
+        for name, value in self._spec.given.items():
             plain = tuple(value) if isinstance(value, list) else value
             if plain_text(plain) is None:
                 walk.value(f"option {name}", value)
             else:
                 walk.once(f"option {name}", repr(plain))
-        parameters = self._recipe.parameters
+        parameters = self._spec.parameters
         for name, names in (("carry", parameters.carry), ("batch", parameters.batch)):
             if names:
                 walk.once(f"option {name}", ", ".join(map(repr, names)))
         walk.tree("arguments", self._key.signature.tree)
-        walk.facts.update(self._call_facts)
+        walk.dependencies.update(self._call_facts)
         return walk
 
-    def _facts_of_call(self, tokens: Sequence[str]) -> dict[str, str]:
-        facts = inspection.process_environment()
+    def _call_dependencies(self, tokens: Sequence[str]) -> dict[str, str]:
+        dependencies = inspection.process_environment()
         for name, value in self._key.environment:
-            facts.setdefault(f"config {name}", _setting_text(value))
-        facts["mesh"] = repr(_renumbered(self._key.mesh, self._devices))
+            dependencies.setdefault(f"config {name}", _setting_text(value))
+        dependencies["mesh"] = repr(_renumbered(self._key.mesh, self._devices))
         paths = (path.text for path in self._paths)
-        facts.update((f"argument {path}", token) for path, token in zip(paths, tokens, strict=True))
-        return facts
+        dependencies.update(
+            (f"argument {path}", token) for path, token in zip(paths, tokens, strict=True)
+        )
+        return dependencies
 
     # ---- what only a trace tells of ------------------------------------------------------------
 
     def with_used(self, used: Used) -> Fingerprint:
-        """All facts, for a trace that used this."""
+        """All dependencies, for a trace that used this."""
         walk, self._base_walk = self._walk(), None  # What is added now is this trace's affair.
         return self._extended(walk, used)
 
     def extend(self, used: Used) -> Fingerprint:
-        """As `with_used`, for good: the facts of the trace that this question leads to."""
+        """As `with_used`, for good: the dependencies of the trace that this lookup leads to."""
         self._attributes.update(used.attributes)
         return self._extended(self._walk(), used)
 
@@ -114,10 +116,10 @@ class Question:
         return self._base_walk
 
     def values_now(self, used: Used) -> dict[str, str]:
-        """The facts about code and values as they are at this moment."""
+        """The dependencies about code and values as they are at this moment."""
         walk = self._walked()
         walk.read_attributes(used.attributes)
-        return walk.fingerprint().facts
+        return walk.fingerprint().dependencies
 
     def _extended(self, walk: Walk, used: Used) -> Fingerprint:
         walk.read_attributes(used.attributes)
@@ -132,7 +134,7 @@ class Question:
 
     def own_code(self) -> set[CodeType]:
         """The code of the step's own function, with what is nested in it."""
-        code = code_of(definition_of(self._recipe.fun))
+        code = code_of(definition_of(self._spec.fun))
         return set(names_of(code).codes) if code is not None else set()
 
     def is_alone(self) -> bool:
@@ -151,11 +153,11 @@ class Question:
             sorted(recording.variables),
         )
 
-    def blames_of(self, recording: Recording) -> tuple[str, ...]:
+    def untrackable_in(self, recording: Recording) -> tuple[str, ...]:
         """What of a trace cannot be vouched for. To be asked after `extend`."""
-        blames = [*self._walk().blames, *recording.impure]
+        untrackable = [*self._walk().untrackable, *recording.impure]
         if recording.unavailable:
-            blames.append(recording.unavailable)
+            untrackable.append(recording.unavailable)
         unknown = {
             code
             for code in recording.entered.values()
@@ -165,8 +167,8 @@ class Question:
             unknown -= _explained_by_classes(unknown, self._walk())
         for code in unknown:
             where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
-            blames.append(f"{where}: the trace went through it, but nothing known leads to it")
-        return tuple(blames)
+            untrackable.append(f"{where}: the trace went through it, but nothing known leads to it")
+        return tuple(untrackable)
 
     def _file_name(self, path: str) -> tuple[str, str, str]:
         if not Path(path).is_absolute():
