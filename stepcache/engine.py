@@ -40,14 +40,13 @@ from stepcache.errors import (
 )
 from stepcache.events import Evicted, Miss, recorder
 from stepcache.jaxcompat import inspection
-from stepcache.programs import accounts
 from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup, step_label
 from stepcache.programs.miss_log import MissLog
-from stepcache.programs.resolve import Resolver
+from stepcache.programs.resolve import Resolver, compared
 from stepcache.programs.verification import Checks
 from stepcache.sharding import mesh_identity
 from stepcache.weak_objects import WeakObjects
@@ -333,7 +332,7 @@ class Engine:
         if archive is None:
             return miss, False
         result = archive.look_up(Lookup(self.spec, request))
-        return accounts.with_result(miss, result), result.record is not None
+        return compared(miss, result), result.record is not None
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)

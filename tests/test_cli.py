@@ -349,7 +349,7 @@ def test_ranks_of_the_latest_run(tmp_path):
     assert [len(each["ranks"]) for each in both] == [3, 3]
 
 
-def test_a_torn_ledger_is_read_as_far_as_it_goes(tmp_path):
+def test_a_torn_run_log_is_read_as_far_as_it_goes(tmp_path):
     write_runs(tmp_path, [row()])
     (path,) = (tmp_path / "v1" / "runs").iterdir()
     path.write_bytes(path.read_bytes() + b'{"event": "bu')

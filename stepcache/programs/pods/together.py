@@ -15,11 +15,12 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.peers import Peers
 from stepcache.programs.archive import Archive, LookupResult
 from stepcache.programs.build import Stopwatch
-from stepcache.programs.levels import Levels, Lowered, Resolution, Sharing
+from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.pods.gathering import Gathering
 from stepcache.programs.pods.lowered import Different
 from stepcache.programs.pods.stand import Facts, stand_of
+from stepcache.programs.resolution import Lowered, Resolution, Sharing
 from stepcache.storage.dependency_record import DependencyRecord, Traced
 
 _DOES_NOT_LOAD = "what another process made does not load here (%s)"
