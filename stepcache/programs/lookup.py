@@ -23,6 +23,7 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.bytecode import names_of
+from stepcache.fingerprint.code_reads import reads_of
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     USER,
@@ -143,7 +144,7 @@ class Lookup:
 
     def used_by(self, recording: Recording) -> Used:
         """What a trace used."""
-        reads = installed_packages.reads_of(recording.entered.values())
+        reads = reads_of(recording.entered.values())
         named = (self._walk().waiting() | self._attributes) & reads.attributes
         return Used(
             sorted(reads.asked_for | named),

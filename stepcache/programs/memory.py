@@ -45,7 +45,7 @@ class Held:
         known.add(owner)
 
 
-class MemoryTier:
+class MemoryPrograms:
     """Programs by key, bounded by count and by bytes.
 
     Args:

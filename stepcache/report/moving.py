@@ -24,8 +24,9 @@ from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
 from stepcache.report.environment import Part
 from stepcache.report.inventory import label_of, means
 from stepcache.storage.dependency_record import DependencyRecord, pack_records, unpack_records
-from stepcache.storage.disk_store import DiskStore, EntryInfo
+from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import DamagedEntryError
+from stepcache.storage.entry_info import EntryInfo
 
 
 class BundleError(StepCacheError):

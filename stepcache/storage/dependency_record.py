@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from stepcache.events import Captured, Change
-from stepcache.fingerprint.installed_packages import LATE
+from stepcache.fingerprint.name_meanings import LATE
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.storage import plain
 
