@@ -438,7 +438,7 @@ def _eagerly(engine: weakref.ref[Engine], fun: Callable) -> Callable:
 
 
 def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[Any, Any, bool]:
-    """What a dispatcher calls on a miss; it may outlive its engine in somebody's hands."""
+    """What a dispatcher calls on a miss; a reference to it may outlive its engine."""
     alive = engine()
     if alive is None:
         return jitted(*args, **kwargs), None, False

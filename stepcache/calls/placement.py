@@ -21,7 +21,7 @@ from stepcache.sharding import Placed, Placer, axes_of, is_in_type, quoted
 def place(
     spec: StepSpec, placer: Placer | None, call: Call
 ) -> tuple[tuple[Leaf, ...], tuple[Placed | None, ...], tuple[Sharding | None, ...]]:
-    """Places the leaves of a call that nobody has placed yet.
+    """Places the leaves of a call that are not committed yet.
 
     Args:
         spec: the step.

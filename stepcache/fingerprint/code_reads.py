@@ -129,6 +129,6 @@ def _add_names(
 
 def _is_known_by_file(module: str) -> bool:
     """Modules whose names are not looked at: jaxlib's bindings are loaded bit by bit while a
-    program is lowered, and stepcache's own are nobody's to replace.
+    program is lowered, and stepcache's own are not to be replaced.
     """
     return module.partition(".")[0] in ("jaxlib", "stepcache")

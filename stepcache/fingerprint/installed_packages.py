@@ -1,8 +1,8 @@
 """Whether what a trace used of installed packages is still what it was.
 
-A distribution's version says what its code is, unless somebody edited a file or put something of
-their own into a module: `jax.nn.gelu = mine`. So the content of each module that a trace entered is
-looked at, and what each name means that the code entered there reads of modules and classes.
+A distribution's version identifies its code, unless a file was edited or a module was patched:
+`jax.nn.gelu = mine`. So each module that a trace entered is identified by its content, and each
+name that the entered code reads from modules and classes by what the name means.
 """
 
 from __future__ import annotations

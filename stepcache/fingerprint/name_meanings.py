@@ -21,7 +21,7 @@ LATE = "put into "
 
 
 class Notes:
-    """Stands in for a walk while a name is looked at, and keeps what it is told."""
+    """Takes the place of a `Walk` for one name, and keeps what is noted about it."""
 
     def __init__(self) -> None:
         self.dependencies: dict[str, str] = {}

@@ -35,7 +35,7 @@ class Fingerprint:
 
     Attributes:
         dependencies: path and token of everything found.
-        untrackable: what could not be vouched for; with any, nothing is claimed about the step.
+        untrackable: what cannot be fingerprinted; if there is any, the step has no fingerprint.
     """
 
     dependencies: dict[str, str]

@@ -298,7 +298,7 @@ class Worker:
             self._changed.notify_all()
             thread = self._thread
         limit = time.monotonic() + _STOP_SECONDS
-        # One that met a callback of the garbage collector has nobody to catch it.
+        # Raised in a callback of the garbage collector, it is not caught.
         with _process_hooks.unreported(_Interrupted):
             while thread is not None and thread.is_alive() and time.monotonic() < limit:
                 if self._droppable:

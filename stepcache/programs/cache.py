@@ -307,7 +307,7 @@ def _default_verify() -> str:
 
 
 def default_directory() -> Path | None:
-    """Where programs are kept unless a cache is told otherwise; None for nowhere.
+    """The default directory of programs; None for none.
 
     Raises:
         CacheDirectoryError: `STEPCACHE_DIR` is a URL.

@@ -155,7 +155,7 @@ class Lookup:
         )
 
     def untrackable_in(self, recording: Recording) -> tuple[str, ...]:
-        """What of a trace cannot be vouched for. To be asked after `extend`."""
+        """What a trace used that cannot be fingerprinted. Call it after `extend`."""
         untrackable = [*self._walk().untrackable, *recording.impure]
         if recording.unavailable:
             untrackable.append(recording.unavailable)

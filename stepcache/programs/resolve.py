@@ -62,7 +62,7 @@ class Resolver:
             scope: of the call.
             request: the call.
             started: when it came, by `time.perf_counter`.
-            explicit: the miss was asked for, so that nobody is warned of it.
+            explicit: the user asked for the program, so that the miss causes no warning.
 
         Raises:
             RecompileError: it would have to be built, and that is forbidden.
@@ -197,13 +197,13 @@ class _Settling:
         miss: Miss,
         look: Callable[[], Any],
     ):
-        self._name, self._archive, self._brought, self._miss = name, archive, resolution, miss
+        self._name, self._archive, self._resolution, self._miss = name, archive, resolution, miss
         self._look = look
         self._seconds: Any = LATER
         self.verify: Callable[[float], None] | None = None
 
     def __call__(self) -> Any:
-        archive, resolution = self._archive, self._brought
+        archive, resolution = self._archive, self._resolution
         assert resolution.address is not None
         if self._seconds is LATER:
             self._seconds = self._look()

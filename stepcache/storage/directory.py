@@ -62,7 +62,7 @@ class EntryDirectory:
         clock: tells the time in seconds since the epoch.
 
     Attributes:
-        key: vouches for the entries; None before it could be read.
+        key: authenticates the entries; None until it is read.
         markers: who is loading what.
     """
 

@@ -1,8 +1,7 @@
 """The disk store: what is kept for other processes, least recently used first out. Knows no JAX.
 
-Loading what is stored here is running code, so nothing is handed out that this user's key does not
-vouch for, byte by byte. What is wrong with the files is never an exception: it is a miss, told in
-`DiskStore.quarantined`.
+Loading an entry runs code, so every byte that is returned has been authenticated with this user's
+key. A damaged file never raises: it is a miss, listed in `DiskStore.quarantined`.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class DiskStore:
         return self._examine(kind, digest, whole=True, refuse=False)
 
     def vouch(self, what: bytes) -> bytes:
-        """An HMAC of bytes that only this directory's key makes. `what` begins with their purpose.
+        """The HMAC of bytes under this directory's key. `what` begins with their purpose.
 
         Raises:
             OSError: there is no key.
@@ -182,7 +181,7 @@ class DiskStore:
         use: bool = False,
         refuse: bool = True,
     ) -> tuple[EntryInfo | None, bytes]:
-        """What lies under a name: None if nothing, else with a `problem` if it is bad.
+        """Examines an entry: None if absent, else with a `problem` if it is bad.
 
         Args:
             kind: kind of the entry.
