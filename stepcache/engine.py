@@ -14,40 +14,35 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from stepcache import jaxcompat
 from stepcache.calls import signature as signatures
 from stepcache.calls.call_plan import CallPlans
-from stepcache.calls.carry import check_tied
+from stepcache.calls.carry import check_tied, note_deleted
 from stepcache.calls.context import Scope, current_scope
 from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_global_arrays
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
 from stepcache.calls.over_buffers import over_buffers, shapes_in
-from stepcache.calls.placement import is_elsewhere, place, unnamed_batch
+from stepcache.calls.placement import check_runnable, is_elsewhere, place, unnamed_batch
 from stepcache.calls.residence import NOT_A_HIT, Use, passes_variables
-from stepcache.calls.signature import Call, Unreadable
+from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.calls.transfer_budget import check_budget
 from stepcache.distributed import hang_report
 from stepcache.errors import (
     ForkedProcessError,
-    PlacementError,
     SessionClosedError,
     StepCacheWarning,
     warn,
 )
 from stepcache.events import Evicted, Miss, recorder
-from stepcache.jaxcompat import inspection
-from stepcache.programs import accounts
 from stepcache.programs.build import NotHoldable, Program, trace
-from stepcache.programs.cache import ProgramCache
+from stepcache.programs.cache import ProgramCache, caches_for
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup, step_label
 from stepcache.programs.miss_log import MissLog
-from stepcache.programs.resolve import Resolver
+from stepcache.programs.resolve import Resolver, compared
 from stepcache.programs.verification import Checks
 from stepcache.sharding import mesh_identity
 from stepcache.weak_objects import WeakObjects
@@ -82,7 +77,7 @@ class Engine:
         self.scope = scope
         self.number = spec.identity.number
         self.levels = Levels(spec, self.number)
-        self._caches = _caches_for(spec, self)
+        self._caches = caches_for(spec, self)
         self._not_holdable: set[Key] = set()
         self._is_over_buffers = False
         # Has the step call something else than the dispatcher: the step says what.
@@ -248,7 +243,7 @@ class Engine:
             self.trace(args, kwargs)  # JAX says what is wrong with the call.
             raise
         self.checks.raise_if_stale()
-        self._check_runnable(request)
+        check_runnable(self.spec.name, request)
         self._warn_of_unnamed_batch(scope, request)
         if self._find(scope, request) is None:
             self._obtain(scope, request, started, explicit=True)
@@ -333,7 +328,7 @@ class Engine:
         if archive is None:
             return miss, False
         result = archive.look_up(Lookup(self.spec, request))
-        return accounts.told(miss, result), result.record is not None
+        return compared(miss, result), result.record is not None
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)
@@ -349,7 +344,7 @@ class Engine:
         return program
 
     def _obtain(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
-        """The program of a call that missed: resolution here, or by another thread meanwhile."""
+        """The program of a call that missed: resolved here, or by another thread meanwhile."""
         resolve = functools.partial(
             self.resolver.resolve, scope, request, started, explicit=explicit
         )
@@ -362,23 +357,6 @@ class Engine:
         if not built:
             self.miss_log.count(hits=1)
         return program
-
-    def _check_runnable(self, request: Request) -> None:
-        """A program for devices that are only described can be lowered, but not held here.
-
-        Raises:
-            PlacementError: some device is no device of this process's backends.
-        """
-        for leaf, path in zip(request.leaves, request.call.paths, strict=True):
-            devices = leaf.sharding.device_set if leaf.sharding is not None else ()
-            if not inspection.live_backend(devices):
-                raise PlacementError(
-                    f"{self.spec.name} cannot be warmed for devices that are not there",
-                    where=path.text,
-                    expected="devices of this process (jax.devices())",
-                    got=", ".join(sorted(str(device) for device in devices)[:4]),
-                    hint="step.lower(...).compile() compiles for another topology where JAX can",
-                )
 
     # ---- execution ---------------------------------------------------------------------------
 
@@ -393,7 +371,7 @@ class Engine:
             raise
         except (RuntimeError, ValueError) as error:
             if "deleted" in str(error):
-                _note_deleted(error, call)
+                note_deleted(error, call)
             peers = scope.together(request.ranks)
             if peers is not None:
                 peers.raise_if_lost_by(error)
@@ -460,7 +438,7 @@ def _eagerly(engine: weakref.ref[Engine], fun: Callable) -> Callable:
 
 
 def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[Any, Any, bool]:
-    """What a dispatcher calls on a miss; it may outlive its engine in somebody's hands."""
+    """What a dispatcher calls on a miss; a reference to it may outlive its engine."""
     alive = engine()
     if alive is None:
         return jitted(*args, **kwargs), None, False
@@ -493,40 +471,3 @@ def latest_call() -> str:
 
 
 hang_report.latest_call = latest_call
-
-_caches: dict[int, WeakObjects[ProgramCache]] = {}
-_caching = threading.Lock()
-
-
-def _caches_for(spec: StepSpec, engine: Engine) -> WeakObjects[ProgramCache]:
-    """The caches that hold programs of a function: these live, as in `jax.jit`, with the function.
-
-    So a step that is made anew over the same function finds what an earlier one built.
-    """
-    number = spec.identity.number
-    with _caching:
-        found = _caches.get(number)
-        if found is None:
-            found = _caches[number] = WeakObjects()
-            weakref.finalize(spec.fun if spec.identity.shared else engine, _release, number)
-        return found
-
-
-def _release(number: int) -> None:
-    for cache in _caches.pop(number, ()):
-        cache.release(number)
-
-
-def _note_deleted(error: Exception, call: Call) -> None:
-    """Names the argument that JAX's "has been deleted" is about."""
-    deleted = [
-        path.text
-        for value, path in zip(call.leaves, call.paths, strict=True)
-        if isinstance(value, jax.Array) and value.is_deleted()
-    ]
-    if deleted:
-        named = ", ".join(deleted[:3]) + (", …" if len(deleted) > 3 else "")
-        error.add_note(
-            f"stepcache: {named} has been deleted, or donated to an earlier call (a carry always "
-            "is); use the array that the call returned in its place"
-        )

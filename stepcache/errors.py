@@ -143,7 +143,7 @@ class RecompileWarning(StepCacheWarning):
 class StaleProgramWarning(StepCacheWarning):
     """Something that a step depends on changed in this process after the step was traced.
 
-    Not said of what lies in lists, dicts and the like, where functions count their own traces.
+    Not raised for the contents of lists and dicts, where functions may count their own traces.
     """
 
 

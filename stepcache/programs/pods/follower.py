@@ -12,9 +12,9 @@ from typing import Any
 
 from stepcache.events import Change
 from stepcache.programs.archive import LookupResult
-from stepcache.programs.levels import Resolution
 from stepcache.programs.pods.part import Part
 from stepcache.programs.pods.roles import without_host
+from stepcache.programs.resolution import Resolution
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import (
     DependencyRecord,

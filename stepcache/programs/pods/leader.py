@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from stepcache.errors import first_line
-from stepcache.programs.levels import Resolution
 from stepcache.programs.pods.part import Part
+from stepcache.programs.resolution import Resolution
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import DependencyRecord, Traced, pack_records
 

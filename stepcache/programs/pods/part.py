@@ -12,7 +12,7 @@ from stepcache.distributed.agreement import Round
 from stepcache.errors import first_line
 from stepcache.programs.archive import Archive, LookupResult
 from stepcache.programs.build import Stopwatch
-from stepcache.programs.levels import Levels, Lowered, Resolution, Sharing
+from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.pods.lowered import (
     check_lowered,
@@ -20,6 +20,7 @@ from stepcache.programs.pods.lowered import (
     merge_lowered,
 )
 from stepcache.programs.pods.roles import CallReport, Decision, Roles
+from stepcache.programs.resolution import Lowered, Resolution, Sharing
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import Traced
 

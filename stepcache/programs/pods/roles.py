@@ -99,12 +99,12 @@ class CallReport:
         values: dict[str, str] | None,
     ) -> CallReport:
         """Returns the report of this process."""
-        dependencies = lookup.base.dependencies
+        base = lookup.base.dependencies
         return cls(
             lookup.address.label,
             digest_dependencies(dependencies.call)[:16],
             digest_dependencies(dependencies.code)[:16],
-            digest_dependencies({name: dependencies.get(name, "") for name in _OF_HOST})[:16],
+            digest_dependencies({name: base.get(name, "") for name in _OF_HOST})[:16],
             archive.name()[:16] if archive is not None else "",
             archive is not None and archive.has_programs(),
             result.record.program[:16] if result.record is not None else "",

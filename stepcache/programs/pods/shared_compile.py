@@ -22,12 +22,13 @@ from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.programs.archive import Archive, LookupResult
 from stepcache.programs.build import Stopwatch
-from stepcache.programs.levels import Levels, Resolution
+from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.pods.follower import Follower
 from stepcache.programs.pods.leader import Leader
 from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank
 from stepcache.programs.pods.roles import CallReport, Decision, Dependencies, decide
+from stepcache.programs.resolution import Resolution
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import differences
 from stepcache.units import readable_ranks
@@ -107,11 +108,11 @@ def _raise_different_calls(round: Round, decision: Decision, dependencies: Depen
         )
     own = dependencies.call if round.rank in [ranks[0] for ranks in all_ranks] else {}
     received = round.gather("dependencies of the call", zlib.compress(plain.pack(own), 1))
-    dependencies = [plain.unpack(zlib.decompress(received[ranks[0]])) for ranks in all_ranks]
+    unpacked = [plain.unpack(zlib.decompress(received[ranks[0]])) for ranks in all_ranks]
     changes: list[Change] = []
     lines = []
-    for (_, ranks), each in zip(sides[1:], dependencies[1:], strict=True):
-        found = differences(dependencies[0], each)
+    for (_, ranks), each in zip(sides[1:], unpacked[1:], strict=True):
+        found = differences(unpacked[0], each)
         changes += found
         lines += [by_rank(change, usual, ranks) for change in found]
     raise AgreementError(
