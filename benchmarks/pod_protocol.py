@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,8 +134,8 @@ class Rank:
         import jax
         from jax._src import distributed
 
-        from stepcache.distributed import failure_detection, news
-        from stepcache.distributed.pod import peers_of
+        from stepcache.distributed import failure_detection, pod_events
+        from stepcache.distributed.peers import peers_of
 
         logging.getLogger("stepcache").setLevel(logging.CRITICAL)
         jax.distributed.initialize(
@@ -152,8 +153,8 @@ class Rank:
         # There are no devices to ask, and one machine.
         jax.process_index = lambda *_: rank
         failure_detection._pending_ranks = set
-        machine = f"{news._machine()}-{rank // OF_A_MACHINE}"
-        news._machine = lambda: machine
+        machine = f"{pod_events._machine()}-{rank // OF_A_MACHINE}"
+        pod_events._machine = lambda: machine
         peers = peers_of(range(count))
         assert peers is not None
         self.peers = peers
@@ -189,40 +190,41 @@ class Rank:
         }
 
     def agree(self, way: str) -> None:
-        """What `programs.pods.together` does about a new program, without the program."""
-        from stepcache.programs.levels import Lowered
-        from stepcache.programs.pods.gathering import Gathering
-        from stepcache.programs.pods.stand import Facts, Stand
+        """What `programs.pods.shared_compile` does about a new program, without the program."""
+        from stepcache.programs.pods.lowered import merge_lowered
+        from stepcache.programs.pods.roles import CallReport, Decision, decide
+        from stepcache.storage import plain
 
         self._keys += 1
-        key, stored = f"{self._keys:064x}", way == "stored"
-        stand = Stand(
-            "train.py:train",
-            key,
-            f"{self.rank:064x}" if way.endswith("differs") else key,
-            "h" * 64,
-            f"{self.rank if stored else 0:064x}",
-            True,
-            key if stored else "",
-            True,
-            "v" * 16,
+        key, stored = f"{self._keys:016x}", way == "stored"
+        report = CallReport(
+            label="train.py:train",
+            call=key,
+            code=f"{self.rank:016x}" if way.endswith("differs") else key,
+            host="h" * 16,
+            directory=f"{self.rank if stored else 0:016x}",
+            has_programs=True,
+            program=key if stored else "",
+            loads_untraced=True,
+            values="v" * 16,
         )
-        lowered = Lowered(key, dict)
-        with self.peers.meeting("train", "its first call") as meeting:
-            question: Any = None  # Of a trace only.
-            gathering = Gathering(meeting, self.peers, question, Facts({}, {}), {}, stand)
-            if gathering.gives:
-                gathering.compare(lowered)
-                gathering.tell(None, PROGRAM.decode())
-                gathering.give("train.py:train", None, b"", PROGRAM.decode())
-            elif gathering.builds:
-                gathering.compare(lowered if gathering.traces else None)
-                gathering.take_all()
+        with self.peers.round("train", "its first call") as current:
+            decision = Decision.unpacked(current.merge("call", report.packed(), decide))
+            roles = decision.roles[report.host]
+            if decision.compares_lowered:
+                current.merge("lowered", plain.pack([key, ""]), merge_lowered)
+            for name in ("trace", "program") if roles.builds else ():
+                if roles.leader == self.rank:
+                    current.channel.send(name, zlib.compress(PROGRAM, 1), roles.followers)
+                else:
+                    current.channel.receive(name, roles.leader)
             stages = dict.fromkeys(("hash", "read", "load", "agree"), self.rank / 7)
-            gathering.conclude(lowered, None, 1, stages)
+            current.merge("held", plain.pack([key, "", 1, stages]), merge_lowered)
+            if stored and self.rank == decision.first:
+                current.contributions("held")
 
-    def run(self, quick: bool) -> None:
-        """All that is measured, in order."""
+    def run(self, quick: bool, save: Callable[[], None]) -> None:
+        """All that is measured, in order; `save` is called before the last case, and after it."""
         import stepcache as sc
 
         self.peers.enter()
@@ -253,7 +255,9 @@ class Rank:
             with contextlib.suppress(sc.AgreementError):
                 self.agree("stored")
         self.peers.agree_seconds = 10 * AGREE_SECONDS
+        save()
         self.measured("lost", lambda: self.lose(last, sc.RankLostError))
+        save()
 
     def lose(self, victim: bool, error: type[Exception]) -> None:
         """The last rank is killed; the others wait for it."""
@@ -271,12 +275,16 @@ def work(rank: int, count: int, address: str, directory: Path, quick: bool) -> N
     """One process: writes its records to a file."""
     signal.alarm(1500)
     one = Rank(rank, count, address)
-    one.run(quick)
-    part = directory / f"{rank}.part"
-    part.write_text(json.dumps(one.records))
-    part.rename(directory / f"{rank}.json")
+
+    def save() -> None:
+        part = directory / f"{rank}.part"
+        part.write_text(json.dumps(one.records))
+        part.rename(directory / f"{rank}.json")
+
+    one.run(quick, save)
+    (directory / f"{rank}.ended").touch()
     if rank == 0:  # The service ends with this process, and JAX then aborts the others.
-        while sum(1 for _ in directory.glob("*.json")) < count - 1:
+        while sum(1 for _ in directory.glob("*.ended")) < count - 1:
             time.sleep(0.1)
         time.sleep(1)
 
@@ -288,7 +296,7 @@ def pod(count: int, quick: bool) -> None:
     """Forks a pod, and prints the costs of its cases as JSON, one a line."""
     import jax  # noqa: F401
 
-    import stepcache.programs.pods.together  # noqa: F401
+    import stepcache.programs.pods.shared_compile  # noqa: F401
 
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -320,9 +328,11 @@ def pod(count: int, quick: bool) -> None:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     if os.waitpid(process, os.WNOHANG)[0] == 0:
                         os.kill(process, signal.SIGKILL)
-    assert len(records) == count - 1, f"{len(records)} of {count - 1} have told"  # One was killed.
     for case in zero:
-        print(json.dumps(cost(case, count, [record[case] for record in records], zero[case])))
+        found = [record[case] for record in records if case in record]
+        expected = count - 1 if case == "lost" else count  # One was killed.
+        assert len(found) == expected, f"{case}: {len(found)} of {expected} ranks have told"
+        print(json.dumps(cost(case, count, found, zero[case])))
 
 
 def cost(case: str, count: int, ranks: list[dict], zero: dict) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Every change that stepcache makes to the whole process or to a whole thread, and how it ends.
 
 docs/process.md lists them for users. What is changed inside JAX stands in `jaxcompat/hooks.py`.
-Each hook calls what it found in its place, and takes only itself away: where somebody has set
+Each hook calls what it found in its place, and removes only itself: where other code has set
 something else meanwhile, that stays.
 """
 
@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable)
 
 # ---- the switch interval ------------------------------------------------------------------------
 
-# In microseconds as Python keeps it, and no round number: what a user sets is told from it.
+# In microseconds as Python keeps it, and no round number, to recognize what a user sets.
 _SWITCH_SECONDS = 0.000053
 
 
@@ -60,7 +60,7 @@ _switching = _Switching()
 def quick_switching() -> Iterator[None]:
     """Has Python switch between threads often, so that others need not wait for this one.
 
-    The interval is restored when the last that asked for it leaves, unless somebody else has set it
+    The interval is restored when the last user leaves, unless other code has set it
     meanwhile.
     """
     switching = _switching
@@ -302,7 +302,7 @@ def at_fork(before: Callable[[], None], in_child: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def unreported(kind: type[BaseException]) -> Iterator[None]:
-    """Keeps Python from reporting exceptions of one kind that nobody could catch."""
+    """Keeps Python from reporting uncaught exceptions of one kind."""
     places: list[tuple[Any, str]] = [(sys, "unraisablehook"), (threading, "excepthook")]
     before = [getattr(owner, name) for owner, name in places]
     hooks = [_without(kind, each) for each in before]

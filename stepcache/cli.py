@@ -29,7 +29,7 @@ from stepcache.programs.cache import default_directory
 from stepcache.report import doctor as doctors
 from stepcache.report import inventory as inventories
 from stepcache.report import moving, render, runs
-from stepcache.storage.disk_store import EntryInfo
+from stepcache.storage.entry_info import EntryInfo
 from stepcache.units import counted, readable_bytes
 
 _BYTES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

@@ -14,40 +14,35 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from stepcache import jaxcompat
 from stepcache.calls import signature as signatures
 from stepcache.calls.call_plan import CallPlans
-from stepcache.calls.carry import check_tied
+from stepcache.calls.carry import check_tied, note_deleted
 from stepcache.calls.context import Scope, current_scope
-from stepcache.calls.handing_in import HandingIn, handed_in, is_of_pod
+from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_global_arrays
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
 from stepcache.calls.over_buffers import over_buffers, shapes_in
-from stepcache.calls.placement import is_elsewhere, place, unnamed_batch
+from stepcache.calls.placement import check_runnable, is_elsewhere, place, unnamed_batch
 from stepcache.calls.residence import NOT_A_HIT, Use, passes_variables
-from stepcache.calls.signature import Call, Unreadable
+from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.calls.transfer_budget import check_budget
 from stepcache.distributed import hang_report
 from stepcache.errors import (
     ForkedProcessError,
-    PlacementError,
     SessionClosedError,
     StepCacheWarning,
     warn,
 )
 from stepcache.events import Evicted, Miss, recorder
-from stepcache.jaxcompat import inspection
-from stepcache.programs import accounts
 from stepcache.programs.build import NotHoldable, Program, trace
-from stepcache.programs.cache import ProgramCache
+from stepcache.programs.cache import ProgramCache, caches_for
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup, step_label
 from stepcache.programs.miss_log import MissLog
-from stepcache.programs.resolve import Resolver
+from stepcache.programs.resolve import Resolver, compared
 from stepcache.programs.verification import Checks
 from stepcache.sharding import mesh_identity
 from stepcache.weak_objects import WeakObjects
@@ -82,14 +77,14 @@ class Engine:
         self.scope = scope
         self.number = spec.identity.number
         self.levels = Levels(spec, self.number)
-        self._caches = _caches_for(spec, self)
+        self._caches = caches_for(spec, self)
         self._not_holdable: set[Key] = set()
         self._is_over_buffers = False
         # Has the step call something else than the dispatcher: the step says what.
         self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
-        self.handing_in: HandingIn | None = None
+        self.global_arguments: GlobalArguments | None = None
         self._resident_calls = 0
-        self.calls, self.sees_all_calls, self.hands_in = 0, True, False
+        self.calls, self.sees_all_calls, self.has_global_arguments = 0, True, False
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         self._weakly: weakref.ref[Engine] = weakref.ref(self)
         miss = functools.partial(_serve, self._weakly, spec.jitted)
@@ -145,7 +140,7 @@ class Engine:
         through_python = watched or scope.closed or self.checks.stale is not None
         plain = not (request.call.signature.statics or through_python)
         if plain and is_of_pod(request):
-            self.handing_in = HandingIn(request, self.scope)
+            self.global_arguments = GlobalArguments(request, self.scope)
         return outputs, None if through_python else fast_path
 
     # ---- calls that pass `Variables` -----------------------------------------------------------
@@ -163,7 +158,7 @@ class Engine:
     def note_call(self) -> None:
         """Counts a call that comes through Python."""
         global _latest_engine
-        if not (self._is_over_buffers or self.hands_in):
+        if not (self._is_over_buffers or self.has_global_arguments):
             self.calls += 1
             _latest_engine = self._weakly
 
@@ -248,7 +243,7 @@ class Engine:
             self.trace(args, kwargs)  # JAX says what is wrong with the call.
             raise
         self.checks.raise_if_stale()
-        self._check_runnable(request)
+        check_runnable(self.spec.name, request)
         self._warn_of_unnamed_batch(scope, request)
         if self._find(scope, request) is None:
             self._obtain(scope, request, started, explicit=True)
@@ -333,7 +328,7 @@ class Engine:
         if archive is None:
             return miss, False
         result = archive.look_up(Lookup(self.spec, request))
-        return accounts.told(miss, result), result.record is not None
+        return compared(miss, result), result.record is not None
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)
@@ -349,7 +344,7 @@ class Engine:
         return program
 
     def _obtain(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
-        """The program of a call that missed: resolution here, or by another thread meanwhile."""
+        """The program of a call that missed: resolved here, or by another thread meanwhile."""
         resolve = functools.partial(
             self.resolver.resolve, scope, request, started, explicit=explicit
         )
@@ -363,28 +358,11 @@ class Engine:
             self.miss_log.count(hits=1)
         return program
 
-    def _check_runnable(self, request: Request) -> None:
-        """A program for devices that are only described can be lowered, but not held here.
-
-        Raises:
-            PlacementError: some device is no device of this process's backends.
-        """
-        for leaf, path in zip(request.leaves, request.call.paths, strict=True):
-            devices = leaf.sharding.device_set if leaf.sharding is not None else ()
-            if not inspection.live_backend(devices):
-                raise PlacementError(
-                    f"{self.spec.name} cannot be warmed for devices that are not there",
-                    where=path.text,
-                    expected="devices of this process (jax.devices())",
-                    got=", ".join(sorted(str(device) for device in devices)[:4]),
-                    hint="step.lower(...).compile() compiles for another topology where JAX can",
-                )
-
     # ---- execution ---------------------------------------------------------------------------
 
     def _execute(self, scope: Scope, request: Request, program: Program) -> tuple[Any, Any]:
         started, outputs = time.perf_counter(), None
-        call = handed_in(request)
+        call = with_global_arrays(request)
         try:
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
             return outputs, fast_path if call is request.call else None
@@ -393,10 +371,10 @@ class Engine:
             raise
         except (RuntimeError, ValueError) as error:
             if "deleted" in str(error):
-                _note_deleted(error, call)
+                note_deleted(error, call)
             peers = scope.together(request.ranks)
             if peers is not None:
-                peers.suspect(error)
+                peers.raise_if_lost_by(error)
             raise
         finally:
             self.resolver.settle(scope, request, outputs, started)
@@ -460,24 +438,24 @@ def _eagerly(engine: weakref.ref[Engine], fun: Callable) -> Callable:
 
 
 def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[Any, Any, bool]:
-    """What a dispatcher calls on a miss; it may outlive its engine in somebody's hands."""
+    """What a dispatcher calls on a miss; a reference to it may outlive its engine."""
     alive = engine()
     if alive is None:
         return jitted(*args, **kwargs), None, False
     alive.note_call()
-    if alive.handing_in is not None:
-        whole = alive.handing_in(args, kwargs)
+    if alive.global_arguments is not None:
+        whole = alive.global_arguments(args, kwargs)
         if whole is not None:
             args, kwargs = whole
-            alive.hands_in = True
+            alive.has_global_arguments = True
             try:
                 return alive.dispatcher.call(*args, **kwargs), None, False
             finally:
-                alive.hands_in = False
+                alive.has_global_arguments = False
     if alive.is_planned():
         return NOT_A_HIT, None, True
     outputs, fast_path = alive.run(*args, **kwargs)
-    alive.sees_all_calls &= fast_path is None or alive.hands_in
+    alive.sees_all_calls &= fast_path is None or alive.has_global_arguments
     return outputs, fast_path, False
 
 
@@ -493,40 +471,3 @@ def latest_call() -> str:
 
 
 hang_report.latest_call = latest_call
-
-_caches: dict[int, WeakObjects[ProgramCache]] = {}
-_caching = threading.Lock()
-
-
-def _caches_for(spec: StepSpec, engine: Engine) -> WeakObjects[ProgramCache]:
-    """The caches that hold programs of a function: these live, as in `jax.jit`, with the function.
-
-    So a step that is made anew over the same function finds what an earlier one built.
-    """
-    number = spec.identity.number
-    with _caching:
-        found = _caches.get(number)
-        if found is None:
-            found = _caches[number] = WeakObjects()
-            weakref.finalize(spec.fun if spec.identity.shared else engine, _release, number)
-        return found
-
-
-def _release(number: int) -> None:
-    for cache in _caches.pop(number, ()):
-        cache.release(number)
-
-
-def _note_deleted(error: Exception, call: Call) -> None:
-    """Names the argument that JAX's "has been deleted" is about."""
-    deleted = [
-        path.text
-        for value, path in zip(call.leaves, call.paths, strict=True)
-        if isinstance(value, jax.Array) and value.is_deleted()
-    ]
-    if deleted:
-        named = ", ".join(deleted[:3]) + (", …" if len(deleted) > 3 else "")
-        error.add_note(
-            f"stepcache: {named} has been deleted, or donated to an earlier call (a carry always "
-            "is); use the array that the call returned in its place"
-        )

@@ -100,11 +100,11 @@ class TransferBudgetError(StepCacheError, RuntimeError):
 
 
 class AgreementError(StepCacheError, RuntimeError):
-    """The processes of a pod are not about to run the same program, or one of them has not come.
+    """The processes of a pod do not make the same call, or one of them did not take part in time.
 
     Attributes:
         changes: what differs, as `Change` records: before, the first of `sides`; after, the second.
-        sides: the ranks on each side.
+        sides: the ranks on each side; of very many, the largest sides.
     """
 
     def __init__(self, what: str, changes=(), sides=(), **details):
@@ -113,10 +113,10 @@ class AgreementError(StepCacheError, RuntimeError):
 
 
 class RankLostError(StepCacheError, RuntimeError):
-    """A process of the pod has gone. What needs all of them cannot go on.
+    """A process of the pod was lost, so that no collective can complete.
 
     Attributes:
-        ranks: those that have gone; empty where that is not known.
+        ranks: the lost ranks; empty if unknown.
     """
 
     def __init__(self, what: str, ranks=(), **details):
@@ -143,7 +143,7 @@ class RecompileWarning(StepCacheWarning):
 class StaleProgramWarning(StepCacheWarning):
     """Something that a step depends on changed in this process after the step was traced.
 
-    Not said of what lies in lists, dicts and the like, where functions count their own traces.
+    Not raised for the contents of lists and dicts, where functions may count their own traces.
     """
 
 

@@ -23,7 +23,7 @@ from stepcache.calls.context import (
 )
 from stepcache.calls.host_values import check_replicas
 from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang
-from stepcache.distributed.pod import AGREE_SECONDS, PodOfSession, peers_of
+from stepcache.distributed.peers import AGREE_SECONDS, peers_of
 from stepcache.distributed.replicas import Part
 from stepcache.engine import preload_all
 from stepcache.errors import OptionError, SessionClosedError
@@ -75,8 +75,8 @@ class Session:
             `jax.jit` whole, and are not bounded: those inside another transformation, and those
             with an argument that no cached program can hold (a mutable reference), of which only
             the variables count.
-        agree_timeout: seconds that the processes of a pod wait for one that has not come to agree
-            on a new program.
+        agree_timeout: seconds that the processes of a pod wait for one that does not take part in
+            the agreement on a new program.
         check_replicas_every: at every so many calls of a step that passes `Variables`, check that
             what several processes, or devices, hold of the same values in them is the same, as
             `check_replicas` does; but what is compared first are checksums that the devices make.
@@ -91,7 +91,7 @@ class Session:
     first runs, all processes compare their calls, and a digest of what each hands in whole; where
     they differ, that is an `AgreementError` on all of them. Where only their code or globals do,
     it is one if they lower different programs. One builds it, the others load that. An error of a
-    collective that leaves a `with` block because a process of the mesh has gone becomes a
+    collective that leaves a `with` block because a process of the mesh was lost becomes a
     `RankLostError`. Where a process ends, or leaves its session, while others wait for it in a
     collective, they raise that too; one that cannot, as its thread waits for a device, prints it
     and ends with exit code 1 within seconds.
@@ -200,16 +200,16 @@ class Session:
         context = jaxcompat.entering(self._scope, self._token)
         context.__enter__()
         self._contexts().append(context)
-        if isinstance(peers := self._scope.peers, PodOfSession):
+        if (peers := self._scope.peers) is not None:
             peers.enter(*self._on_hang)
         return self
 
     def __exit__(self, *exception) -> None:
         self._contexts().pop().__exit__(*exception)
-        if isinstance(peers := self._scope.peers, PodOfSession):
+        if (peers := self._scope.peers) is not None:
             peers.leave(exception[1])
             if isinstance(exception[1], Exception):
-                peers.suspect(exception[1])
+                peers.raise_if_lost_by(exception[1])
         if self._scope.built and exception[0] is None:
             unmatched = set(range(len(self.rules))) - self._scope.matched
             self._scope.warn_of_rules(unmatched, "any step of the session")

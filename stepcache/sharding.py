@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -20,7 +20,6 @@ from stepcache.units import counted
 
 DataAxis = str | tuple[str, ...] | None
 Role = Literal["carry", "batch"] | None
-T = TypeVar("T")
 
 
 def mesh_identity(mesh: Mesh | None) -> tuple:
@@ -298,29 +297,3 @@ def current_max_bytes() -> int | None:
     """What a call may move in the innermost session of this thread; None for no bound."""
     session = jaxcompat.entered_session()
     return session.max_step_bytes if session is not None else None
-
-
-class Company(Protocol):
-    """The other processes of a session's mesh, to those who have to do something with them."""
-
-    def guarded(self, work: Callable[[], T]) -> T:
-        """Does something that waits for all of them.
-
-        Raises:
-            RankLostError: one of them has gone meanwhile.
-        """
-        ...
-
-    def wait_for_all(self, label: str, said: bytes = b"") -> dict[int, bytes]:
-        """Waits until all have come here, and returns what each of them said, by rank.
-
-        Raises:
-            RankLostError: one of them has gone.
-        """
-        ...
-
-
-def current_company() -> Company | None:
-    """The other processes of the innermost session's mesh; None where there are none."""
-    session = jaxcompat.entered_session()
-    return session.peers if session is not None else None

@@ -174,13 +174,14 @@ def test_show(built):
     found = run_json("cache", "show", step[:10], "--dir", built)
     assert (found["kind"], found["digest"]) == ("step", step)
     (build,) = found["builds"]
-    assert {"arguments", "environment", "packages", "config", "code"} <= build["facts"].keys()
+    groups = build["dependencies"].keys()
+    assert {"arguments", "environment", "packages", "config", "code"} <= groups
     assert "trace" in build["seconds"] and "compile" in build["seconds"]
     assert set(build["used"]) == {"attributes", "modules", "files", "variables"}
     some = run("cache", "show", step[:10], "--dir", built).stdout
     every = run("cache", "show", step[:10], "--dir", built, "--all").stdout
     assert "more (--all)" in some and "more (--all)" not in every
-    assert all(name in every for facts in build["facts"].values() for name in facts)
+    assert all(name in every for group in build["dependencies"].values() for name in group)
 
 
 def test_show_of_a_program_names_its_step(built):
@@ -240,7 +241,7 @@ def test_verify_finds_damage_and_puts_it_away(directory):
     assert "none is damaged" in run("cache", "verify", "--dir", directory).stdout
 
 
-EMPTY_BUILD = msgpack.packb({"format": 2, "records": [{}]})
+EMPTY_BUILD = msgpack.packb({"format": 3, "records": [{}]})
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\x01\x02", EMPTY_BUILD])
@@ -348,7 +349,7 @@ def test_ranks_of_the_latest_run(tmp_path):
     assert [len(each["ranks"]) for each in both] == [3, 3]
 
 
-def test_a_torn_ledger_is_read_as_far_as_it_goes(tmp_path):
+def test_a_torn_run_log_is_read_as_far_as_it_goes(tmp_path):
     write_runs(tmp_path, [row()])
     (path,) = (tmp_path / "v1" / "runs").iterdir()
     path.write_bytes(path.read_bytes() + b'{"event": "bu')

@@ -871,7 +871,7 @@ def test_devices_that_are_only_described_are_told_apart(monkeypatch):
     assert "step.lower" in str(raised.value) and asked == [{jax.devices()[1]}]
 
 
-def test_the_ledger_has_a_row_for_each_program(tmp_path):
+def test_the_run_log_has_a_row_for_each_program(tmp_path):
     source = """
     @sc.step
     def step(x):

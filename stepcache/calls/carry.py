@@ -162,3 +162,18 @@ def type_of(leaf: Any) -> str:
 def _pin(leaf: Leaf) -> NamedSharding | None:
     sharding = leaf.sharding
     return sharding if isinstance(sharding, NamedSharding) and not is_in_type(sharding) else None
+
+
+def note_deleted(error: Exception, call: Call) -> None:
+    """Names the argument that JAX's "has been deleted" is about."""
+    deleted = [
+        path.text
+        for value, path in zip(call.leaves, call.paths, strict=True)
+        if isinstance(value, jax.Array) and value.is_deleted()
+    ]
+    if deleted:
+        named = ", ".join(deleted[:3]) + (", …" if len(deleted) > 3 else "")
+        error.add_note(
+            f"stepcache: {named} has been deleted, or donated to an earlier call (a carry always "
+            "is); use the array that the call returned in its place"
+        )

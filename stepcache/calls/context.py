@@ -36,7 +36,7 @@ class Scope:
         on_miss: "compile", "warn" or "error".
         count_hits: keep the C++ dispatcher out, so that every call is counted.
         max_step_bytes: what one call may move, or None.
-        together: gives the peers of a pod, by the ranks of its processes; None for one process.
+        together: returns the `Peers` of some ranks; None for a single process.
         check_replicas_every: at which calls that pass `Variables` replicas are compared, or None.
         closed: no call may be made in it any more.
         built: a program has been built in it.

@@ -1,51 +1,40 @@
-"""Values that the processes of a pod hold alike, compared: each says a digest of them."""
+"""Compares values that must be the same on all processes of a pod, by digests."""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import jax
 import numpy as np
 
 from stepcache.calls.step_spec import Request
+from stepcache.distributed.agreement import Round, ranks_in, sides_of
 from stepcache.distributed.global_arrays import spans_processes
 from stepcache.distributed.peers import Peers
-from stepcache.distributed.replicas import SEVERAL, Groups, Part, is_own, replicas_of, token_of
+from stepcache.distributed.replicas import SEVERAL, Groups, Part, is_local, replicas_of, token_of
 from stepcache.errors import AgreementError
 from stepcache.events import Change
-from stepcache.jaxcompat.coordination import Brief
 from stepcache.storage import plain
 from stepcache.units import counted, readable_ranks
 
 _MAX_SHOWN = 12
-MAX_SIDES = 8
-"""How many differing processes tell what they hold."""
 
-Differing = dict[str, list[list[int]]]
-"""By the name of a group of processes: those of it that hold the same, most of them first."""
+Differing = dict[str, list[list[list[int]]]]
+"""By the name of a group of ranks that should hold the same: the ranks, as spans, that do."""
 
 
-class Hear(Protocol):
-    """As `Meeting.hear`."""
+def replicated_host_values(request: Request) -> dict[str, str] | None:
+    """Returns tokens of the host values that every process passes whole, by path.
 
-    def __call__(
-        self, topic: str, said: bytes, *, brief: Brief | None = None
-    ) -> Mapping[int, bytes]: ...
-
-
-def handed_in_whole(request: Request) -> dict[str, str] | None:
-    """The host values of a call that every process hands in whole: token by path.
-
-    None for a call that some of them are only described in, as for `step.warm`.
+    None for a call with `jax.ShapeDtypeStruct` in the place of values, as for `step.warm`.
     """
     call, tokens = request.call, {}
     rows = zip(call.leaves, call.paths, request.placed, request.asked, strict=True)
     for value, path, placed, asked in rows:
         sharding = placed.sharding if placed is not None else asked
-        if not spans_processes(sharding) or not is_own(value):
+        if not spans_processes(sharding) or not is_local(value):
             continue
         if isinstance(value, jax.ShapeDtypeStruct):
             return None
@@ -55,65 +44,66 @@ def handed_in_whole(request: Request) -> dict[str, str] | None:
 
 
 def digest_of(tokens: Mapping[str, str] | None) -> str:
-    """A digest of values by their tokens; empty where they are not known."""
+    """Returns a digest of values, by their tokens; empty if they are unknown."""
     if tokens is None:
         return ""
     return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()[:16]
 
 
-def compare(
-    hear: Hear, rank: int, about: str, groups: Groups, said: Mapping[int, str] | None = None
-) -> None:
-    """Compares values with those of the other processes.
-
-    Args:
-        hear: says something on a topic, and returns what all say, by rank.
-        rank: of this process.
-        about: what the values are for.
-        groups: the values.
-        said: the digest that each has said already, where there is one group only.
-
-    Raises:
-        AgreementError: values differ that are one; with their paths, and the ranks.
-    """
-    named = {_name(ranks): tokens for ranks, tokens in groups.items()}
-    if said is not None:
-        differing = _differing(
-            {each: dict.fromkeys(named, digest) for each, digest in said.items() if digest}
-        )
-    else:
-        own = {name: digest_of(tokens) for name, tokens in named.items()}
-        differing = plain.unpack(hear("values", plain.pack(own), brief=_brief)[rank])
-    if differing:
-        _explain(hear, rank, about, named, differing)
-
-
-def _name(ranks: Sequence[int]) -> str:
-    """A short name for some processes."""
+def group_name(ranks: Sequence[int]) -> str:
+    """Returns a short name for a group of ranks."""
     return hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
 
 
-def _differing(digests: Mapping[int, Mapping[str, str]]) -> Differing:
-    """The groups whose processes, by rank, have not the same digest."""
-    sides: dict[str, dict[str, list[int]]] = {}
-    for rank, found in sorted(digests.items()):
-        for name, digest in found.items():
-            sides.setdefault(name, {}).setdefault(digest, []).append(rank)
-    ordered = {
-        name: sorted(each.values(), key=lambda ranks: (-len(ranks), ranks))
-        for name, each in sides.items()
-        if len(each) > 1
+def differing(digests: Mapping[int, Mapping[str, str]]) -> Differing:
+    """Returns the groups whose ranks hold different values; by the digests of each rank."""
+    names = sorted({name for found in digests.values() for name in found})
+    sides = {
+        name: sides_of({rank: found[name] for rank, found in digests.items() if name in found})
+        for name in names
     }
-    return dict(sorted(ordered.items(), key=lambda each: each[1]))
+    several = {name: each for name, each in sides.items() if len(each) > 1}
+    return dict(sorted(several.items(), key=lambda each: each[1]))
 
 
-def _brief(voices: dict[int, bytes]) -> dict[int, bytes]:
-    differing = _differing({rank: plain.unpack(voice) for rank, voice in voices.items()})
-    return dict.fromkeys(voices, plain.pack(differing))
+def compare_call_values(name: str, request: Request, peers: Peers) -> None:
+    """Compares the replicated host values of a call with those of the other processes.
+
+    Raises:
+        AgreementError: they differ, or a process did not take part in time.
+        RankLostError: a process was lost.
+    """
+    values = {tuple(peers.ranks): replicated_host_values(request) or {}}
+    with peers.round(name, "its first call since it was warmed") as round:
+        compare(round, f"before {name}", values)
+
+
+def compare(round: Round, about: str, groups: Groups, found: Differing | None = None) -> None:
+    """Compares values with those of the other processes.
+
+    Args:
+        round: an agreement round of all processes.
+        about: when the values are compared, for messages.
+        groups: the values of this process.
+        found: which values differ, if the processes have compared their digests already.
+
+    Raises:
+        AgreementError: values differ; it names their paths and the ranks.
+    """
+    named = {group_name(ranks): tokens for ranks, tokens in groups.items()}
+    if found is None:
+        own = {name: digest_of(tokens) for name, tokens in named.items()}
+        found = plain.unpack(round.merge("values", plain.pack(own), _merge_digests))
+    if found:
+        _explain(round, about, named, found)
+
+
+def _merge_digests(contributions: dict[int, bytes]) -> bytes:
+    return plain.pack(differing({rank: plain.unpack(x) for rank, x in contributions.items()}))
 
 
 def check_devices(groups: Groups) -> None:
-    """Whether the devices of this process hold the same.
+    """Checks that the devices of this process hold the same values.
 
     Raises:
         AgreementError: they do not.
@@ -126,41 +116,41 @@ def check_devices(groups: Groups) -> None:
     ]
     if lines:
         raise AgreementError(
-            f"values that are the same on all devices differ on those of rank "
-            f"{jax.process_index()}:\n  " + "\n  ".join(_shown(lines)),
-            hint="jax.shard_map(…, check_vma=False) believes what its out_specs say of replicas",
+            f"replicated values differ between the devices of rank {jax.process_index()}:\n  "
+            + "\n  ".join(_shown(lines)),
+            hint="jax.shard_map(…, check_vma=False) does not check what its out_specs replicate",
         )
 
 
 def check_replicas(
     parts: Callable[[], Iterable[Part]], peers: Peers | None, about: str, *, summed: bool = False
 ) -> None:
-    """Checks that what several processes, or devices, hold of the same values is the same.
+    """Checks that all processes and devices hold the same replicas of values.
 
     Args:
-        parts: gives the values.
+        parts: returns the values.
         peers: the processes; None for this one alone.
-        about: on what occasion, for people.
+        about: when the values are compared, for messages.
         summed: compare checksums first, and values only where those differ.
 
     Raises:
-        AgreementError: values differ; it names their paths, and the ranks.
+        AgreementError: values differ; it names their paths and the ranks.
     """
     ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
 
-    def meet(groups: Groups) -> None:
-        assert peers is not None
-        with peers.meeting("check_replicas", "") as meeting:
-            compare(meeting.hear, peers.rank, about, groups)
+    def compare_with_peers(groups: Groups) -> None:
+        if peers is not None:
+            with peers.round("check_replicas") as round:
+                compare(round, about, groups)
 
     groups = replicas_of(parts(), ranks, summed=summed)
-    for check in (check_devices,) if peers is None else (meet, check_devices):
+    for check in (compare_with_peers, check_devices):
         try:
             check(groups)
             continue
         except AgreementError as error:
             differing = error
-        if summed:  # Says which values they are.
+        if summed:  # Raises an error that shows the values.
             check(replicas_of(parts(), ranks))
         raise differing
 
@@ -171,46 +161,43 @@ def _shown(lines: list[str]) -> list[str]:
 
 
 def _explain(
-    hear: Hear,
-    rank: int,
-    about: str,
-    named: Mapping[str, dict[str, str]],
-    differing: Differing,
+    round: Round, about: str, named: Mapping[str, dict[str, str]], found: Differing
 ) -> None:
-    """Compares path by path, on one rank for each digest.
+    """Compares path by path, between one rank of each side.
 
     Raises:
         AgreementError: values of the same path differ.
     """
+    differing = {name: [ranks_in(spans) for spans in sides] for name, sides in found.items()}
     own = {
         name: named[name]
         for name, sides in differing.items()
-        if rank in [ranks[0] for ranks in sides[:MAX_SIDES]]
+        if round.rank in [ranks[0] for ranks in sides]
     }
-    heard = hear("differing values", zlib.compress(plain.pack(own), 1))
-    speakers = {ranks[0] for sides in differing.values() for ranks in sides[:MAX_SIDES]}
-    tokens = {each: plain.unpack(zlib.decompress(heard[each])) for each in speakers}
+    received = round.gather("differing values", zlib.compress(plain.pack(own), 1))
+    speakers = {ranks[0] for sides in differing.values() for ranks in sides}
+    tokens = {each: plain.unpack(zlib.decompress(received[each])) for each in speakers}
     changes, lines, all_sides = [], [], []
     for name, (most, *others) in differing.items():
         usual = tokens[most[0]][name]
-        for ranks in others[: MAX_SIDES - 1]:
-            found = tokens[ranks[0]][name]
-            paths = [path for path in usual if found.get(path, usual[path]) != usual[path]]
+        for ranks in others:
+            other = tokens[ranks[0]][name]
+            # A path that one of them does not hold is no difference.
+            paths = [path for path in usual if other.get(path, usual[path]) != usual[path]]
             for path in paths:
-                changes.append(Change("value", path, usual[path], found[path]))
+                changes.append(Change("value", path, usual[path], other[path]))
                 lines.append(
-                    f"{path}: {readable_ranks(ranks)} {found[path]}; "
+                    f"{path}: {readable_ranks(ranks)} {other[path]}; "
                     f"{readable_ranks(most)} {usual[path]}"
                 )
             if paths:
                 all_sides += [tuple(most), tuple(ranks)]
-    if not changes:
-        return  # What one of them does not hold at all is no difference.
-    raise AgreementError(
-        f"values that are the same on all processes differ, {about}:\n  "
-        + "\n  ".join(_shown(lines)),
-        changes,
-        tuple(dict.fromkeys(all_sides)),
-        hint="make them from the same seed, checkpoint and settings on all processes; what differs "
-        "by process belongs into a batch",
-    )
+    if changes:
+        raise AgreementError(
+            f"replicated values differ between the ranks, {about}:\n  "
+            + "\n  ".join(_shown(lines)),
+            changes,
+            tuple(dict.fromkeys(all_sides)),
+            hint="make them from the same seed, checkpoint and settings on all processes; pass "
+            "values that differ between processes in a batch",
+        )

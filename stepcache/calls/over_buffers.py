@@ -31,7 +31,7 @@ jax.tree_util.register_static(Again)
 
 
 HELD = "Variables"
-"""The holder of a leaf that lies in `Variables`, where they stand first in a call."""
+"""Holder of a leaf of `Variables`, at their first place in a call."""
 
 
 def is_stand_in(node: Any) -> bool:
@@ -92,7 +92,7 @@ class _OverBuffers:
 
         Raises:
             CarryError: they do not begin with the carry. It is said here, before anything is used
-                up: of a call that JAX has to serve by itself, nobody else would say it.
+                up, as JAX would not raise it for a call that it serves itself.
         """
         names = self._carry
         structure = jax.tree_util.tree_structure

@@ -13,13 +13,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepcache.calls.signature import Call, Leaf, Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
+from stepcache.errors import PlacementError
+from stepcache.jaxcompat import inspection
 from stepcache.sharding import Placed, Placer, axes_of, is_in_type, quoted
 
 
 def place(
     spec: StepSpec, placer: Placer | None, call: Call
 ) -> tuple[tuple[Leaf, ...], tuple[Placed | None, ...], tuple[Sharding | None, ...]]:
-    """Places the leaves of a call that nobody has placed yet.
+    """Places the leaves of a call that are not committed yet.
 
     Args:
         spec: the step.
@@ -174,3 +176,21 @@ def moved_bytes(
             shard = given._replace(shape=tuple(target.shard_shape(shape)))
             return shard.size_bytes * len(target.addressable_devices - present)
     return 0 if present else given.size_bytes
+
+
+def check_runnable(step: str, request: Request) -> None:
+    """A program for devices that are only described can be lowered, but not held here.
+
+    Raises:
+        PlacementError: some device is no device of this process's backends.
+    """
+    for leaf, path in zip(request.leaves, request.call.paths, strict=True):
+        devices = leaf.sharding.device_set if leaf.sharding is not None else ()
+        if not inspection.live_backend(devices):
+            raise PlacementError(
+                f"{step} cannot be warmed for devices that are not there",
+                where=path.text,
+                expected="devices of this process (jax.devices())",
+                got=", ".join(sorted(str(device) for device in devices)[:4]),
+                hint="step.lower(...).compile() compiles for another topology where JAX can",
+            )

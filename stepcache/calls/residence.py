@@ -56,8 +56,8 @@ class Use:
         "_args",
         "_buffer_paths",
         "_kwargs",
-        "_spec",
         "_session",
+        "_spec",
         "carried",
         "meter",
         "variables",
@@ -92,7 +92,7 @@ class Use:
         return found
 
     def held(self, scope: Scope) -> Use:
-        """As a context: nobody else writes the variables meanwhile.
+        """Context manager that locks the variables.
 
         Raises:
             VariablesError: they lie on another mesh than this session's.
@@ -122,11 +122,11 @@ class Use:
             for path, token in each._made_of.items()
         }
         spec = self._spec
-        with peers.meeting(
+        with peers.round(
             spec.name, f"new variables ({', '.join(each.name for each in new)})"
-        ) as meeting:
+        ) as round:
             about = f"in variables that {spec.name} is called with"
-            compare(meeting.hear, peers.rank, about, {tuple(peers.ranks): tokens})
+            compare(round, about, {tuple(peers.ranks): tokens})
         for each in new:
             each._made_of = {}
 
@@ -297,7 +297,7 @@ class Use:
     def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
         """Position or name of each argument, and itself: the carried ones first.
 
-        In this order variables are told from those that are in the call already.
+        In this order, variables that are passed more than once are recognized.
         """
         positional, carry = self._spec.parameters.positional, self._spec.parameters.carry
         given: list[tuple[str, int | str, Any]] = [

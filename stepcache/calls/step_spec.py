@@ -114,8 +114,8 @@ class Request:
     tell: Callable[[Call], Call] = _as_it_is
 
     @property
-    def told(self) -> Call:
-        """The call as people are told of it: paths and a signature, placed. Not to be run."""
+    def shown(self) -> Call:
+        """The call as people are shown it: paths and a signature, placed. Not to be run."""
         return self.tell(self.call.with_signature_leaves(self.leaves))
 
     def described(self) -> Request:

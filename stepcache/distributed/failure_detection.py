@@ -1,20 +1,19 @@
-"""Which processes of a pod have gone, or hang: found out, told to all, and made an error of.
+"""Detects lost and hanging processes of a pod, and raises `RankLostError` on all others.
 
-Each process has daemon threads. One waits in a single call of the coordination service for the
-next piece of *news*: `left` (a rank left a session), `ended` (a rank's script ended), `roll` (all
-say where they are), `hang` and `lost`. Any rank may give news; the first that gives number n has
-given it, and all get it. The other thread looks every second at this process alone, without the
-service: whether the thread that entered the session moves, and whether processes of this machine
-run. A pod where nothing happens makes no calls.
+Each process runs daemon threads. One waits in a single call of JAX's coordination service for the
+next event of the pod: `left` (a rank left a session), `ended` (a rank's script ended), `roll` (all
+ranks say where they are), `hang`, `log` and `lost`. The other one checks every second, without the
+service, whether the thread that entered the session moves and whether the processes of this
+machine run. A quiet pod makes no calls.
 
-A rank that ends by an error says so itself. One that was killed is noticed by its neighbours, whose
-collectives fail, and by processes of the same machine. Who of the others does not answer a roll
-call is lost. Where the main thread still waits for a device a few seconds after a loss is known,
-nothing can make it raise: then the error is printed here, and the process ends.
+A rank that ends by an error announces its own loss. A killed rank is detected by its neighbours,
+whose collectives fail, and by processes of the same machine. A rank that does not answer a roll
+call is lost. If the main thread still waits for a device a few seconds after a loss, it cannot
+raise: then the error is printed and the process exits.
 
-Rank 0 runs the coordination service. When its process is killed, JAX aborts all others within a
-fraction of a second, and no Python can prevent it. A third thread, which holds a connection to rank
-0, logs before that who has gone; where the main thread is in Python's hands, it raises too.
+Rank 0 runs the coordination service. When it is killed, JAX aborts all other processes within a
+fraction of a second, which Python cannot prevent. A third thread holds a connection to rank 0 and
+logs the loss before that; the main thread raises it if it runs Python code.
 """
 
 from __future__ import annotations
@@ -28,32 +27,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 import jax
 
 from stepcache.distributed import hang_report
 from stepcache.distributed.hang_report import Movement, Row, table
-from stepcache.distributed.news import ANSWER_SECONDS, News
+from stepcache.distributed.loss import Loss
+from stepcache.distributed.pod_events import ANSWER_SECONDS, ENDED, PodEvents
 from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat import coordination
-from stepcache.jaxcompat.coordination import Service, Unreachable, asked
-from stepcache.units import readable_ranks
+from stepcache.jaxcompat.coordination import Service, Unreachable
 
 HANG_SECONDS = 60.0
-"""After how long without a movement a report of all ranks is logged, by default."""
+"""After how long without progress all ranks log where they are, by default."""
 OnHang = Literal["warn", "error"]
 
 _LOOK_SECONDS = 1.0
 _STILL_SECONDS = 4.0  # A thread that has not moved for that long seems to wait for others.
-_RAISE_SECONDS = 3.0  # To raise what is known, for a main thread that waits for a device.
-_LEAVE_SECONDS = 30.0  # To end, for one that has raised it and waits again.
-_LAST_ONE_SECONDS = 8.0
 _ASK_AGAIN_SECONDS = 20.0
 _ERROR_LENGTH = 120
 _PROBES, _PROBE_SECONDS = 10, 0.01
-_NO_ANSWER = b"no answer: a process has gone"
 _OF_TRANSPORT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|"
     r"coordination ?service|UNAVAILABLE",
@@ -64,15 +58,17 @@ _making = threading.Lock()
 
 
 class Watch:
-    """Knows whether all processes of the pod are there, and in the same sessions.
+    """Watches the processes of the pod. One object in each process.
 
     Args:
         service: JAX's coordination service.
 
     Attributes:
-        rank: of this process.
+        rank: this process.
         service: as given.
+        loss: of a process, once it is known.
         given_up: by rank, why a process has given up waiting for others.
+        rounds: lock and counter of the agreement rounds, by mesh.
     """
 
     _made: Watch | None = None
@@ -80,21 +76,20 @@ class Watch:
     def __init__(self, service: Service):
         self.service, self.rank = service, jax.process_index()
         self.given_up: dict[int, str] = {}
-        self._error: RankLostError | None = None
-        self._known, self._noting = threading.Event(), threading.Lock()
-        self._told = self._raised = self._closed = False
-        self._news = News(service, self.rank)
+        self.rounds: dict[str, tuple[threading.Lock, Iterator[int]]] = {}
+        self._announced = self._closed = self._has_failed = False
+        self._events = PodEvents(service, self.rank)
+        self.loss = Loss(self.rank, service, self._events)
         self._movement = Movement(threading.main_thread().ident or 0)
         self._sessions: dict[str, list] = {}  # As in `Row`.
         self._inside: list[tuple[str, Sequence[int], float, OnHang]] = []
         self._left_at = time.monotonic()
-        self._failure = ""  # How this process is about to end, if by an error.
+        self._failure = ""  # The error by which this process is about to end.
         self._ended = ""
         self._heard_left: set[tuple[str, int]] = set()
         self._someone_ended = self._reported_hang = False
         self._ask_after = self._others_ask_until = 0.0  # By the monotonic clock.
-        self._meeting_since = float("inf")
-        self._left_calls: dict[Future[bytes], str] = {}  # The names that they wait for.
+        self._agreeing_since = float("inf")
         self._pid = os.getpid()
         coordination.replace_shutdown(self._shut_down)
         self._thread = threading.Thread(target=self._watch, name="stepcache watch", daemon=True)
@@ -105,7 +100,7 @@ class Watch:
 
     @classmethod
     def of_this_process(cls, service: Service) -> Watch:
-        """The one watch of this process, for as long as JAX's service is the same."""
+        """Returns the watch of this process; a new one after JAX has connected to a new service."""
         with _making:
             made = cls._made
             if made is None or made._closed or made.service.client is not service.client:
@@ -115,12 +110,12 @@ class Watch:
     # ---- in the threads that use it --------------------------------------------------------------
 
     def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float, on_hang: OnHang) -> None:
-        """A thread enters a session; from now on its movements are watched.
+        """Notes that this thread enters a session, and watches its movement from now on.
 
         Args:
             mesh: names the processes of the session's mesh.
-            ranks: theirs.
-            hang_seconds: how long nothing may move; infinite for any time.
+            ranks: these processes.
+            hang_seconds: how long the thread may wait; infinite for any time.
             on_hang: what happens then.
         """
         self._movement = Movement(threading.get_ident())
@@ -129,7 +124,7 @@ class Watch:
         self._inside.append((mesh, ranks, hang_seconds, on_hang))
 
     def leave(self, mesh: str, error: BaseException | None) -> None:
-        """The thread leaves a session, on account of an error or not."""
+        """Notes that the thread leaves the session, with an error or without."""
         for entered in reversed(self._inside):
             if entered[0] == mesh:
                 self._inside.remove(entered)
@@ -142,86 +137,59 @@ class Watch:
         self._left_at = time.monotonic()
 
     @contextlib.contextmanager
-    def meeting(self) -> Any:
-        """While processes agree: the last one may take its time, unless it has ended."""
-        self._meeting_since = time.monotonic()
+    def agreeing(self) -> Iterator[None]:
+        """Context manager of an agreement round, during which other ranks may end."""
+        self._agreeing_since = time.monotonic()
         try:
             yield
         finally:
-            self._meeting_since = float("inf")
-            self._news.some_may_be_new()
+            self._agreeing_since = float("inf")
+            self._events.expect_new_neighbours()
 
-    @contextlib.contextmanager
-    def asking(self, name: str) -> Iterator[Future[bytes]]:
-        """While a value is waited for. A call that is left in the middle ends with the pod."""
-
-        def get() -> bytes:
-            value = self.service.get(name)
-            if value == _NO_ANSWER:
-                self._known.wait(2 * ANSWER_SECONDS)
-                raise Unreachable("a process has gone")
-            return value
-
-        call = asked(get)
-        try:
-            yield call
-        except BaseException:
-            self._left_calls[call] = name
-            raise
-
-    def tell(self, text: str, *, gives_up: bool = False) -> None:
-        """Has all processes log a line.
+    def log_everywhere(self, text: str, *, gives_up: bool = False) -> None:
+        """Makes all processes log a line.
 
         Args:
             text: the line.
-            gives_up: it is why this process, where it is an error, has given up waiting.
+            gives_up: this process raises it, because it has given up waiting.
         """
-        while not (self._news.over or self._known.is_set()):
-            if self._news.give("said", text=text, gives_up=gives_up) is not None:
-                return
-            time.sleep(0.01)
-
-    def raise_if_lost(self) -> None:
-        """Raises what is known.
-
-        Raises:
-            RankLostError: a process has gone.
-        """
-        if self._error is not None:
-            self._raised = True
-            raise self._error
+        if not self.loss.known.is_set():
+            self._append("log", text=text, gives_up=gives_up)
 
     def suspect(self, error: BaseException) -> None:
-        """Finds out whether an error means that a process has gone.
+        """Raises if a lost process is the cause of an error.
 
         Raises:
-            RankLostError: it does; the error is its cause.
+            RankLostError: it is.
         """
         if isinstance(error, RankLostError) or self._closed:
             return
-        if not self._known.is_set():
+        if not self.loss.known.is_set():
             if not _OF_TRANSPORT.search(str(error)):
                 return
-            self._news.inbox.put(("suspicion", first_line(error)))
-            for _ in range(_PROBES):  # A port is closed a little later than connections are.
+            self._events.inbox.put(("suspicion", first_line(error)))
+            for _ in range(_PROBES):  # Its port closes a little later than its connections.
                 if self.rank and coordination.coordinator_refuses():
-                    self.service_has_gone(first_line(error))
-                if self._known.wait(_PROBE_SECONDS):
+                    self.lose_service(first_line(error))
+                if self.loss.known.wait(_PROBE_SECONDS):
                     break
-            self._known.wait(2 * ANSWER_SECONDS)
-        if self._error is not None:
-            self._raised = True
-            raise self._error from error
+            self.loss.known.wait(2 * ANSWER_SECONDS)
+        self.loss.raise_if_known(error)
 
-    def service_has_gone(self, why: str) -> None:
-        """The coordination service does not answer: it lives in the process of rank 0."""
-        self._note_loss([0], f"its coordination service does not answer ({why})", "")
+    def lose_service(self, why: str) -> None:
+        """Notes the loss of the coordination service, and so of rank 0, which runs it."""
+        self._note_loss([0], f"its coordination service does not answer ({why})")
 
-    def _tell_loss(self, ranks: Iterable[int], why: str, report: str = "") -> None:
-        self._told = True
-        while not self._news.over:
-            if self._news.give("lost", ranks=sorted(ranks), why=why, table=report) is not None:
-                return
+    def _note_loss(self, ranks: Sequence[int], why: str, report: str = "") -> None:
+        self.loss.note(ranks, why, report, log=not self._failure)
+
+    def _announce_loss(self, ranks: Iterable[int], why: str, report: str = "") -> None:
+        self._announced = True
+        self._append("lost", ranks=sorted(ranks), why=why, table=report)
+
+    def _append(self, kind: str, **more: Any) -> None:
+        """Appends an event, after those that other ranks append meanwhile."""
+        while not self._events.over and self._events.append(kind, **more) is None:
             time.sleep(0.01)
 
     # ---- the thread that watches -----------------------------------------------------------------
@@ -230,93 +198,100 @@ class Watch:
         while not self._closed:
             try:
                 with contextlib.suppress(queue.Empty):
-                    self._take(*self._news.inbox.get(timeout=_LOOK_SECONDS))
+                    self._handle(*self._events.inbox.get(timeout=_LOOK_SECONDS))
                     while True:
-                        self._take(*self._news.inbox.get_nowait())
-                if self._known.is_set():
-                    self._end_if_stuck()
-                elif not self._told:
+                        self._handle(*self._events.inbox.get_nowait())
+                if self.loss.known.is_set():
+                    self.loss.exit_if_stuck(self._movement)
+                elif not self._announced:
                     self._look()
             except Unreachable as error:
                 if self._is_shut_down():
                     return
-                self.service_has_gone(first_line(error))
+                self.lose_service(first_line(error))
+            except Exception:  # The thread must go on: nobody else would notice a loss.
+                if not self._has_failed:
+                    _log.exception("the detection of lost processes failed once, and goes on")
+                self._has_failed = True
+                time.sleep(_LOOK_SECONDS)
 
     def _watch_coordinator(self) -> None:
-        """JAX's abort is under way then: there is time for a line, before other threads get on."""
+        """Logs the loss of rank 0 before JAX's abort, which has begun, ends this process."""
         if coordination.wait_until_coordinator_ends(self._is_shut_down):
-            self.service_has_gone("its process has ended")
+            self.lose_service(ENDED)
 
     def _is_shut_down(self) -> bool:
         return bool(self._closed or self._ended) or coordination.service() is None
 
-    def _take(self, number: Any, news: Any) -> None:
+    def _handle(self, number: Any, event: Any) -> None:
         if number == "unreachable":
             if not self._is_shut_down():
-                self.service_has_gone("its connection is closed")
+                self.lose_service("its connection is closed")
             return
         if number == "suspicion":
-            if not (self._told or self._known.is_set()) and not self._inquire(news, True):
+            if not (self._announced or self.loss.known.is_set()) and not self._inquire(event, True):
                 time.sleep(0.01)
-                self._news.inbox.put((number, news))
+                self._events.inbox.put((number, event))
             return
-        self._news.took(number)
-        if news["kind"] == "left":
-            self._heard_left.add((news["mesh"], news["number"]))
-        elif news["kind"] == "said":
-            if news["gives_up"]:
-                self.given_up[news["by"]] = news["text"]
-            if not (news["gives_up"] and news["by"] == self.rank):
-                _log.warning("%s", news["text"])
-        elif news["kind"] == "ended":
-            self._someone_ended = True
-        elif news["kind"] == "roll" and news["by"] != self.rank:
-            self._news.answer(number, self._row())
-            self._ask_after = self._others_ask_until = time.monotonic() + 2 * ANSWER_SECONDS
-        elif news["kind"] == "hang":
-            self._reported_hang = True
-            _log.warning("%s", news["text"])
-        elif news["kind"] == "lost":
-            by = "" if news["by"] in news["ranks"] else f" (rank {news['by']} noticed)"
-            self._note_loss(news["ranks"], f"{news['why']}{by}", news["table"])
+        self._events.note_handled(number)
+        by = event["by"]
+        match event["kind"]:
+            case "left":
+                self._heard_left.add((event["mesh"], event["number"]))
+            case "ended":
+                self._someone_ended = True
+            case "log":
+                if event["gives_up"]:
+                    self.given_up[by] = event["text"]
+                if not (event["gives_up"] and by == self.rank):
+                    _log.warning("%s", event["text"])
+            case "roll" if by != self.rank:
+                self._events.answer(number, self._row())
+                self._ask_after = self._others_ask_until = time.monotonic() + 2 * ANSWER_SECONDS
+            case "hang":
+                self._reported_hang = True
+                _log.warning("%s", event["text"])
+            case "lost":
+                noticed = "" if by in event["ranks"] else f" (rank {by} noticed)"
+                self._note_loss(event["ranks"], f"{event['why']}{noticed}", event["table"])
 
     def _look(self) -> None:
         movement = self._movement
         movement.look()
         still = movement.still_seconds
-        meeting = time.monotonic() - self._meeting_since
-        if still < _LOOK_SECONDS / 2 and meeting < 0:
+        agreeing = time.monotonic() - self._agreeing_since
+        if still < _LOOK_SECONDS / 2 and agreeing < 0:
             self._reported_hang = False
-        self._announce()
+        self._announce_end()
         may_ask = time.monotonic() > self._others_ask_until
-        if max(still, meeting) > _LOOK_SECONDS and may_ask and self._news.ended_neighbours():
-            self._inquire("its process has ended")
+        if max(still, agreeing) > _LOOK_SECONDS and may_ask and self._events.ended_neighbours():
+            self._inquire(ENDED)
         if not self._inside or time.monotonic() < self._ask_after:
             return
         mesh, _, hang_seconds, on_hang = self._inside[-1]
         waits = still > _STILL_SECONDS and movement.waits_for_device
         left = (mesh, self._sessions[mesh][0]) in self._heard_left
-        if (self._someone_ended and (waits or meeting > _STILL_SECONDS)) or (left and waits):
+        if (self._someone_ended and (waits or agreeing > _STILL_SECONDS)) or (left and waits):
             self._ask_after = time.monotonic() + _ASK_AGAIN_SECONDS
             self._inquire("")
-        elif max(still, meeting) > hang_seconds and not self._reported_hang:
+        elif max(still, agreeing) > hang_seconds and not self._reported_hang:
             self._report_hang(hang_seconds, on_hang if still > hang_seconds else "warn")
 
-    def _announce(self) -> None:
-        """Tells the others, who may wait for this process, how it ended or left its session."""
+    def _announce_end(self) -> None:
+        """Announces how this process ended or left its session, as others may wait for it."""
         main = threading.main_thread()
         if not main.is_alive() and self._movement.thread == main.ident:
             self._note_failure()
             if self._failure:
-                return self._tell_loss([self.rank], self._failure)
+                return self._announce_loss([self.rank], self._failure)
             self._ended = self._ended or "ended its script"
         if self._ended:
             if not self._someone_ended:
-                self._news.give("ended")
+                self._events.append("ended")
         elif not self._inside and time.monotonic() > self._left_at + _LOOK_SECONDS:
             for mesh, (number, left) in list(self._sessions.items()):
                 if left and (mesh, number) not in self._heard_left and not _pending_ranks():
-                    self._news.give("left", mesh=mesh, number=number)
+                    self._events.append("left", mesh=mesh, number=number)
 
     def _note_failure(self) -> None:
         error = getattr(sys, "last_value", None)
@@ -326,160 +301,94 @@ class Watch:
     # ---- roll calls ------------------------------------------------------------------------------
 
     def _row(self) -> Row:
-        self._movement.look()
-        movement = self._movement
-        return Row(
-            movement.where,
-            movement.still_seconds,
-            hang_report.latest_call(),
-            self._ended,
-            self._sessions,
-        )
+        movement, call = self._movement, hang_report.latest_call()
+        movement.look()
+        return Row(movement.where, movement.still_seconds, call, self._ended, self._sessions)
 
     def _inquire(self, why: str, of_transport: bool = False) -> bool:
-        """Finds out who has gone, and tells all. False where that has to be asked again.
+        """Finds out which ranks are lost, and announces it. False if that must be tried again.
 
         Args:
-            why: what makes this process ask.
-            of_transport: it is an error of a collective, so that something is wrong for certain.
+            why: why this process asks.
+            of_transport: a collective failed, so that some rank must be lost.
         """
-        found = self._news.call_roll(self._row())
+        found = self._events.call_roll(self._row())
         if found is None:
             return False
         rows, silent = found
-        lost = {rank for rank, reason in silent.items() if "ended" in reason or of_transport}
+        lost = {rank for rank, reason in silent.items() if reason == ENDED or of_transport}
         if lost:
-            reasons = dict.fromkeys(silent[rank] for rank in sorted(lost))
-            why = "; ".join(reasons)
+            why = "; ".join(dict.fromkeys(silent[rank] for rank in sorted(lost)))
         else:
-            mesh, ranks, *_ = self._inside[-1] if self._inside else ("", rows)
-            number = self._sessions[mesh][0] if mesh else 0
-            outside = {rank: rows[rank].gone(mesh, number) for rank in ranks if rank in rows}
-            if not of_transport:  # A local computation may take its time.
-                pending = _pending_ranks()
-                outside = {
-                    rank: outside[rank] for rank in outside if rank in pending or not pending
-                }
-            lost = {rank for rank, how in outside.items() if how and rank != self.rank}
-            if not lost and not of_transport:
+            outside = self._outside(rows, of_transport)
+            if not outside and not of_transport:
                 return True
-            calls = {rank: f", after {rows[rank].call}" if rows[rank].call else "" for rank in lost}
-            hows = dict.fromkeys(f"{outside[rank]}{calls[rank]}" for rank in sorted(lost))
+            lost = set(outside)
             others = "while others wait for it" if lost else ""
-            why = "; ".join(filter(None, (*hows, why, others)))
-        self._tell_loss(lost, why, table(rows, silent))
+            why = "; ".join(filter(None, (*dict.fromkeys(outside.values()), why, others)))
+        self._announce_loss(lost, why, table(rows, silent))
         return True
 
+    def _outside(self, rows: dict[int, Row], of_transport: bool) -> dict[int, str]:
+        """Returns how other ranks left the session that this process is in, by rank."""
+        mesh, ranks, *_ = self._inside[-1] if self._inside else ("", rows)
+        number = self._sessions[mesh][0] if mesh else 0
+        # A local computation may take long: then no other rank is waited for.
+        pending = set() if of_transport else _pending_ranks()
+        outside = {}
+        for rank in sorted(set(ranks) & rows.keys() - {self.rank}):
+            how, call = rows[rank].how_left(mesh, number), rows[rank].call
+            if how and (rank in pending or not pending):
+                outside[rank] = f"{how}, after {call}" if call else how
+        return outside
+
     def _report_hang(self, seconds: float, on_hang: OnHang) -> None:
-        found = self._news.call_roll(self._row())
-        if found is None:
+        if (found := self._events.call_roll(self._row())) is None:
             return
         rows, silent = found
         if silent:  # A second time, to be certain.
-            found = self._news.call_roll(self._row())
-            if found is None:
+            if (found := self._events.call_roll(self._row())) is None:
                 return
             silent = {rank: why for rank, why in found[1].items() if rank in silent}
         text = f"nothing has moved for {seconds:g} s"
         if silent:
-            self._tell_loss(silent, f"{text}, and it does not answer", table(rows, silent))
+            self._announce_loss(silent, f"{text}, and it does not answer", table(rows, silent))
         elif on_hang == "error":
-            self._tell_loss((), text, table(rows))
+            self._announce_loss((), text, table(rows))
         else:
-            self._news.give("hang", text=f"{text} in rank {self.rank}. {table(rows)}")
-
-    # ---- a loss ----------------------------------------------------------------------------------
-
-    def _note_loss(self, ranks: list[int], why: str, report: str) -> None:
-        with self._noting:
-            if not self._known.is_set():
-                self._note_first_loss(ranks, why, report)
-
-    def _note_first_loss(self, ranks: list[int], why: str, report: str) -> None:
-        what = f"{readable_ranks(ranks)} of the pod has gone" if ranks else "the pod is broken"
-        where = f"rank {self.rank}"
-        self._error = RankLostError(
-            f"{what}: {why}" + (f". {report}" if report else ""),
-            ranks,
-            where=f"{where}, {call}" if (call := hang_report.latest_call()) else where,
-            hint="start again, on as many processes as there are: Variables.restore reads what any "
-            "number of them saved",
-        )
-        self._known_at = time.monotonic()
-        self._known.set()
-        if not self._failure:
-            _log.error("%s", self._error.what)
-
-    def _end_if_stuck(self) -> None:
-        """Ends the process where its main thread will not raise what is known.
-
-        It is in a call that only the lost rank could end. Python cannot interrupt that.
-        """
-        movement = self._movement
-        movement.look()
-        still = min(movement.still_seconds, time.monotonic() - self._known_at)
-        if not movement.waits_for_device:  # It goes on by itself.
-            return
-        if still < (_LEAVE_SECONDS if self._raised else _RAISE_SECONDS):
-            return
-        threading.Timer(2 * _LAST_ONE_SECONDS, os._exit, (1,)).start()  # If a stream blocks.
-        with contextlib.suppress(Exception):
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            name = f"{RankLostError.__module__}.{RankLostError.__qualname__}"
-            place = f"the thread waits at {movement.where}, and cannot raise this"
-            sys.stderr.write(f"{name}: {self._error}\n{place}\n")
-            sys.stderr.flush()
-        with contextlib.suppress(Unreachable):
-            self._say_goodbye()
-        os._exit(1)
+            self._events.append("hang", text=f"{text} in rank {self.rank}. {table(rows)}")
 
     # ---- the end ---------------------------------------------------------------------------------
 
     def _shut_down(self, shut_down: Callable[[], None]) -> None:
-        """In the place of `jax.distributed.shutdown`, which JAX also calls at exit.
+        """Replaces `jax.distributed.shutdown`, which JAX also calls at exit.
 
-        JAX waits for all processes. One that an error ends, or whose pod is broken, must not: it
-        tells the others, and leaves.
+        JAX waits there for all processes. A process that an error ends, or whose pod is broken,
+        announces that and leaves without waiting.
         """
         if os.getpid() != self._pid:
             return shut_down()
         self._note_failure()
         with contextlib.suppress(Unreachable):
-            if self._failure and not self._known.is_set():
-                self._tell_loss([self.rank], self._failure)
-                self._known.wait(ANSWER_SECONDS)
-        if self._known.is_set() or self._failure:
+            if self._failure and not self.loss.known.is_set():
+                self._announce_loss([self.rank], self._failure)
+                self.loss.known.wait(ANSWER_SECONDS)
+        if self.loss.known.is_set() or self._failure:
             with contextlib.suppress(Unreachable):
-                self._end_calls()
-                self._say_goodbye()
+                self.loss.end_calls()
+                self.loss.leave_pod()
             coordination.abandon()
         else:
             ending = not threading.main_thread().is_alive()
             self._ended = "ended its script" if ending else "called jax.distributed.shutdown()"
             shut_down()
         self._closed = True
-        for thread in (self._thread, self._news.thread):
+        for thread in (self._thread, self._events.thread):
             thread.join(2 * _LOOK_SECONDS)
-
-    def _end_calls(self) -> None:
-        """Ends the calls that were left: no thread may come back from one while Python ends."""
-        if self._news.over:  # All know of the loss, or will, and heed no other answer.
-            for call, name in self._left_calls.items():
-                if not call.done():
-                    self.service.put(name, _NO_ANSWER)
-            wait(self._left_calls, 2 * _LOOK_SECONDS)
-
-    def _say_goodbye(self) -> None:
-        """Leaves a broken pod: rank 0 last, as the service ends with it."""
-        gone = set(self._error.ranks) if self._error is not None else set()
-        if 0 in gone - {self.rank}:
-            return
-        self._news.say_goodbye(gone if self.rank == 0 else None, _LAST_ONE_SECONDS)
 
 
 def _pending_ranks() -> set[int]:
-    """The processes whose devices hold a part of an array that is still being computed."""
+    """Returns the processes whose devices hold a part of an array that is still being computed."""
     return {
         device.process_index
         for array in jax.live_arrays()

@@ -1,4 +1,4 @@
-"""Arrays that span the processes of a pod, made of what each process holds."""
+"""Makes global arrays: arrays over the devices of several processes of a pod."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stepcache import jaxcompat
 
 
 def spans_processes(sharding: Sharding | None) -> bool:
-    """Whether some device of a sharding belongs to another process."""
+    """Returns whether a device of a sharding belongs to another process."""
     return sharding is not None and not sharding.is_fully_addressable
 
 
 def part_of(sharding: Sharding | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of this process's part of an array; empty where it has the whole."""
+    """Returns the shape of this process's part of an array; empty if it has all of it."""
     if sharding is None or sharding.is_fully_replicated:
         return ()
     try:
@@ -36,7 +36,7 @@ def part_of(sharding: Sharding | None, shape: tuple[int, ...]) -> tuple[int, ...
 
 
 def placed(value: Any, sharding: Sharding | None, *, may_alias: bool | None = None) -> jax.Array:
-    """As `jax.device_put`, also onto devices of several processes, each of which has the value."""
+    """Does what `jax.device_put` does; in a pod, each process passes the whole value."""
     if not spans_processes(sharding):
         return jax.device_put(value, sharding, may_alias=may_alias)
     assert sharding is not None
@@ -45,24 +45,24 @@ def placed(value: Any, sharding: Sharding | None, *, may_alias: bool | None = No
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return jax.device_put(value, sharding, may_alias=may_alias)
-    return spanning(value, sharding)
+    return global_array(value, sharding)
 
 
-def spanning(value: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """An array over devices of several processes, of this process's part or of the whole.
+def global_array(value: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """Returns an array over devices of several processes, made of this process's part.
 
-    Nothing is compared between processes, and nothing gathered: `jax.device_put` would do both.
+    Compares nothing between processes and gathers nothing, as `jax.device_put` would.
 
     Args:
         value: a numpy array, or one on devices of this process.
-        sharding: where the array belongs.
-        shape: of the whole; by default the value's. Along a dimension in which it differs from the
-            value's, the value is this process's part.
+        sharding: of the global array.
+        shape: of the global array; by default the value's. Along dimensions where it differs, the
+            value is this process's part.
     """
     if is_key(value):
         whole = value.shape if shape is None else shape
         data = np.asarray(jax.random.key_data(value))
-        data = spanning(data, sharding, (*whole, *data.shape[value.ndim :]))
+        data = global_array(data, sharding, (*whole, *data.shape[value.ndim :]))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     part = np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(part.dtype)
@@ -74,10 +74,10 @@ def spanning(value: Any, sharding: Sharding, shape: tuple[int, ...] | None = Non
 def _maker(
     sharding: Sharding, shape: tuple[int, ...], part_shape: tuple[int, ...], dtype: np.dtype
 ) -> Callable[[np.ndarray], jax.Array]:
-    """Makes arrays over devices of several processes, of this process's parts.
+    """Returns a function that makes a global array of this process's part.
 
-    Does what `jax.make_array_from_process_local_data` does at each call once: which device gets
-    which slice of the part.
+    Computes once, and not at each call as `jax.make_array_from_process_local_data` does, which
+    device gets which slice of the part.
 
     Args:
         sharding: of the arrays.
@@ -105,5 +105,5 @@ def _maker(
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value is an array of random keys."""
+    """Returns whether a value is an array of PRNG keys."""
     return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)

@@ -1,4 +1,4 @@
-"""Where the threads of a pod's processes are, for how long, and the table that says so."""
+"""Finds out where the threads of a pod's processes are and how long they have not moved."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ import jax
 
 from stepcache.units import readable_ranks
 
-_IDLE_SECONDS = 0.0002  # CPU time between two looks that a thread which only waits does not reach.
+_IDLE_SECONDS = 0.0002  # A thread that only waits uses less CPU time between two looks.
 _EXPRESSION_LENGTH = 50
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OF_JAX = tuple(os.path.dirname(os.path.abspath(jax.__file__)) + end for end in (os.sep, "lib"))
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-# Calls from a user's own line that wait for something else than a device.
+# Calls in a user's own line that do not wait for a device.
 _OTHER_WAITS = frozenset(
     "accept acquire close flush fsync get input join poll read readline recv select sleep wait "
     "write".split()
 )
 
 latest_call: Callable[[], str] = str
-"""Gives the latest call of a step, "call 12 of train"; put here by the engine."""
+"""Returns the latest call of a step, "call 12 of train"; the engine sets it."""
 
 
 class Movement:
-    """Watches whether a thread moves: that shows in its CPU time, and in where it is.
+    """Watches whether a thread moves, by its CPU time and its position.
 
-    A thread that only waits uses no CPU time; one in a training loop uses some, also where it is
-    always seen on the same line.
+    A waiting thread uses no CPU time; a training loop uses some, even if it is always seen on the
+    same line.
 
     Args:
         thread: its identifier.
 
     Attributes:
         thread: as given.
-        where: file, line, expression and function of the user's code, when last looked at.
-        waits_for_device: whether it seemed to wait for a device, and not for anything else.
+        where: file, line, expression and function of the user's code, at the last look.
+        waits_for_device: whether it seemed to wait for a device at the last look.
     """
 
     def __init__(self, thread: int):
@@ -56,11 +56,11 @@ class Movement:
 
     @property
     def still_seconds(self) -> float:
-        """For how long it has not moved."""
+        """How long the thread has not moved."""
         return time.monotonic() - self._since
 
     def look(self) -> None:
-        """Looks where the thread is."""
+        """Notes the position of the thread."""
         frame = sys._current_frames().get(self.thread)  # Not kept: it would keep its arrays.
         if frame is None:
             return
@@ -73,7 +73,7 @@ class Movement:
         callee = _expression(frame).partition("(")[0].rpartition(".")[2]
         inside = file.startswith((_OWN, *_OF_JAX))
         self.waits_for_device = inside or (_is_users(file) and callee not in _OTHER_WAITS)
-        # Asked for once: the thread runs on, and a frame that has returned has no caller any more.
+        # The thread runs on: a frame that has returned meanwhile has no caller any more.
         while not _is_users(frame.f_code.co_filename) and (back := frame.f_back) is not None:
             frame = back
         name = Path(frame.f_code.co_filename).name
@@ -91,7 +91,7 @@ def _is_users(file: str) -> bool:
 
 
 def _expression(frame: FrameType) -> str:
-    """What a frame is just evaluating, as it is written."""
+    """Returns the source text of the expression that a frame is evaluating."""
     at = max(frame.f_lasti // 2, 0)
     line, end_line, start, end = next(islice(frame.f_code.co_positions(), at, None))
     text = linecache.getline(frame.f_code.co_filename, line or 0).encode()
@@ -101,15 +101,15 @@ def _expression(frame: FrameType) -> str:
 
 @dataclass
 class Row:
-    """What one process says of itself.
+    """The answer of one process to a roll call.
 
     Attributes:
-        where: its thread is, as in `Movement`.
-        still_seconds: for how long.
-        call: the latest call of a step, "call 12 of train", where that is known.
-        ended: how the process ended; empty while it has not.
-        sessions: by mesh: the number of the session that was entered last, and how it was left;
-            empty for one that has not been.
+        where: position of its thread, as in `Movement`.
+        still_seconds: how long the thread has not moved.
+        call: the latest call of a step, "call 12 of train"; empty if unknown.
+        ended: how the process ended; empty while it runs.
+        sessions: by mesh, the number of the last session and how it was left; empty while it is
+            entered.
     """
 
     where: str = ""
@@ -121,13 +121,13 @@ class Row:
     def packed(self) -> dict:
         return asdict(self)
 
-    def gone(self, mesh: str, number: int) -> str:
-        """How the process ended, or left a session; empty where it is still in it."""
+    def how_left(self, mesh: str, number: int) -> str:
+        """Returns how the process ended or left a session; empty while it is in it."""
         entered, left = self.sessions.get(mesh, (0, ""))
         return self.ended or (left if entered == number else "left it" if entered > number else "")
 
     def text(self) -> str:
-        """Where it is, in words."""
+        """Returns where the process is, in words."""
         outside = not any(how == "" for _, how in self.sessions.values())
         left = next(reversed(self.sessions.values()))[1] if self.sessions and outside else ""
         state = f"has {self.ended or left}" if self.ended or left else ""
@@ -135,11 +135,11 @@ class Row:
 
 
 def table(rows: Mapping[int, Row], silent: Mapping[int, str] | None = None) -> str:
-    """Where all processes are: those at one place together.
+    """Returns where all processes are; processes at the same position share an entry.
 
     Args:
-        rows: by rank.
-        silent: ranks that did not answer, and why.
+        rows: the answers, by rank.
+        silent: why other ranks did not answer.
     """
     groups: dict[str, list[int]] = {}
     for rank, row in sorted(rows.items()):

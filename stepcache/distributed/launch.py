@@ -1,8 +1,8 @@
-"""Local ranks of one script, to try a pod on one machine: what `stepcache launch` does.
+"""`stepcache launch`: runs a script as several ranks on this machine, to try a pod.
 
-Each rank is a process of its own, in which `jax.distributed.initialize()` without arguments finds
-the others. What ranks write is shown line by line; the first of them that fails ends them all; and
-nothing is left running, whatever happens to the launcher.
+Each rank is a process, in which `jax.distributed.initialize()` without arguments finds the others.
+Their output is shown line by line. When one rank fails, the launcher ends all of them, and nothing
+is left running, whatever happens to the launcher.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Literal
 
 from stepcache._process_hooks import signals_handled
-from stepcache.distributed.output import LAG_SECONDS, Event, Output, signal_name
+from stepcache.distributed.output import Output
 from stepcache.errors import StepCacheError
 from stepcache.units import readable_ranks
 
@@ -30,12 +32,12 @@ GRACE_SECONDS = 5.0
 _DRAIN_SECONDS = 2.0
 _POLL_SECONDS = 0.01
 
-# Runs in each rank, in place of `python script`, and does what that does. It tells the guard of the
-# rank before anything else, and the launcher of an error at once: JAX's own atexit handler would
-# keep a rank that raises for minutes, waiting for others that wait for it.
+# Runs in each rank as `python script` would. Before that it writes the rank's process identifier to
+# the guard. It reports an error to the launcher at once: JAX's atexit handler would keep a rank
+# that raises for minutes, while it waits for the others.
 _RANK = """\
 def start():
-    import importlib.machinery, os, sys, time
+    import importlib.machinery, os, sys
 
     del globals()["start"]
     guard, reports, rank, is_module = map(int, sys.argv[1:5])
@@ -59,10 +61,10 @@ def start():
     except BaseException as error:
         if os.getpid() != pid:
             raise
-        when, trace, shown = time.monotonic(), error.__traceback__.tb_next, sys.excepthook
+        trace, shown = error.__traceback__.tb_next, sys.excepthook
 
         def tell(code):
-            os.write(reports, b"%d %d %r\\n" % (rank, code, when))
+            os.write(reports, b"%d %d\\n" % (rank, code))
 
         def hook(kind, value, _):
             shown(kind, value.with_traceback(trace), trace)
@@ -78,7 +80,7 @@ def start():
 start()
 """
 
-# Ends the ranks when the launcher is gone and could not: its standard input ends with the launcher.
+# Kills the ranks if the launcher was killed: then its standard input ends without `done`.
 _GUARD = """\
 import os, signal, sys
 
@@ -130,7 +132,12 @@ def launch(
     port = _free_port(port)
     environments = [rank_environment(rank, ranks, port, devices) for rank in range(ranks)]
     events: SimpleQueue[Event] = SimpleQueue()
-    with _signals_told(events), _guarded() as guard:
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+    def ask(number: int, _: object) -> None:
+        events.put(Event("asked", -1, number))
+
+    with signals_handled(numbers, ask), _guarded() as guard:
         run = _Run(events, grace_seconds)
         try:
             run.start(guard, environments, [str(int(module)), target, *arguments])
@@ -140,9 +147,9 @@ def launch(
     return run.verdict()
 
 
-# ---- what ranks are told ------------------------------------------------------------------------
+# ---- the environment of a rank -----------------------------------------------------------------
 
-# What a job around the launcher says of its own ranks and nodes. The rest of it stays.
+# Variables by which a job around the launcher describes its own ranks and nodes.
 _FOREIGN = re.compile(
     r"(OMPI|PMIX?|PRTE|MPI)_|JAX_(COORDINATOR_PORT|PARTITION_INDEX|SLICE_INDEX)$|SLURM_(JOB_)?"
     r"(STEP|NTASKS|TASK|NPROCS|PROCID|LOCALID|GTIDS|NODE|NNODES|NUM_NODES|SRUN_COMM|LAUNCH_NODE)"
@@ -152,10 +159,9 @@ _FOREIGN = re.compile(
 def rank_environment(
     rank: int, ranks: int, port: int, devices: int | None, around: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The variables of one rank.
+    """Returns the environment variables of one rank.
 
-    They are those of a Slurm step, as JAX reads them on all its versions. No MPI library takes them
-    for its own, as it would take Open MPI's.
+    They describe a Slurm step, which all versions of JAX read, and no MPI library.
 
     Args:
         rank: its number.
@@ -198,23 +204,38 @@ def _free_port(asked: int | None) -> int:
         return probe.getsockname()[1]
 
 
-# ---- what happens -------------------------------------------------------------------------------
+# ---- the processes ------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _signals_told(events: SimpleQueue[Event]) -> Iterator[None]:
-    """Makes events of what asks this process to end. What it was started to ignore, it ignores."""
+@dataclass(frozen=True)
+class Event:
+    """A rank raised or ended, or a signal (the code) asked the launcher to end."""
 
-    def tell(number: int, _: object) -> None:
-        events.put(Event("asked", -1, number, time.monotonic()))
+    what: Literal["raised", "ended", "asked"]
+    rank: int
+    code: int
 
-    with signals_handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), tell):
-        yield
+    @property
+    def was_killed(self) -> bool:
+        """Whether the rank was killed from outside; it may abort because of another rank."""
+        return self.code < 0 and -self.code not in (signal.SIGABRT, signal.SIGINT)
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"rank {self.rank} failed with exit code {self.code}"
+        return f"rank {self.rank} was killed by {_signal_name(-self.code)}"
+
+
+def _signal_name(number: int) -> str:
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[int]:
-    """A process that outlives this one. Yields the file to which ranks write their numbers."""
+    """Context manager of a process that outlives this one and then kills the ranks.
+
+    Yields the file descriptor to which ranks write their process identifiers.
+    """
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _GUARD],
         stdin=subprocess.PIPE,
@@ -234,29 +255,27 @@ class _Run:
 
     def __init__(self, events: SimpleQueue[Event], grace_seconds: float):
         self._events, self._grace_seconds = events, grace_seconds
-        self._output = Output(events)
+        self._output = Output(lambda: events.put(Event("asked", -1, signal.SIGPIPE)))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()
         self._failures: list[Event] = []
         self._asked: Event | None = None
-        self._ending_since = float("inf")  # Since then ranks do not fail, but are ended.
-        self._due: deque[tuple[float, Callable[[], None]]] = deque()  # What is done, and when.
-        self._hurried = False
+        self._is_ending = False  # From then on ranks do not fail, but are ended.
+        self._due: deque[tuple[float, signal.Signals]] = deque()  # Signals, and when to send them.
 
     def start(self, guard: int, environments: Sequence[dict[str, str]], what: list[str]) -> None:
         """Starts a rank for each environment."""
         reading, reports = os.pipe()
-        self._output.add_reports(os.fdopen(reading, "rb", buffering=0))
+        threading.Thread(target=self._read_reports, args=(reading,), daemon=True).start()
         try:
             for rank, environment in enumerate(environments):
-                told = [str(number) for number in (guard, reports, rank)]
+                numbers = [str(number) for number in (guard, reports, rank)]
                 process = subprocess.Popen(
-                    [sys.executable, "-u", "-c", _RANK, *told, *what],
+                    [sys.executable, "-u", "-c", _RANK, *numbers, *what],
                     env=environment,
                     stdin=None if rank == 0 else subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    bufsize=0,
                     start_new_session=True,  # Ctrl-C must not reach it past the launcher.
                     pass_fds=(guard, reports),
                 )
@@ -265,13 +284,18 @@ class _Run:
                 self._output.add(rank, len(environments), process)
         finally:
             os.close(reports)
-        self._output.start()
-        for rank in self._running:
+        for rank in list(self._running):
             threading.Thread(target=self._wait_for, args=(rank,), daemon=True).start()
 
+    def _read_reports(self, reading: int) -> None:
+        with os.fdopen(reading) as reports:
+            for line in reports:
+                rank, code = line.split()
+                self._events.put(Event("raised", int(rank), int(code)))
+
     def _wait_for(self, rank: int) -> None:
-        """Tells when a rank ends. Where it can, it leaves the process unreaped until the end of the
-        launch: so the number of its group, which may have other members, stays its own.
+        """Waits for a rank, and leaves it unreaped where possible, so that no other process can get
+        the number of its group, which may have other members.
         """
         process = self._processes[rank]
         if hasattr(os, "waitid"):
@@ -280,68 +304,57 @@ class _Run:
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         else:
             code = process.wait()
-        self._events.put(Event("ended", rank, code, time.monotonic()))
+        self._events.put(Event("ended", rank, code))
 
     def wait(self) -> None:
-        """Waits until all have ended, and sees to it that they do."""
+        """Waits until all ranks have ended, and ends those that do not."""
         while self._running:
             left = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
             try:
-                self._take(self._events.get(timeout=left))
+                event = self._events.get(timeout=left)
             except Empty:
-                self._due.popleft()[1]()
+                number = self._due.popleft()[1]
+                self._output.say(f"{readable_ranks(self._running)} did not end: {number.name}")
+                self._signal(number)
+                continue
+            if event.what == "asked":
+                self._obey(event)
+            else:
+                self._note(event)
 
-    def _take(self, event: Event) -> None:
-        if event.what == "asked":
-            return self._obey(event)
+    def _note(self, event: Event) -> None:
         if event.what == "ended":
             self._running.discard(event.rank)
-        if event.code and event.seconds < self._ending_since:
+        if event.code and not self._is_ending:
             self._failures.append(event)
-        if event.code and not self._hurried:
-            self._do_after(min(LAG_SECONDS, self._grace_seconds), self._announce)
-            self._do_after(self._grace_seconds, lambda: self._press(signal.SIGTERM))
-            self._do_after(2 * self._grace_seconds, lambda: self._press(signal.SIGKILL))
-            self._hurried = True
+            if len(self._failures) == 1 and (others := self._running - {event.rank}):
+                waiting = f"waiting {self._grace_seconds:g} s for {readable_ranks(others)} to end"
+                self._output.say(f"{event}; {waiting}")
+        if event.code and not self._due:
+            self._send_later(signal.SIGTERM, signal.SIGKILL)
 
     def _obey(self, event: Event) -> None:
         again = self._asked is not None and event.code == signal.SIGINT
         self._asked = self._asked or event
-        if again:
-            self._signal(signal.SIGKILL)
-        elif event.code == signal.SIGINT:
-            self._signal(signal.SIGINT)
+        if event.code == signal.SIGINT:
+            self._signal(signal.SIGKILL if again else signal.SIGINT)
         else:
             self._signal(signal.SIGTERM)
             self._due.clear()
-            self._do_after(self._grace_seconds, lambda: self._press(signal.SIGKILL))
-            self._hurried = True
+            self._send_later(signal.SIGKILL)
 
-    def _do_after(self, seconds: float, act: Callable[[], None]) -> None:
-        self._due.append((time.monotonic() + seconds, act))
-
-    def _first(self) -> Event | None:
-        return min(self._failures, key=Event.order, default=None)
-
-    def _announce(self) -> None:
-        if first := self._first():
-            names = readable_ranks(self._running)
-            self._output.say(f"{first}; waiting {self._grace_seconds:g} s for {names} to end")
-
-    def _press(self, number: signal.Signals) -> None:
-        self._output.say(f"{readable_ranks(self._running)} did not end: {number.name}")
-        self._signal(number)
+    def _send_later(self, *numbers: signal.Signals) -> None:
+        for turn, number in enumerate(numbers, 1):
+            self._due.append((time.monotonic() + turn * self._grace_seconds, number))
 
     def _signal(self, number: signal.Signals) -> None:
-        self._ending_since = min(self._ending_since, time.monotonic())
+        self._is_ending = True
         for process in self._processes:
             if process.returncode is None:
                 _signal_group(process, number)
 
     def end(self) -> None:
-        """Ends what is there still, such as processes that ranks have left behind; shows the rest
-        of what they wrote.
-        """
+        """Ends all processes that still run, such as children of ranks; shows their last output."""
         self._signal(signal.SIGTERM)
         left, deadline = self._processes, time.monotonic() + self._grace_seconds
         while (left := [each for each in left if _is_there(each)]) and time.monotonic() < deadline:
@@ -353,16 +366,17 @@ class _Run:
         self._output.join(_DRAIN_SECONDS)
 
     def verdict(self) -> int:
-        """Says which rank failed first, last of all. Returns the exit code of the launch."""
-        with contextlib.suppress(Empty):
-            while True:
-                self._take(self._events.get_nowait())
-        if first := self._first():
+        """Says last of all which rank failed first; returns the exit code of the launch.
+
+        A rank that was killed comes first: others may report its loss sooner.
+        """
+        if self._failures:
+            first = next((each for each in self._failures if each.was_killed), self._failures[0])
             self._output.show_tail(first.rank)
             self._output.say(str(first))
             return first.code if first.code > 0 else 128 - first.code
         if self._asked is not None and any(process.returncode for process in self._processes):
-            self._output.say(f"ended by {signal_name(self._asked.code)}")
+            self._output.say(f"ended by {_signal_name(self._asked.code)}")
             return 128 + self._asked.code
         return 0
 
@@ -373,7 +387,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _is_there(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process, or one of its group, is running."""
+    """Returns whether a process, or another one of its group, is running."""
     process.poll()
     try:
         os.killpg(process.pid, 0)

@@ -1,89 +1,143 @@
-"""What the programs of a pod need of its processes: to be heard by all, and to hand things out.
-
-`cluster.pod` provides it.
-"""
+"""`Peers`: the processes of a session's mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+import contextlib
+import functools
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
-from stepcache.jaxcompat.coordination import Brief
-from stepcache.sharding import Company
+from stepcache.distributed.agreement import SAME_CALLS, Round
+from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang, Watch
+from stepcache.errors import AgreementError, RankLostError
+from stepcache.jaxcompat import coordination
 
+AGREE_SECONDS = 60.0
+"""How long to wait, by default, for a process that does not take part in an agreement round."""
 
-class Meeting(Protocol):
-    """All processes of a mesh, on the occasion of one new program."""
-
-    def hear(
-        self, topic: str, said: bytes, *, patiently: bool = False, brief: Brief | None = None
-    ) -> dict[int, bytes]:
-        """What every process says on a topic, by rank; waits for the last one.
-
-        What several say alike is read once. So say what is the same on most of them, or shorten it.
-
-        Args:
-            topic: the same on all of them.
-            said: by this one.
-            patiently: wait as long as all are alive, and not only for the agreed time.
-            brief: shortens what all said, by rank, to what all have to know of it; one process
-                calls it.
-
-        Raises:
-            AgreementError: some process has not come in time.
-            RankLostError: some process has gone.
-        """
-        ...
-
-    def said(self, topic: str) -> dict[int, bytes]:
-        """What every process has said on a topic that has been heard, by rank and not shortened.
-
-        For one process only, as it reads something of each of the others.
-        """
-        ...
-
-    def hand_out(self, name: str, data: bytes, takers: Sequence[int]) -> None:
-        """Gives bytes to some processes, each of which has to take them."""
-        ...
-
-    def take(self, name: str, giver: int) -> bytes:
-        """Waits for what a process hands out.
-
-        Raises:
-            RankLostError: some process has gone.
-        """
-        ...
+T = TypeVar("T")
 
 
-class Peers(Company, Protocol):
-    """The processes of a mesh.
+class Peers:
+    """The processes of a mesh: makes them agree, and raises where one of them is lost.
+
+    Args:
+        ranks: the processes, in order.
+        watch: detects lost processes.
+        agree_seconds: how long a round waits for a process that does not take part.
 
     Attributes:
-        rank: of this one.
-        ranks: of all, in order.
+        rank: this process.
+        ranks, agree_seconds: as given.
     """
 
-    @property
-    def rank(self) -> int: ...
+    def __init__(self, ranks: tuple[int, ...], watch: Watch, agree_seconds: float):
+        self.rank, self.ranks, self.agree_seconds = watch.rank, ranks, agree_seconds
+        self._watch, self._name = watch, _name_of(ranks)
+        # All sessions over the same processes count their rounds together.
+        new = threading.Lock(), itertools.count(1)
+        self._lock, self._numbers = watch.rounds.setdefault(self._name, new)
 
-    @property
-    def ranks(self) -> Sequence[int]: ...
-
-    def meeting(self, label: str, why: str) -> AbstractContextManager[Meeting]:
-        """Comes together with the others; one meeting at a time, in the same order on all.
+    @contextlib.contextmanager
+    def round(self, label: str, reason: str = "", *, patient: bool = False) -> Iterator[Round]:
+        """Context manager of an agreement round; all processes enter it, in the same order.
 
         Args:
-            label: what about, for people.
-            why: why this process needs it, in one line; told to all where the others do not come.
+            label: what the processes agree on, for messages.
+            reason: why this process needs a new program, in one line.
+            patient: wait for the others for as long as they live.
         """
-        ...
+        watch = self._watch
+        seconds = float("inf") if patient else self.agree_seconds
+        with self._lock, self._given_up_raised():
+            number = next(self._numbers)
+            place = f"{self._name}/{number}"
+            current = Round(place, self.ranks, watch, label, reason, seconds)
+            completed = False
+            try:
+                with watch.agreeing():
+                    yield current
+                completed = True
+            finally:
+                current.channel.close(all_received=completed)
+            if self.rank == self.ranks[0] and number > 1:
+                watch.service.delete(f"{self._name}/{number - 1}/")  # All processes have left it.
 
-    def suspect(self, error: BaseException) -> None:
-        """Finds out whether an error means that a process has gone.
+    def gather(self, label: str, payload: bytes = b"") -> dict[int, bytes]:
+        """Waits for all processes, and returns what each of them contributes, by rank.
 
         Raises:
-            RankLostError: it does.
-            AgreementError: it does, and that one had waited for this one for too long.
+            RankLostError: a process was lost.
         """
-        ...
+        with self.round(label, patient=True) as current:
+            return current.gather("gathered", payload)
+
+    def guarded(self, work: Callable[[], T]) -> T:
+        """Does work that waits for the other processes.
+
+        Raises:
+            RankLostError: a process was lost.
+        """
+        with self._given_up_raised():
+            self._watch.loss.raise_if_known()
+        try:
+            return work()
+        except Exception as error:
+            self.raise_if_lost_by(error)
+            raise
+
+    def raise_if_lost_by(self, error: BaseException) -> None:
+        """Raises if a lost process is the cause of an error.
+
+        Raises:
+            RankLostError: it is.
+            AgreementError: it is, and that process had given up waiting for this one.
+        """
+        with self._given_up_raised():
+            self._watch.suspect(error)
+
+    def enter(self, hang_seconds: float = HANG_SECONDS, on_hang: OnHang = "warn") -> None:
+        """Notes that this thread enters a session over these processes."""
+        self._watch.enter(self._name, self.ranks, hang_seconds, on_hang)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Notes that this thread leaves the session, with an error or without."""
+        self._watch.leave(self._name, error)
+
+    @contextlib.contextmanager
+    def _given_up_raised(self) -> Iterator[None]:
+        """Raises `AgreementError` where the lost processes had given up waiting for this one.
+
+        This one was in another call then, which ends only when they do.
+        """
+        try:
+            yield
+        except RankLostError as lost:
+            for rank, text in self._watch.given_up.items():
+                if rank in self.ranks and (rank in lost.ranks or not lost.ranks):
+                    sides = (rank,), (self.rank,)
+                    raise AgreementError(
+                        text, sides=sides, where=f"rank {self.rank}", hint=SAME_CALLS
+                    ) from lost
+            raise
+
+
+def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> Peers | None:
+    """Returns these processes; None for a single one, or where JAX has no coordination service.
+
+    Args:
+        ranks: the processes, in order.
+        agree_seconds: how long to wait for one that does not take part in an agreement round.
+    """
+    if len(ranks) < 2 or (service := coordination.service()) is None:
+        return None
+    return Peers(tuple(ranks), Watch.of_this_process(service), agree_seconds)
+
+
+@functools.lru_cache
+def _name_of(ranks: tuple[int, ...]) -> str:
+    """Names a set of processes; the name is the same on all of them."""
+    return f"stepcache/{hashlib.sha256(','.join(map(str, ranks)).encode()).hexdigest()[:12]}"

@@ -1,8 +1,8 @@
-"""`Relay`: bytes from one process of a pod to many, in a tree: each passes chunks on as they come.
+"""`Relay`: sends data from one process of a pod to many others, in a tree.
 
-Else all would read them from the coordination service, which is one process for thousands. That
-says where to connect, by which token processes of the pod know each other, and the digest by which
-a receiver checks what came; the bytes go from process to process.
+Each process passes chunks on while it receives them, so that the coordination service, a single
+process, need not serve large data to thousands. The service transfers only the addresses, a token
+that authenticates the processes of the pod, and the digest of the data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 CHILDREN = 3
-"""To how many others each process passes on what it receives."""
+"""How many processes receive from one."""
 _CHUNK_BYTES = 1 << 20
 _CONNECT_SECONDS = 5.0
 _STALLED_SECONDS = 20.0
@@ -23,25 +23,25 @@ _SLICE_SECONDS = 0.5
 
 
 def parent_of(number: int) -> int:
-    """From which number a receiver gets the bytes; the source is 0, receivers count from 1."""
+    """Returns the number of the process that a receiver reads from; the source is number 0."""
     return (number - 1) // CHILDREN
 
 
 class Relay:
-    """Passes bytes on to whoever knows the token, as far as they are there.
+    """Sends data to all that know the token.
 
     Args:
-        host: the address of this process at which others reach it.
-        token: theirs.
-        data: the bytes; a receiver's are filled in by `fetch`.
-        complete: whether they are there already.
+        host: the address at which others reach this process.
+        token: authenticates them.
+        data: the data; a receiver passes a buffer that `fetch` fills.
+        complete: whether the data is there already.
 
     Attributes:
         address: host and port.
         data: as given.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: this process cannot listen at the address.
     """
 
     def __init__(self, host: str, token: bytes, data: bytes | bytearray, *, complete: bool):
@@ -56,7 +56,7 @@ class Relay:
         threading.Thread(target=self._accept, name="stepcache relay", daemon=True).start()
 
     def close(self) -> None:
-        """Passes nothing on any more."""
+        """Stops to send."""
         with self._moved:
             self._closed = True
             self._moved.notify_all()
@@ -64,7 +64,7 @@ class Relay:
     def _accept(self) -> None:
         with self._listener:
             while not self._closed:
-                with contextlib.suppress(OSError):  # Nobody has come within the time.
+                with contextlib.suppress(OSError):  # No connection within the time.
                     connection, _ = self._listener.accept()
                     serve = threading.Thread(target=self._serve, args=(connection,), daemon=True)
                     serve.start()
@@ -87,14 +87,14 @@ class Relay:
                 sent += len(chunk)
 
     def fetch(self, address: tuple[str, int], check: Callable[[], None]) -> None:
-        """Receives the bytes from another relay.
+        """Receives the data from another relay.
 
         Args:
-            address: of that one.
-            check: raises where there is no sense in waiting any more.
+            address: of that relay.
+            check: raises if waiting is pointless.
 
         Raises:
-            OSError: they do not come.
+            OSError: the data does not arrive.
         """
         assert isinstance(self.data, bytearray)
         view, moved = memoryview(self.data), time.monotonic()
@@ -111,24 +111,24 @@ class Relay:
                             raise
                         continue
                     if not size:
-                        raise ConnectionError(f"{address[0]} sends no more")
+                        raise ConnectionError(f"{address[0]} closed the connection")
                     moved = time.monotonic()
                     with self._moved:
                         self._there += size
                         self._moved.notify_all()
         except BaseException:
-            self.close()  # Those that wait for the rest here get it elsewhere.
+            self.close()  # Its receivers must not wait for the rest.
             raise
 
 
 def own_host(coordinator: str) -> str:
-    """The address by which this machine is known on the way to another one; sends nothing.
+    """Returns the address of this machine on the route to the coordinator. Sends nothing.
 
     Args:
-        coordinator: `host:port` of that one.
+        coordinator: `host:port`.
 
     Raises:
-        OSError: there is no way.
+        OSError: there is no route.
     """
     host, _, port = coordinator.rpartition(":")
     family, kind, *_, address = socket.getaddrinfo(

@@ -1,4 +1,4 @@
-"""Tokens of values: short texts by which processes compare what each of them holds of one value."""
+"""Tokens of values: short texts by which processes compare their replicas of a value."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 from stepcache.distributed.global_arrays import is_key, spans_processes
 
 Groups = dict[tuple[int, ...], dict[str, str]]
-"""By the processes that hold the same: what this one of them holds, token by path."""
+"""Tokens of the values of this process, by path, for each group of ranks that hold replicas."""
 
 Part = tuple[str, Any, slice | None]
-"""Path and array of a leaf, and where it is only a part of a flat array, which."""
+"""Path and array of a leaf, and its slice if it is a part of a packed array."""
 
 SEVERAL = "its devices hold "
-"""How the token of what differs between the devices of one process begins."""
+"""The prefix of a token of replicas that differ between the devices of one process."""
 _READ_WHOLE_BYTES = 1 << 16
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 _SHOWN = 3
 
 
 def token_of(value: Any, *, whole: bool = False) -> str:
-    """A text that is equal for equal values, and shows the beginning of one.
+    """Returns a text that is equal for equal values, and shows the first of them.
 
     Args:
         value: an array, in the memory of this process, or a number.
-        whole: read all of it. Else, of one larger than 64 KiB, 16 blocks of 4 KiB, evenly spread:
+        whole: read all of it. By default, of one larger than 64 KiB, 16 blocks of 4 KiB are read:
             values of another seed, or of another checkpoint, differ everywhere.
     """
     array = np.asarray(jax.random.key_data(value) if is_key(value) else value)
@@ -50,26 +50,26 @@ def token_of(value: Any, *, whole: bool = False) -> str:
     return f"[{shown}{more}] (digest {hasher.hexdigest()[:12]})"
 
 
-def is_own(value: Any) -> bool:
-    """Whether a value is in the memory of this process alone: a number, or a local array."""
+def is_local(value: Any) -> bool:
+    """Returns whether a value belongs to this process alone: a number, or a local array."""
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
 def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...], *, summed: bool = False) -> Groups:
-    """What this process holds, and others hold too, read whole.
+    """Returns the tokens of the values of this process, by the ranks that hold replicas.
 
     Args:
-        leaves: what it holds.
-        ranks: the processes that hold the same of what is no array over several of them.
-        summed: of an array above 64 KiB, read only a checksum that each device makes of what it
-            holds; of a flat one, that of the whole.
+        leaves: the values.
+        ranks: the processes that hold replicas of local arrays.
+        summed: of an array above 64 KiB, read only a checksum that each device computes of its
+            shard; of a packed array, one of all its leaves.
     """
     groups: Groups = {}
     read: dict[tuple[int, str], list[np.ndarray]] = {}
     if summed:
         leaves = _checksums(leaves)
     for path, value, part in leaves:
-        if not isinstance(value, jax.Array) or (is_own(value) and len(value.devices()) == 1):
+        if not isinstance(value, jax.Array) or (is_local(value) and len(value.devices()) == 1):
             groups.setdefault(ranks, {})[path] = token_of(value, whole=True)
             continue
         array = jax.random.key_data(value) if is_key(value) else value
@@ -94,11 +94,7 @@ def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...], *, summed: bool 
 def _checksums(
     leaves: Iterable[Part],
 ) -> list[Part]:
-    """The leaves, with checksums by device in the place of the large ones on a mesh.
-
-    Where several devices hold the same part of an array, theirs are the shards of one array that
-    JAX believes to be the same on all of these.
-    """
+    """Replaces large leaves on a mesh by arrays of checksums, one of each device's shard."""
     found: dict[int, Part] = {}
     for path, value, part in leaves:
         if _is_summed(value):
@@ -110,7 +106,7 @@ def _checksums(
 
 
 def _is_summed(value: Any) -> bool:
-    """Whether a program that sums a value up costs less than to read it."""
+    """Returns whether a checksum by the devices is cheaper than to read the value."""
     return (
         isinstance(value, jax.Array)
         and isinstance(value.sharding, NamedSharding)
@@ -121,7 +117,7 @@ def _is_summed(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _summed(sharding: NamedSharding, dimensions: int) -> Callable[[jax.Array], jax.Array]:
-    """Has each device sum up what it holds of an array, without a word to the others."""
+    """Returns a program in which each device sums up its shard, without communication."""
     spec = PartitionSpec(*sharding.spec, *(None,) * (dimensions - len(sharding.spec)))
     apart = jax.shard_map(
         lambda shard: _checksum(shard).reshape((1,) * dimensions),
@@ -134,7 +130,7 @@ def _summed(sharding: NamedSharding, dimensions: int) -> Callable[[jax.Array], j
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """A sum of all words, each times an odd number: any one that changes changes it."""
+    """Returns a sum of all words, each times an odd number, which changes with any of them."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     bits = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
@@ -147,7 +143,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _index_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Which part of an array, for people; empty for the whole."""
+    """Returns an index as text; empty for the whole array."""
     bounds = [each.indices(size)[:2] for each, size in zip(index, shape, strict=True)]
     if all(bound == (0, size) for bound, size in zip(bounds, shape, strict=True)):
         return ""

@@ -1,13 +1,12 @@
 """Whether what a trace used of installed packages is still what it was.
 
-A distribution's version says what its code is, unless somebody edited a file or put something of
-their own into a module: `jax.nn.gelu = mine`. So the content of each module that a trace entered is
-looked at, and what each name means that the code entered there reads of modules and classes.
+A distribution's version identifies its code, unless a file was edited or a module was patched:
+`jax.nn.gelu = mine`. So each module that a trace entered is identified by its content, and each
+name that the entered code reads from modules and classes by what the name means.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import hashlib
 import itertools
@@ -20,146 +19,26 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepcache.fingerprint import instances
-from stepcache.fingerprint.classes import is_foreign
-from stepcache.fingerprint.held import CONTAINERS, Held, function_in, is_immutable
-from stepcache.fingerprint.provenance import (
-    INSTALLED,
-    USER,
-    file_of_module,
-    origin_of,
-    origin_of_file,
+from stepcache.fingerprint.held import Held
+from stepcache.fingerprint.name_meanings import (
+    Meaning,
+    Notes,
+    class_text,
+    digest_of,
+    is_held_whole,
+    is_own_dependency,
+    members_of,
+    text_of,
 )
-from stepcache.fingerprint.tokens import container_text, plain_text, qualified_name
+from stepcache.fingerprint.provenance import file_of_module
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.fingerprint.visitor import Walk
 from stepcache.jaxcompat.hooks import REPLACED
 
 # They keep counters and caches in their modules, which differ from process to process.
-LATE = "put into "
-"""Begins the names of dependencies that are there once another module has been imported."""
 _WITH_STATE = frozenset(("jax", "jaxlib", "numpy", "stepcache"))
-
-
-class _Read(NamedTuple):
-    """What one code object of an installed module reads.
-
-    Attributes:
-        code: itself, so that it keeps its identity.
-        module: the module that it comes from; None for a compiler's, and for others.
-        names: the names that it reads, by module.
-        attributes: all names and strings in it: what it may read of any object.
-        asked_for: those that it may ask of objects which do not have them.
-    """
-
-    code: types.CodeType
-    module: str | None
-    names: tuple[tuple[str, frozenset[str]], ...]
-    attributes: frozenset[str]
-    asked_for: frozenset[str]
-
-
-_reads: dict[int, _Read] = {}
-
-
-class Reads(NamedTuple):
-    """What some code objects of installed modules read, together.
-
-    Attributes:
-        modules: those that the code comes from.
-        names: what it reads of these and of others, by module, with spaces between.
-        attributes: all names and strings in it: what it may read of any object.
-        asked_for: those that it may ask of objects which do not have them.
-    """
-
-    modules: list[str]
-    names: dict[str, str]
-    attributes: frozenset[str]
-    asked_for: frozenset[str]
-
-
-_together: collections.OrderedDict[frozenset[int], Reads] = collections.OrderedDict()
 _REMEMBERED = 32
-
-
-def reads_of(codes: Iterable[types.CodeType]) -> Reads:
-    """What the code objects among some that come from installed modules read."""
-    installed = [code for code in codes if origin_of_file(code.co_filename) == INSTALLED]
-    key = frozenset(map(id, installed))
-    with _lock:
-        known = _together.get(key)
-        if known is None:
-            unknown = [code for code in installed if id(code) not in _reads]
-            by_file = _modules_by_file() if unknown else {}
-            for code in unknown:
-                _reads[id(code)] = _read_by(code, by_file)
-            known = _together[key] = _put_together([_reads[id(code)] for code in installed])
-            if len(_together) > _REMEMBERED:
-                _together.popitem(last=False)
-        return known
-
-
-def _put_together(reads: list[_Read]) -> Reads:
-    names: dict[str, set[str]] = {}
-    for read in reads:
-        for owner, each in read.names:
-            names.setdefault(owner, set()).update(each)
-    return Reads(
-        sorted({read.module for read in reads if read.module is not None}),
-        {owner: " ".join(sorted(each)) for owner, each in names.items()},
-        frozenset().union(*(read.attributes for read in reads)),
-        frozenset().union(*(read.asked_for for read in reads)),
-    )
-
-
-def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
-    module = by_file.get(code.co_filename)
-    found: dict[str, set[str]] = {}
-    if module is not None and not _is_known_by_file(module):
-        found[module] = {code.co_qualname.partition(".")[0]}
-        _add_names(found, module, vars(sys.modules[module]), code.co_names, 3)
-        found[module] &= vars(sys.modules[module]).keys()
-    strings = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
-    asking = not _ASKING.isdisjoint(code.co_names)
-    names = tuple((owner, frozenset(each)) for owner, each in found.items())
-    if module is not None and module.partition(".")[0] == _OURS:  # It asks no object of the user's.
-        return _Read(code, module, names, frozenset(), frozenset())
-    attributes = frozenset((*code.co_names, *strings))
-    return _Read(code, module, names, attributes, frozenset(strings if asking else ()))
-
-
-_ASKING = frozenset(("getattr", "hasattr"))
-_OURS = __name__.partition(".")[0]
-
-
-def _modules_by_file() -> dict[str, str]:
-    return {
-        file: name
-        for name, module in list(sys.modules.items())
-        if name != "__main__" and (file := getattr(module, "__file__", None))
-    }
-
-
-def _add_names(
-    found: dict[str, set[str]], owner: str, space: dict, names: tuple[str, ...], depth: int
-) -> None:
-    for name in names:
-        value = space.get(name, sys.modules.get(name) if "." in name else None)
-        if type(value) is types.ModuleType and _is_known_by_file(value.__name__):
-            continue
-        if name in space and not name.startswith("__"):
-            found.setdefault(owner, set()).add(name)
-        if type(value) is types.ModuleType and depth and value.__name__ in sys.modules:
-            file = getattr(value, "__file__", None)
-            if file and origin_of_file(file) == INSTALLED:
-                _add_names(found, value.__name__, vars(value), names, depth - 1)
-
-
-def _is_known_by_file(module: str) -> bool:
-    """Modules whose names are not looked at: jaxlib's bindings are loaded bit by bit while a
-    program is lowered, and stepcache's own are nobody's to replace.
-    """
-    return module.partition(".")[0] in ("jaxlib", "stepcache")
+_GONE = object()
 
 
 def note_modules(walk: Walk, modules: Sequence[str], names: dict[str, str]) -> None:
@@ -268,34 +147,6 @@ def _has_compiled_code(package: str) -> bool:
     )
 
 
-class _Notes:
-    """Stands in for a walk while a name is looked at, and keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.dependencies: dict[str, str] = {}
-        self.values: list[tuple[str, Any]] = []
-
-    def once(self, path: str, text: str) -> None:
-        self.dependencies[path] = text
-
-    def value(self, path: str, value: Any) -> None:
-        self.values.append((path, value))
-
-
-class _Meaning(NamedTuple):
-    """What a name of a module means.
-
-    Attributes:
-        texts: the parts of it.
-        dependencies: what is worth a dependency of its own.
-        values: path and value of what is the user's and has to be followed.
-    """
-
-    texts: tuple[str, ...]
-    dependencies: dict[str, str]
-    values: list[tuple[str, Any]]
-
-
 class _ModuleState:
     """What this process knows of the names in one installed module.
 
@@ -312,12 +163,12 @@ class _ModuleState:
 
     def _forget(self) -> None:
         self.held = Held()
-        self._meanings: dict[str, _Meaning] = {}
+        self._meanings: dict[str, Meaning] = {}
         self._unsteady: set[str] = set()
         self._names: list[str] = []
         self._values: list[Any] = []
         self._digests: dict[str, str] = {}
-        self._notable: dict[str, tuple[_Meaning, ...]] = {}
+        self._notable: dict[str, tuple[Meaning, ...]] = {}
 
     def note(self, walk: Walk, read: str) -> bool:
         """Notes what some names of the module mean, given with spaces between.
@@ -335,7 +186,7 @@ class _ModuleState:
             names = read.split()
             self._look_at([name for name in names if name not in self._meanings])
             meanings = [self._meanings[name] for name in names]
-            known = _digest(text for meaning in meanings for text in meaning.texts)
+            known = digest_of(text for meaning in meanings for text in meaning.texts)
             notable = tuple(each for each in meanings if each.dependencies or each.values)
             if self._unsteady.isdisjoint(names):
                 self._digests[read], self._notable[read] = known, notable
@@ -372,27 +223,27 @@ class _ModuleState:
 
     def _find_meaning(self, name: str) -> bool:
         """Finds out what a name means. Returns whether to hold on to its value."""
-        notes: Any = _Notes()
+        notes: Any = Notes()
         value = self._space.get(name, _GONE)
         kinds: Any = (types.FunctionType, type, types.ModuleType)
         fixed = isinstance(value, kinds) and value.__name__.endswith(name)  # Its definition.
         varies = not fixed and name in _content(self._name).varying
         if self._has_state and (varies or (self._name, name) in REPLACED):
-            self._meanings[name] = _Meaning((f"{name} varies",), {}, [])
+            self._meanings[name] = Meaning((f"{name} varies",), {}, [])
             return False
         self._names.append(name)
         self._values.append(value)
         if value is _GONE:
-            self._meanings[name] = _Meaning((f"{name} gone",), {}, [])
+            self._meanings[name] = Meaning((f"{name} gone",), {}, [])
             return False
         path = f"{self._name}.{name}"
-        text = _meaning(notes, path, value, self._has_state)
+        text = text_of(notes, path, value, self._has_state)
         texts = [f"{name} {text}"]
         if isinstance(value, type):
-            texts.append(_told_class(notes, value, self._has_state))
-        elif _is_told(name, value, text, self._name.partition(".")[0]):
+            texts.append(class_text(notes, value, self._has_state))
+        elif is_own_dependency(name, value, text, self._name.partition(".")[0]):
             notes.once(path, text)
-        self._meanings[name] = _Meaning(tuple(texts), notes.dependencies, notes.values)
+        self._meanings[name] = Meaning(tuple(texts), notes.dependencies, notes.values)
         if not self._is_steady(value):
             self._unsteady.add(name)
             return False
@@ -402,8 +253,8 @@ class _ModuleState:
         """Whether `hold` sees everything that could change what a value means."""
         if self._has_state:
             return True
-        values = [each for _, each in _members(value)] if isinstance(value, type) else [value]
-        return all(map(_is_held_whole, values))
+        values = [each for _, each in members_of(value)] if isinstance(value, type) else [value]
+        return all(map(is_held_whole, values))
 
 
 _states: dict[str, _ModuleState] = {}
@@ -434,186 +285,3 @@ def look_again() -> None:
 def replacements() -> int:
     """Rises whenever something in an installed module has been found replaced."""
     return _replacements
-
-
-_GONE = object()
-
-
-def _is_held_whole(value: Any) -> bool:
-    """Whether a value is what it is called; and not an object whose attributes may be set."""
-    kinds: Any = (
-        types.ModuleType,
-        staticmethod,
-        classmethod,
-        property,
-        *CONTAINERS,
-        *_DESCRIPTORS,
-    )
-    if plain_text(value) is not None or callable(value) or isinstance(value, kinds):
-        return True
-    kind = type(value)  # A mere mark has neither attributes nor slots.
-    return not kind.__dictoffset__ and kind.__basicsize__ == object.__basicsize__
-
-
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_WRITTEN_IN_C = frozenset(
-    (
-        *_DESCRIPTORS,
-        types.MethodDescriptorType,
-        types.WrapperDescriptorType,
-        types.ClassMethodDescriptorType,
-    )
-)
-
-
-def _is_told(attribute: str, value: Any, text: str, package: str) -> bool:
-    """Whether a name is worth a dependency of its own: what is the user's to change, or was changed."""
-    if callable(value):
-        return not text.endswith(attribute) and hasattr(value, "__qualname__")
-    return package not in TRUSTED and not isinstance(value, types.ModuleType)
-
-
-def _members(cls: type) -> list[tuple[str, Any]]:
-    """What a class has of its own. To look at its annotations may give it empty ones."""
-    return [
-        (name, value)
-        for name, value in vars(cls).items()
-        if name not in _UNTOLD and (value or name != "__annotations__")
-    ]
-
-
-def _told_class(walk: Any, cls: type, has_state: bool) -> str:
-    if is_immutable(cls):
-        return "immutable"
-    texts = []
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    for attribute, value in sorted(_members(cls)):
-        if type(value) in _WRITTEN_IN_C:
-            texts.append(f"{attribute} {value.__objclass__.__qualname__}.{value.__name__}")
-            continue
-        text, function = _name_of_function(value), function_in(value)
-        is_own = function is not None and function.__module__ == cls.__module__
-        if is_own and text is not None and text.endswith(attribute):
-            texts.append(f"{attribute} {text}")  # Most are such.
-            continue
-        if text is None:
-            if isinstance(value, type):
-                continue
-            text = _meaning(walk, f"{name}.{attribute}", value, has_state)
-        if has_state and _is_of_another_module(value, cls) and text != "the user's":
-            # Put there by another module of the package, as jax.shard_map's does when imported.
-            walk.once(f"{LATE}{name}.{attribute}", text)
-            continue
-        texts.append(f"{attribute} {text}")
-        if attribute.startswith("_"):
-            worth = not (has_state or attribute.startswith("__")) and plain_text(value) is not None
-        elif type(value) is types.FunctionType:
-            worth = not text.endswith(f".{attribute}")
-        else:
-            worth = not has_state and plain_text(value) is not None
-        if worth:
-            walk.once(f"{name}.{attribute}", text)
-    return _digest(texts)
-
-
-def _is_of_another_module(value: Any, cls: type) -> bool:
-    if type(value) is not types.FunctionType or value.__module__ == cls.__module__:
-        return False
-    package, own = (str(each.__module__).partition(".")[0] for each in (value, cls))
-    return package == own
-
-
-def _digest(texts: Iterable[str]) -> str:
-    """A digest of texts without line breaks."""
-    return hashlib.sha256("\n".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def _name_of_function(value: Any) -> str | None:
-    """The name of a function, method or property that is an installed package's own, or None.
-
-    The usual case, fast.
-    """
-    function = function_in(value)
-    if function is None or (function is not value and function.__dict__):
-        return None
-    filename = function.__code__.co_filename
-    if filename.startswith("<") or origin_of_file(filename) == USER:
-        return None
-    name = _name_with_defaults(function)
-    return name if function is value else f"{type(value).__name__} {name}"
-
-
-def _name_with_defaults(function: types.FunctionType) -> str:
-    defaults = plain_text(function.__defaults__) if function.__defaults__ else None
-    return f"{defaults or ''}{function.__module__}.{function.__qualname__}"
-
-
-def _meaning(walk: Any, path: str, value: Any, has_state: bool) -> str:
-    """What a name stands for, as far as that is the same in each process."""
-    if (name := _name_of_function(value)) is not None:
-        return name
-    kind = type(value)
-    if kind is types.FunctionType:
-        if is_foreign(value):
-            walk.value(path, value)
-            return "the user's"
-        return _name_with_defaults(value)
-    if kind is types.ModuleType:
-        return value.__name__
-    if (text := plain_text(value)) is not None:
-        return text
-    if kind in CONTAINERS:
-        return _meaning_of_container(walk, path, value, has_state)
-    if is_foreign(value):
-        walk.value(path, value)
-        return "the user's"
-    if callable(value) or isinstance(value, staticmethod | classmethod | property):
-        return _meaning_of_callable(walk, path, value)
-    if has_state or origin_of(kind) == USER:
-        return kind.__qualname__
-    state = instances.attributes_of(value)
-    texts = [f"{name} {container_text(each)}" for name, each in state.items()]
-    return f"{kind.__qualname__} {_digest(texts)}"
-
-
-def _meaning_of_container(walk: Walk, path: str, value: Any, has_state: bool) -> str:
-    if not has_state and (text := container_text(value)) is not None:
-        return text
-    each_value = list(value.values()) if isinstance(value, dict) else list(value)
-    for number, each in enumerate(each_value):
-        if type(each) is types.FunctionType and is_foreign(each):
-            walk.value(f"{path}[{number}]", each)
-    return type(value).__name__
-
-
-def _meaning_of_callable(walk: Walk, path: str, value: Any) -> str:
-    """A function in some wrapping: by its name where it has one, and what the user put into it."""
-    inner: Any = value
-    for _ in range(8):
-        state = getattr(inner, "__dict__", None) or {}
-        following = (
-            getattr(inner, "func", None)
-            or getattr(inner, "__func__", None)
-            or (inner.fget if isinstance(inner, property) else None)
-            or state.get("__wrapped__")
-            or getattr(inner, "__wrapped__", None)
-        )
-        if following is None or following is inner:
-            break
-        inner = following
-        if is_foreign(inner):
-            walk.value(path, value)
-            return "the user's"
-    if isinstance(value, functools.partial):
-        given: tuple[Any, ...] = (*value.args, *value.keywords.values())
-        if any(is_foreign(each) for each in given):
-            walk.value(path, value)
-        texts = (container_text(each) or qualified_name(each) for each in given)
-        return f"partial of {qualified_name(inner)} {tuple(value.keywords)} {_digest(texts)}"
-    kind = type(value).__qualname__
-    return f"{kind} {getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', kind)}"
-
-
-_UNTOLD = frozenset(
-    "__doc__ __module__ __qualname__ __firstlineno__ __slotnames__ _abc_impl".split()
-)

@@ -134,7 +134,7 @@ def file_of_module(name: str) -> str | None:
     if top not in sys.modules:
         try:
             spec = importlib.machinery.PathFinder.find_spec(top)
-        except Exception:  # A finder of somebody else's.
+        except Exception:  # A third-party finder.
             spec = None
         if spec is None:
             return None

@@ -14,11 +14,20 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType, FrameType, MethodDescriptorType, ModuleType
 from typing import Any
 
 from stepcache import _process_hooks
+from stepcache.fingerprint.callers import (
+    BYSTANDERS,
+    FRAMEWORKS,
+    is_bystander,
+    is_import,
+    is_import_hook,
+    is_of_imports,
+    name_of_builtin,
+    responsible,
+)
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -29,20 +38,6 @@ from stepcache.fingerprint.provenance import (
     package_of,
 )
 
-# Frameworks call the clock and the like for their own logs; it does not reach the trace.
-_FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
-_BYSTANDERS = tuple(
-    f"{os.sep}{name}"
-    for name in ("logging", "warnings.py", "linecache.py", "traceback.py", "abc.py")
-)
-_LISTENERS = tuple(
-    os.sep + str(Path(*parts))
-    for parts in (
-        ("logging", "__init__.py"),
-        ("jax", "_src", "monitoring.py"),
-        ("stepcache", "events.py"),
-    )
-)
 _BLAMED_EVENTS = {
     "os.listdir": "lists a directory",
     "os.scandir": "lists a directory",
@@ -156,34 +151,15 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
             return True
     origin = origin_of_file(code.co_filename)
-    if origin != PYTHON and _is_import_hook(frame):
+    if origin != PYTHON and is_import_hook(frame):
         return False
-    if origin == USER and _is_bystander(frame):
+    if origin == USER and is_bystander(frame):
         return False
     if origin != USER and not made:
         _counted[id(code)] = code
     for recording in _current():
         recording.entered[id(code)] = code
     return True
-
-
-_FINDING = frozenset(("_find_spec", "_get_spec", "_path_hooks"))
-
-
-def _is_import_hook(frame: FrameType) -> bool:
-    """Whether Python's import system asked this code for a module, as it asks all of its hooks.
-
-    A hook does not depend on what is imported: setuptools' is asked wherever setuptools is
-    installed.
-    """
-    caller, filename = frame.f_back, frame.f_code.co_filename
-    while caller is not None and caller.f_code.co_filename == filename:
-        caller = caller.f_back
-    return (
-        caller is not None
-        and caller.f_code.co_name in _FINDING
-        and caller.f_code.co_filename.startswith("<frozen importlib")
-    )
 
 
 def _note_variables(code: CodeType, frame: FrameType) -> None:
@@ -194,72 +170,18 @@ def _note_variables(code: CodeType, frame: FrameType) -> None:
         recording.variables.update(os.fsdecode(name) for name in names)
 
 
-def _is_bystander(frame: FrameType | None) -> bool:
-    """Whether code runs on behalf of a log or of a listener, which the trace does not see."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_LISTENERS):
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _call(function: Any, frame: FrameType | None) -> None:
     """Notes a call of a function written in C, where its result is not the same in each run."""
-    name = _impure_name(function)
+    name = name_of_builtin(function)
     if name is None:
         return
     why = why_impure(name)
     if why is None:
         return
-    caller = _responsible(frame)
+    caller = responsible(frame)
     if caller is not None:
         for recording in _current():
             recording.impure[f"{caller}: {why}"] = None
-
-
-def _impure_name(function: Any) -> str | None:
-    owner = getattr(function, "__self__", None)
-    name = getattr(function, "__name__", "")
-    if owner is None or type(owner).__name__ == "module":
-        module = getattr(function, "__module__", None)
-        return f"{module}.{name}" if module else None
-    if isinstance(owner, type):
-        return f"{owner.__module__}.{owner.__qualname__}.{name}"
-    kind = type(owner)
-    if kind.__module__ == "random" and _is_hidden(owner):
-        return f"random.{name}"
-    if kind.__module__.startswith("numpy.random") and _is_hidden(owner):
-        return f"numpy.random.{name}"
-    return None
-
-
-def _is_hidden(generator: Any) -> bool:
-    """Whether a generator of random numbers is the one that a module keeps for itself."""
-    module = sys.modules.get(
-        "random" if type(generator).__module__ == "random" else "numpy.random.mtrand"
-    )
-    hidden = getattr(module, "_inst", None) or getattr(module, "_rand", None)
-    return generator is hidden
-
-
-def _responsible(frame: FrameType | None) -> str | None:
-    """Where the call came from: the nearest frame that is not of Python's own library.
-
-    Returns:
-        `file:function`; None where it came from a framework or from a bystander such as logging.
-    """
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        origin = origin_of_file(filename)
-        if origin == PYTHON and (_is_import(frame) or any(b in filename for b in _BYSTANDERS)):
-            return None
-        package = package_of(filename) if origin == INSTALLED else ""
-        if package in _FRAMEWORKS:
-            return None
-        if origin != PYTHON and package != "numpy":
-            return f"{Path(filename).name}:{frame.f_code.co_qualname}"
-        frame = frame.f_back
-    return None
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -271,7 +193,7 @@ def _audit(event: str, arguments: tuple) -> None:
     if event == "open":
         _opened(*arguments[:2])
     elif event in _BLAMED_EVENTS:
-        caller = _responsible(sys._getframe(1))
+        caller = responsible(sys._getframe(1))
         if caller is not None:
             for recording in _current():
                 recording.impure[f"{caller}: it {_BLAMED_EVENTS[event]}"] = None
@@ -282,7 +204,7 @@ def _opened(path: Any, mode: Any = None) -> None:
         return
     frame = sys._getframe(2)
     while frame is not None and origin_of_file(frame.f_code.co_filename) == PYTHON:
-        if _is_import(frame) or any(b in frame.f_code.co_filename for b in _BYSTANDERS):
+        if is_import(frame) or any(b in frame.f_code.co_filename for b in BYSTANDERS):
             return
         frame = frame.f_back
     text = os.path.normpath(os.fsdecode(path))
@@ -296,11 +218,6 @@ def _opened(path: Any, mode: Any = None) -> None:
         return
     for recording in _current():
         recording.files.add(text)
-
-
-def _is_import(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib")
 
 
 _SYSTEM_FILES = ("/proc/", "/sys/", "/dev/")
@@ -346,7 +263,7 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
             seen[id(code)] = code
         elif recordings and _enter(code, frame):
             seen[id(code)] = code
-            if not _is_of_imports(code) and _names_an_opener(code, frame.f_globals):
+            if not is_of_imports(code) and _names_an_opener(code, frame.f_globals):
                 _process_hooks.audit(_audit)
 
     def called(function: Any, frame: FrameType) -> None:
@@ -360,7 +277,7 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
                 recording.unavailable = _ANOTHER_PROFILER
             return
         if _may_open_files(known):
-            if _is_of_imports(frame.f_code):
+            if is_of_imports(frame.f_code):
                 return
             _process_hooks.audit(_audit)
         suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
@@ -387,11 +304,6 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
             called(argument, frame)
 
     return profile
-
-
-def _is_of_imports(code: CodeType) -> bool:
-    """Whether code is of Python's import system, which opens no files on a trace's behalf."""
-    return code.co_filename.startswith("<frozen importlib")
 
 
 _SUSPECT_MODULES = frozenset(
@@ -443,7 +355,7 @@ def _py_start(code: CodeType, offset: int) -> Any:
         return None
     # What frameworks call is not looked at.
     package = package_of(code.co_filename) if origin_of_file(code.co_filename) == INSTALLED else ""
-    if package not in _FRAMEWORKS:
+    if package not in FRAMEWORKS:
         _monitor.see_calls_from(code)
     return _monitor.disable(code)
 

@@ -1,4 +1,4 @@
-"""What a walk has found: dependencies, untrackable, names read, and what waits for a name to be read.
+"""What a walk has found: dependencies, untrackable ones, and what waits for a name to be read.
 
 The ground that `values`, `classes` and `functions` stand on; how to look at a thing is not here.
 """
@@ -45,7 +45,7 @@ class Trail(ABC):
 
     Attributes:
         dependencies: path and token of everything found.
-        untrackable: what cannot be vouched for, in order.
+        untrackable: what cannot be fingerprinted, in order.
         codes: the user's code among what was found.
     """
 
@@ -90,7 +90,7 @@ class Trail(ABC):
         """Attributes of the user's objects that no code of theirs names."""
         return set(self._waiting)
 
-    # ---- dependencies ---------------------------------------------------------------------------------
+    # ---- dependencies ---------------------------------------------------------------------------
 
     def note(self, path: str, token: str) -> None:
         """Notes a dependency. A path that stands for something else already gets a number."""
@@ -102,11 +102,11 @@ class Trail(ABC):
         self.dependencies[path] = token
 
     def blame(self, path: str, why: str) -> None:
-        """Names something that cannot be vouched for."""
+        """Names something that cannot be fingerprinted."""
         self.untrackable[f"{path}: {why}"] = None
 
     def unique(self, label: str) -> str:
-        """Functions made by one line of code, each with other captured values, are told apart."""
+        """Numbers the functions that one line of code made with different captured values."""
         number = self._labels[label] = self._labels.get(label, int(label in self.dependencies)) + 1
         return label if number == 1 else f"{label}#{number}"
 

@@ -3,9 +3,10 @@
 `Walk` starts at a function and follows what its code names: globals, captured variables, defaults,
 attributes of objects, methods of classes, and the functions among them in turn. Code of the user is
 known by its content; code of an installed distribution by the distribution's version. Each thing
-found is one dependency, a path and a token: `train.py:RATE` is `0.1`. Equal dependencies mean equal programs.
+found is one dependency, a path and a token: `train.py:RATE` is `0.1`. Equal dependencies mean equal
+programs.
 
-What cannot be vouched for is named in `untrackable`, and nothing is guessed. The idea is that of a
+What cannot be fingerprinted is named in `untrackable`; nothing is guessed. The idea is that of a
 compiler's depfile, and of ccache's direct mode. Here is the walk itself; how it looks at each kind
 of thing is in `values`, `classes` and `functions`.
 """
@@ -34,7 +35,7 @@ class Fingerprint:
 
     Attributes:
         dependencies: path and token of everything found.
-        untrackable: what could not be vouched for; with any, nothing is claimed about the step.
+        untrackable: what cannot be fingerprinted; if there is any, the step has no fingerprint.
     """
 
     dependencies: dict[str, str]

@@ -19,6 +19,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from stepcache.jaxcompat.checked_data import (
+    NotStorable,
+    item_at,
+    of_kind,
+    of_kinds,
+    sizes_in,
+    text_or_none,
+    texts_in,
+)
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
@@ -48,10 +57,6 @@ _SHARDINGS = ("input_shardings", "output_shardings")
 _LAYOUTS = ("xla_in_layouts", "dispatch_in_layouts", "xla_out_layouts")
 _LISTS = (*_AVALS, *_SHARDINGS, *_LAYOUTS)
 FIELDS = (*_LISTS, "committed", "name", "kept_var_idx")
-
-
-class NotStorable(Exception):
-    """A program that cannot be kept outside its process, with the reason as its text."""
 
 
 class _Table:
@@ -136,45 +141,9 @@ def decode_call(
             > 1
         ):
             raise ValueError(f"some of the {part}puts are not described to the end")
-    call["committed"], call["name"] = _of(bool, data["committed"]), _of(str, data["name"])
-    call["kept_var_idx"] = set(_sizes(data["kept_var_idx"]))
+    call["committed"], call["name"] = of_kind(bool, data["committed"]), of_kind(str, data["name"])
+    call["kept_var_idx"] = set(sizes_in(data["kept_var_idx"]))
     return call, [decode_array(each) for each in data["const_args"]]
-
-
-# ---- checks -----------------------------------------------------------------------------------
-
-
-def _of(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"expected {kind.__name__}, got {value!r:.80}")
-    return value
-
-
-def _texts(values: Any) -> tuple[str, ...]:
-    return tuple(_of(str, value) for value in _of(list, values))
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    for value in _of(list, values):
-        if type(value) is not int or value < 0:
-            raise ValueError(f"expected a size, got {value!r:.80}")
-    return tuple(values)
-
-
-def _at(values: Sequence[Any], position: Any) -> Any:
-    if type(position) is not int or position < 0:
-        raise ValueError(f"expected a position, got {position!r:.80}")
-    return values[position]
-
-
-def _text_or_none(value: Any) -> str | None:
-    return None if value is None else _of(str, value)
-
-
-def _known(value: Any, kinds: type | tuple[type, ...], what: str) -> Any:
-    if not isinstance(value, kinds):
-        raise NotStorable(f"it has {what} of the kind {type(value).__name__}: {value!r:.80}")
-    return value
 
 
 # ---- types ------------------------------------------------------------------------------------
@@ -232,7 +201,7 @@ def _encode_aval(aval: Any, meshes: _Table) -> list[Any]:
     """[shape, dtype, weak type, sharding, manual axes, memory, layout]"""
     if type(aval) is not core.ShapedArray:
         raise NotStorable(f"it has an argument or a result of the type {type(aval).__name__}")
-    shape = [_known(size, int, "a dimension") for size in aval.shape]
+    shape = [of_kinds(size, int, "a dimension") for size in aval.shape]
     sharding, manual, memory = None, None, aval.memory_space
     if aval.sharding != core.ShapedArray(aval.shape, np.dtype(bool)).sharding:
         sharding = [meshes.number(aval.sharding.mesh), encode_spec(aval.sharding.spec)]
@@ -250,17 +219,17 @@ def _decode_aval(row: Any, meshes: Sequence[Any]) -> Any:
     more: dict[str, Any] = {}
     if sharding is not None:
         mesh, spec = sharding
-        more["sharding"] = NamedSharding(_at(meshes, mesh), decode_spec(spec))
+        more["sharding"] = NamedSharding(item_at(meshes, mesh), decode_spec(spec))
     if manual is not None:
         *axes, kind = manual
         named = dict(zip(("varying", "unreduced", "reduced"), axes, strict=True))
-        sets = {name: frozenset(_texts(each)) for name, each in named.items()}
+        sets = {name: frozenset(texts_in(each)) for name, each in named.items()}
         more["manual_axis_type"] = core.ManualAxisType(**sets, **_of_kind(kind))
     if memory != "Device":
         more["memory_space"] = core.MemorySpace[memory]
     if layout is not None:
         more["layout"] = _decode_layout(layout)
-    return core.ShapedArray(_sizes(shape), decode_dtype(dtype), _of(bool, weak), **more)
+    return core.ShapedArray(sizes_in(shape), decode_dtype(dtype), of_kind(bool, weak), **more)
 
 
 def encode_array(array: np.ndarray) -> list[Any]:
@@ -271,8 +240,8 @@ def encode_array(array: np.ndarray) -> list[Any]:
 def decode_array(data: Any) -> np.ndarray:
     """Reads what `encode_array` wrote; the array is a view of the data, and cannot be written."""
     shape, name, content = data
-    dtype, shape = _dtypes()[_of(str, name)], _sizes(shape)
-    if math.prod(shape) * dtype.itemsize != len(_of(bytes, content)):
+    dtype, shape = _dtypes()[of_kind(str, name)], sizes_in(shape)
+    if math.prod(shape) * dtype.itemsize != len(of_kind(bytes, content)):
         raise ValueError(f"an array of {shape} {name} has {len(content):,} bytes")
     return np.ndarray(shape, dtype, content)
 
@@ -282,19 +251,19 @@ def decode_array(data: Any) -> np.ndarray:
 
 def _encode_mesh(mesh: Any, positions: dict[Any, int]) -> list[Any]:
     """[names, sizes, kinds of axes, positions of devices, kind of abstract device]"""
-    names = [_known(name, str, "an axis") for name in mesh.axis_names]
+    names = [of_kinds(name, str, "an axis") for name in mesh.axis_names]
     kinds = [kind.name for kind in mesh.axis_types]
     if isinstance(mesh, Mesh):
         places = [positions.get(device) for device in mesh.devices.flat]
         return [names, list(mesh.devices.shape), kinds, places, None]
-    device = _known(mesh, AbstractMesh, "a mesh").abstract_device
+    device = of_kinds(mesh, AbstractMesh, "a mesh").abstract_device
     parts = None if device is None else [device.device_kind, device.num_cores, device.platform]
     return [names, list(mesh.axis_sizes), kinds, None, parts]
 
 
 def _decode_mesh(row: Any, devices: Sequence[Any]) -> Any:
     names, sizes, kinds, places, device = row
-    names, sizes = _texts(names), _sizes(sizes)
+    names, sizes = texts_in(names), sizes_in(sizes)
     axes = tuple(AxisType[kind] for kind in kinds)
     if places is not None:
         if sorted(places) != list(range(len(devices))):
@@ -305,8 +274,8 @@ def _decode_mesh(row: Any, devices: Sequence[Any]) -> Any:
     abstract = None
     if device is not None:
         kind, cores, platform = device
-        cores = None if cores is None else _of(int, cores)
-        abstract = mesh_lib.AbstractDevice(_of(str, kind), cores, _of(str, platform))
+        cores = None if cores is None else of_kind(int, cores)
+        abstract = mesh_lib.AbstractDevice(of_kind(str, kind), cores, of_kind(str, platform))
     if not len(names) == len(sizes) == len(axes):
         raise ValueError("a mesh has another number of names than of axes")
     return AbstractMesh(sizes, names, axes, abstract_device=abstract)
@@ -323,9 +292,9 @@ def encode_spec(spec: P) -> list[Any]:
         if entry is P.UNCONSTRAINED:
             entries.append(_UNCONSTRAINED)
         elif isinstance(entry, tuple):
-            entries.append([_known(name, str, "an axis") for name in entry])
+            entries.append([of_kinds(name, str, "an axis") for name in entry])
         else:
-            entries.append(_known(entry, (str, type(None)), "an axis"))
+            entries.append(of_kinds(entry, (str, type(None)), "an axis"))
     return [entries, sorted(spec.unreduced), sorted(spec.reduced), _kind_name(spec)]
 
 
@@ -333,16 +302,16 @@ def decode_spec(data: Any) -> P:
     """Reads what `encode_spec` wrote."""
     entries, unreduced, reduced, kind = data
     parts = [
-        _texts(entry)
+        texts_in(entry)
         if type(entry) is list
         else P.UNCONSTRAINED
         if entry is _UNCONSTRAINED
-        else _text_or_none(entry)
+        else text_or_none(entry)
         for entry in entries
     ]
     if not (unreduced or reduced or kind):
         return P(*parts)
-    sets = {"unreduced": frozenset(_texts(unreduced)), "reduced": frozenset(_texts(reduced))}
+    sets = {"unreduced": frozenset(texts_in(unreduced)), "reduced": frozenset(texts_in(reduced))}
     return P(*parts, **sets, **_of_kind(kind))
 
 
@@ -366,13 +335,13 @@ def _encode_sharding(sharding: Any, meshes: _Table) -> list[Any]:
         return [sharding.memory_kind]
     if PRIVATE_API and isinstance(sharding, GSPMDSharding):
         return [*_encode_tiles(sharding._hlo_sharding), sharding.memory_kind]
-    _known(sharding, NamedSharding, "a sharding")
+    of_kinds(sharding, NamedSharding, "a sharding")
     return [meshes.number(sharding.mesh), encode_spec(sharding.spec), sharding.memory_kind]
 
 
 def _decode_sharding(row: Any, meshes: Sequence[Any], devices: Sequence[Any]) -> Any:
     *parts, memory = row
-    memory = _text_or_none(memory)
+    memory = text_or_none(memory)
     if not parts:
         (device,) = devices
         return SingleDeviceSharding(device, memory_kind=memory)
@@ -382,7 +351,7 @@ def _decode_sharding(row: Any, meshes: Sequence[Any], devices: Sequence[Any]) ->
         by_tiles = _decode_tiles(tiles, order, last, len(devices))
         return GSPMDSharding(listed, by_tiles, memory_kind=memory)
     number, spec = parts
-    mesh = _at(meshes, number)
+    mesh = item_at(meshes, number)
     if not isinstance(mesh, Mesh):
         raise ValueError("a sharding is on no devices")
     return NamedSharding(mesh, decode_spec(spec), memory_kind=memory)
@@ -400,12 +369,12 @@ def _encode_tiles(sharding: Any) -> list[Any]:
 
 
 def _decode_tiles(tiles: Any, order: Any, last: Any, devices: int) -> Any:
-    sizes, numbers = _sizes(tiles), _sizes(order)
+    sizes, numbers = sizes_in(tiles), sizes_in(order)
     if not sizes:
         return xla_client.HloSharding.replicate()
     if sorted(numbers) != list(range(devices)) or math.prod(sizes) != devices or len(sizes) > 64:
         raise ValueError("tiles that are not one for each device")
-    types = [xla_client.OpSharding.Type.REPLICATED] if _of(bool, last) else []
+    types = [xla_client.OpSharding.Type.REPLICATED] if of_kind(bool, last) else []
     assignment = np.array(numbers, np.int64).reshape(sizes)
     return xla_client.HloSharding.subgroup_with_device_ordering(assignment, subgroup_types=types)
 
@@ -414,7 +383,7 @@ def _encode_layout(layout: Any) -> list[Any] | None:
     """[major to minor, tiling, bits of an element smaller than a byte]"""
     if layout is None:
         return None
-    _known(layout, layout_lib.Layout, "a layout")
+    of_kinds(layout, layout_lib.Layout, "a layout")
     tiling = None if layout.tiling is None else [list(tile) for tile in layout.tiling]
     return [list(layout.major_to_minor), tiling, layout.sub_byte_element_size_in_bits]
 
@@ -423,5 +392,5 @@ def _decode_layout(row: Any) -> Any:
     if row is None:
         return None
     major_to_minor, tiling, bits = row
-    tiles = None if tiling is None else tuple(_sizes(tile) for tile in tiling)
-    return layout_lib.Layout(_sizes(major_to_minor), tiles, _of(int, bits))
+    tiles = None if tiling is None else tuple(sizes_in(tile) for tile in tiling)
+    return layout_lib.Layout(sizes_in(major_to_minor), tiles, of_kind(int, bits))

@@ -166,7 +166,7 @@ _TOP_TRACE_STATE = get_opaque_trace_state(convention="flax")
 
 
 def is_tracing() -> bool:
-    """True inside a transformation: whatever runs now becomes part of somebody else's program."""
+    """Whether a transformation is active, so that operations become part of its program."""
     if PRIVATE_API:
         return not core.trace_state_clean()
     return get_opaque_trace_state(convention="flax") != _TOP_TRACE_STATE
@@ -195,7 +195,7 @@ def jit_is_disabled() -> bool:
 
 
 def arguments_outlive_calls() -> bool:
-    """True where a call may need its arguments once more, or leave them in somebody's hands.
+    """Whether something may use the arguments of a call after it.
 
     JAX runs a function again to find the NaN in its results, and without jit the function holds the
     arrays themselves.

@@ -1,23 +1,20 @@
-"""JAX's coordination service: names and values that the processes of a pod share.
+"""JAX's coordination service: a key-value store that the processes of a pod share.
 
-`jax.distributed.initialize` starts it, in the process of rank 0. JAX has no public way to it.
+`jax.distributed.initialize` starts it in the process of rank 0. JAX has no public API for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import socket
 import threading
 import time
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import msgpack
-
 from stepcache.jaxcompat.private import PRIVATE_API
-from stepcache.units import spans_of
 
 if PRIVATE_API:
     from jax._src import distributed
@@ -26,33 +23,23 @@ else:
 
 
 T = TypeVar("T")
-Brief = Callable[[dict[int, bytes]], Mapping[int, bytes]]
-"""Makes of what each rank said what all have to know of it."""
-
 _FOREVER_SECONDS = 20 * 86400.0  # In milliseconds it is still a 32-bit number.
 _PROBE_SECONDS = 0.1
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 10.0
 
 
 class Unreachable(Exception):
-    """The service has gone, or has thrown this process out."""
+    """The service does not answer, or has disconnected this process."""
 
 
 class Service:
-    """The names and values.
-
-    Args:
-        client: JAX's client of the service.
-
-    Attributes:
-        client: as given.
-    """
+    """The key-value store, through JAX's client of the service."""
 
     def __init__(self, client: Any):
         self.client = client
 
     def put(self, name: str, value: bytes) -> bool:
-        """Gives a name a value; False where it has one already."""
+        """Sets the value of a name; returns False if the name has a value already."""
         try:
             self.client.key_value_set_bytes(name, value)
         except Exception as error:
@@ -61,10 +48,9 @@ class Service:
         return True
 
     def get(self, name: str) -> bytes:
-        """Waits for the value of a name.
+        """Waits for the value of a name, in a single call.
 
-        In one call, however long that takes: the service keeps a record of each call that ends
-        without an answer for as long as the name has no value.
+        The service keeps a record of each call that times out, until the name has a value.
         """
         while True:
             try:
@@ -73,7 +59,7 @@ class Service:
                 _expect(error, "DEADLINE_EXCEEDED")
 
     def listed(self, directory: str) -> dict[str, bytes]:
-        """The names below a directory, without it, and their values."""
+        """Returns the values below a directory, by their names in it."""
         try:
             found = self.client.key_value_dir_get_bytes(directory)
         except Exception as error:
@@ -82,96 +68,30 @@ class Service:
         return {name.removeprefix(directory).lstrip("/"): value for name, value in found}
 
     def add(self, name: str) -> int:
-        """Adds one to a counter, and returns what it is then."""
+        """Increments a counter, and returns its new value."""
         try:
             return int(self.client.key_value_increment(name, 1))
         except Exception as error:
             raise Unreachable(str(error)) from None
 
-    def say(self, place: str, rank: int, count: int, said: bytes, brief: Brief | None) -> int:
-        """Says something to all; what all say is then the value of `outcome_of(place)`.
-
-        The process that comes last reads what each has said and writes the outcome, once for all.
-        So the others read as much as differs, and not as many values as there are processes.
-
-        Args:
-            place: a name that all of them use, once.
-            rank: of this process.
-            count: how many have to say something.
-            said: by this one.
-            brief: shortens what they said.
-
-        Returns:
-            How many have spoken so far.
-        """
-        self.put(f"{place}/said/{rank}", said)
-        turn = self.add(f"{place}/count")
-        if turn == count:
-            try:
-                voices = self.said(place)
-                heard: Mapping[int, bytes] = brief(voices) if brief is not None else voices
-                outcome = pack_outcome(voices=heard)
-            except Exception as error:  # Nobody may wait for an outcome in vain.
-                outcome = pack_outcome(failed=f"{type(error).__name__}: {error}")
-            self.put(outcome_of(place), outcome)
-        return turn
-
-    def said(self, place: str) -> dict[int, bytes]:
-        """What each rank has said, as it was. Only for one process: it grows with their number."""
-        voices = self.listed(f"{place}/said/")
-        return {int(rank): voices[rank] for rank in sorted(voices, key=int)}
-
     def delete(self, name: str) -> None:
-        """Forgets a name, or a directory that ends with `/`."""
-        try:
+        """Frees a name, or a directory that ends with `/`. Does not fail."""
+        with contextlib.suppress(Exception):
             self.client.key_value_delete(name)
-        except Exception as error:
-            _expect(error, "NOT_FOUND")
 
 
-def outcome_of(place: str) -> str:
-    """The name that has the outcome of what was said at a place."""
-    return f"{place}/outcome"
+def call_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Makes a call of the service in a new thread.
 
-
-def pack_outcome(voices: Mapping[int, bytes] | None = None, **more: Any) -> bytes:
-    """What all said, where ranks that said the same take the place of one; or something else."""
-    if voices is not None:
-        groups: dict[bytes, list[int]] = {}
-        for rank, voice in voices.items():
-            groups.setdefault(voice, []).append(rank)
-        more["voices"] = [[spans_of(ranks), voice] for voice, ranks in groups.items()]
-    packed = msgpack.packb(more, unicode_errors="surrogatepass")
-    assert packed is not None
-    return zlib.compress(packed, 1)
-
-
-def unpack_outcome(outcome: bytes) -> dict[str, Any]:
-    """What was packed, with the voices by rank."""
-    found = msgpack.unpackb(zlib.decompress(outcome), unicode_errors="surrogatepass")
-    if "voices" in found:
-        by_rank = {
-            rank: voice
-            for spans, voice in found["voices"]
-            for low, high in spans
-            for rank in range(low, high + 1)
-        }
-        found["voices"] = dict(sorted(by_rank.items()))
-    return found
-
-
-def asked(call: Callable[[], T]) -> Future[T]:
-    """A call of the service, made in a thread of its own.
-
-    While a thread is in such a call it handles no signals, and raises no loss that becomes known.
-    Where the process of rank 0 is stopped, the call never returns.
+    A thread in such a call handles no signals and raises no errors. If the process of rank 0 is
+    stopped, the call never returns.
     """
     future: Future[T] = Future()
 
     def make() -> None:
         try:
             future.set_result(call())
-        except Unreachable as error:
+        except Exception as error:
             future.set_exception(error)
 
     threading.Thread(target=make, name="stepcache call", daemon=True).start()
@@ -184,22 +104,20 @@ def _expect(error: Exception, status: str) -> None:
 
 
 def service() -> Service | None:
-    """The service of this process's pod; None in a process of its own."""
+    """Returns the service of this process's pod; None in a process without a pod."""
     if distributed is None or distributed.global_state.client is None:
         return None
     return Service(distributed.global_state.client)
 
 
 def coordinator_address() -> str:
-    """Where the service is, as `host:port`."""
+    """Returns the address of the service, as `host:port`."""
     return distributed.global_state.coordinator_address
 
 
 def coordinator_refuses() -> bool:
-    """Whether the process of rank 0, which runs the service, has certainly ended.
-
-    Its machine then refuses connections to the port of the service. JAX's own client says nothing
-    about it any more: it is busy with the abort of this process.
+    """Returns whether the process of rank 0, which runs the service, has certainly ended: its
+    machine then refuses connections. JAX's client, which aborts this process, does not tell.
     """
     host, _, port = coordinator_address().rpartition(":")
     try:
@@ -214,18 +132,17 @@ def coordinator_refuses() -> bool:
 def wait_until_coordinator_ends(is_over: Callable[[], bool]) -> bool:
     """Waits until the process of rank 0 has certainly ended.
 
-    Holds a connection to the port of the service, and says nothing there. It is closed with the
-    process, and JAX's client, which hears of that too, begins to abort this one. The service also
-    closes it when it has heard nothing for two minutes; then its port takes another. A port that
-    has never taken one says nothing: JAX may have another way there.
+    Holds an idle connection to the port of the service. It closes when the process ends, and also
+    when it has been idle for two minutes; then the port accepts a new one. If the port has never
+    accepted a connection, its refusals mean nothing: JAX may reach the service in another way.
 
     Args:
-        is_over: whether nobody wants to know any more.
+        is_over: returns whether to stop waiting.
 
     Returns:
-        Whether it has ended; False where `is_over`.
+        Whether the process has ended; False if `is_over`.
     """
-    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    host, _, port = coordinator_address().rpartition(":")
     pause, was_connected = _SHORTEST_PAUSE_SECONDS, False
     while not is_over():
         started = time.monotonic()
@@ -244,10 +161,10 @@ def wait_until_coordinator_ends(is_over: Callable[[], bool]) -> bool:
 
 
 def replace_shutdown(replacement: Callable[[Callable[[], None]], None]) -> None:
-    """Has JAX's next shutdown of the service, at the end of the process at the latest, replaced.
+    """Replaces JAX's next shutdown of the service, which JAX calls at exit at the latest.
 
     Args:
-        replacement: is given JAX's own, which is back in its place before.
+        replacement: receives JAX's own function, which is restored before.
     """
     state = distributed.global_state
 
@@ -259,10 +176,9 @@ def replace_shutdown(replacement: Callable[[Callable[[], None]], None]) -> None:
 
 
 def abandon() -> None:
-    """Has the end of this process not wait for the others of its pod, of which one has gone.
+    """Makes JAX forget the service, so that this process ends without waiting for its pod.
 
-    JAX would wait for all of them, and then abort. What it holds of the service is never freed:
-    freeing it would wait too.
+    JAX would wait for all processes, and then abort. Its client is never freed: that waits too.
     """
     state = distributed.global_state
     for held in (state.client, state.service, state.preemption_sync_manager):

@@ -60,7 +60,7 @@ def compiling_through(find: Find) -> Iterator[None]:
 
 
 class _Replacement:
-    """A function in the place of one of a module of JAX, while somebody needs it there.
+    """Replaces a function of a module of JAX, for as long as it is needed.
 
     Args:
         module: of JAX.
@@ -79,7 +79,7 @@ class _Replacement:
     def replaced(self) -> Iterator[None]:
         """Replaces the function; other threads get through to what was found.
 
-        Where somebody has replaced ours in turn, theirs stays, and calls ours.
+        If ours has been replaced in turn, the replacement stays, and calls ours.
         """
         with self._lock:
             self._users += 1

@@ -18,10 +18,10 @@ import numpy as np
 from stepcache.jaxcompat.call_codec import (
     CAN_DESCRIBE,
     FIELDS,
-    NotStorable,
     decode_call,
     encode_call,
 )
+from stepcache.jaxcompat.checked_data import NotStorable
 from stepcache.jaxcompat.hooks import CAN_COMPILE_THROUGH, Find, Load, compiling_through
 from stepcache.jaxcompat.private import PRIVATE_API
 from stepcache.jaxcompat.stages import Runnable, Staged, outline

@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 from stepcache.jaxcompat.call_codec import (
     SCALAR_TYPE,
-    NotStorable,
     decode_dtype,
     decode_spec,
     encode_dtype,
     encode_spec,
 )
+from stepcache.jaxcompat.checked_data import NotStorable
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:

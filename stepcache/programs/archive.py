@@ -84,7 +84,7 @@ class LookupResult:
 
     Attributes:
         record: agrees with every dependency; None where there is none.
-        since: when the build was made that the changes are told against; None without one.
+        since: when the build was made that `changes` compares with; None without one.
         changes: what differs from that build.
         untrackable: why no record could be looked for, or none was kept.
     """
@@ -318,7 +318,7 @@ class Archive:
                     self._preloaded[key] = self._preloader.submit(work)
 
     def _load_ahead(self, digest: str, numbers: tuple[int, ...]) -> Any:
-        """Loads a program once JAX's backend has been started by somebody else, at their moment."""
+        """Loads a program, but never starts JAX's backend: that is left to the user's code."""
         if not jaxcompat.backends_are_initialized():
             return LATER
         by_number = {device.id: device for device in jax.devices()}
@@ -327,9 +327,9 @@ class Archive:
         devices = tuple(by_number[number] for number in numbers)
         return self._read_executable(digest, lambda data: storing.load_executable(data, devices))
 
-    # ---- the miss_log ----------------------------------------------------------------------------
+    # ---- the run log ---------------------------------------------------------------------------
 
-    @_no_matter_of_the_step("write its miss_log", _nothing)
+    @_no_matter_of_the_step("write its run log", _nothing)
     def note(self, event: str, step: str, label: str, **details: Any) -> None:
         """Writes a row of this run."""
         now = self.run_log.clock()

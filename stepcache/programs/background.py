@@ -33,6 +33,9 @@ _log = logging.getLogger("stepcache")
 LATER: Any = object()
 """What a job returns that is not due yet: it is tried again."""
 
+WHEN_QUIET: Any = object()
+"""What a job returns that can wait: it is run again when no program is looked for or built."""
+
 
 @contextlib.contextmanager
 def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
@@ -117,6 +120,7 @@ class Builds:
 
 builds = Builds()
 _LONGEST_STAGE_SECONDS = 2.0
+_QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.02, 10.0
 
 
 _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
@@ -127,12 +131,14 @@ class Job:
     """What a worker has to do.
 
     Attributes:
-        work: does it; returns `LATER` for as long as it is not due.
+        work: does it; returns `LATER` for as long as it is not due, or `WHEN_QUIET`.
         outcome: what it returned; None before that, and where it raised.
+        runs_at: when it runs at the latest, by `time.perf_counter`, though builds go on.
     """
 
     work: Callable[[], Any]
     outcome: Any = None
+    runs_at: float = 0.0
 
 
 class Worker:
@@ -208,7 +214,9 @@ class Worker:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                jobs = list(self._jobs)
+                now = time.perf_counter()
+                quiet = builds.are_quiet(_QUIET_SECONDS)
+                jobs = [job for job in self._jobs if quiet or job.runs_at <= now]
             done = []
             for job in jobs:
                 builds.wait()
@@ -232,7 +240,9 @@ class Worker:
         with self._changed:
             self._running = None
             self._changed.notify_all()
-            if outcome is LATER:
+            if outcome is WHEN_QUIET:
+                job.runs_at = time.perf_counter() + _LONGEST_BUSY_SECONDS
+            if outcome is LATER or outcome is WHEN_QUIET:
                 return False
             job.outcome = outcome
             self._drop(job)
@@ -288,7 +298,7 @@ class Worker:
             self._changed.notify_all()
             thread = self._thread
         limit = time.monotonic() + _STOP_SECONDS
-        # One that met a callback of the garbage collector has nobody to catch it.
+        # Raised in a callback of the garbage collector, it is not caught.
         with _process_hooks.unreported(_Interrupted):
             while thread is not None and thread.is_alive() and time.monotonic() < limit:
                 if self._droppable:

@@ -40,7 +40,7 @@ class Program:
         traces: how often the step was traced for it; twice where a library changed meanwhile.
         dependencies: what its code depended on when it was traced, where that was asked for.
         used: what that trace used, likewise.
-        lowered: digest of all that XLA was given; empty where nobody asked for it.
+        lowered: digest of the input of XLA; empty where it was not computed.
     """
 
     key: Key

@@ -21,6 +21,7 @@ import platformdirs
 
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
+from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import (
     CacheDirectoryError,
     OptionError,
@@ -31,7 +32,8 @@ from stepcache.errors import (
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, open_archive
 from stepcache.programs.build import Program
-from stepcache.programs.memory import Held, MemoryTier
+from stepcache.programs.memory import Held, MemoryPrograms
+from stepcache.weak_objects import WeakObjects
 
 _numbers = itertools.count(1)
 
@@ -145,7 +147,7 @@ class ProgramCache:
         self.number = next(_numbers)
         self.check_every = check_every
         self._bounds = (max_memory_programs, max_bytes)
-        self._memory = MemoryTier(max_memory_programs, max_bytes)
+        self._memory = MemoryPrograms(max_memory_programs, max_bytes)
         self._lock = threading.Lock()
         self._building: dict[Key, tuple[threading.Event, int]] = {}
         self._released: collections.deque[int] = collections.deque()
@@ -305,7 +307,7 @@ def _default_verify() -> str:
 
 
 def default_directory() -> Path | None:
-    """Where programs are kept unless a cache is told otherwise; None for nowhere.
+    """The default directory of programs; None for none.
 
     Raises:
         CacheDirectoryError: `STEPCACHE_DIR` is a URL.
@@ -330,3 +332,26 @@ def _tell_lost(dropped: Iterable[Held], reason: str) -> None:
     for held in dropped:
         for owner in _owners(held):
             owner.lost(held.program, reason)
+
+
+_caches: dict[int, WeakObjects[ProgramCache]] = {}
+_caching = threading.Lock()
+
+
+def caches_for(spec: StepSpec, engine: Any) -> WeakObjects[ProgramCache]:
+    """The caches that hold programs of a function: these live, as in `jax.jit`, with the function.
+
+    So a step that is made anew over the same function finds what an earlier one built.
+    """
+    number = spec.identity.number
+    with _caching:
+        found = _caches.get(number)
+        if found is None:
+            found = _caches[number] = WeakObjects()
+            weakref.finalize(spec.fun if spec.identity.shared else engine, _release, number)
+        return found
+
+
+def _release(number: int) -> None:
+    for cache in _caches.pop(number, ()):
+        cache.release(number)

@@ -4,17 +4,12 @@ or by a build.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from types import CodeType
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 from stepcache import jaxcompat
 from stepcache.calls.step_spec import Request, StepSpec
@@ -23,9 +18,10 @@ from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, LookupResult
-from stepcache.programs.background import beside, builds
 from stepcache.programs.build import Program, Stopwatch, build
 from stepcache.programs.lookup import Lookup
+from stepcache.programs.recorded_trace import RecordedTrace
+from stepcache.programs.resolution import Lowered, Resolution, Sharing
 from stepcache.storage.dependency_record import (
     Address,
     Publication,
@@ -40,99 +36,8 @@ _MUTABLE = ("code", "value", "file", "variable")
 _log = logging.getLogger("stepcache")
 
 
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """What was lowered for a program, as processes compare it.
-
-    Attributes:
-        outline: the module as text, without locations.
-        dependencies: gives what the trace depended on.
-        sources: gives the lines of source code, each (file, line) and the innermost first, that a
-            line of the outline comes from; none where the step was not traced here.
-    """
-
-    outline: str
-    dependencies: Callable[[], dict[str, str]]
-    sources: Callable[[int], list[tuple[str, int]]] = lambda line: []
-
-
-def _keep(value: Any) -> None:
-    """Does nothing with a value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """How a trace is shared with other processes.
-
-    Attributes:
-        find: looks for the executable of a lowered module.
-        compare: is given what was lowered, before XLA compiles it.
-        tell: is given what the trace depended on, as soon as that is known, in another thread.
-    """
-
-    find: storing.Find
-    compare: Callable[[Lowered], None] = _keep
-    tell: Callable[[Traced], None] = _keep
-
-
-@dataclass(frozen=True, slots=True)
-class Resolution:
-    """A program, and how it came.
-
-    Attributes:
-        program: the program.
-        result: what the archive knew.
-        untrackable: why a later process will have to trace the step.
-        digest: of the executable; empty where it is not, and will not be, on disk.
-        address: of the lookup; None where there is no archive.
-        publication: what is to be stored, or None.
-        lowered: what was lowered, where processes compare it.
-        giver: the rank of the process that it came from; None for this one.
-        others: of the other processes, where they keep no miss_log beside this one's: level and
-            seconds by stage, by rank.
-        changes: what the step depends on, and what has changed since it was last traced here.
-        has_compared: whether the processes have compared the host values of the call.
-    """
-
-    program: Program
-    result: LookupResult
-    untrackable: tuple[str, ...] = ()
-    digest: str = ""
-    address: Address | None = None
-    publication: Publication | None = None
-    lowered: Lowered | None = None
-    giver: int | None = None
-    others: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
-    changes: tuple[Change, ...] = ()
-    has_compared: bool = True
-
-
-class _Found:
-    """What there was for a lowered module: on disk, or from another process.
-
-    Attributes:
-        to_xla: called when XLA is about to take over, which leaves Python to others.
-    """
-
-    def __init__(self, find: storing.Find):
-        self._find = find
-        self.digest, self.loaded = "", False
-        self.to_xla: Callable[[], None] = lambda: None
-
-    def __call__(self, digest: str, load: Callable[[bytes], Any]) -> Any:
-        def load_by_xla(data: bytes) -> Any:
-            self.to_xla()
-            return load(data)
-
-        self.digest = digest
-        executable = self._find(digest, load_by_xla)
-        self.loaded = executable is not None
-        self.to_xla()
-        return executable
-
-
 class Levels:
-    """Brings the programs of one step.
+    """Resolves calls of one step in one process: from disk, or by a trace.
 
     Args:
         spec: the step.
@@ -160,7 +65,7 @@ class Levels:
             request: the call.
             archive: the programs on disk, or None.
             stopwatch: times the stages.
-            before_trace: told what the archive knew, where it does not have the program.
+            before_trace: called with what the archive knew, before a trace.
             watch: keep with the program what the step depends on, even without an archive.
         """
         if archive is None and not watch:
@@ -168,7 +73,7 @@ class Levels:
             program, _ = build(self._spec, request, stopwatch)
             return Resolution(program, LookupResult())
         with stopwatch.stage("hash"):
-            lookup = self._question(request)
+            lookup = self._lookup(request)
         if lookup is None:
             before_trace(LookupResult())
             program, _ = build(self._spec, request, stopwatch)
@@ -184,7 +89,7 @@ class Levels:
         before_trace(result)
         return self.trace(request, archive, lookup, result, stopwatch, watch)
 
-    def _question(self, request: Request) -> Lookup | None:
+    def _lookup(self, request: Request) -> Lookup | None:
         """What a call depends on; None, and a log, where looking at that fails."""
         try:
             return Lookup(self._spec, request)
@@ -202,7 +107,7 @@ class Levels:
         watch: bool,
         data: bytes = b"",
     ) -> Resolution | None:
-        """The program of the record in an result, without a trace; None if it does not load.
+        """The program of the record in a result, without a trace; None if it does not load.
 
         Args:
             request: the call.
@@ -270,77 +175,50 @@ class Levels:
         with stopwatch.stage("hash"):
             with self._lock:
                 recorded = self._recording
-            known = lookup.extend(lookup.used_by(recorded))
-            changes = self._changes_to(known.dependencies)
-            # What JAX has traced inside the step before is shared where the dependencies are equal.
-            values = (self._number, digest_dependencies(known.dependencies))
+            known = lookup.extend(lookup.used_by(recorded)).dependencies
+            changes = self._changes_to(known)
             own = lookup.own_code()
             shared = shared_traces.begin() if lookup.is_alone() and sharing is None else None
-        recording = Recording()
+            # What JAX has traced inside the step before is shared where the dependencies are equal.
+            values = (self._number, digest_dependencies(known))
         find = archive.find if archive is not None else lambda digest, load: None
-        found = _Found(sharing.find if sharing is not None else find)
-        telling: list[Future[Traced]] = []
-        lowered: list[Lowered] = []
-
-        @contextlib.contextmanager
-        def compiling(staged: jaxcompat.Staged) -> Iterator[None]:
-            def note() -> Traced:
-                try:
-                    traced = self._traced(request, lookup, recording, staged)
-                except Exception as error:
-                    traced = self._untold(error)
-                if sharing is not None:
-                    sharing.tell(traced)
-                return traced
-
-            def to_xla() -> None:
-                if not telling:
-                    in_xla.enter_context(builds.in_xla())
-                    telling.append(in_xla.enter_context(beside(note)))
-
-            if sharing is not None:
-                dependencies = functools.partial(
-                    self._dependencies_of, telling, request, lookup, recording
-                )
-                sources = functools.partial(jaxcompat.sources_of, staged.lowered)
-                outline = jaxcompat.outline(staged.lowered)
-                lowered.append(Lowered(outline, functools.partial(dependencies, staged), sources))
-                sharing.compare(lowered[0])
-            with contextlib.ExitStack() as in_xla:
-                found.to_xla = to_xla
-                with storing.compiling_through(found) if storing.CAN_STORE else nullcontext():
-                    if not storing.CAN_STORE:
-                        to_xla()
-                    yield
-                to_xla()  # JAX had compiled it before.
-
-        watched = _watched_trace(recording, own if shared else None, shared or values)
+        examine = functools.partial(self._examined, request, lookup)
+        trace = RecordedTrace(sharing.find if sharing else find, sharing, examine)
+        watched = trace.watched(own if shared else None, shared or values)
         is_seen = shared_traces.was_lowered if shared else lambda staged: False
-        program, staged = build(self._spec, request, stopwatch, watched, compiling, is_seen)
-        program = replace(program, lowered=found.digest)
-        if found.loaded:
+        program, staged = build(self._spec, request, stopwatch, watched, trace.compiling, is_seen)
+        program = replace(program, lowered=trace.digest)
+        if trace.is_loaded:
             program.seconds["load"] = program.seconds.pop("compile")
             program = replace(program, level=2)
         try:
-            traced = telling[0].result(timeout=0)
+            traced = trace.result()
         except Exception as error:
             if sharing is not None:
                 raise  # The other processes were not told.
-            traced = self._untold(error)
+            traced = self._unexamined(error)
         if shared and shared_traces.is_outdated(shared, looked=bool(traced.dependencies)):
             return None
-        outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
-        resolution = Resolution(program, result, traced.untrackable, changes=changes)
+        resolution = Resolution(
+            program, result, traced.untrackable, changes=changes, lowered=trace.lowered
+        )
         if sharing is not None or archive is not None:
-            resolution = _to_store(resolution, lookup.address, found, archive, traced, outline)
-        if lowered:
-            resolution = replace(resolution, lowered=lowered[0])
+            outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
+            resolution = _to_store(resolution, lookup.address, archive, traced, outline)
         return resolution, traced.dependencies, traced.used
 
-    def _traced(
+    def _examined(
         self, request: Request, lookup: Lookup, recording: Recording, staged: jaxcompat.Staged
     ) -> Traced:
-        """What a trace has told."""
+        """What a recorded trace depended on."""
+        try:
+            return self._examine(request, lookup, recording, staged)
+        except Exception as error:
+            return self._unexamined(error)
+
+    def _examine(
+        self, request: Request, lookup: Lookup, recording: Recording, staged: jaxcompat.Staged
+    ) -> Traced:
         with self._lock:
             self._recording = recorded = self._recording.with_all_of(recording)
         used = lookup.used_by(recorded)
@@ -355,12 +233,8 @@ class Levels:
             untrackable = (*untrackable, str(error))
         return Traced(dependencies, used, None if untrackable else tree, untrackable)
 
-    def _dependencies_of(self, telling: list[Future[Traced]], *about: Any) -> dict[str, str]:
-        """What a trace depends on, whether or not that has been looked at yet."""
-        return (telling[0].result() if telling else self._traced(*about)).dependencies
-
-    def _untold(self, error: Exception) -> Traced:
-        """What is known of a trace where looking at what it depends on raised."""
+    def _unexamined(self, error: Exception) -> Traced:
+        """What is known of a trace where finding out what it depends on raised."""
         _log.error("%s cannot be stored to start without a trace", self._spec.name, exc_info=error)
         why = f"looking at what it depends on raised {type(error).__name__}"
         return Traced({}, Used(), None, (why,))
@@ -390,25 +264,24 @@ class Levels:
 def _to_store(
     resolution: Resolution,
     address: Address,
-    found: _Found,
     archive: Archive | None,
     traced: Traced,
     outline: Callable[[], str],
 ) -> Resolution:
     """With what is to be stored of a program, or why it is not."""
     program = resolution.program
-    why = _why_not_stored(program, found, archive)
+    digest, why = program.lowered, _why_not_stored(program, archive)
     if why is not None:
         return replace(resolution, address=address, untrackable=(f"it is not stored: {why}",))
     publication = Publication(
-        address, found.digest, program.run, traced, program.captured, program.seconds, outline
+        address, digest, program.run, traced, program.captured, program.seconds, outline
     )
-    return replace(resolution, address=address, digest=found.digest, publication=publication)
+    return replace(resolution, address=address, digest=digest, publication=publication)
 
 
-def _why_not_stored(program: Program, found: _Found, archive: Archive | None) -> str | None:
+def _why_not_stored(program: Program, archive: Archive | None) -> str | None:
     why = storing.why_not_storable(program.run)
-    if why is None and not found.digest:
+    if why is None and not program.lowered:
         why = "JAX had compiled it before"
     seconds = sum(program.seconds.values())
     if why is None and archive is not None and seconds < archive.min_build_seconds:
@@ -425,24 +298,3 @@ def _watched(
     return replace(
         resolution, program=replace(resolution.program, dependencies=dependencies, used=used)
     )
-
-
-@contextlib.contextmanager
-def _watched_trace(
-    recording: Recording, own: set[CodeType] | None, token: tuple[Hashable, ...]
-) -> Iterator[None]:
-    """Records a trace.
-
-    Args:
-        recording: what it used.
-        own: the code of a step that shares traces with others; None where it does not.
-        token: tells the traces that it may share from others.
-    """
-    complete = None
-    try:
-        with recording, jaxcompat.recording_context(jaxcompat.ValueToken(token)):
-            yield
-        complete = recording
-    finally:
-        if own is not None:
-            recording.entered |= shared_traces.end(complete, own)

@@ -1,8 +1,8 @@
-"""`Lookup`: what a call would have to find on disk, and what an result has to agree with.
+"""`Lookup`: finds the program of a call on disk by what the call depends on, without a trace.
 
-A lookup is asked before anything is traced. Its `lookup` is a digest of all that is known then:
-code, values, signature, mesh and environment. What is kept under it, each a `DependencyRecord`, says what
-its trace used beyond that, and serves where all of that is as it was.
+Its digest covers all that is known before a trace: code, values, signature, mesh and environment.
+Each `DependencyRecord` stored under that digest says what its trace used beyond that, and serves if
+all of it is unchanged.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.bytecode import names_of
+from stepcache.fingerprint.code_reads import reads_of
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     USER,
@@ -143,7 +144,7 @@ class Lookup:
 
     def used_by(self, recording: Recording) -> Used:
         """What a trace used."""
-        reads = installed_packages.reads_of(recording.entered.values())
+        reads = reads_of(recording.entered.values())
         named = (self._walk().waiting() | self._attributes) & reads.attributes
         return Used(
             sorted(reads.asked_for | named),
@@ -154,7 +155,7 @@ class Lookup:
         )
 
     def untrackable_in(self, recording: Recording) -> tuple[str, ...]:
-        """What of a trace cannot be vouched for. To be asked after `extend`."""
+        """What a trace used that cannot be fingerprinted. Call it after `extend`."""
         untrackable = [*self._walk().untrackable, *recording.impure]
         if recording.unavailable:
             untrackable.append(recording.unavailable)

@@ -1,8 +1,8 @@
-"""The memory: programs of this process, least recently used first out.
+"""Programs in the memory of this process, least recently used first out.
 
-A hit that JAX's C++ dispatcher serves is not seen here. So the oldest programs of a memory that fills
-up are put on probation: their owners send the next call through the cache, where its use is seen,
-and only what is not used until its turn comes is dropped. This is the second chance of the clock
+A hit that JAX's C++ dispatcher serves is not seen here. So when memory is full, the oldest programs
+are put on probation: their owners send the next call through the cache, where its use is seen, and
+only what is not used until its turn comes is dropped. This is the second chance of the clock
 algorithm (Corbató, 1968).
 
 Not thread-safe by itself; `cache.py` holds the lock.
@@ -45,7 +45,7 @@ class Held:
         known.add(owner)
 
 
-class MemoryTier:
+class MemoryPrograms:
     """Programs by key, bounded by count and by bytes.
 
     Args:

@@ -1,6 +1,6 @@
 """Every build of a step with its key, and from that: why did this call miss?
 
-One miss_log a step. It remembers keys, not programs, so it can tell a program that was evicted from
+One log a step. It remembers keys, not programs, so it can tell a program that was evicted from
 one that never was.
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from stepcache.calls.key import Key, diff_settings
 from stepcache.calls.layers import Making
-from stepcache.calls.signature import Call, Path, Signature, diff, diff_holders, distance
+from stepcache.calls.signature import Call, Path, Signature
+from stepcache.calls.signature_diff import diff, diff_holders, distance
 from stepcache.calls.step_spec import Request
 from stepcache.events import Change, Miss, StepStats
 

@@ -1,9 +1,12 @@
-"""`Resolver`: what happens for a call whose program is not in memory, from the miss to what is left
-to do after its first run.
+"""`Resolver`: resolves a miss in memory, by disk, by the other processes of a pod, or by a build.
+
+The `Miss` is completed here, and given to the miss log, the run log and listeners. What is left to
+do after the program's first run, to store it or to verify it, is done in the background.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import time
@@ -11,31 +14,41 @@ from collections.abc import Callable
 from typing import Any
 
 from stepcache.calls.context import Scope, recompiles_forbidden
+from stepcache.calls.host_values import compare_call_values
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import RecompileError, RecompileWarning, warn
-from stepcache.events import BuildFailed, Miss, StageStarted, recorder
-from stepcache.programs import accounts
+from stepcache.events import BuildFailed, Built, Captured, Loaded, Miss, StageStarted, recorder
+from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, LookupResult, start_name
-from stepcache.programs.background import LATER, builds, until_ready
+from stepcache.programs.background import LATER, WHEN_QUIET, builds, until_ready
 from stepcache.programs.build import Program, Stopwatch
-from stepcache.programs.levels import Levels, Resolution
+from stepcache.programs.levels import Levels
 from stepcache.programs.miss_log import MissLog
-from stepcache.programs.pods.together import bring_together, compare_values
+from stepcache.programs.pods.shared_compile import resolve_together
+from stepcache.programs.resolution import Resolution
 from stepcache.programs.verification import Checks
 
 _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
 
+_OF_CALL = ("argument", "tree", "static", "options", "mesh")
+_EVENTS = {1: "loaded", 2: "relinked", 3: "built"}
+_REMEDIES = {
+    1: "loaded from disk, without a trace",
+    2: "traced, and loaded from disk without compiling it",
+    3: "built",
+}
+
 
 class Resolver:
-    """Brings the programs of one step: from disk, from another process of its pod, or by a build.
+    """Resolves the misses of one step.
 
     Args:
         spec: the step.
         levels: resolve them in one process.
-        checks: check afterwards what was loaded.
-        miss_log: is told.
+        checks: verify what was loaded.
+        miss_log: keeps the misses, and counts.
     """
 
     def __init__(self, spec: StepSpec, levels: Levels, checks: Checks, miss_log: MissLog):
@@ -44,54 +57,83 @@ class Resolver:
         self._not_compared: set[Key] = set()
 
     def resolve(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
-        """Brings a program, and tells of it.
+        """The program of a call that is not in memory.
 
         Args:
             scope: of the call.
             request: the call.
             started: when it came, by `time.perf_counter`.
-            explicit: nobody has to be warned of it.
+            explicit: the user asked for the program, so that the miss causes no warning.
 
         Raises:
             RecompileError: it would have to be built, and that is forbidden.
             NotHoldable: only `jax.jit` can run it.
         """
-        build_id = next(_build_ids)
-        name = self._spec.name
+        build_id, name = next(_build_ids), self._spec.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
         miss = self._miss_log.why(request)
 
         def before_trace(result: LookupResult) -> None:
-            nonlocal miss
-            miss = accounts.told(miss, result)
             if not explicit:
-                self._judge(scope, miss)
+                self._judge(scope, compared(miss, result))
 
-        archive = scope.cache.archive()
-        watch = scope.cache.check_every is not None
+        archive, watch = scope.cache.archive(), scope.cache.check_every is not None
+        common = (request, archive, stopwatch, before_trace)
         try:
-            common = (request, archive, stopwatch, before_trace)
             peers = scope.together(request.ranks)
             with builds.in_python():
                 if peers is None:
                     resolution = self._levels.resolve(*common, watch=watch)
                 else:
-                    levels = self._levels
-                    spec, why = self._spec, miss.in_a_line
-                    resolution = bring_together(levels, spec, *common, peers, why, watch=watch)
+                    more = (peers, miss.in_a_line)
+                    resolution = resolve_together(
+                        self._levels, self._spec, *common, *more, watch=watch
+                    )
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
-        if not resolution.has_compared:
-            self._not_compared.add(request.key)
         own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
         self._checks.compare(scope.cache, request, resolution)
+        if not resolution.has_compared:
+            self._not_compared.add(request.key)
+        if resolution.program.level > 1:
+            miss = compared(miss, resolution.result)
         if archive is not None and resolution.address is not None:
             self._unsettled[request.key] = (archive, resolution, miss)
-        accounts.account(self._miss_log, name, build_id, request, resolution, miss, own_seconds)
+        self._record(build_id, request, resolution, _completed(miss, resolution), own_seconds)
         carries = bool(self._spec.parameters.carry)
         scope.check_rules(name, request.shown.paths, carries=carries)
         return resolution.program
+
+    def _record(
+        self,
+        build_id: int,
+        request: Request,
+        resolution: Resolution,
+        miss: Miss,
+        own_seconds: float,
+    ) -> None:
+        """Tells the miss log of the step, and listeners.
+
+        Args:
+            build_id: ties events about one program together.
+            request: the call.
+            resolution: of it.
+            miss: completed.
+            own_seconds: what the call took apart from the stages.
+        """
+        name, program = self._spec.name, resolution.program
+        seconds, traces = program.seconds, program.traces
+        traced, built = program.level > 1, program.level > 2
+        self._miss_log.add(request, miss)
+        counts = {"traces": traces, "lowers": traces, "compiles": built, "loads": not built}
+        times = {f"{stage}_seconds": value for stage, value in seconds.items()}
+        self._miss_log.count(misses=1, own_seconds=own_seconds, **counts, **times)
+        if built:
+            stages = (seconds["trace"], seconds["lower"], seconds["compile"])
+            recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
+        else:
+            recorder.emit(Loaded(name, build_id, miss, traced, dict(seconds), own_seconds))
 
     def compare_values(self, scope: Scope, request: Request) -> None:
         """Compares what the processes of a pod hand in, where no call with values has done it yet.
@@ -102,7 +144,7 @@ class Resolver:
         if self._not_compared and request.key in self._not_compared:
             peers = scope.together(request.ranks)
             if peers is not None:
-                compare_values(self._spec, request, peers)
+                compare_call_values(self._spec.name, request, peers)
             self._not_compared.discard(request.key)
 
     def _judge(self, scope: Scope, miss: Miss) -> None:
@@ -142,6 +184,8 @@ class Resolver:
 class _Settling:
     """Notes how a program came, and its first run; then stores it, or has it verified.
 
+    What was loaded has nothing to store: its notes wait until no other step is being started.
+
     Attributes:
         verify: has the program verified, from a given time on; None for one that was traced.
     """
@@ -154,19 +198,22 @@ class _Settling:
         miss: Miss,
         look: Callable[[], Any],
     ):
-        self._name, self._archive, self._brought, self._look = name, archive, resolution, look
-        self._miss: Miss | None = miss
+        self._name, self._archive, self._resolution, self._miss = name, archive, resolution, miss
+        self._look = look
+        self._seconds: Any = LATER
         self.verify: Callable[[float], None] | None = None
 
     def __call__(self) -> Any:
-        if self._miss is not None:
-            accounts.note(self._archive, self._name, self._brought, self._miss)
-            self._miss = None
-        seconds = self._look()
-        if seconds is LATER:
-            return LATER
-        archive, resolution = self._archive, self._brought
+        archive, resolution = self._archive, self._resolution
         assert resolution.address is not None
+        if self._seconds is LATER:
+            self._seconds = self._look()
+            if self._seconds is LATER:
+                return LATER
+            if resolution.publication is None:
+                return WHEN_QUIET
+        seconds = self._seconds
+        _note(archive, self._name, resolution, self._miss)
         if seconds is not None:
             label = resolution.address.label
             archive.note("executed", self._name, label, seconds={"execute": seconds})
@@ -183,3 +230,56 @@ class _Settling:
 
 # Verification begins when about ten steps have run.
 _FIRST_STEPS, _QUIET_SECONDS, _LONGEST_WAIT = 10, 0.5, 20.0
+
+
+def compared(miss: Miss, result: LookupResult) -> Miss:
+    """A miss in memory, with what the archive knows about it."""
+    if result.untrackable:
+        miss = dataclasses.replace(miss, untrackable=result.untrackable)
+    if result.since is None:
+        return miss
+    if miss.reason != "first call":
+        stored = tuple(each for each in result.changes if each.part not in _OF_CALL)
+        return dataclasses.replace(miss, stored=stored, since=result.since if stored else None)
+    return dataclasses.replace(miss, reason="other run", changes=result.changes, since=result.since)
+
+
+def _completed(miss: Miss, resolution: Resolution) -> Miss:
+    """A miss with how it was resolved."""
+    program = resolution.program
+    remedy = _REMEDIES[program.level]
+    if resolution.giver is not None:
+        remedy = f"loaded from rank {resolution.giver}, without a trace"
+    if program.level < 3:
+        remedy += f", in {sum(program.seconds.values()):.2f} s"
+    advice = (*miss.advice, *map(_advise_on_capture, program.captured))
+    untrackable = resolution.untrackable
+    return dataclasses.replace(miss, advice=advice, untrackable=untrackable, remedy=remedy)
+
+
+def _advise_on_capture(captured: Captured) -> str:
+    return (
+        f"{captured.name}, {captured.type}, is captured by closure: "
+        f"{captured.size_bytes / 1e6:.1f} MB inside the program; pass it as an argument"
+    )
+
+
+def _note(archive: Archive, name: str, resolution: Resolution, miss: Miss) -> None:
+    """Writes a row of the run log; for what is being stored, when that is decided."""
+    address, program = resolution.address, resolution.program
+    assert address is not None
+    devices = storing.program_devices(program.run) if resolution.digest else ()
+    archive.note(
+        _EVENTS[program.level],
+        name,
+        address.label,
+        lookup=address.digest,
+        program=resolution.digest,
+        devices=[device.id for device in devices],
+        seconds={stage: round(value, 4) for stage, value in program.seconds.items()},
+        reason=str(miss),
+        changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
+        untrackable=list(resolution.untrackable),
+    )
+    for rank, (level, seconds) in resolution.others.items():
+        archive.note(_EVENTS[level], name, address.label, rank=rank, seconds=seconds)

@@ -28,9 +28,10 @@ from stepcache.programs.background import LATER, builds
 from stepcache.programs.build import Program, trace
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import Dispatcher
-from stepcache.programs.levels import Levels, Resolution
+from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.miss_log import MissLog
+from stepcache.programs.resolution import Resolution
 from stepcache.storage.dependency_record import DependencyRecord, agree, differences
 
 _log = logging.getLogger("stepcache")

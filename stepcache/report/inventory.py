@@ -13,7 +13,7 @@ from typing import Any
 
 from stepcache.programs.archive import Archive, open_archive
 from stepcache.storage.dependency_record import DependencyRecord, differences, unpack_records
-from stepcache.storage.disk_store import EntryInfo
+from stepcache.storage.entry_info import EntryInfo
 from stepcache.units import counted
 
 # Groups of dependencies by the prefix of their names. All others are code or values.

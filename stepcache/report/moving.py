@@ -24,8 +24,9 @@ from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
 from stepcache.report.environment import Part
 from stepcache.report.inventory import label_of, means
 from stepcache.storage.dependency_record import DependencyRecord, pack_records, unpack_records
-from stepcache.storage.disk_store import DiskStore, EntryInfo
+from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import DamagedEntryError
+from stepcache.storage.entry_info import EntryInfo
 
 
 class BundleError(StepCacheError):
@@ -250,7 +251,9 @@ def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bo
         _publish(disk, *name, *bundle.read(*name))
     for step in taken:
         _publish(disk, "step", step.digest, *_merged(disk, step))
-    settings = (environment.settings_that_differ(step.records[0].told, own) for step in taken)
+    settings = (
+        environment.settings_that_differ(step.records[0].dependencies, own) for step in taken
+    )
     return Imported(
         str(file),
         tuple(step.label for step in taken),
@@ -278,8 +281,8 @@ def _merged(disk: DiskStore, step: Step) -> tuple[dict[str, Any], bytes]:
     if entry is not None:
         with contextlib.suppress(ValueError):
             known = unpack_records(entry.payload)
-    dependencies = {each.dependencies for each in known}
-    both = known + [each for each in step.records if each.dependencies not in dependencies]
+    digests = {each.digest for each in known}
+    both = known + [each for each in step.records if each.digest not in digests]
     both.sort(key=lambda record: -record.created_time)
     return pack_records(step.label, both[:RECORDS_KEPT])
 

@@ -1,4 +1,4 @@
-"""`DependencyRecord`: one build on disk, with all that it depends on, and how that compares with now.
+"""`DependencyRecord`: one build on disk, all that it depends on, and how that compares with now.
 `Traced` and `Publication`: one build on its way there.
 
 Facts are names and texts: what the fingerprint found, the call, and the environment.
@@ -10,15 +10,15 @@ import hashlib
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from stepcache.events import Captured, Change
-from stepcache.fingerprint.installed_packages import LATE
+from stepcache.fingerprint.name_meanings import LATE
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.storage import plain
 
-_FORMAT = 2  # Of the payload of a step's entry.
+_FORMAT = 3  # Of the payload of a step's entry.
 _MAX_CHANGES = 64
 
 
@@ -28,12 +28,12 @@ class Address:
 
     Attributes:
         label: the step, by its file and name.
-        lookup: a digest of what all records have in common.
+        digest: of what all records of the lookup have in common.
         devices: all devices, those of the call first: executables name theirs by position here.
     """
 
     label: str
-    lookup: str
+    digest: str
     devices: tuple[Any, ...]
 
 
@@ -90,12 +90,12 @@ class Traced:
 
 @dataclass(slots=True)
 class DependencyRecord:
-    """One build that may be the result.
+    """One build that a lookup may find.
 
     Attributes:
         program: the digest of its executable.
-        dependencies: the digest of all dependencies that it depends on.
-        told: the dependencies themselves.
+        digest: of all dependencies.
+        dependencies: what it depends on, by name.
         used: what its trace used.
         devices: of its executable, in order, as positions among the lookup's devices.
         call: what JAX knows of arguments and results.
@@ -107,8 +107,8 @@ class DependencyRecord:
     """
 
     program: str
-    dependencies: str
-    told: dict[str, str]
+    digest: str
+    dependencies: dict[str, str]
     used: Used
     devices: list[int]
     call: dict[str, Any]
@@ -124,7 +124,7 @@ class DependencyRecord:
     @property
     def traced(self) -> Traced:
         """What the trace told of it."""
-        return Traced(self.told, self.used, self.tree)
+        return Traced(self.dependencies, self.used, self.tree)
 
     def assembled(self, data: bytes, address: Address, in_tree: Any) -> Runnable:
         """The program, of an executable that is at hand.
@@ -199,9 +199,12 @@ class Publication:
 
 
 def _packed(build: Traced | DependencyRecord) -> dict[str, Any]:
+    return _shallow(build) | {"used": _shallow(build.used)}
+
+
+def _shallow(record: Any) -> dict[str, Any]:
     """Fields by name. `asdict` would copy, and by recursion, what may be large and deep."""
-    packed = {each.name: getattr(build, each.name) for each in fields(build)}
-    return packed | {"used": asdict(build.used)}
+    return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 # ---- stored and read back ---------------------------------------------------------------------
@@ -234,7 +237,7 @@ def unpack_records(payload: bytes) -> list[DependencyRecord]:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-# ---- dependencies ------------------------------------------------------------------------------------
+# ---- dependencies ------------------------------------------------------------------------------
 
 
 def digest_dependencies(dependencies: dict[str, str]) -> str:

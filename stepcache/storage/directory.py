@@ -1,6 +1,6 @@
 """The files of the disk store: places, whole writes, quarantine. What is in them is not read here.
 
-Layout, under `<directory>/v1/`: `key`, `entries/<kind>/<digest>`, `tmp/`, `loading/` (the markers)
+Layout, under `<directory>/v1/`: `key`, `entries/<kind>/<digest>`, `tmp/`, `loading/` (load markers)
 and `quarantine/`. `runs/` belongs to another room. No lock is taken by anyone: a file appears
 whole, by a rename, or not at all, and that a file vanishes between two looks is normal.
 """
@@ -24,6 +24,7 @@ _KIND = re.compile(r"[a-z][a-z0-9_]{0,23}")
 _DIGEST = re.compile(r"[0-9a-f]{1,128}")
 _TEMPORARY_SECONDS = 3600
 _MAX_QUARANTINED_FILES = 32
+_PUBLISHES_UNSEEN = 256
 
 
 class Found(NamedTuple):
@@ -44,6 +45,14 @@ class Found(NamedTuple):
     used_time: float
 
 
+class _Seen(NamedTuple):
+    """What the entries came to when they were last looked through, and what was stored since."""
+
+    stamp: Any = None
+    size_bytes: int = 0
+    publishes: int = 0
+
+
 class EntryDirectory:
     """The directory of a disk store.
 
@@ -53,7 +62,7 @@ class EntryDirectory:
         clock: tells the time in seconds since the epoch.
 
     Attributes:
-        key: vouches for the entries; None before it could be read.
+        key: authenticates the entries; None until it is read.
         markers: who is loading what.
     """
 
@@ -65,6 +74,7 @@ class EntryDirectory:
         self._max_quarantined_bytes = max_quarantined_bytes
         self._clock = clock
         self.key: bytes | None = None
+        self._seen = _Seen()
         self.markers = LoadMarkers(self._root / "loading", clock)
 
     def prepare(self) -> bytes:
@@ -88,18 +98,27 @@ class EntryDirectory:
         os.close(os.open(path, private_files.CREATE_FLAGS, 0o600))
         path.unlink()
 
-    def reload_key(self) -> bool:
-        """Takes up the key that lies in the directory now. Returns whether it is another one."""
+    def current_key(self) -> bytes | None:
+        """Takes up, and returns, the key that is in use now; None where there is no trusted one.
+
+        Raises:
+            CacheDirectoryError: another user can change the directory.
+        """
         try:
             private_files.check_directory(self._root.parent)
             private_files.check_directory(self._root)
-        except (OSError, CacheDirectoryError):
-            return False
+        except OSError:
+            return None
         key = private_files.load_key(self._root / "key", KEY_BYTES)
-        if key is None or key == self.key:
-            return False
-        self.key = key
-        return True
+        self.key = key or self.key
+        return key
+
+    def reload_key(self) -> bool:
+        """Takes up the key that is in use now. Returns whether it is another one."""
+        before = self.key
+        with contextlib.suppress(CacheDirectoryError):
+            self.current_key()
+        return self.key != before
 
     def sweep(self) -> None:
         """Removes what processes that were ended have left behind."""
@@ -209,6 +228,38 @@ class EntryDirectory:
             reached("synced")
         finally:
             os.close(descriptor)
+
+    def make_room(self, max_bytes: int, before: Any, keep: tuple[str, str]) -> None:
+        """Removes what has to leave for the bound to hold; looks through all only where it may not.
+
+        Args:
+            max_bytes: the bound.
+            before: the stamp of the entries before this one was stored.
+            keep: this one.
+        """
+        if before == self._seen.stamp and self._seen.publishes < _PUBLISHES_UNSEEN:
+            with contextlib.suppress(OSError):
+                size_bytes = self._seen.size_bytes + self.path(*keep).lstat().st_size
+                if size_bytes <= max_bytes:
+                    publishes = self._seen.publishes + 1
+                    self._seen = _Seen(self.stamp(), size_bytes, publishes)
+                    return
+        for victim in self.victims(max_bytes, keep=keep):
+            private_files.remove(victim.path)
+        size_bytes = sum(each.size_bytes for each in self.found())
+        self._seen = _Seen(self.stamp(), size_bytes, 0)
+
+    def victims(self, max_bytes: int, keep: tuple[str, str] | None = None) -> Iterator[Found]:
+        """What has to leave for the bound to hold, least recently used first."""
+        found = sorted(self.found(), key=lambda each: each.used_time)
+        excess_bytes = sum(each.size_bytes for each in found) - max_bytes
+        spared = (self.markers.loading() if excess_bytes > 0 else set()) | {keep}
+        for each in found:
+            if excess_bytes <= 0:
+                return
+            if (each.kind, each.digest) not in spared:
+                excess_bytes -= each.size_bytes
+                yield each
 
     def set_aside(self, kind: str, digest: str, seen: os.stat_result | None = None) -> bool:
         """Moves an entry to quarantine, and removes there what is too much.

@@ -1,8 +1,7 @@
 """The disk store: what is kept for other processes, least recently used first out. Knows no JAX.
 
-Loading what is stored here is running code, so nothing is handed out that this user's key does not
-vouch for, byte by byte. What is wrong with the files is never an exception: it is a miss, told in
-`DiskStore.quarantined`.
+Loading an entry runs code, so every byte that is returned has been authenticated with this user's
+key. A damaged file never raises: it is a miss, listed in `DiskStore.quarantined`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
 from stepcache.storage import private_files
@@ -34,76 +32,18 @@ from stepcache.storage.entry import (
     read_payload,
     store,
 )
+from stepcache.storage.entry_info import Entry, EntryInfo, Refusal
 
 _ATTEMPTS = 3
 _TOUCH_SECONDS = 60
 _MAX_QUARANTINED_BYTES = 1 << 30
 _REFUSALS_REMEMBERED = 256
-_PUBLISHES_UNSEEN = 256
 # The fault of the moment, not of the file or of the directory.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EAGAIN, errno.EINTR}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 _log = logging.getLogger("stepcache")
 _warned_of: set[str] = set()
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What was stored under a name, whole and authentic.
-
-    Attributes:
-        header: what was said of it when it was stored.
-        payload: its bytes.
-        size_bytes: size of its file.
-        created_time: when it was stored, in seconds since the epoch.
-        used_time: when it was last used before, likewise, to the minute.
-    """
-
-    header: dict[str, Any]
-    payload: bytes
-    size_bytes: int
-    created_time: float
-    used_time: float
-
-
-@dataclass(frozen=True, slots=True)
-class EntryInfo:
-    """A stored entry as a list shows it.
-
-    Attributes:
-        kind: what sort of thing it is.
-        digest: its name.
-        header: what was said of it when it was stored; None for a damaged entry.
-        size_bytes: size of its file.
-        created_time: when it was stored, in seconds since the epoch; None for a damaged entry.
-        used_time: when it was last used, likewise, to the minute.
-        problem: what is wrong with it, or None.
-    """
-
-    kind: str
-    digest: str
-    header: dict[str, Any] | None
-    size_bytes: int
-    created_time: float | None
-    used_time: float
-    problem: str | None = None
-
-
-class Refusal(NamedTuple):
-    """An entry that was not handed out, and why."""
-
-    kind: str
-    digest: str
-    reason: str
-
-
-class _Seen(NamedTuple):
-    """What the entries came to when they were last looked through, and what was stored since."""
-
-    stamp: Any = None
-    size_bytes: int = 0
-    publishes: int = 0
 
 
 class DiskStore:
@@ -146,7 +86,6 @@ class DiskStore:
         self._files = EntryDirectory(directory, quarantine_bytes, clock)
         self._not_written_because: str | None = None
         self._read_only = False
-        self._seen = _Seen()
         # Bad entries that could not be moved away.
         self._shunned: set[tuple[str, str]] = set()
         try:
@@ -194,7 +133,7 @@ class DiskStore:
         return self._examine(kind, digest, whole=True, refuse=False)
 
     def vouch(self, what: bytes) -> bytes:
-        """An HMAC of bytes that only this directory's key makes. `what` begins with their purpose.
+        """The HMAC of bytes under this directory's key. `what` begins with their purpose.
 
         Raises:
             OSError: there is no key.
@@ -242,7 +181,7 @@ class DiskStore:
         use: bool = False,
         refuse: bool = True,
     ) -> tuple[EntryInfo | None, bytes]:
-        """What lies under a name: None if nothing, else with a `problem` if it is bad.
+        """Examines an entry: None if absent, else with a `problem` if it is bad.
 
         Args:
             kind: kind of the entry.
@@ -342,34 +281,15 @@ class DiskStore:
             return False
         self._shunned.discard((kind, digest))
         if self._max_bytes is not None:
-            self._make_room(self._max_bytes, before, (kind, digest))
+            self._files.make_room(self._max_bytes, before, (kind, digest))
         self._reached("evicted")
         return True
-
-    def _make_room(self, max_bytes: int, before: Any, keep: tuple[str, str]) -> None:
-        """Removes what has to leave for the bound to hold; looks through all only where it may not.
-
-        Args:
-            max_bytes: the bound.
-            before: the stamp of the entries before this one was stored.
-            keep: this one.
-        """
-        if before == self._seen.stamp and self._seen.publishes < _PUBLISHES_UNSEEN:
-            with contextlib.suppress(OSError):
-                size_bytes = self._seen.size_bytes + self._files.path(*keep).lstat().st_size
-                if size_bytes <= max_bytes:
-                    publishes = self._seen.publishes + 1
-                    self._seen = _Seen(self._files.stamp(), size_bytes, publishes)
-                    return
-        for victim in self._victims(max_bytes, keep=keep):
-            private_files.remove(victim.path)
-        size_bytes = sum(each.size_bytes for each in self._files.found())
-        self._seen = _Seen(self._files.stamp(), size_bytes, 0)
 
     def _store(self, kind: str, digest: str, header: dict[str, Any], stored: Stored) -> None:
         for attempt in range(_ATTEMPTS):
             try:
-                key, now = self._files.prepare(), self._clock()
+                known = None if attempt else self._files.current_key()
+                key, now = known or self._files.prepare(), self._clock()
                 head = encode_head(key, kind, digest, now, header, stored)
                 return self._files.put(kind, digest, (head, stored.payload), now, self._reached)
             except FileNotFoundError:
@@ -439,7 +359,9 @@ class DiskStore:
             idle = [each for each in self._files.found() if each.used_time <= unused_since]
             idle = [each for each in idle if (each.kind, each.digest) not in loading]
         removed = self._removed(idle)
-        return removed if max_bytes is None else removed + self._removed(self._victims(max_bytes))
+        if max_bytes is not None:
+            removed += self._removed(self._files.victims(max_bytes))
+        return removed
 
     def _removed(self, victims: Iterable[Found]) -> list[EntryInfo]:
         removed = []
@@ -472,18 +394,6 @@ class DiskStore:
             private_files.remove(path)
         if os.path.lexists(path):
             self._shunned.add((kind, digest))
-
-    def _victims(self, max_bytes: int, keep: tuple[str, str] | None = None) -> Iterator[Found]:
-        """What has to leave for the bound to hold, least recently used first."""
-        found = sorted(self._files.found(), key=lambda each: each.used_time)
-        excess_bytes = sum(each.size_bytes for each in found) - max_bytes
-        spared = (self._files.markers.loading() if excess_bytes > 0 else set()) | {keep}
-        for each in found:
-            if excess_bytes <= 0:
-                return
-            if (each.kind, each.digest) not in spared:
-                excess_bytes -= each.size_bytes
-                yield each
 
     def _refuse(
         self, kind: str, digest: str, reason: str, seen: os.stat_result | None = None

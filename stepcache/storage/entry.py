@@ -43,7 +43,7 @@ class HeaderTooLargeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A payload as it lies in the file, and what the reader has to know of it."""
+    """A payload as stored in the file, and what is needed to read it."""
 
     payload: bytes
     encoding: Literal["raw", "zlib"]

@@ -1,4 +1,4 @@
-"""A directory that only its user can change, the key that lies in it, and how to look into it."""
+"""A directory that only its user can change, the key stored in it, and how to list it."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def listed(directory: Path) -> list[Path]:
 
 
 def remove(path: Path) -> bool:
-    """Removes a file, or whatever lies in its place. Returns whether it was this call that did."""
+    """Removes a file or directory. Returns whether this call removed it."""
     try:
         path.unlink()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The miss_log on disk: what each run built and loaded, kept beside the programs.
+"""The run log: what each run built and loaded, kept beside the programs.
 
 One file a run, one line of JSON a row, appended as things happen. It explains and it says what to
 load beforehand; no program is ever run because of what stands in it.
@@ -126,7 +126,7 @@ class RunLog:
                 self._append(line)
             except OSError as error:
                 self._writable = False
-                _log.info("stepcache does not write its miss_log any more: %s", error)
+                _log.info("stepcache does not write its run log any more: %s", error)
 
     def _append(self, line: bytes) -> None:
         if self._rows == 1:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import operator
 import os
@@ -19,10 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from stepcache import _process_hooks
+from stepcache import _process_hooks, jaxcompat
+from stepcache.distributed.peers import Peers, peers_of
 from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
-from stepcache.jaxcompat import coordination
-from stepcache.sharding import Company, current_company
 from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoint_items import (
     NOTHING,
@@ -49,7 +47,7 @@ class Saving:
 
     def __init__(self, root: Path, keep: int | None, step: int):
         self._root, self._keep, self._step = root, keep, step
-        self._pod: Company = current_company() or WholePod()
+        self._pod = processes()
         self._staging: files.Staging | None = None  # Of the first process.
         self._checkpointer: Any = None
         self._thread: threading.Thread | None = None
@@ -252,27 +250,24 @@ def _collected(items: dict[str, Any], *, copied: bool) -> tuple[dict[str, Any], 
     return nested(values or {NOTHING: np.zeros(1)}), metadata
 
 
-class WholePod:
-    """All processes of JAX's pod, outside of sessions: JAX's heartbeats detect lost processes."""
-
-    _exchanges = itertools.count()
+class Alone:
+    """Stands for `Peers` in a process that has none."""
 
     def guarded(self, work: Callable[[], Any]) -> Any:
         return work()
 
-    def wait_for_all(self, label: str, said: bytes = b"") -> dict[int, bytes]:
-        service = coordination.service()
-        if jax.process_count() == 1 or service is None:
-            return {jax.process_index(): said}
-        place = f"stepcache/checkpoints/{next(self._exchanges)}"
-        service.say(place, jax.process_index(), jax.process_count(), said, None)
-        call = coordination.asked(lambda: service.get(coordination.outcome_of(place)))
-        while True:
-            with contextlib.suppress(TimeoutError):  # So that signals are heeded.
-                return coordination.unpack_outcome(call.result(1.0))["voices"]
+    def gather(self, label: str, payload: bytes = b"") -> dict[int, bytes]:
+        return {jax.process_index(): payload}
 
 
-def of_leader(pod: Company, path: Path, work: Callable[[], str]) -> str:
+def processes() -> Peers | Alone:
+    """Returns the processes of the session's mesh; outside of sessions, all of JAX's pod."""
+    session = jaxcompat.entered_session()
+    peers = session.peers if session is not None else None
+    return peers or peers_of(range(jax.process_count())) or Alone()
+
+
+def of_leader(pod: Peers | Alone, path: Path, work: Callable[[], str]) -> str:
     """Does some work in the first process, and returns its text, or raises its error, in all."""
     error, said = None, b""
     if jax.process_index() == 0:
@@ -281,7 +276,7 @@ def of_leader(pod: Company, path: Path, work: Callable[[], str]) -> str:
         except Exception as raised:
             error = _unwritten(path, raised)
             said = str(error).encode()
-    answer = pod.wait_for_all(f"the checkpoint {path}", said)[0].decode()
+    answer = pod.gather(f"the checkpoint {path}", said)[0].decode()
     if error is not None:
         raise error
     if not answer.startswith("+"):
@@ -289,9 +284,9 @@ def of_leader(pod: Company, path: Path, work: Callable[[], str]) -> str:
     return answer[1:]
 
 
-def _raise_together(pod: Company, label: str, error: BaseException | None) -> None:
+def _raise_together(pod: Peers | Alone, label: str, error: BaseException | None) -> None:
     """Raises the error of any process in all processes."""
-    received = pod.wait_for_all(label, str(error or "").encode())
+    received = pod.gather(label, str(error or "").encode())
     if error is not None:
         raise error
     for rank, text in received.items():

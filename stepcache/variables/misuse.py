@@ -24,6 +24,7 @@ class NoTree:
     """An object that is no tree: what only its tree can do raises `VariablesError`."""
 
     name: str
+    _settable = frozenset(("name", "placement", "read", "write"))
 
     @property
     def __jax_array__(self):
@@ -43,6 +44,12 @@ class NoTree:
         def __getattr__(self, name):
             what = f"variables have no attribute {name!r}"
             raise NoAttributeError(what, where=vars(self).get("name"), hint=_USE_VALUE)
+
+        def __setattr__(self, name, value):
+            if not name.startswith("_") and name not in self._settable:
+                what = f"{name!r} of variables cannot be set"
+                raise NoAttributeError(what, where=self.name, hint="use .assign(tree)")
+            super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
         return True

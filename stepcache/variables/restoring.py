@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from stepcache.errors import StepCacheError, VariablesError, first_line
-from stepcache.sharding import current_company
 from stepcache.units import listed
 from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoint_items import (
@@ -34,7 +33,7 @@ from stepcache.variables.checkpoint_items import (
     locked,
     sharding_for,
 )
-from stepcache.variables.checkpoints import WholePod, join_all, of_leader, path_of
+from stepcache.variables.checkpoints import join_all, of_leader, path_of, processes
 from stepcache.variables.describing import blank, check_not_tracing
 
 _log = logging.getLogger("stepcache")
@@ -71,7 +70,7 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
     join_all()
     root = path_of(directory)
     check_names(items)
-    pod = current_company() or WholePod()
+    pod = processes()
 
     def find() -> str:
         with _damage_as_error(root):

@@ -74,7 +74,7 @@ class Updates:
             self.resume(summed, self.pending + 1)
 
     def _summed(self, leaves: Sequence[Any], meter: Meter) -> list[Any]:
-        """An update added to the pending ones, in memory that nobody else changes."""
+        """An update added to the pending ones, in memory of its own."""
         if self._on_host:
             new = [transfer.to_host(leaf, self._write.wire, meter) for leaf in leaves]
         else:

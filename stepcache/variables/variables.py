@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from stepcache.distributed.replicas import is_own, token_of
+from stepcache.distributed.replicas import is_local, token_of
 from stepcache.errors import UnmatchedRuleWarning, VariablesError, warn
 from stepcache.sharding import (
     current_max_bytes,
@@ -124,7 +124,7 @@ class Variables(NoTree, Savable):
         """Tokens of the host values in a tree, which the processes of a pod compare; by path."""
         if self._mesh is None or len(processes_of(self._mesh.devices.flat)) < 2:
             return {}
-        return {path: token_of(leaf) for path, leaf in named_leaves(tree)[0] if is_own(leaf)}
+        return {path: token_of(leaf) for path, leaf in named_leaves(tree)[0] if is_local(leaf)}
 
     def _warn_of_unmatched_rules(self) -> None:
         on_device = getattr(self.placement, "on_device", self.placement)

@@ -300,13 +300,13 @@ def test_a_rank_whose_calls_change_later_says_how_on_all(together, kind):
     """In the log of all after five seconds, and in the error of all."""
     ranks, told = together(kind), LATER[kind]
     for rank in ranks:
-        logged = [line for line in rank.said("log") if "has waited for" in line]
-        assert len(logged) == 1 and "rank 1 has waited for ranks 0, 2 for 5 s" in logged[0]
-        assert f"its call is new there: {told}" in logged[0]
+        logged = [line for line in rank.said("log") if "has waited 5 s for" in line]
+        assert len(logged) == 1 and "rank 1 has waited 5 s for ranks 0, 2" in logged[0]
+        assert f"rank 1 needs a new program: {told}" in logged[0]
         (error,) = rank.said("error")
         step = "evaluate" if kind == "step" else "step"
-        assert f"ranks 0, 2 did not come to agree on {step}, within 7 s" in error, rank.output
-        assert f"the call of rank 1 was new: {told}" in error and rank.code == 1, error
+        assert f"ranks 0, 2 did not come to agree on {step} within 7 s" in error, rank.output
+        assert f"rank 1 needs a new program: {told}" in error and rank.code == 1, error
 
 
 def test_after_a_disagreement_the_same_processes_agree(shared_pod, tmp_path):

@@ -171,7 +171,7 @@ def test_a_hit_does_less_in_python_than_plain_jax(shared_pod, tmp_path):
 
 
 SAME_AS_JAX = """
-from stepcache.distributed.global_arrays import spanning
+from stepcache.distributed.global_arrays import global_array
 mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 generator = np.random.default_rng(0)
@@ -192,7 +192,7 @@ for where in (mesh, explicit):
                     continue
                 for x64 in (False, True):
                     with jax.enable_x64(x64):
-                        ours = spanning(value, sharding, shape)
+                        ours = global_array(value, sharding, shape)
                         theirs = jax.make_array_from_process_local_data(
                             sharding, np.asarray(value), shape)
                     assert ours.aval == theirs.aval and ours.sharding == theirs.sharding
@@ -201,7 +201,7 @@ for where in (mesh, explicit):
                         assert one.device == other.device and one.index == other.index
                         np.testing.assert_array_equal(one.data, other.data)
 try:
-    spanning(np.ones((3, 2)), NamedSharding(mesh, P("data")), (8, 2))
+    global_array(np.ones((3, 2)), NamedSharding(mesh, P("data")), (8, 2))
 except ValueError as error:
     say("refused", "match" in str(error))
 say("same")

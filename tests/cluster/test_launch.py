@@ -322,10 +322,9 @@ def test_the_one_that_raised_is_named_though_it_is_slow_to_end(capfd):
     os._exit(8)
     """
     assert launch(script(PIPE + textwrap.dedent(body)), ranks=2) == 1
-    assert capfd.readouterr().err.splitlines()[-2:] == [
-        "[1] KeyError: 'mine'",
-        "stepcache launch: rank 1 failed with exit code 1",
-    ]
+    errors = capfd.readouterr().err.splitlines()
+    assert "[1] KeyError: 'mine'" in errors
+    assert errors[-1] == "stepcache launch: rank 1 failed with exit code 1"
 
 
 def test_one_that_ignores_sigterm_is_killed(capfd):
@@ -538,17 +537,14 @@ def test_output_is_shown_at_once(capfd):
     assert "".join(seen) + capfd.readouterr().out == "[0] first\n[0] second\n"
 
 
-def test_a_progress_bar_is_shown_in_some_of_its_states(capfd):
+def test_a_progress_bar_is_shown_in_its_last_state(capfd):
     body = """\
     for number in range(100):
         os.write(1, b"\\r%d%%" % number)
-        time.sleep(0.002)
     os.write(1, b"\\r100%\\nnext\\r"); time.sleep(0.1); os.write(1, b"\\nlast\\r\\n")
     """
     assert launch(script(body), ranks=1) == 0
-    *states, done, after, last = capfd.readouterr().out.splitlines()
-    assert (done, after, last) == ("[0] 100%", "[0] next", "[0] last")
-    assert 1 <= len(states) < 10 and states[0].endswith("%")
+    assert capfd.readouterr().out == "[0] 100%\n[0] next\n[0] last\n"
 
 
 # ---- used wrongly -------------------------------------------------------------------------------

@@ -94,10 +94,10 @@ def assert_ended(rank, victim, *, killed=True):
     has logged who has gone."""
     if victim == 0 and killed and rank.code == -6:
         assert "Terminating process because the JAX distributed service" in rank.output
-        assert "rank 0 of the pod has gone" in rank.output, rank.output
+        assert "rank 0 of the pod is lost" in rank.output, rank.output
         return
     assert rank.code == 1, f"{rank.code}\n{rank.output}"
-    assert f"RankLostError: rank {victim} of the pod has gone" in rank.output, rank.output
+    assert f"RankLostError: rank {victim} of the pod is lost" in rank.output, rank.output
 
 
 @pytest.mark.parametrize(("point", "victim"), CASES)
@@ -149,9 +149,9 @@ def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(together, t
 
 ALONE = """
 import queue
-from stepcache.distributed import failure_detection, news
+from stepcache.distributed import failure_detection, pod_events
 # As with NCCL, TPUs and other machines: no collective fails, and no process is seen to end.
-news._has_ended = lambda pid: False
+pod_events._has_ended = lambda pid: False
 failure_detection.Watch.suspect = lambda self, error: None
 total = sc.step(lambda batch: batch.sum(), batch="batch")
 pair = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
@@ -264,7 +264,41 @@ def test_the_coordinator_is_killed_while_the_others_are_on_their_own(tmp_path, t
     """JAX aborts them; who has gone is in their logs before, whatever their main threads do."""
     for rank in run_pod(tmp_path, AWAY, 3)[1:]:
         assert rank.code == -6
-        assert "rank 0 of the pod has gone" in rank.output, rank.output
+        assert "rank 0 of the pod is lost" in rank.output, rank.output
+
+
+MISTAKE = """
+import logging
+logging.basicConfig(stream=sys.stdout, format="log %(message)s")
+from stepcache.distributed import failure_detection
+look, failures = failure_detection.Watch._look, []
+def fail_twice(self):
+    if len(failures) < 2:
+        failures.append(1)
+        raise KeyError("a mistake")
+    look(self)
+failure_detection.Watch._look = fail_twice
+total = sc.step(lambda batch: batch.sum(), batch="batch")
+try:
+    with sc.Session(mesh):
+        float(total(np.ones(2, np.float32)))
+        while RANK and len(failures) < 2:
+            time.sleep(0.1)
+        if RANK:
+            time.sleep(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        total(np.ones(4, np.float32))
+except sc.RankLostError as error:
+    say("lost", error.ranks)
+"""
+
+
+def test_an_exception_does_not_end_the_watch(tmp_path):
+    """It is logged once, and losses are detected as before."""
+    rank = run_pod(tmp_path, MISTAKE, 2)[0]
+    assert rank.said("lost") == ["(1,)"] and rank.code == 0, rank.output
+    assert len([line for line in rank.said("log") if "detection of lost processes" in line]) == 1
+    assert "KeyError: 'a mistake'" in rank.output
 
 
 # ---- one ends, and the others wait ---------------------------------------------------------------
@@ -330,7 +364,7 @@ def test_one_that_ends_is_an_error_of_those_that_wait_for_it(together, tmp_path,
         if number == victim:
             continue
         assert rank.code in (0, 1), rank.output
-        assert f"rank {victim} of the pod has gone" in rank.output, rank.output
+        assert f"rank {victim} of the pod is lost" in rank.output, rank.output
         assert says in rank.output and rank.seconds < 30
         assert "after call 6 of train" in rank.output or how in ("exits", "raises"), rank.output
         waiting = "pod.py:" in rank.output and "train(state, np.ones(4, np.float32))" in rank.output
@@ -375,7 +409,7 @@ say("finished")
 def test_work_of_one_rank_alone_is_no_loss(together):
     """Rank 0 evaluates and saves, in its session, while the others have ended their scripts."""
     for rank in succeeded(together("work alone")):
-        assert "finished" in rank.output and "gone" not in rank.output, rank.output
+        assert "finished" in rank.output and "is lost" not in rank.output, rank.output
 
 
 HANGING = """
@@ -433,7 +467,7 @@ say("still there")
 
 def test_a_pod_that_is_shut_down_is_not_lost(together):
     for rank in succeeded(together("shut down")):
-        assert "still there" in rank.output and "gone" not in rank.output, rank.output
+        assert "still there" in rank.output and "is lost" not in rank.output, rank.output
 
 
 NEXT_POD = """
@@ -466,7 +500,7 @@ def test_the_next_pod_of_a_process(together):
     """`jax.distributed.shutdown`, and a new one, over other devices."""
     for rank in succeeded(together("next pod")):
         assert rank.said("first") == ["4.0"], rank.output
-        assert rank.said("again") == ["4.0 4.0"] * 2 and "gone" not in rank.output, rank.output
+        assert rank.said("again") == ["4.0 4.0"] * 2 and "is lost" not in rank.output, rank.output
 
 
 SOME_RANKS = """
@@ -493,7 +527,7 @@ def test_meshes_of_some_ranks_and_sessions_one_after_the_other(together):
     """A rank that is in no session, or has left another one, is not waited for."""
     ranks = succeeded(together("some ranks"))
     for number, rank in enumerate(ranks):
-        assert rank.said("all") == ["6.0"] * 3 and "gone" not in rank.output, rank.output
+        assert rank.said("all") == ["6.0"] * 3 and "is lost" not in rank.output, rank.output
         assert rank.said("two") == (["4.0"] if number < 2 else []) and rank.said("one") == ["2.0"]
 
 

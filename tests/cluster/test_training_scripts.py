@@ -58,7 +58,7 @@ sc.recorder.subscribe(events.append)
 class Alarms(logging.Handler):
     def emit(self, record):
         text = record.getMessage()
-        if "takes long" not in text and "has waited for" not in text:  # On a busy machine.
+        if "takes long" not in text and "has waited" not in text:  # On a busy machine.
             alarms.append(text)
 logging.getLogger("stepcache").addHandler(Alarms(logging.WARNING))
 def seen(kind):

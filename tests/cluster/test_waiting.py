@@ -50,5 +50,5 @@ def test_a_signal_ends_it_and_the_others_know(together, victim, signal):
         elif number != 1:  # It sleeps, and is not to be interrupted.
             seconds, name, *_ = rank.said("raised")[0].split()
             assert name == "RankLostError" and float(seconds) < when + 8, rank.output
-            assert f"rank {victim} of the pod has gone" in rank.output
+            assert f"rank {victim} of the pod is lost" in rank.output
             assert rank.code == 1, rank.output

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.jaxcompat import call_codec
-from stepcache.jaxcompat.call_codec import FIELDS, NotStorable, decode_call, encode_call
+from stepcache.jaxcompat.call_codec import FIELDS, decode_call, encode_call
+from stepcache.jaxcompat.checked_data import NotStorable
 from stepcache.storage import plain
 
 pytestmark = pytest.mark.skipif(not call_codec.CAN_DESCRIBE, reason="JAX's public API is in use")

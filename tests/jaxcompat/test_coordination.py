@@ -1,5 +1,6 @@
 """What the processes of a pod say to all, over a service that is a dictionary."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -7,14 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepcache.distributed.agreement import MAX_SIDES, Round
+from stepcache.errors import AgreementError
 from stepcache.jaxcompat import coordination
-from stepcache.jaxcompat.coordination import Service, Unreachable, asked
-from stepcache.programs.pods.stand import OF_ONE, Stand, brief
-
-VOICES = st.dictionaries(st.integers(0, 300), st.sampled_from([b"", b"a", b"b"]))
+from stepcache.jaxcompat.coordination import Service, Unreachable, call_in_thread
+from stepcache.programs.pods.lowered import merge_lowered
+from stepcache.programs.pods.roles import CallReport, Decision, decide
+from stepcache.storage import plain
 
 
 class Names:
@@ -23,69 +26,137 @@ class Names:
     def __init__(self):
         self.values: dict[str, bytes] = {}
         self.counts: dict[str, int] = {}
+        self.lock = threading.Lock()
 
     def key_value_set_bytes(self, name, value):
-        if name in self.values:
-            raise RuntimeError(f"ALREADY_EXISTS: {name}")
-        self.values[name] = value
+        with self.lock:
+            if name in self.values:
+                raise RuntimeError(f"ALREADY_EXISTS: {name}")
+            self.values[name] = value
 
     def key_value_increment(self, name, by):
-        self.counts[name] = self.counts.get(name, 0) + by
-        return self.counts[name]
+        with self.lock:
+            self.counts[name] = self.counts.get(name, 0) + by
+            return self.counts[name]
+
+    def blocking_key_value_get_bytes(self, name, milliseconds):
+        while name not in self.values:
+            time.sleep(0.001)
+        return self.values[name]
 
     def key_value_dir_get_bytes(self, name):
         return [(each, self.values[each]) for each in self.values if each.startswith(name)]
 
 
-@given(VOICES)
-def test_an_outcome_is_what_was_said(voices):
-    found = coordination.unpack_outcome(coordination.pack_outcome(voices=voices, why="\udcff"))
-    assert found == {"voices": voices, "why": "\udcff"} and list(found["voices"]) == sorted(voices)
+CONTRIBUTIONS = st.dictionaries(st.integers(0, 300), st.sampled_from([b"", b"a", b"b"]), min_size=1)
 
 
-def test_an_outcome_is_short_where_all_say_the_same():
-    voices = dict.fromkeys(range(10_000), b"x" * 100)
-    assert len(coordination.pack_outcome(voices=voices)) < 100
+class Watch:
+    """What a round uses of the detection of losses, of one rank."""
+
+    def __init__(self, names, rank):
+        self.rank, self.service = rank, Service(names)
+        self.loss = SimpleNamespace(raise_if_known=lambda: None, pending_get=self.pending_get)
+
+    @contextlib.contextmanager
+    def pending_get(self, name):
+        yield call_in_thread(lambda: self.service.get(name))
 
 
-def outcome_of_saying(said, shorten):
-    names = Names()
-    for turn, rank in enumerate(said):
-        assert Service(names).say("place", rank, len(said), said[rank], shorten) == turn + 1
-        assert ("place/outcome" in names.values) == (turn + 1 == len(said))
-    assert Service(names).said("place") == dict(sorted(said.items()))
-    return coordination.unpack_outcome(names.values["place/outcome"])
+def exchanged(contributions, merge=None):
+    """Runs an exchange of all ranks at once; returns its results by rank, and the service."""
+    names, ranks = Names(), sorted(contributions)
+
+    def take_part(rank):
+        current = Round("round", ranks, Watch(names, rank), "train", "", 60.0)
+        if merge is None:
+            return current.gather("topic", contributions[rank])
+        return current.merge("topic", contributions[rank], merge)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return dict(zip(ranks, pool.map(take_part, ranks), strict=True)), names
 
 
-def test_whoever_comes_last_shortens_it_for_all():
-    said = {2: b"one", 0: b"two", 1: b"three"}
-    assert outcome_of_saying(said, None) == {"voices": said}
-    short = outcome_of_saying(said, lambda voices: {rank: voices[rank][:1] for rank in voices})
-    assert short == {"voices": {0: b"t", 1: b"t", 2: b"o"}}
+@settings(max_examples=10, deadline=None)
+@given(CONTRIBUTIONS)
+def test_all_gather_what_each_contributes(contributions):
+    results, _ = exchanged(contributions)
+    assert all(each == contributions for each in results.values())
 
 
-def test_where_that_fails_all_are_told():
-    assert "ValueError" in outcome_of_saying({0: b"", 1: b"no stand"}, brief)["failed"]
+def test_a_result_is_short_where_all_contribute_the_same():
+    _, names = exchanged(dict.fromkeys(range(100), b"x" * 100))
+    assert len(names.values["round/topic/result"]) < 200
 
 
-def test_what_one_process_says_of_itself_alone_is_not_read_by_all():
-    def stand(code, directory):
-        return Stand(
-            "train", "call", code, "host", directory, True, "program", True, "values"
-        ).packed()
+def test_one_rank_merges_for_all():
+    merges = []
 
-    # A code that captured the rank; directories that two ranks share.
-    said = {rank: stand(f"code {rank}", f"directory {rank // 2}") for rank in range(4)}
-    heard = {rank: Stand.unpacked(voice) for rank, voice in brief(said).items()}
-    assert {each.code for each in heard.values()} == {OF_ONE}
-    assert [heard[rank].directory for rank in range(4)] == [f"directory {n}" for n in (0, 0, 1, 1)]
-    said = {rank: stand("code", f"directory {rank}") for rank in range(1000)}
-    assert len(set(brief(said).values())) == 1
+    def merge(contributions):
+        merges.append(contributions)
+        return b" ".join(contributions.values())
+
+    results, _ = exchanged({2: b"two", 0: b"zero", 1: b"one"}, merge)
+    assert set(results.values()) == {b"zero one two"} and len(merges) == 1
+
+
+def test_a_merge_that_fails_is_an_error_on_all_ranks():
+    def merge(contributions):
+        raise ValueError("malformed")
+
+    for rank in range(2):
+        with pytest.raises(AgreementError, match="could not agree on train: ValueError: malformed"):
+            exchanged({rank: b""}, merge)
+
+
+def report(rank, **other):
+    fields = {
+        "label": "train",
+        "call": "call",
+        "code": "code",
+        "host": "host",
+        "directory": f"directory {rank}",
+        "has_programs": True,
+        "program": "",
+        "loads_untraced": True,
+        "values": "values",
+    }
+    return CallReport(**fields | other)
+
+
+def decided(reports):
+    packed = decide({rank: each.packed() for rank, each in reports.items()})
+    return Decision.unpacked(packed), len(packed)
+
+
+def test_the_first_rank_that_has_the_program_leads():
+    stored = {rank: report(rank, program="p" if rank in (2, 3) else "") for rank in range(5)}
+    decision, _ = decided(stored)
+    (roles,) = decision.roles.values()
+    assert (roles.leader, roles.builds, roles.followers, roles.asked) == (2, False, 3, [])
+    decision, _ = decided({rank: report(rank, directory=str(rank // 2)) for rank in range(5)})
+    (roles,) = decision.roles.values()
+    assert (roles.leader, roles.builds, roles.followers, roles.asked) == (0, True, 4, [2, 4])
+
+
+def test_a_decision_does_not_grow_with_the_ranks():
+    """Also where each calls something else, captures its rank, and passes other values."""
+    for other in (
+        lambda rank: {},
+        lambda rank: {"call": f"call {rank}"},
+        lambda rank: {"code": f"code {rank}", "values": f"values {rank}"},
+        lambda rank: {"call": f"call {rank % 2}", "directory": f"{rank // 2}"},
+    ):
+        decision, size = decided({rank: report(rank, **other(rank)) for rank in range(4000)})
+        assert size < 2000 and len(decision.calls) <= MAX_SIDES
+        assert decision.compares_lowered == ("code" in other(0))
+    errors = {rank: plain.pack([f"{rank}", f"rank {rank} failed"]) for rank in range(4000)}
+    assert len(merge_lowered(errors)) < 500
 
 
 def test_a_call_may_be_waited_for_again():
     answers = threading.Event()
-    call = asked(lambda: answers.wait(60))
+    call = call_in_thread(lambda: answers.wait(60))
     with pytest.raises(TimeoutError):
         call.result(0.01)
     answers.set()
@@ -95,7 +166,7 @@ def test_a_call_may_be_waited_for_again():
         raise Unreachable("gone")
 
     with pytest.raises(Unreachable, match="gone"):
-        asked(gone).result(10)
+        call_in_thread(gone).result(10)
 
 
 def test_a_coordinator_has_ended_only_where_it_took_connections_before(monkeypatch):

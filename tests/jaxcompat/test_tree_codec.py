@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from stepcache.jaxcompat.call_codec import CAN_DESCRIBE, NotStorable
+from stepcache.jaxcompat.call_codec import CAN_DESCRIBE
+from stepcache.jaxcompat.checked_data import NotStorable
 from stepcache.jaxcompat.tree_codec import decode_tree, decode_value, encode_tree, encode_value
 from stepcache.storage import plain
 

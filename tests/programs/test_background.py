@@ -217,7 +217,7 @@ def test_a_call_needs_nothing_of_a_trace_that_could_not_be_looked_at(tmp_path, m
     def fail(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(Levels, "_traced", fail)
+    monkeypatch.setattr(Levels, "_examine", fail)
     cache = cache_in(tmp_path)
     with sc.Session(cache=cache):
         step = life(SOURCE, tmp_path).step

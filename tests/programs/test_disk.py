@@ -878,7 +878,7 @@ def test_verify_reads_everything_and_sets_aside_what_is_bad(tier):
     assert {info.digest for info in tier.entries()} == {"00", "03"}
 
 
-# The journal
+# Load markers
 
 
 def ended_process():

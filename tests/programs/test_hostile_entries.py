@@ -253,7 +253,7 @@ CALLS = {
     "a list that does not end": lambda found: b"\xdd\xff\xff\xff\xff",
     "a nest of lists": lambda found: b"\x91" * 100_000,
     "a map of nothing": lambda found: b"\x80",
-    "records that are none": lambda found: plain.pack({"format": 2, "records": [1]}),
+    "records that are none": lambda found: plain.pack({"format": 3, "records": [1]}),
 }
 
 
@@ -264,7 +264,7 @@ def test_a_malformed_build_is_refused(name, directory):
     refused(directory)
 
 
-@pytest.mark.parametrize("payload", [[{"call": b"\x80\x05N."}], {"format": 3, "builds": []}])
+@pytest.mark.parametrize("payload", [[{"call": b"\x80\x05N."}], {"format": 4, "builds": []}])
 def test_another_format_is_a_plain_miss(payload, directory, caplog):
     """Entries of earlier and of later versions are replaced, and nothing is said of them."""
     spoil(directory, lambda record: plain.pack(payload))

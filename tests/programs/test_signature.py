@@ -11,14 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stepcache import jaxcompat
-from stepcache.calls.signature import (
-    Leaf,
-    Unreadable,
-    diff,
-    distance,
-    read,
-    shorten,
-)
+from stepcache.calls.signature import Leaf, Unreadable, read, shorten
+from stepcache.calls.signature_diff import diff, distance
 from stepcache.calls.step_spec import StepSpec
 from stepcache.jaxcompat import arguments
 

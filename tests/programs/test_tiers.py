@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepcache.programs.memory import MemoryTier
+from stepcache.programs.memory import MemoryPrograms
 from stepcache.storage.disk_store import DiskStore
 
 BOUND = 8  # In units of size.
@@ -27,7 +27,7 @@ class Memory:
     """A memory tier of named payloads. Each name has an owner of its own, which never leaves."""
 
     def __init__(self):
-        self._tier = MemoryTier(max_programs=1000, max_bytes=BOUND)
+        self._tier = MemoryPrograms(max_programs=1000, max_bytes=BOUND)
         self._owners = [Owner() for _ in range(100)]
 
     def put(self, name, size, payload):

@@ -91,8 +91,8 @@ def change_facts(directory, **changes):
 
 
 def changed(record, **changes):
-    told = record.dependencies | {name.replace("_", " "): value for name, value in changes.items()}
-    return dataclasses.replace(record, told=told, facts=digest_dependencies(told))
+    found = record.dependencies | {name.replace("_", " "): value for name, value in changes.items()}
+    return dataclasses.replace(record, dependencies=found, digest=digest_dependencies(found))
 
 
 # ---- out and in ---------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ SPOILED = {
     "no format": lambda packed: 1,
     "no list": lambda packed: {"a": 1},
     "no records": lambda packed: [],
-    "facts of another": lambda packed: [{**packed[0], "facts": "0" * 64}],
+    "the digest of another": lambda packed: [{**packed[0], "digest": "0" * 64}],
     "a device that is none": lambda packed: [{**packed[0], "devices": ["0"]}],
     "no bytes": lambda packed: [{**packed[0], "call": "text"}],
     "more fields": lambda packed: [{**packed[0], "run": "rm"}],

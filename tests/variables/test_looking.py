@@ -481,3 +481,12 @@ def test_attributes_of_the_tree_name_value_and_are_not_there():
     with pytest.raises(AttributeError, match=r"'w'(.|\n)*at: table(.|\n)*\.value") as raised:
         _ = variables.w
     assert isinstance(raised.value, sc.VariablesError)
+
+
+@pytest.mark.parametrize("name", ["w", "value", "version"])
+def test_attributes_that_would_be_lost_cannot_be_set(name):
+    variables = sc.Variables({"w": np.ones(2, np.float32)}, name="params")
+    expected = rf"'{name}' of variables cannot be set(.|\n)*\.assign"
+    with pytest.raises(AttributeError, match=expected):
+        setattr(variables, name, {"w": np.zeros(2, np.float32)})
+    assert variables.version == 0 and variables.value["w"].sum() == 2

@@ -1,1 +1,1 @@
-"""Pods: how the processes of one come by the same program, and hand their parts of a batch in."""
+"""Pods: how all processes of one get the same program."""

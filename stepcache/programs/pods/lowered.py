@@ -1,18 +1,18 @@
-"""What the processes of a pod have lowered, compared; and where two programs differ, and why."""
+"""Compares the programs that the processes of a pod lowered, and says where and why two differ."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from stepcache.distributed.peers import Meeting
+from stepcache.distributed.agreement import MAX_SIDES, Round, ranks_in, sides_of
 from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.fingerprint.provenance import USER, file_label, origin_of_file
-from stepcache.programs.levels import Lowered
-from stepcache.programs.pods.stand import known_to_all
+from stepcache.programs.pods.roles import without_host
+from stepcache.programs.resolution import Lowered
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import differences
 from stepcache.units import readable_ranks
@@ -20,48 +20,49 @@ from stepcache.units import readable_ranks
 MAX_SHOWN = 12
 
 
-class Different(Exception):
-    """What was lowered here is not what was lowered elsewhere, which is still to be said."""
+def digest_of_lowered(lowered: Lowered | None) -> str:
+    """Returns a digest of a lowered program; empty for none."""
+    return hashlib.sha256(lowered.outline.encode()).hexdigest() if lowered is not None else ""
 
 
-def judge(
-    meeting: Meeting,
-    own_rank: int,
-    label: str,
-    said: Mapping[int, Sequence[str]],
-    lowered: Lowered | None,
-) -> None:
-    """Whether all have lowered the same, of those that have.
+def merge_lowered(contributions: dict[int, bytes]) -> bytes:
+    """Merges contributions that begin with the digest of a lowered program and an error text.
+
+    Returns the packed [errors with their ranks, groups of ranks with equal digests].
+    """
+    said = {rank: plain.unpack(each)[:2] for rank, each in contributions.items()}
+    errors = {rank: error for rank, (_, error) in said.items() if error}
+    failed = [(errors[spans[0][0]], spans) for spans in sides_of(errors)]
+    return plain.pack([failed, sides_of({rank: each for rank, (each, _) in said.items() if each})])
+
+
+def check_lowered(round: Round, label: str, merged: bytes, lowered: Lowered | None) -> None:
+    """Checks that all processes lowered the same program.
 
     Args:
-        meeting: of all.
-        own_rank: of this process.
+        round: the agreement round.
         label: the step, by file and name.
-        said: by each: the digest of what it has lowered, and what went wrong.
-        lowered: by this process.
+        merged: from `merge_lowered`.
+        lowered: by this process; None if it lowered nothing.
 
     Raises:
-        AgreementError: they have not.
+        AgreementError: they did not, or one failed.
     """
-    failed = {rank: problem for rank, (_, problem) in sorted(said.items()) if problem}
+    failed, digests = plain.unpack(merged)
     if failed:
-        told = "; ".join(f"rank {rank}: {problem}" for rank, problem in failed.items())
+        texts = [f"{readable_ranks(ranks_in(spans))}: {error}" for error, spans in failed]
         raise AgreementError(
-            f"not all processes of the pod have the program of {label}: {told}",
-            sides=(tuple(failed),),
+            f"not all ranks have the program of {label}: {'; '.join(texts)}",
+            sides=(tuple(rank for _, spans in failed for rank in ranks_in(spans)),),
         )
-    digests: dict[str, list[int]] = {}
-    for rank, (digest, _) in sorted(said.items()):
-        if digest:
-            digests.setdefault(digest, []).append(rank)
     if len(digests) < 2:
         return
-    sides = sorted(digests.values(), key=lambda ranks: (-len(ranks), ranks))
-    own = lowered if own_rank in (sides[0][0], sides[1][0]) else None
-    changes, lines = _why_different(meeting, sides[0], sides[1], own)
-    everybody = " and ".join(map(readable_ranks, sides))
+    sides = [ranks_in(spans) for spans in digests]
+    own = lowered if round.rank in (sides[0][0], sides[1][0]) else None
+    changes, lines = _explain(round, sides[0], sides[1], own)
+    more = " and more" if len(sides) == MAX_SIDES else ""
     raise AgreementError(
-        f"{everybody} have lowered different programs of {label}:"
+        f"{' and '.join(map(readable_ranks, sides))}{more} lowered different programs of {label}:"
         + "".join(f"\n  {line}" for line in lines),
         changes,
         [tuple(ranks) for ranks in sides],
@@ -69,34 +70,34 @@ def judge(
     )
 
 
-def _why_different(
-    meeting: Meeting, one: Sequence[int], other: Sequence[int], own: Lowered | None
+def _explain(
+    round: Round, one: Sequence[int], other: Sequence[int], own: Lowered | None
 ) -> tuple[list[Change], list[str]]:
-    """Where two programs differ first, and what their traces depended on that differs.
+    """Returns the first difference of two lowered programs and of what they depend on.
 
     Args:
-        meeting: of all.
-        one: the ranks of one side. The first of each side tells of its program.
-        other: those of another side.
-        own: what this process has lowered, if it is one that tells.
+        round: the agreement round.
+        one: the ranks of one side. The first rank of each side sends its program.
+        other: the ranks of the other side.
+        own: the program of this process, if it is one of these two.
 
     Returns:
         The changes, and a line about each.
     """
     speakers = (one[0], other[0])
     outline, dependencies = own.outline if own is not None else "", {}
-    with contextlib.suppress(Exception):  # What cannot be explained is an error all the same.
-        dependencies = known_to_all(own.dependencies()) if own is not None else {}
+    with contextlib.suppress(Exception):  # The error is raised without an explanation too.
+        dependencies = without_host(own.dependencies()) if own is not None else {}
     packed = zlib.compress(plain.pack([outline, dependencies]), 1)
-    voices = meeting.hear("outline", packed, patiently=True)
-    told = [plain.unpack(zlib.decompress(voices[rank])) for rank in speakers]
-    outlines = [outline.splitlines() for outline, _ in told]
+    received = round.gather("outline", packed)
+    programs = [plain.unpack(zlib.decompress(received[rank])) for rank in speakers]
+    outlines = [outline.splitlines() for outline, _ in programs]
     number = next(
         (n for n, (a, b) in enumerate(zip(*outlines, strict=False)) if a != b),
         min(map(len, outlines)),
     )
     source = _source(own, number) if own is not None else ""
-    sources = meeting.hear("source", source.encode(), patiently=True)
+    sources = round.gather("source", source.encode())
     places = [sources[rank].decode() for rank in speakers]
     before, after = (
         outline[number].strip() if number < len(outline) else "absent" for outline in outlines
@@ -105,21 +106,16 @@ def _why_different(
     elsewhere = places[0] not in ("", places[1]) and places[1]
     note = f"{places[0]} on {readable_ranks(one)}" if elsewhere else ""
     change = Change("code", where, before, after, note)
-    # What only one of them has read, it read because it went another way.
-    both = told[0][1].keys() & told[1][1].keys()
-    dependencies = ({name: each[name] for name in each if name in both} for _, each in told)
+    # A dependency of only one side is a consequence: that side took another branch.
+    both = programs[0][1].keys() & programs[1][1].keys()
+    dependencies = ({name: each[name] for name in each if name in both} for _, each in programs)
     others = [change for change in differences(*dependencies) if change.part != "module"]
     lines = [by_rank(each, speakers[:1], speakers[1:]) for each in others]
     return [change, *others], [by_rank(change, one, other), *lines][:MAX_SHOWN]
 
 
-def digest_of_lowered(lowered: Lowered | None) -> str:
-    """A digest of what was lowered; empty for nothing."""
-    return hashlib.sha256(lowered.outline.encode()).hexdigest() if lowered is not None else ""
-
-
 def _source(lowered: Lowered, number: int) -> str:
-    """The line of the user's code that a line of a program comes from, as far as it is known."""
+    """Returns file and line of the user's code behind a line of a program; empty if unknown."""
     with contextlib.suppress(Exception):
         for file, line in lowered.sources(number):
             if origin_of_file(file) == USER:
@@ -128,7 +124,7 @@ def _source(lowered: Lowered, number: int) -> str:
 
 
 def by_rank(change: Change, before: Sequence[int], after: Sequence[int]) -> str:
-    """A change in a line, with the ranks of both sides."""
+    """Returns a line that says what the ranks of both sides have."""
     noted = f" ({change.note})" if change.note else ""
     return (
         f"{change.path}{noted}: {readable_ranks(after)} {change.after}; "

@@ -1,0 +1,118 @@
+"""Who made a call that a trace is watched for: the user's code, a framework, an import or a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from stepcache.fingerprint.provenance import (
+    INSTALLED,
+    PYTHON,
+    origin_of_file,
+    package_of,
+)
+
+# Frameworks call the clock and the like for their own logs; it does not reach the trace.
+FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
+
+
+BYSTANDERS = tuple(
+    f"{os.sep}{name}"
+    for name in ("logging", "warnings.py", "linecache.py", "traceback.py", "abc.py")
+)
+
+
+_LISTENERS = tuple(
+    os.sep + str(Path(*parts))
+    for parts in (
+        ("logging", "__init__.py"),
+        ("jax", "_src", "monitoring.py"),
+        ("stepcache", "events.py"),
+    )
+)
+
+
+_FINDING = frozenset(("_find_spec", "_get_spec", "_path_hooks"))
+
+
+def is_import_hook(frame: FrameType) -> bool:
+    """Whether Python's import system asked this code for a module, as it asks all of its hooks.
+
+    A hook does not depend on what is imported: setuptools' is asked wherever setuptools is
+    installed.
+    """
+    caller, filename = frame.f_back, frame.f_code.co_filename
+    while caller is not None and caller.f_code.co_filename == filename:
+        caller = caller.f_back
+    return (
+        caller is not None
+        and caller.f_code.co_name in _FINDING
+        and caller.f_code.co_filename.startswith("<frozen importlib")
+    )
+
+
+def is_bystander(frame: FrameType | None) -> bool:
+    """Whether code runs on behalf of a log or of a listener, which the trace does not see."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_LISTENERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def name_of_builtin(function: Any) -> str | None:
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
+    if owner is None or type(owner).__name__ == "module":
+        module = getattr(function, "__module__", None)
+        return f"{module}.{name}" if module else None
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}.{name}"
+    kind = type(owner)
+    if kind.__module__ == "random" and _is_hidden(owner):
+        return f"random.{name}"
+    if kind.__module__.startswith("numpy.random") and _is_hidden(owner):
+        return f"numpy.random.{name}"
+    return None
+
+
+def _is_hidden(generator: Any) -> bool:
+    """Whether a generator of random numbers is the one that a module keeps for itself."""
+    module = sys.modules.get(
+        "random" if type(generator).__module__ == "random" else "numpy.random.mtrand"
+    )
+    hidden = getattr(module, "_inst", None) or getattr(module, "_rand", None)
+    return generator is hidden
+
+
+def responsible(frame: FrameType | None) -> str | None:
+    """Where the call came from: the nearest frame that is not of Python's own library.
+
+    Returns:
+        `file:function`; None where it came from a framework or from a bystander such as logging.
+    """
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        origin = origin_of_file(filename)
+        if origin == PYTHON and (is_import(frame) or any(b in filename for b in BYSTANDERS)):
+            return None
+        package = package_of(filename) if origin == INSTALLED else ""
+        if package in FRAMEWORKS:
+            return None
+        if origin != PYTHON and package != "numpy":
+            return f"{Path(filename).name}:{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return None
+
+
+def is_import(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib")
+
+
+def is_of_imports(code: CodeType) -> bool:
+    """Whether code is of Python's import system, which opens no files on a trace's behalf."""
+    return code.co_filename.startswith("<frozen importlib")

@@ -1,0 +1,230 @@
+"""What a name in an installed module means, as a text that another process can compare."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from stepcache.fingerprint import instances
+from stepcache.fingerprint.classes import is_foreign
+from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
+from stepcache.fingerprint.provenance import USER, origin_of, origin_of_file
+from stepcache.fingerprint.tokens import container_text, plain_text, qualified_name
+from stepcache.fingerprint.values import TRUSTED
+from stepcache.fingerprint.visitor import Walk
+
+LATE = "put into "
+"""Begins the names of dependencies that are there once another module has been imported."""
+
+
+class Notes:
+    """Takes the place of a `Walk` for one name, and keeps what is noted about it."""
+
+    def __init__(self) -> None:
+        self.dependencies: dict[str, str] = {}
+        self.values: list[tuple[str, Any]] = []
+
+    def once(self, path: str, text: str) -> None:
+        self.dependencies[path] = text
+
+    def value(self, path: str, value: Any) -> None:
+        self.values.append((path, value))
+
+
+class Meaning(NamedTuple):
+    """What a name of a module means.
+
+    Attributes:
+        texts: the parts of it.
+        dependencies: what is worth a dependency of its own.
+        values: path and value of what is the user's and has to be followed.
+    """
+
+    texts: tuple[str, ...]
+    dependencies: dict[str, str]
+    values: list[tuple[str, Any]]
+
+
+def is_held_whole(value: Any) -> bool:
+    """Whether a value is what it is called; and not an object whose attributes may be set."""
+    kinds: Any = (
+        types.ModuleType,
+        staticmethod,
+        classmethod,
+        property,
+        *CONTAINERS,
+        *_DESCRIPTORS,
+    )
+    if plain_text(value) is not None or callable(value) or isinstance(value, kinds):
+        return True
+    kind = type(value)  # A mere mark has neither attributes nor slots.
+    return not kind.__dictoffset__ and kind.__basicsize__ == object.__basicsize__
+
+
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+_WRITTEN_IN_C = frozenset(
+    (
+        *_DESCRIPTORS,
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.ClassMethodDescriptorType,
+    )
+)
+
+
+def is_own_dependency(attribute: str, value: Any, text: str, package: str) -> bool:
+    """Whether a name is a dependency of its own: the user can change it, or it was changed."""
+    if callable(value):
+        return not text.endswith(attribute) and hasattr(value, "__qualname__")
+    return package not in TRUSTED and not isinstance(value, types.ModuleType)
+
+
+def members_of(cls: type) -> list[tuple[str, Any]]:
+    """What a class has of its own. To look at its annotations may give it empty ones."""
+    return [
+        (name, value)
+        for name, value in vars(cls).items()
+        if name not in _UNTOLD and (value or name != "__annotations__")
+    ]
+
+
+def class_text(walk: Any, cls: type, has_state: bool) -> str:
+    if is_immutable(cls):
+        return "immutable"
+    texts = []
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    for attribute, value in sorted(members_of(cls)):
+        if type(value) in _WRITTEN_IN_C:
+            texts.append(f"{attribute} {value.__objclass__.__qualname__}.{value.__name__}")
+            continue
+        text, function = _name_of_function(value), function_in(value)
+        is_own = function is not None and function.__module__ == cls.__module__
+        if is_own and text is not None and text.endswith(attribute):
+            texts.append(f"{attribute} {text}")  # Most are such.
+            continue
+        if text is None:
+            if isinstance(value, type):
+                continue
+            text = text_of(walk, f"{name}.{attribute}", value, has_state)
+        if has_state and _is_of_another_module(value, cls) and text != "the user's":
+            # Put there by another module of the package, as jax.shard_map's does when imported.
+            walk.once(f"{LATE}{name}.{attribute}", text)
+            continue
+        texts.append(f"{attribute} {text}")
+        if attribute.startswith("_"):
+            worth = not (has_state or attribute.startswith("__")) and plain_text(value) is not None
+        elif type(value) is types.FunctionType:
+            worth = not text.endswith(f".{attribute}")
+        else:
+            worth = not has_state and plain_text(value) is not None
+        if worth:
+            walk.once(f"{name}.{attribute}", text)
+    return digest_of(texts)
+
+
+def _is_of_another_module(value: Any, cls: type) -> bool:
+    if type(value) is not types.FunctionType or value.__module__ == cls.__module__:
+        return False
+    package, own = (str(each.__module__).partition(".")[0] for each in (value, cls))
+    return package == own
+
+
+def digest_of(texts: Iterable[str]) -> str:
+    """A digest of texts without line breaks."""
+    return hashlib.sha256("\n".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _name_of_function(value: Any) -> str | None:
+    """The name of a function, method or property that is an installed package's own, or None.
+
+    The usual case, fast.
+    """
+    function = function_in(value)
+    if function is None or (function is not value and function.__dict__):
+        return None
+    filename = function.__code__.co_filename
+    if filename.startswith("<") or origin_of_file(filename) == USER:
+        return None
+    name = _name_with_defaults(function)
+    return name if function is value else f"{type(value).__name__} {name}"
+
+
+def _name_with_defaults(function: types.FunctionType) -> str:
+    defaults = plain_text(function.__defaults__) if function.__defaults__ else None
+    return f"{defaults or ''}{function.__module__}.{function.__qualname__}"
+
+
+def text_of(walk: Any, path: str, value: Any, has_state: bool) -> str:
+    """What a name stands for, as far as that is the same in each process."""
+    if (name := _name_of_function(value)) is not None:
+        return name
+    kind = type(value)
+    if kind is types.FunctionType:
+        if is_foreign(value):
+            walk.value(path, value)
+            return "the user's"
+        return _name_with_defaults(value)
+    if kind is types.ModuleType:
+        return value.__name__
+    if (text := plain_text(value)) is not None:
+        return text
+    if kind in CONTAINERS:
+        return _container_text(walk, path, value, has_state)
+    if is_foreign(value):
+        walk.value(path, value)
+        return "the user's"
+    if callable(value) or isinstance(value, staticmethod | classmethod | property):
+        return _callable_text(walk, path, value)
+    if has_state or origin_of(kind) == USER:
+        return kind.__qualname__
+    state = instances.attributes_of(value)
+    texts = [f"{name} {container_text(each)}" for name, each in state.items()]
+    return f"{kind.__qualname__} {digest_of(texts)}"
+
+
+def _container_text(walk: Walk, path: str, value: Any, has_state: bool) -> str:
+    if not has_state and (text := container_text(value)) is not None:
+        return text
+    each_value = list(value.values()) if isinstance(value, dict) else list(value)
+    for number, each in enumerate(each_value):
+        if type(each) is types.FunctionType and is_foreign(each):
+            walk.value(f"{path}[{number}]", each)
+    return type(value).__name__
+
+
+def _callable_text(walk: Walk, path: str, value: Any) -> str:
+    """A function in some wrapping: by its name where it has one, and what the user put into it."""
+    inner: Any = value
+    for _ in range(8):
+        state = getattr(inner, "__dict__", None) or {}
+        following = (
+            getattr(inner, "func", None)
+            or getattr(inner, "__func__", None)
+            or (inner.fget if isinstance(inner, property) else None)
+            or state.get("__wrapped__")
+            or getattr(inner, "__wrapped__", None)
+        )
+        if following is None or following is inner:
+            break
+        inner = following
+        if is_foreign(inner):
+            walk.value(path, value)
+            return "the user's"
+    if isinstance(value, functools.partial):
+        given: tuple[Any, ...] = (*value.args, *value.keywords.values())
+        if any(is_foreign(each) for each in given):
+            walk.value(path, value)
+        texts = (container_text(each) or qualified_name(each) for each in given)
+        return f"partial of {qualified_name(inner)} {tuple(value.keywords)} {digest_of(texts)}"
+    kind = type(value).__qualname__
+    return f"{kind} {getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', kind)}"
+
+
+_UNTOLD = frozenset(
+    "__doc__ __module__ __qualname__ __firstlineno__ __slotnames__ _abc_impl".split()
+)

@@ -1,0 +1,43 @@
+"""Checks of plain data that was read from a file, and of values that are about to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class NotStorable(Exception):
+    """A program that cannot be kept outside its process, with the reason as its text."""
+
+
+def of_kind(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {value!r:.80}")
+    return value
+
+
+def texts_in(values: Any) -> tuple[str, ...]:
+    return tuple(of_kind(str, value) for value in of_kind(list, values))
+
+
+def sizes_in(values: Any) -> tuple[int, ...]:
+    for value in of_kind(list, values):
+        if type(value) is not int or value < 0:
+            raise ValueError(f"expected a size, got {value!r:.80}")
+    return tuple(values)
+
+
+def item_at(values: Sequence[Any], position: Any) -> Any:
+    if type(position) is not int or position < 0:
+        raise ValueError(f"expected a position, got {position!r:.80}")
+    return values[position]
+
+
+def text_or_none(value: Any) -> str | None:
+    return None if value is None else of_kind(str, value)
+
+
+def of_kinds(value: Any, kinds: type | tuple[type, ...], what: str) -> Any:
+    if not isinstance(value, kinds):
+        raise NotStorable(f"it has {what} of the kind {type(value).__name__}: {value!r:.80}")
+    return value

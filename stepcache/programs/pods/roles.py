@@ -1,0 +1,213 @@
+"""What each process reports about a call that needs a new program, and what follows for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stepcache.calls.host_values import Differing, differing, digest_of, group_name
+from stepcache.distributed.agreement import sides_of
+from stepcache.programs.archive import Archive, LookupResult
+from stepcache.programs.lookup import Lookup
+from stepcache.storage import plain
+from stepcache.storage.dependency_record import digest_dependencies
+
+_ASKED_AT_MOST = 8
+# These may differ between hosts. A program loads only on a host on which all of them are the same.
+_OF_HOST = (
+    "environment CPU",
+    "environment device kind",
+    "environment devices",
+    "environment system",
+    "environment topology",
+)
+_OF_CALL = ("arguments", "mesh", "package jax", "package jaxlib")
+_BEGIN_OF_CALL = ("argument ", "option ", "config ", "environment ")
+# Where a process was started may differ. What JAX reads of it is among the settings too.
+_OF_PROCESS = ("environment variable ", "environment argv", "environment python")
+
+
+@dataclass(frozen=True, slots=True)
+class Dependencies:
+    """What a call depends on before it is traced, without what may differ between hosts.
+
+    Attributes:
+        call: leaves, shardings, statics, options, settings and flags. They must be the same on all
+            processes.
+        code: the rest: code, closures and globals. If these differ, the step is traced, and the
+            lowered programs are compared.
+    """
+
+    call: dict[str, str]
+    code: dict[str, str]
+
+    @classmethod
+    def of(cls, lookup: Lookup) -> Dependencies:
+        """Returns those of a lookup, before any record is read."""
+        call, code = {}, {}
+        statics = {f"static {static.name}" for static in lookup.statics}
+        for name, dependency in without_host(lookup.base.dependencies).items():
+            # Of a static object the class belongs to the call; its attributes may not be used.
+            is_static = name in statics and not dependency.startswith(("code ", "see "))
+            of_call = name in _OF_CALL or name.startswith(_BEGIN_OF_CALL)
+            of_call = of_call and not name.startswith(_OF_PROCESS)
+            (call if is_static or of_call else code)[name] = dependency
+        return cls(call, code)
+
+
+def without_host(dependencies: dict[str, str]) -> dict[str, str]:
+    """Returns the dependencies that must not differ between hosts."""
+    return {name: dependency for name, dependency in dependencies.items() if name not in _OF_HOST}
+
+
+@dataclass(frozen=True, slots=True)
+class CallReport:
+    """What a process contributes to the agreement on a new program. Digests are short.
+
+    Attributes:
+        label: the step, by file and name.
+        call: digest of what must be the same on all processes.
+        code: digest of the other dependencies that are known before a trace.
+        host: digest of the kind of host. Programs are shared among hosts of one kind.
+        directory: identifies the directory of stored programs; empty for none.
+        has_programs: whether that directory holds any program.
+        program: digest of the program in it for this call; empty for none.
+        loads_untraced: whether this process would run that program without a trace.
+        values: digest of the replicated host values; empty if they are unknown.
+    """
+
+    label: str
+    call: str
+    code: str
+    host: str
+    directory: str
+    has_programs: bool
+    program: str
+    loads_untraced: bool
+    values: str
+
+    def packed(self) -> bytes:
+        return plain.pack([getattr(self, name) for name in self.__slots__])
+
+    @classmethod
+    def of(
+        cls,
+        lookup: Lookup,
+        dependencies: Dependencies,
+        result: LookupResult,
+        archive: Archive | None,
+        values: dict[str, str] | None,
+    ) -> CallReport:
+        """Returns the report of this process."""
+        base = lookup.base.dependencies
+        return cls(
+            lookup.address.label,
+            digest_dependencies(dependencies.call)[:16],
+            digest_dependencies(dependencies.code)[:16],
+            digest_dependencies({name: base.get(name, "") for name in _OF_HOST})[:16],
+            archive.name()[:16] if archive is not None else "",
+            archive is not None and archive.has_programs(),
+            result.record.program[:16] if result.record is not None else "",
+            archive is None or archive.verify != "before",
+            digest_of(values),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Who does what for a new program, on the hosts of one kind.
+
+    Attributes:
+        leader: the rank that sends the program to the others. The lowest one that has it on disk,
+            or else the lowest one.
+        builds: whether the leader has to build it.
+        code: digest of the leader's dependencies.
+        program: digest of the leader's stored program; empty if it builds one.
+        followers: how many ranks receive the program.
+        asked: ranks that look for the executable on their disks before the leader compiles it; one
+            for each directory, and only a few.
+    """
+
+    leader: int
+    builds: bool
+    code: str
+    program: str
+    followers: int
+    asked: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows from the reports of all processes; the same on all of them.
+
+    Attributes:
+        calls: label and ranks, as spans, of each different call; more than one is an error.
+        values: ranks with different host values, as spans.
+        knows_values: whether all processes reported their host values.
+        compares_lowered: whether lowered programs are compared before XLA compiles them.
+        shares_directory: whether all processes use one directory.
+        first: the lowest rank.
+        roles: by kind of host.
+    """
+
+    calls: list[tuple[str, list[list[int]]]]
+    values: Differing
+    knows_values: bool
+    compares_lowered: bool
+    shares_directory: bool
+    first: int
+    roles: dict[str, Roles]
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Decision:
+        """From `decide`."""
+        *rest, roles = plain.unpack(packed)
+        return cls(*rest, roles={host: Roles(*each) for host, each in roles.items()})
+
+
+def decide(packed: dict[int, bytes]) -> bytes:
+    """Merges the packed reports of all ranks to a packed `Decision`.
+
+    Its size does not grow with the number of processes.
+    """
+    unpacked = {each: CallReport(*plain.unpack(each)) for each in set(packed.values())}
+    reports = {rank: unpacked[each] for rank, each in sorted(packed.items())}
+    calls = sides_of({rank: (each.label, each.call) for rank, each in reports.items()})
+    name = group_name(list(reports))
+    values = {rank: {name: each.values} for rank, each in reports.items() if each.values}
+    untraced = all(each.loads_untraced for each in reports.values())
+    by_host: dict[str, dict[int, CallReport]] = {}
+    for rank, each in reports.items():
+        by_host.setdefault(each.host, {})[rank] = each
+    roles = {host: _roles_on(alike, untraced) for host, alike in by_host.items()}
+    directories = {each.directory for each in reports.values()}
+    decision = [
+        [(reports[spans[0][0]].label, spans) for spans in calls],
+        differing(values),
+        len(values) == len(reports),
+        len({each.code for each in reports.values()}) > 1
+        and any(each.builds for each in roles.values()),
+        len(directories) == 1 and "" not in directories,
+        min(reports),
+        {host: [getattr(each, field) for field in Roles.__slots__] for host, each in roles.items()},
+    ]
+    return plain.pack(decision)
+
+
+def _roles_on(reports: dict[int, CallReport], untraced: bool) -> Roles:
+    """Returns the roles on the hosts of one kind, by the reports of their ranks."""
+    having = [rank for rank, each in reports.items() if each.program and untraced]
+    leader = (having or list(reports))[0]
+    own = reports[leader]
+    followers = [
+        rank
+        for rank, each in reports.items()
+        if rank != leader and (not having or each.program != own.program)
+    ]
+    by_directory: dict[Any, int] = {}
+    for rank, each in reports.items():
+        if each.has_programs:
+            by_directory.setdefault(each.directory or rank, rank)
+    by_directory.pop(own.directory or leader, None)
+    asked = sorted(by_directory.values())[:_ASKED_AT_MOST] if not having else []
+    return Roles(leader, not having, own.code, own.program, len(followers), asked)

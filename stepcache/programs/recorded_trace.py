@@ -1,0 +1,121 @@
+"""`RecordedTrace`: one trace of a step, and what is done beside XLA's compilation of it.
+
+While XLA compiles, Python is free: another thread finds out then what the trace depended on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import CodeType
+from typing import Any
+
+from stepcache import jaxcompat
+from stepcache.fingerprint import shared_traces
+from stepcache.fingerprint.recorder import Recording
+from stepcache.jaxcompat import storing
+from stepcache.programs.background import beside, builds
+from stepcache.programs.resolution import Lowered, Sharing
+from stepcache.storage.dependency_record import Traced
+
+
+class RecordedTrace:
+    """One trace of a step.
+
+    Args:
+        find: looks for the executable of a lowered module, on disk or in other processes.
+        sharing: with other processes, or None.
+        examine: finds out what a recorded trace depends on.
+
+    Attributes:
+        digest: of what XLA was given; empty where JAX had compiled it before.
+        is_loaded: whether the executable was found, and not compiled.
+        lowered: what was lowered, where processes compare it.
+    """
+
+    def __init__(
+        self,
+        find: storing.Find,
+        sharing: Sharing | None,
+        examine: Callable[[Recording, jaxcompat.Staged], Traced],
+    ):
+        self._find, self._sharing, self._examine = find, sharing, examine
+        self._recording = Recording()
+        self._examined: Future[Traced] | None = None
+        self.digest, self.is_loaded = "", False
+        self.lowered: Lowered | None = None
+
+    @contextlib.contextmanager
+    def watched(self, own: set[CodeType] | None, token: tuple[Hashable, ...]) -> Iterator[None]:
+        """Context manager that records what is traced and lowered in it.
+
+        Args:
+            own: the code of a step that shares traces with others; None where it does not.
+            token: tells the traces that it may share from others.
+        """
+        recording, complete = self._recording, None
+        try:
+            with recording, jaxcompat.recording_context(jaxcompat.ValueToken(token)):
+                yield
+            complete = recording
+        finally:
+            if own is not None:
+                recording.entered |= shared_traces.end(complete, own)
+
+    @contextlib.contextmanager
+    def compiling(self, staged: jaxcompat.Staged) -> Iterator[None]:
+        """Context manager for the compilation: looks for the executable, and examines the trace."""
+        if self._sharing is not None:
+            self.lowered = self._compared(staged, self._sharing)
+        with contextlib.ExitStack() as in_xla:
+
+            def to_xla() -> None:
+                """XLA is about to take over, which leaves Python to others."""
+                if self._examined is None:
+                    in_xla.enter_context(builds.in_xla())
+                    self._examined = in_xla.enter_context(beside(lambda: self._told(staged)))
+
+            def find(digest: str, load: Callable[[bytes], Any]) -> Any:
+                def load_by_xla(data: bytes) -> Any:
+                    to_xla()
+                    return load(data)
+
+                self.digest = digest
+                executable = self._find(digest, load_by_xla)
+                self.is_loaded = executable is not None
+                to_xla()
+                return executable
+
+            with storing.compiling_through(find) if storing.CAN_STORE else nullcontext():
+                if not storing.CAN_STORE:
+                    to_xla()
+                yield
+            to_xla()  # JAX had compiled it before.
+
+    def _told(self, staged: jaxcompat.Staged) -> Traced:
+        traced = self._examine(self._recording, staged)
+        if self._sharing is not None:
+            self._sharing.tell(traced)
+        return traced
+
+    def _compared(self, staged: jaxcompat.Staged, sharing: Sharing) -> Lowered:
+        """What was lowered, once the other processes have compared it with theirs."""
+
+        def dependencies() -> dict[str, str]:
+            examined = self._examined
+            found = examined.result() if examined else self._examine(self._recording, staged)
+            return found.dependencies
+
+        def sources(line: int) -> list[tuple[str, int]]:
+            return jaxcompat.sources_of(staged.lowered, line)
+
+        lowered = Lowered(jaxcompat.outline(staged.lowered), dependencies, sources)
+        sharing.compare(lowered)
+        return lowered
+
+    def result(self) -> Traced:
+        """What the trace depended on. Raises what finding that out, or telling others, raised."""
+        assert self._examined is not None
+        return self._examined.result(timeout=0)

@@ -1,0 +1,83 @@
+"""`Resolution`: the program of a call, and how it came. Data alone.
+
+`Lowered` and `Sharing` are what processes of a pod exchange while one of them makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepcache.events import Change
+from stepcache.jaxcompat import storing
+from stepcache.programs.archive import LookupResult
+from stepcache.programs.build import Program
+from stepcache.storage.dependency_record import Address, Publication, Traced
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """What was lowered for a program, as processes compare it.
+
+    Attributes:
+        outline: the module as text, without locations.
+        dependencies: gives what the trace depended on.
+        sources: gives the lines of source code, each (file, line) and the innermost first, that a
+            line of the outline comes from; none where the step was not traced here.
+    """
+
+    outline: str
+    dependencies: Callable[[], dict[str, str]]
+    sources: Callable[[int], list[tuple[str, int]]] = lambda line: []
+
+
+def _keep(value: Any) -> None:
+    """Does nothing with a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How a trace is shared with other processes.
+
+    Attributes:
+        find: looks for the executable of a lowered module.
+        compare: is given what was lowered, before XLA compiles it.
+        tell: is given what the trace depended on, as soon as that is known, in another thread.
+    """
+
+    find: storing.Find
+    compare: Callable[[Lowered], None] = _keep
+    tell: Callable[[Traced], None] = _keep
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """A program, and how it came.
+
+    Attributes:
+        program: the program.
+        result: what the archive knew.
+        untrackable: why a later process will have to trace the step.
+        digest: of the executable; empty where it is not, and will not be, on disk.
+        address: of the lookup; None where there is no archive.
+        publication: what is to be stored, or None.
+        lowered: what was lowered, where processes compare it.
+        giver: the rank of the process that it came from; None for this one.
+        others: of the other processes, where they keep no run log beside this one's: level and
+            seconds by stage, by rank.
+        changes: what the step depends on, and what has changed since it was last traced here.
+        has_compared: whether the processes have compared the host values of the call.
+    """
+
+    program: Program
+    result: LookupResult
+    untrackable: tuple[str, ...] = ()
+    digest: str = ""
+    address: Address | None = None
+    publication: Publication | None = None
+    lowered: Lowered | None = None
+    giver: int | None = None
+    others: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+    has_compared: bool = True
