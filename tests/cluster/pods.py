@@ -62,6 +62,11 @@ class Rank:
         return [rest for first, _, rest in lines if first == word]
 
 
+def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):  # It has ended, and that is not known here yet.
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def run_pod(
     directory: Path,
     body: str,
@@ -107,12 +112,12 @@ def run_pod(
                 if rank not in ended and process.poll() is not None:
                     ended[rank] = time.monotonic() - started
             if stopped is not None and len(ended) == count - 1 and stopped not in ended:
-                os.killpg(processes[stopped].pid, signal.SIGKILL)
+                _kill(processes[stopped])
             time.sleep(0.01)
     finally:
         for process in processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                _kill(process)
             process.wait()
     ranks = [
         Rank(process.wait(), ended.get(rank, limit), "".join(_output_of(directory, rank)))
@@ -230,7 +235,7 @@ class Pod:
     def _kill(self) -> None:
         for process in self._processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                _kill(process)
             process.wait()
         self._processes = []
 

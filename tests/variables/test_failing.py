@@ -310,6 +310,7 @@ def test_everything_says_that_a_value_is_lost(calls_before, tmp_path):
     variables.save(tmp_path)
     assert "lost" not in repr(variables)
     for bring_back in (lambda: variables.assign(kept), lambda: variables.restore(tmp_path)):
+        variables.block_until_ready()  # Else the program runs later, and the call does not raise.
         with pytest.raises(Exception, match="the user's own callback"):
             step(variables, np.float32(2))
         assert "the value is lost" in repr(variables) and "the value is lost" in str([variables])
