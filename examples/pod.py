@@ -1,7 +1,7 @@
 """Training that loses one of its processes half-way, and goes on without it from the last save.
 
 Four local processes of one CPU device each train a small character model, data-parallel, until one
-kills itself with SIGKILL. The others say who has gone, and end. Two are started in their place:
+kills itself with SIGKILL. The others say which rank is lost, and end. Two are started in their place:
 they restore what the four have saved, load the program that an earlier run on two has built, and
 their losses are those of that run, which nothing disturbed. Prints the losses across the break.
 
@@ -11,7 +11,7 @@ their losses are those of that run, which nothing disturbed. Prints the losses a
 `jax.distributed.initialize()` takes no arguments under Slurm (`srun python train.py`), Open MPI,
 Kubernetes (an indexed Job, with `jax[k8s]` installed), on TPU pods, and on one machine under
 `stepcache launch -n 4 train.py`; elsewhere it takes the coordinator's address, the number of
-processes and the own rank. Saves have to lie where all processes see them. Where one has gone all
+processes and the own rank. Saves have to lie where all processes see them. Where one is lost all
 end with an error, so that whatever started them may start them again, on as many as are left.
 """
 
