@@ -1,7 +1,7 @@
 """Training that loses one of its processes half-way, and goes on without it from the last save.
 
 Four local processes of one CPU device each train a small character model, data-parallel, until one
-kills itself with SIGKILL. The others say which rank is lost, and end. Two are started in their place:
+kills itself with SIGKILL. The others name the lost rank, and end. Two are started in their place:
 they restore what the four have saved, load the program that an earlier run on two has built, and
 their losses are those of that run, which nothing disturbed. Prints the losses across the break.
 
