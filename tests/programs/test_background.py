@@ -395,3 +395,24 @@ def test_no_weak_set_is_shared_by_threads():
     package = Path(sc.__file__).parent
     named = [path.name for path in package.rglob("*.py") if "WeakSet" in path.read_text()]
     assert named == ["weak_objects.py"]
+
+
+def test_a_job_that_can_wait_runs_again_once_no_step_is_being_started(monkeypatch):
+    quiet, ran, runs = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(background.builds, "are_quiet", lambda seconds=0.0: quiet.is_set())
+
+    def work():
+        runs.append(quiet.is_set())
+        ran.set()
+        return background.WHEN_QUIET if len(runs) == 1 else None
+
+    worker = background.Worker("a worker of a test", droppable=False)
+    worker.submit(work)
+    assert ran.wait(10)
+    other = worker.submit(lambda: "done")
+    within_limit(lambda: worker.take(other))
+    time.sleep(10 * background._POLL_SECONDS)
+    assert runs == [False]
+    quiet.set()
+    within_limit(worker.flush)
+    assert runs == [False, True]
