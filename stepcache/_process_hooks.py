@@ -172,7 +172,8 @@ class CallMonitor:
 
     A place that is disabled stays so for the tool's number, whoever has it next. Python can enable
     all places again only for all tools at once (`restart_events`), which would disturb the others;
-    here the code in lookup forgets the tool instead.
+    so each code object is made to forget the tool instead. A number that has places which are
+    disabled for good is kept, so that no other tool gets it.
 
     Args:
         on_start: callback of `PY_START`, of all code.
@@ -186,6 +187,7 @@ class CallMonitor:
         self._tools: list[int] = []
         self._touched: dict[int, CodeType] = {}
         self._calling: set[int] = set()
+        self._kept: int | None = None
         self.reset()
         _reset_in_child.append(self.reset)
 
@@ -215,11 +217,19 @@ class CallMonitor:
                 self._release()
             return True
 
-    def disable(self, code: CodeType) -> Any:
-        """What a callback returns for a place in `code` that it need not see again."""
+    def disable(self, code: CodeType, *, for_good: bool = False) -> Any:
+        """What a callback returns for a place in `code` that it need not see again.
+
+        Args:
+            code: where the place is.
+            for_good: not even after the last user has stopped.
+        """
         if len(self._tools) != 1:
             return None
-        self._touched[id(code)] = code
+        if for_good:
+            self._kept = self._tools[0]
+        else:
+            self._touched[id(code)] = code
         return sys.monitoring.DISABLE  # type: ignore[attr-defined]
 
     def see_calls_from(self, code: CodeType) -> None:
@@ -232,11 +242,13 @@ class CallMonitor:
 
     def _take(self) -> bool:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
-        for tool in self._TOOLS:
+        tool = self._kept if self._kept not in self._tools else None
+        for number in self._TOOLS if tool is None else ():
             with contextlib.suppress(ValueError):
-                monitoring.use_tool_id(tool, "stepcache")
+                monitoring.use_tool_id(number, "stepcache")
+                tool = number
                 break
-        else:
+        if tool is None:
             return False
         self._tools.append(tool)
         events = monitoring.events
@@ -259,7 +271,8 @@ class CallMonitor:
         for tool in self._tools:
             monitoring.register_callback(tool, events.PY_START, None)
             monitoring.register_callback(tool, events.CALL, None)
-            monitoring.free_tool_id(tool)
+            if tool != self._kept:
+                monitoring.free_tool_id(tool)
         self._tools, self._touched, self._calling = [], {}, set()
 
 

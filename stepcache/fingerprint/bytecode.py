@@ -217,6 +217,7 @@ def module_aliases(code: CodeType) -> dict[str, tuple[int, str, tuple[str, ...]]
 # ---- the identity of code ---------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=8192)
 def code_digest(code: CodeType) -> str:
     """A digest of what code does, whatever the file and the line it stands in.
 

@@ -62,7 +62,7 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
 
 
 def _note_content(walk: Trail, path: str, value: Any) -> None:
-    base: Any = next((each for each in instances.CONTENT if isinstance(value, each)), None)
+    base = _content_base(type(value))
     fields = getattr(type(value), "_fields", ())
     if isinstance(value, functools.partial):
         values.note_partial(walk, path + values.CONTENT, value)
@@ -73,6 +73,11 @@ def _note_content(walk: Trail, path: str, value: Any) -> None:
         values.HANDLERS[base](walk, path + values.CONTENT, value)
     elif base is not None:
         walk.note(path + values.CONTENT, base.__repr__(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _content_base(cls: type) -> Any:
+    return next((each for each in instances.CONTENT if issubclass(cls, each)), None)
 
 
 def note_class(walk: Trail, path: str, cls: type) -> None:

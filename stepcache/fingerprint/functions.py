@@ -63,11 +63,8 @@ def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
     if function.__code__.co_filename.startswith("<"):
         walk.codes.update(names_of(function.__code__).codes)
     # Made by a library for the user, as optax.adamw(rate) does: it captured what is the user's.
-    walk.note(path, f"function {name} {_digest_of_library_code(function.__code__)}")
+    walk.note(path, f"function {name} {code_digest(function.__code__)}")
     walk.later(functools.partial(_note_captured, walk, path, function))
-
-
-_digest_of_library_code = functools.lru_cache(maxsize=8192)(code_digest)
 
 
 def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:

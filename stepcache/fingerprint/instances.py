@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import typing
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
@@ -74,7 +75,7 @@ def native_base(cls: type) -> type:
 
 @functools.lru_cache(maxsize=4096)
 def _is_native(cls: type) -> bool:
-    if cls is object:
+    if cls is object or cls is typing.Generic:  # Written in C since Python 3.12; it keeps nothing.
         return False
     if is_immutable(cls):
         return True

@@ -59,6 +59,7 @@ class Recording:
 
     Attributes:
         entered: the code objects entered, by their identities, for hashing code looks at all of it.
+        of_jax: JAX's own that any trace has entered so far, which counts as entered.
         files: paths of the files opened for reading; relative ones as they were given.
         variables: names of environment variables asked for.
         impure: what it called that makes it valid for this run only.
@@ -66,6 +67,7 @@ class Recording:
     """
 
     entered: dict[int, CodeType] = field(default_factory=dict)
+    of_jax: dict[int, CodeType] = field(default_factory=dict)
     files: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
     impure: dict[str, None] = field(default_factory=dict)
@@ -91,16 +93,18 @@ class Recording:
         if _active.collecting:
             self.unavailable = "the end of a garbage collection was not told while it was traced"
         _collections.stop()
+        self.of_jax |= _of_jax
 
     @property
     def codes(self) -> set[CodeType]:
         """The code objects entered; those of other definitions of the same text are equal."""
-        return set(self.entered.values())
+        return {*self.entered.values(), *self.of_jax.values()}
 
     def with_all_of(self, other: Recording) -> Recording:
         """What this trace and another one used, in a new recording."""
         return Recording(
             self.entered | other.entered,
+            self.of_jax | other.of_jax,
             self.files | other.files,
             self.variables | other.variables,
             self.impure | other.impure,
@@ -137,6 +141,21 @@ _collections = _process_hooks.CollectionHook(_begin_collection, _end_collection)
 _counted: dict[int, CodeType] = {}
 """Code of libraries that has counted in some trace, by identity: so it does in each."""
 
+_of_jax: dict[int, CodeType] = {}
+"""JAX's own among it. All traces enter much of it, so it is seen once and counts in each."""
+
+_ALWAYS_THERE = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes"))
+
+
+def _note(code: CodeType) -> bool:
+    """Notes that code counts. Returns whether it need not be seen again, as JAX's own."""
+    if id(code) in _counted and package_of(code.co_filename) in _ALWAYS_THERE:
+        _of_jax[id(code)] = code
+        return True
+    for recording in _current():
+        recording.entered[id(code)] = code
+    return False
+
 
 def _enter(code: CodeType, frame: FrameType) -> bool:
     """Notes code; False where the same code may yet be entered in a way that counts."""
@@ -157,8 +176,7 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         return False
     if origin != USER and not made:
         _counted[id(code)] = code
-    for recording in _current():
-        recording.entered[id(code)] = code
+    _note(code)
     return True
 
 
@@ -253,16 +271,20 @@ _ANOTHER_PROFILER = "another profiler was set while it was traced, and may have 
 
 def _profiler() -> Callable[[FrameType, Any, Any], None]:
     # By their identities, for hashing code looks at all of it; and kept, so that those stay theirs.
-    seen: dict[int, Any] = {}
+    seen = _seen_for_good.copy()
+
+    def see(value: Any, lasts: bool) -> None:
+        seen[id(value)] = value
+        if lasts:
+            _seen_for_good[id(value)] = value
 
     def entered(code: CodeType, frame: FrameType) -> None:
-        recordings = _current()
-        if recordings and id(code) in _counted:
-            for recording in recordings:
-                recording.entered[id(code)] = code
-            seen[id(code)] = code
-        elif recordings and _enter(code, frame):
-            seen[id(code)] = code
+        if not _current():
+            return
+        if id(code) in _counted:
+            see(code, _note(code))
+        elif _enter(code, frame):
+            see(code, id(code) in _of_jax)
             if not is_of_imports(code) and _names_an_opener(code, frame.f_globals):
                 _process_hooks.audit(_audit)
 
@@ -284,7 +306,7 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         if known.__module__ in suspects:
             _call(function, frame)
         else:
-            seen[id(known)] = known
+            see(known, known.__module__ in ("builtins", "jaxlib", "numpy"))
 
     def profile(
         frame: FrameType,
@@ -304,6 +326,9 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
             called(argument, frame)
 
     return profile
+
+
+_seen_for_good: dict[int, Any] = {}
 
 
 _SUSPECT_MODULES = frozenset(
@@ -345,14 +370,14 @@ _SUSPECT_CLASSES = frozenset(("random", "datetime", "numpy.random.mtrand"))
 
 
 def _py_start(code: CodeType, offset: int) -> Any:
-    recordings = _current()
-    if not recordings:
+    if not _current():
         return None
     if id(code) in _counted:
-        for recording in recordings:
-            recording.entered[id(code)] = code
+        _note(code)
     elif not _enter(code, sys._getframe(1)):
         return None
+    if id(code) in _of_jax:
+        return _monitor.disable(code, for_good=True)
     # What frameworks call is not looked at.
     package = package_of(code.co_filename) if origin_of_file(code.co_filename) == INSTALLED else ""
     if package not in FRAMEWORKS:

@@ -2,33 +2,27 @@
 
 JAX keeps the traces of nested functions, most of `jax.numpy` among them, and does not enter these
 again. So what they used is not seen a second time. Where nothing of the user's but the step's own
-function can be nested, these traces are the libraries'. Such steps share them, and each counts as
-having used what any of them has: as long as they use nothing but JAX. Once one has used another
-library, a file or the like, sharing begins anew. Other steps share no traces.
+function can be nested, these traces are the libraries'. Such steps share them as long as they use
+nothing but JAX, of which each recording has all that any had. Once one has used another library, a
+file or the like, sharing begins anew. Other steps share no traces.
 """
 
 from __future__ import annotations
 
 import threading
 from types import CodeType
-from typing import Any
 
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.provenance import (
-    INSTALLED,
     PYTHON,
     origin_of_file,
     package_of,
 )
 from stepcache.fingerprint.recorder import Recording
-from stepcache.jaxcompat import primitives_of
 
 _lock = threading.Lock()
 _active = False
 _epoch = 0
-_together: dict[int, CodeType] = {}
-_primitives: set[str] = set()
-_lowered: set[str] = set()
 
 
 def begin() -> tuple[str, int, int] | None:
@@ -58,42 +52,18 @@ def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
     return token[2] != installed_packages.replacements()
 
 
-def was_lowered(staged: Any) -> bool:
-    """Whether all primitives in a trace have been lowered while that was recorded.
-
-    How a primitive is lowered is the libraries' affair, so it need not be recorded again.
-    """
-    global _primitives
-    _primitives = primitives_of(staged.jaxpr)
-    return _primitives <= _lowered
-
-
-def end(recording: Recording | None, own: set[CodeType]) -> dict[int, CodeType]:
+def end(recording: Recording | None, own: set[CodeType]) -> None:
     """Ends a recording that shares traces.
 
     Args:
         recording: what the step used; None where its trace failed.
         own: the code of the step's own function.
-
-    Returns:
-        The code that the others have entered.
     """
-    global _active, _epoch, _together
+    global _active, _epoch
     with _lock:
         _active = False
-        others = _together
         if recording is None or not _is_of_jax(recording, own):
-            _epoch, _together = _epoch + 1, {}
-            _lowered.clear()
-        else:
-            _lowered.update(_primitives)
-            entered = recording.entered.items()
-            _together = others | {key: code for key, code in entered if _is_installed(code)}
-        return others
-
-
-def _is_installed(code: CodeType) -> bool:
-    return origin_of_file(code.co_filename) == INSTALLED
+            _epoch += 1
 
 
 def _is_of_jax(recording: Recording, own: set[CodeType]) -> bool:

@@ -253,6 +253,8 @@ def note_special(walk: Trail, path: str, value: Any) -> bool:
         Whether it is of such a kind.
     """
     kind = type(value)
+    if not _may_be_special(kind):
+        return False
     if isinstance(value, jax.Array | np.ndarray | np.generic | np.dtype):
         note_array(walk, path, value)
     elif isinstance(value, enum.Enum):
@@ -288,6 +290,26 @@ def note_special(walk: Trail, path: str, value: Any) -> bool:
     else:
         return value is os.environ or value is os.environb  # What is read of it is recorded.
     return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_be_special(kind: type) -> bool:
+    """Whether `note_special` may know a class: few do, and it asks many questions."""
+    package = kind.__module__.partition(".")[0]
+    return (
+        package in _SPECIAL_PACKAGES
+        or kind.__module__ == "flax.ids"
+        or issubclass(kind, _SPECIAL_CLASSES)
+    )
+
+
+_SPECIAL_PACKAGES = frozenset(("jax", "jaxlib", "stepcache", "random", "os", *_BY_REPR_MODULES))
+_SPECIAL_CLASSES: tuple[Any, ...] = (
+    *(np.ndarray, np.generic, np.dtype, np.random.RandomState, np.random.Generator, np.ufunc),
+    *(jax.Array, jax.Device, jax.P, jax.sharding.Sharding, jax.sharding.Mesh),
+    *(jax.tree_util.PyTreeDef, type(jax.jit(lambda: 0)), functools.partial),
+    *(enum.Enum, PurePath, logging.Logger, ContextVar, type(functools.lru_cache(lambda: 0))),
+)
 
 
 def _random_state(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ if PRIVATE_API:
         mlir,
         partial_eval,
         pjit,
+        pxla,
         stages,
         util,
     )
@@ -236,18 +237,33 @@ def captured_arrays(jaxpr: Any) -> list[Any]:
     return [const for const in seen.values() if hasattr(const, "nbytes")]
 
 
-def primitives_of(jaxpr: Any) -> set[str]:
-    """The names of the primitives in a trace, those of nested functions included."""
-    names: set[str] = set()
+def equations_of(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a trace, those of nested functions included, each once."""
     stack, visited = [jaxpr], set()
     while stack:
         current = stack.pop()
+        current = getattr(current, "jaxpr", current)
         if id(current) not in visited:
             visited.add(id(current))
-            for equation in getattr(current, "jaxpr", current).eqns:
-                names.add(equation.primitive.name)
+            for equation in current.eqns:
+                yield equation
                 stack.extend(jaxprs_in_params(equation.params))
-    return names
+
+
+def lowering_rules(primitive: Any) -> list[Any]:
+    """The functions that lower a primitive, for all platforms."""
+    tables = (mlir._lowerings, *mlir._platform_specific_lowerings.values())
+    return [table[primitive].rule for table in tables if primitive in table]
+
+
+def lowering_modules() -> tuple[Any, ...]:
+    """The modules of JAX that call these; none where they are out of reach."""
+    return (mlir, pxla) if CAN_TELL_RULES else ()
+
+
+CAN_TELL_RULES = (
+    PRIVATE_API and hasattr(mlir, "_lowerings") and hasattr(mlir, "_platform_specific_lowerings")
+)
 
 
 def forget_traces(jitted: Any, fun: Callable) -> None:

@@ -229,6 +229,8 @@ class Archive:
         return self._read_executable(digest, lambda data: storing.load_executable(data, devices))
 
     def _read_executable(self, digest: str, load: Callable[[bytes], Any]) -> Any:
+        if not self.disk.holds("program", digest):
+            return None
         with self.disk.loading("program", digest):
             entry = self.disk.read("program", digest)
             if entry is None:

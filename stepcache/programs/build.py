@@ -144,7 +144,7 @@ def build(
     stopwatch: Stopwatch,
     watched: _Context | None = None,
     compiling: Callable[[jaxcompat.Staged], _Context] | None = None,
-    is_seen: Callable[[jaxcompat.Staged], bool] = lambda staged: False,
+    is_traced_alone: Callable[[jaxcompat.Staged], bool] = lambda staged: False,
 ) -> tuple[Program, jaxcompat.Staged]:
     """Builds the program of a call.
 
@@ -154,7 +154,7 @@ def build(
         stopwatch: times the stages.
         watched: held open while the user's function is traced and lowered.
         compiling: given the trace, what is held open while XLA compiles.
-        is_seen: given the trace, whether `watched` may be left before it is lowered.
+        is_traced_alone: given the trace, whether `watched` is left before it is lowered.
 
     Returns:
         The program, and the trace that it was made from.
@@ -170,7 +170,7 @@ def build(
                 staged = trace(spec, request)
             if not staged.can_be_held():
                 raise NotHoldable
-            if is_seen(staged):
+            if is_traced_alone(staged):
                 watching.close()
             with stopwatch.stage("lower"):
                 staged.lower()

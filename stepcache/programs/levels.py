@@ -185,8 +185,8 @@ class Levels:
         examine = functools.partial(self._examined, request, lookup)
         trace = RecordedTrace(sharing.find if sharing else find, sharing, examine)
         watched = trace.watched(own if shared else None, shared or values)
-        is_seen = shared_traces.was_lowered if shared else lambda staged: False
-        program, staged = build(self._spec, request, stopwatch, watched, trace.compiling, is_seen)
+        hooks = (watched, trace.compiling, trace.is_lowered_by_jax)
+        program, staged = build(self._spec, request, stopwatch, *hooks)
         program = replace(program, lowered=trace.digest)
         if trace.is_loaded:
             program.seconds["load"] = program.seconds.pop("compile")

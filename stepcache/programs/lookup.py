@@ -144,7 +144,7 @@ class Lookup:
 
     def used_by(self, recording: Recording) -> Used:
         """What a trace used."""
-        reads = reads_of(recording.entered.values())
+        reads = reads_of((*recording.entered.values(), *recording.of_jax.values()))
         named = (self._walk().waiting() | self._attributes) & reads.attributes
         return Used(
             sorted(reads.asked_for | named),

@@ -14,6 +14,7 @@ from typing import Any
 
 from stepcache import jaxcompat
 from stepcache.fingerprint import shared_traces
+from stepcache.fingerprint.lowering_rules import code_of_lowering
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
 from stepcache.programs.background import beside, builds
@@ -62,7 +63,14 @@ class RecordedTrace:
             complete = recording
         finally:
             if own is not None:
-                recording.entered |= shared_traces.end(complete, own)
+                shared_traces.end(complete, own)
+
+    def is_lowered_by_jax(self, staged: jaxcompat.Staged) -> bool:
+        """Whether the recording may end before the trace is lowered: JAX's own code does that."""
+        codes = code_of_lowering(staged.jaxpr)
+        if codes is not None:
+            self._recording.of_jax |= codes
+        return codes is not None
 
     @contextlib.contextmanager
     def compiling(self, staged: jaxcompat.Staged) -> Iterator[None]:

@@ -113,8 +113,9 @@ class DiskStore:
         Raises:
             OptionError: `kind` or `digest` cannot be a name.
         """
-        self._files.path(kind, digest)
-        if (kind, digest) in self._shunned or self._has_killed(kind, digest):
+        if not self.holds(kind, digest) or (kind, digest) in self._shunned:
+            return None
+        if self._has_killed(kind, digest):
             return None
         info, payload = self._examine(kind, digest, whole=True, use=True)
         if info is None or info.header is None or info.created_time is None:
@@ -332,6 +333,10 @@ class DiskStore:
             info, _ = self._examine(found.kind, found.digest, whole=whole)
             if info is not None:
                 yield info
+
+    def holds(self, kind: str, digest: str) -> bool:
+        """Whether there is an entry of a name, good or bad."""
+        return os.path.lexists(self._files.path(kind, digest))
 
     def holds_any(self, kind: str) -> bool:
         """Whether there is any entry of a kind, whatever its worth."""

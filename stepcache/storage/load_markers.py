@@ -59,6 +59,8 @@ class Process:
 
     def has_ended(self) -> bool:
         """Whether a process of this host is no more."""
+        if self == Process.current():
+            return False
         start = _start_of(self.pid)
         return start is None or ("0" not in (start, self.start) and start != self.start)
 

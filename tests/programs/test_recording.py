@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 
 import numpy as np
@@ -219,23 +220,28 @@ def test_a_profiler_in_c_is_left_alone():
 
 @pytest.mark.skipif(not MONITORED, reason="sys.monitoring is used from Python 3.12 on")
 def test_all_monitoring_tools_are_taken():
-    monitoring = sys.monitoring  # type: ignore[attr-defined]
-    taken = [tool for tool in range(6) if monitoring.get_tool(tool) is None]
-    for tool in taken:
-        monitoring.use_tool_id(tool, "test")
-    try:
+    """In a process that has recorded nothing before: once it has, one number stays ours."""
+    script = """
+        import sys
+        from stepcache.fingerprint.recorder import Recording
+        monitoring = sys.monitoring
+        def traced():
+            pass
+        for tool in range(6):
+            monitoring.use_tool_id(tool, "test")
         with Recording() as first:
             with Recording() as second:
-                outer(1)
-    finally:
-        for tool in taken:
+                traced()
+        for recording in (first, second):
+            assert "monitoring" in (recording.unavailable or "")
+        for tool in range(6):
             monitoring.free_tool_id(tool)
-    for recording in (first, second):
-        assert "monitoring" in (recording.unavailable or "")
-    with Recording() as recording:
-        outer(1)
-    assert recording.unavailable is None
-    assert inner.__code__ in recording.codes
+        with Recording() as recording:
+            traced()
+        assert recording.unavailable is None
+        assert traced.__code__ in recording.codes
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
 def test_import_hooks_are_not_the_traces(monkeypatch):
