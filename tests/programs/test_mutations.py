@@ -23,6 +23,7 @@ CHANGES = [
     *changes.VALUES,
     *changes.OBJECTS,
     *changes.OUTSIDE,
+    *frameworks.LOWERED,
     *frameworks.INSTALLED,
     *frameworks.TREES,
     *frameworks.DECLARED,

@@ -9,6 +9,55 @@ import sys
 sys.path.insert(0, str(Path(__file__).parent / "site-packages"))
 """
 
+_PRIMITIVE = """
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+mine_p = Primitive("mine")
+mine_p.def_impl(lambda x: x)
+mine_p.def_abstract_eval(lambda x: x)
+"""
+
+LOWERED = [
+    Kind(
+        "lowering_rule_of_mine",
+        _PRIMITIVE
+        + """
+mlir.register_lowering(mine_p, mlir.lower_fun(lambda x: x * «2¦3», multiple_results=False))
+def step(x): return mine_p.bind(x) + 1
+""",
+        "lowering_rule_of_mine.py",
+        vouched=False,
+    ),
+    Kind(
+        "lowering_rule_of_mine_for_one_platform",
+        _PRIMITIVE
+        + """
+def rule(x): return jnp.sin(x) * «2¦3»
+mlir.register_lowering(mine_p, mlir.lower_fun(rule, multiple_results=False), platform="cpu")
+@jax.jit
+def inner(x): return mine_p.bind(x)
+def step(x): return inner(x) + 1
+""",
+        "lowering_rule_of_mine_for_one_platform.py",
+        vouched=False,
+    ),
+    Kind(
+        "lowering_rule_of_jax_by_mine",
+        """
+from jax.interpreters import mlir
+from jax._src.interpreters.mlir import _lowerings as rules
+before = rules[jax.lax.cosh_p]
+def restore(): rules[jax.lax.cosh_p] = before
+mlir.register_lowering(
+    jax.lax.cosh_p, mlir.lower_fun(lambda x, **_: x * «2¦3», multiple_results=False)
+)
+def step(x): return jax.lax.cosh(x)
+""",
+        "lowering_rule_of_jax_by_mine.py",
+        vouched=False,
+    ),
+]
+
 INSTALLED = [
     Kind(
         "function_of_jax_by_mine",
