@@ -46,6 +46,7 @@ class Reads(NamedTuple):
     asked_for: frozenset[str]
 
 
+_NOTHING = Reads([], {}, frozenset(), frozenset())
 _reads: dict[int, _Read] = {}
 _together: collections.OrderedDict[frozenset[int], Reads] = collections.OrderedDict()
 _REMEMBERED = 32
@@ -63,22 +64,27 @@ def reads_of(codes: Iterable[types.CodeType]) -> Reads:
             by_file = _modules_by_file() if unknown else {}
             for code in unknown:
                 _reads[id(code)] = _read_by(code, by_file)
-            known = _together[key] = _put_together([_reads[id(code)] for code in installed])
+            # Most sets are an earlier one and a little more.
+            smaller = max((each for each in _together if each < key), key=len, default=None)
+            before = _NOTHING if smaller is None else _together[smaller]
+            more = [_reads[each] for each in key - (smaller or frozenset())]
+            known = _together[key] = _put_together(before, more)
             if len(_together) > _REMEMBERED:
                 _together.popitem(last=False)
         return known
 
 
-def _put_together(reads: list[_Read]) -> Reads:
+def _put_together(before: Reads, more: list[_Read]) -> Reads:
     names: dict[str, set[str]] = {}
-    for read in reads:
+    for read in more:
         for owner, each in read.names:
-            names.setdefault(owner, set()).update(each)
+            names.setdefault(owner, set(before.names.get(owner, "").split())).update(each)
+    joined = {owner: " ".join(sorted(each)) for owner, each in names.items()}
     return Reads(
-        sorted({read.module for read in reads if read.module is not None}),
-        {owner: " ".join(sorted(each)) for owner, each in names.items()},
-        frozenset().union(*(read.attributes for read in reads)),
-        frozenset().union(*(read.asked_for for read in reads)),
+        sorted({*before.modules, *(read.module for read in more if read.module is not None)}),
+        dict(sorted((before.names | joined).items())),
+        before.attributes.union(*(read.attributes for read in more)),
+        before.asked_for.union(*(read.asked_for for read in more)),
     )
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
+from stepcache.fingerprint.provenance import PYTHON, origin_of_module
+
 CONTAINERS = frozenset((dict, list, tuple, set, frozenset))
 _CHANGEABLE = frozenset((list, set))
 _CONTAINERS_DEEP = 4
@@ -34,11 +36,13 @@ class Held:
     def hold(self, values: Iterable[Any]) -> None:
         """Adds values: of a class its members, of a function its code and defaults."""
         values = list(values)
-        spaces = [
-            vars(each) for each in values if isinstance(each, type) and not is_immutable(each)
-        ]
-        owners = gc.get_referents(*spaces)  # The dictionaries behind the proxies.
-        values += chain.from_iterable(space.values() for space in spaces)
+        classes = [each for each in values if isinstance(each, type) and not is_immutable(each)]
+        owners = gc.get_referents(*map(vars, classes))  # The dictionaries behind the proxies.
+        for each in classes:
+            members = vars(each).values()
+            if origin_of_module(each.__module__) == PYTHON:  # It may keep a registry of its own.
+                members = [member for member in members if type(member) not in CONTAINERS]
+            values += members
         owners += filter(None, map(function_in, values))
         containers = [each for each in values if type(each) in CONTAINERS]
         for _ in range(_CONTAINERS_DEEP):

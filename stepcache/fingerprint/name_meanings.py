@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from stepcache.fingerprint import instances
 from stepcache.fingerprint.classes import is_foreign
 from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
-from stepcache.fingerprint.provenance import USER, origin_of, origin_of_file
+from stepcache.fingerprint.provenance import PYTHON, USER, origin_of, origin_of_file
 from stepcache.fingerprint.tokens import container_text, plain_text, qualified_name
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.fingerprint.visitor import Walk
@@ -96,6 +96,7 @@ def members_of(cls: type) -> list[tuple[str, Any]]:
 def class_text(walk: Any, cls: type, has_state: bool) -> str:
     if is_immutable(cls):
         return "immutable"
+    keeps_state = origin_of(cls) == PYTHON  # As `weakref.finalize` keeps a registry and marks.
     texts = []
     name = f"{cls.__module__}.{cls.__qualname__}"
     for attribute, value in sorted(members_of(cls)):
@@ -103,6 +104,8 @@ def class_text(walk: Any, cls: type, has_state: bool) -> str:
             texts.append(f"{attribute} {value.__objclass__.__qualname__}.{value.__name__}")
             continue
         text, function = _name_of_function(value), function_in(value)
+        if keeps_state and function is None and not callable(value):
+            continue
         is_own = function is not None and function.__module__ == cls.__module__
         if is_own and text is not None and text.endswith(attribute):
             texts.append(f"{attribute} {text}")  # Most are such.

@@ -147,6 +147,11 @@ _of_jax: dict[int, CodeType] = {}
 _ALWAYS_THERE = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes"))
 
 
+def count_in(codes: dict[int, CodeType]) -> None:
+    """Has code of JAX's count as entered in this trace, and in all that come, by its identity."""
+    _of_jax.update(codes)
+
+
 def _note(code: CodeType) -> bool:
     """Notes that code counts. Returns whether it need not be seen again, as JAX's own."""
     if id(code) in _counted and package_of(code.co_filename) in _ALWAYS_THERE:

@@ -15,7 +15,7 @@ from typing import Any
 from stepcache import jaxcompat
 from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.lowering_rules import code_of_lowering
-from stepcache.fingerprint.recorder import Recording
+from stepcache.fingerprint.recorder import Recording, count_in
 from stepcache.jaxcompat import storing
 from stepcache.programs.background import beside, builds
 from stepcache.programs.resolution import Lowered, Sharing
@@ -69,7 +69,7 @@ class RecordedTrace:
         """Whether the recording may end before the trace is lowered: JAX's own code does that."""
         codes = code_of_lowering(staged.jaxpr)
         if codes is not None:
-            self._recording.of_jax |= codes
+            count_in(codes)
         return codes is not None
 
     @contextlib.contextmanager

@@ -8,14 +8,18 @@ import sys
 import textwrap
 import threading
 import types
+import weakref
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import optax
 import pytest
 
 import stepcache
+from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.visitor import Walk
+
+T = TypeVar("T")
 
 
 def fingerprint(value):
@@ -277,3 +281,35 @@ def test_another_module_in_the_place_of_one_that_was_looked_at(monkeypatch):
         patch.setitem(sys.modules, module.__name__, other)
         assert noted() != before
     assert noted() == before
+
+
+class Box(Generic[T]):
+    __slots__ = ("width",)
+
+    def __init__(self, width):
+        self.width = width
+
+
+def test_a_generic_class_is_looked_into_by_its_attributes():
+    """`typing.Generic` is written in C since Python 3.12."""
+    found = fingerprint(Box(3)).dependencies
+    assert found["it.width"] == "3"
+    assert not any("taken apart" in token for token in found.values())
+
+
+def test_a_registry_of_python_s_own_class_means_nothing():
+    """`weakref.finalize` keeps all finalizers of a process in a dictionary of its own."""
+    modules, names = [], {"weakref": "finalize", "concurrent.futures.thread": "weakref"}
+
+    def noted():
+        walk = Walk()
+        installed_packages.note_modules(walk, modules, names)
+        return walk.fingerprint().dependencies
+
+    before, replaced = noted(), installed_packages.replacements()
+    looked = installed_packages._all_held
+    finalizer = weakref.finalize(Box, print)
+    assert noted() == before
+    finalizer.detach()
+    assert noted() == before and installed_packages.replacements() == replaced
+    assert installed_packages._all_held is looked  # Nothing had to be looked at anew.
