@@ -52,7 +52,9 @@ class Case:
     """What one process runs.
 
     Attributes:
-        kind: "functions" (all different), "closures" (of one factory), or "layers" (of the model).
+        kind: "functions" (all different), "namesakes" (so are these, and all are named `f`, as the
+            tests of a file have them; a third calls a helper), "closures" (of one factory), or
+            "layers" (of the model).
         count: how many of them.
         warm: whether a directory was filled before.
     """
@@ -69,14 +71,17 @@ class Case:
 
 CASES = (
     Case("functions", 40, warm=False),
+    Case("namesakes", 200, warm=False),
     Case("layers", 12, warm=False),
     *(Case("functions", count, warm=True) for count in (1, 40, 400)),
+    Case("namesakes", 200, warm=True),
     *(Case("closures", count, warm=True) for count in (12, 100)),
     Case("layers", 12, warm=True),
 )
 QUICK_CASES = (
     Case("functions", 4, warm=False),
     Case("functions", 4, warm=True),
+    Case("namesakes", 3, warm=True),
     Case("closures", 4, warm=True),
 )
 
@@ -88,6 +93,15 @@ def module_source(case: Case) -> str:
         lines += ["def make(rate):", "    def step(x):"]
         lines += ["        return x - rate * jnp.sin(x), (x**2).sum()", "    return step", ""]
         lines += [f"FUNCTIONS = [make(0.01 * (1 + n)) for n in range({case.count})]"]
+    elif case.kind == "namesakes":
+        lines += ["def helper(y):", "    return jnp.sqrt(jnp.abs(y) + 1)", ""]
+        for number in range(case.count):
+            body = BODIES[number % len(BODIES)].format(constant=round(0.1 + number * 0.01, 2))
+            body = f"helper({body})" if number % 3 == 0 else body
+            lines += [f"def case_{number}():", "    def f(x):", f"        return {body}"]
+            lines += ["    return f", ""]
+        names = ", ".join(f"case_{number}()" for number in range(case.count))
+        lines += [f"FUNCTIONS = [{names}]"]
     else:
         for number in range(case.count):
             body = BODIES[number % len(BODIES)].format(constant=round(0.1 + number * 0.01, 2))
@@ -125,7 +139,7 @@ def work(way: str, kind: str, count: int) -> None:
 
         wrap = jax.jit if way == "jax" else sc.step
         for number, function in enumerate(FUNCTIONS):
-            shape = (2 + number % 7, 3) if kind == "functions" else (8, 3)
+            shape = (8, 3) if kind == "closures" else (2 + number % 7, 3)
             calls.append((wrap(function), (np.linspace(0, 1, 24).reshape(8, 3)[: shape[0]],)))
     outputs = []
     started = time.perf_counter()
