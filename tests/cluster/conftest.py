@@ -1,6 +1,5 @@
 """Pods that the tests of a module share, and pods that run at the same time."""
 
-import contextlib
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,15 +13,16 @@ AT_A_TIME = 5
 @pytest.fixture(scope="module")
 def shared_pod(tmp_path_factory):
     """`shared_pod(count, devices)`: the module's pod of so many processes and devices of each."""
-    with contextlib.ExitStack() as ending:
+    pods: list[Pod] = []
 
-        @functools.cache
-        def made(count: int, devices: int) -> Pod:
-            pod = Pod(tmp_path_factory.mktemp("pod"), count, devices=devices)
-            ending.callback(pod.close)
-            return pod
+    @functools.cache
+    def made(count: int, devices: int) -> Pod:
+        pods.append(Pod(tmp_path_factory.mktemp("pod"), count, devices=devices))
+        return pods[-1]
 
-        yield lambda count, devices=1: made(count, devices)
+    yield lambda count, devices=1: made(count, devices)
+    with ThreadPoolExecutor() as pool:  # JAX takes its time to end.
+        list(pool.map(Pod.close, pods))
 
 
 @pytest.fixture(scope="module")
