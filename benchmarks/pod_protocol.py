@@ -35,18 +35,32 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 RANKS = (4, 64, 256, 1024)
-KEYS = 5
-QUIET_SECONDS, LATE_SECONDS, AGREE_SECONDS, LOST_SECONDS = 30.0, 8.0, 7.0, 3.0
 WAYS = ("stored", "built by one", "built by one, code differs")
 BARRIER = "a barrier of JAX's"
+CASES = ("keys", "quiet", "late", "never comes", "lost")
 OF_A_MACHINE = 8
 PROGRAM = b"p" * 2000  # What is told of a trace, about, where the program itself is on disk.
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds that cases take by themselves. Who waits for longer than 5 s says so in the log."""
+
+    keys: int
+    quiet: float
+    late: float
+    agree: float
+    lost: float
+
+
+WAITS = Waits(keys=5, quiet=30.0, late=8.0, agree=7.0, lost=3.0)
+QUICK = Waits(keys=3, quiet=5.0, late=6.0, agree=6.0, lost=2.0)
 
 
 @dataclass(frozen=True)
@@ -134,6 +148,7 @@ class Rank:
         import jax
         from jax._src import distributed
 
+        from stepcache import errors
         from stepcache.distributed import failure_detection, pod_events
         from stepcache.distributed.peers import peers_of
 
@@ -146,7 +161,8 @@ class Rank:
             initialization_timeout=600,
             heartbeat_timeout_seconds=600,
         )
-        self.rank, self.count = rank, count
+        self.rank, self.count, self.is_last = rank, count, rank == count - 1
+        self.errors = errors
         self.jax_client: Any = distributed.global_state.client
         self.client: Any = Counted(self.jax_client)
         distributed.global_state.client = self.client
@@ -223,55 +239,58 @@ class Rank:
             if stored and self.rank == decision.first:
                 current.contributions("held")
 
-    def run(self, quick: bool, save: Callable[[], None]) -> None:
-        """All that is measured, in order; `save` is called before the last case, and after it."""
-        import stepcache as sc
-
+    def run(self, waits: Waits, cases: Sequence[str], save: Callable[[], None]) -> None:
+        """Measures cases, in order; `save` is called before the last one, and after it."""
         self.peers.enter()
         self.agree("stored")  # The first meeting of all.
-        last = self.rank == self.count - 1
-        keys = 3 if quick else KEYS
-        for way in WAYS:
-            self.measured(way, lambda way=way: self.agree(way), keys)
-        self.measured(BARRIER, self.together, keys)
-        self.measured("quiet", lambda: time.sleep(5 if quick else QUIET_SECONDS))
-
-        def come_late() -> None:
-            time.sleep(LATE_SECONDS if last else 0)
-            with contextlib.suppress(sc.AgreementError):
-                self.agree("stored")
-
-        self.measured("late", come_late)
-        self.peers.agree_seconds = AGREE_SECONDS
-
-        def never_come() -> None:
-            if not last:
-                with contextlib.suppress(sc.AgreementError):
-                    self.agree("stored")
-                    raise AssertionError("all have agreed")
-
-        self.measured("never comes", never_come)
-        if last:
-            with contextlib.suppress(sc.AgreementError):
-                self.agree("stored")
-        self.peers.agree_seconds = 10 * AGREE_SECONDS
+        if "keys" in cases:
+            for way in WAYS:
+                self.measured(way, lambda way=way: self.agree(way), waits.keys)
+            self.measured(BARRIER, self.together, waits.keys)
+        if "quiet" in cases:
+            self.measured("quiet", lambda: time.sleep(waits.quiet))
+        if "late" in cases:
+            self.measured("late", lambda: self.come_late(waits.late))
+        if "never comes" in cases:
+            self.peers.agree_seconds = waits.agree
+            self.measured("never comes", self.never_come)
+            if self.is_last:
+                self.come_in_vain()
+            self.peers.agree_seconds = 10 * waits.agree
         save()
-        self.measured("lost", lambda: self.lose(last, sc.RankLostError))
-        save()
+        if "lost" in cases:
+            self.measured("lost", lambda: self.lose(waits.lost))
+            save()
 
-    def lose(self, victim: bool, error: type[Exception]) -> None:
+    def come_late(self, seconds: float) -> None:
+        time.sleep(seconds if self.is_last else 0)
+        self.come_in_vain()
+
+    def come_in_vain(self) -> None:
+        with contextlib.suppress(self.errors.AgreementError):
+            self.agree("stored")
+
+    def never_come(self) -> None:
+        if not self.is_last:
+            with contextlib.suppress(self.errors.AgreementError):
+                self.agree("stored")
+                raise AssertionError("all have agreed")
+
+    def lose(self, seconds: float) -> None:
         """The last rank is killed; the others wait for it."""
-        if victim:
-            time.sleep(LOST_SECONDS)
+        if self.is_last:
+            time.sleep(seconds)
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             self.agree("stored")
-        except error:
+        except self.errors.RankLostError:
             return
         raise AssertionError("nothing was lost")
 
 
-def work(rank: int, count: int, address: str, directory: Path, quick: bool) -> None:
+def work(
+    rank: int, count: int, address: str, directory: Path, quick: bool, cases: Sequence[str]
+) -> None:
     """One process: writes its records to a file."""
     signal.alarm(1500)
     one = Rank(rank, count, address)
@@ -281,7 +300,7 @@ def work(rank: int, count: int, address: str, directory: Path, quick: bool) -> N
         part.write_text(json.dumps(one.records))
         part.rename(directory / f"{rank}.json")
 
-    one.run(quick, save)
+    one.run(QUICK if quick else WAITS, cases, save)
     (directory / f"{rank}.ended").touch()
     if rank == 0:  # The service ends with this process, and JAX then aborts the others.
         while sum(1 for _ in directory.glob("*.ended")) < count - 1:
@@ -292,7 +311,7 @@ def work(rank: int, count: int, address: str, directory: Path, quick: bool) -> N
 # ---- around them -------------------------------------------------------------------------------
 
 
-def pod(count: int, quick: bool) -> None:
+def pod(count: int, quick: bool, cases: Sequence[str]) -> None:
     """Forks a pod, and prints the costs of its cases as JSON, one a line."""
     import jax  # noqa: F401
 
@@ -312,7 +331,7 @@ def pod(count: int, quick: bool) -> None:
                 if not process:
                     code = 1
                     try:
-                        work(rank, count, address, directory, quick)
+                        work(rank, count, address, directory, quick, cases)
                         code = 0
                     except Exception:
                         traceback.print_exc()
@@ -380,9 +399,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer keys, nothing is written")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--pod", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.pod:
-        return pod(options.pod, options.quick)
+        return pod(options.pod, options.quick, options.cases)
     from rich.console import Console
     from rich.table import Table
 
@@ -411,7 +431,7 @@ def main() -> None:
                 )
         Console(width=118).print(table)
     if not options.quick:
-        print(f"written to {write('pod_protocol', rows, {}, rounds=KEYS)}")  # type: ignore[arg-type]
+        print(f"written to {write('pod_protocol', rows, {}, rounds=WAITS.keys)}")  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

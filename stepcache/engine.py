@@ -6,9 +6,7 @@ run. A call that the C++ dispatcher serves by itself never comes here.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -16,7 +14,6 @@ from typing import Any
 
 from stepcache import jaxcompat
 from stepcache.calls import signature as signatures
-from stepcache.calls.call_plan import CallPlans
 from stepcache.calls.carry import check_tied, note_deleted
 from stepcache.calls.context import Scope, current_scope
 from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_global_arrays
@@ -28,7 +25,7 @@ from stepcache.calls.residence import NOT_A_HIT, Use, passes_variables
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.calls.transfer_budget import check_budget
-from stepcache.distributed import hang_report
+from stepcache.distributed.hang_report import CallCount
 from stepcache.errors import (
     ForkedProcessError,
     SessionClosedError,
@@ -44,17 +41,9 @@ from stepcache.programs.lookup import Lookup, step_label
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.resolve import Resolver, compared
 from stepcache.programs.verification import Checks
+from stepcache.resident_calls import ResidentCalls, is_admitted
 from stepcache.sharding import mesh_identity
 from stepcache.weak_objects import WeakObjects
-
-_making = threading.RLock()  # One engine may make another.
-
-
-class _Admitted(threading.local):
-    engine: Engine | None = None
-
-
-_admitted = _Admitted()
 
 
 class Engine:
@@ -64,6 +53,7 @@ class Engine:
         spec: the step.
         scope: gives the scope of the session in which a call is made.
         miss_log: where it writes what it builds; by default one of its own.
+        is_over_buffers: its arguments are buffers in the place of `Variables`.
     """
 
     def __init__(
@@ -71,26 +61,30 @@ class Engine:
         spec: StepSpec,
         scope: Callable[[], Scope] = current_scope,
         miss_log: MissLog | None = None,
+        is_over_buffers: bool = False,
     ):
         self.spec = spec
-        self.miss_log = miss_log or MissLog(spec.name, count_step(spec.fun))
+        self.miss_log = miss_log = miss_log or MissLog(spec.name, count_step(spec.fun))
         self.scope = scope
         self.number = spec.identity.number
         self.levels = Levels(spec, self.number)
         self._caches = caches_for(spec, self)
         self._not_holdable: set[Key] = set()
-        self._is_over_buffers = False
-        # Has the step call something else than the dispatcher: the step says what.
-        self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
+        self.is_over_buffers = is_over_buffers
         self.global_arguments: GlobalArguments | None = None
-        self._resident_calls = 0
-        self.calls, self.sees_all_calls, self.has_global_arguments = 0, True, False
+        self.call_count, self.has_global_arguments = CallCount(spec.name), False
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         self._weakly: weakref.ref[Engine] = weakref.ref(self)
         miss = functools.partial(_serve, self._weakly, spec.jitted)
         eager = _eagerly(self._weakly, spec.fun)
         self.dispatcher = Dispatcher(eager, spec.name, miss, spec.parameters.roles)
-        self._plans = CallPlans(self.dispatcher.call)
+        self.resident_calls = ResidentCalls(
+            spec,
+            self.miss_log,
+            self.call_count,
+            self.dispatcher.call,
+            lambda: Engine(over_buffers(spec), scope, miss_log, is_over_buffers=True),
+        )
         self.checks = Checks(spec, self.number, self.levels, self.miss_log, self.dispatcher)
         self.resolver = Resolver(spec, self.levels, self.checks, self.miss_log)
         _live.add(self)
@@ -128,7 +122,7 @@ class Engine:
             else:
                 program = self._obtain(scope, request, started, explicit=False)
             watched = scope.is_watched or (
-                self._is_over_buffers and jaxcompat.arguments_outlive_calls()
+                self.is_over_buffers and jaxcompat.arguments_outlive_calls()
             )
             if missed or not watched:  # Else it may be one hit of many, which nothing slows down.
                 check_tied(self.spec, request, program.run)
@@ -145,77 +139,16 @@ class Engine:
 
     # ---- calls that pass `Variables` -----------------------------------------------------------
 
-    @functools.cached_property
-    def over_buffers(self) -> Engine:
-        """Runs the step where its arguments are buffers in the place of `Variables`."""
-        with _making:  # By the first of several threads.
-            if "over_buffers" not in self.__dict__:
-                engine = Engine(over_buffers(self.spec), self.scope, self.miss_log)
-                engine._is_over_buffers = True
-                self.__dict__["over_buffers"] = engine
-            return self.__dict__["over_buffers"]
-
-    def note_call(self) -> None:
-        """Counts a call that comes through Python."""
-        global _latest_engine
-        if not (self._is_over_buffers or self.has_global_arguments):
-            self.calls += 1
-            _latest_engine = self._weakly
-
     def run_resident(self, args: tuple, kwargs: dict) -> Any:
         use = Use(self.spec, args, kwargs)
         if jaxcompat.is_tracing():
             args, kwargs = use.inlined()
             return self.spec.jitted(*args, **kwargs)
-        scope = self._open_scope()
-        with use.held(scope):
-            use.compare_values(scope)
-            if scope.check_replicas_every:
-                self._resident_calls += 1
-                use.check_replicas(scope, self._resident_calls)
-            if scope.max_step_bytes is not None:
-                request = None  # Where only JAX can judge the other arguments.
-                with contextlib.suppress(Unreadable):
-                    request = self.over_buffers.request(scope, *use.shown())
-                check_budget(scope, self.spec.name, request, use)
-            call, before = self.over_buffers.dispatcher.call, _admitted.engine
-            _admitted.engine = self.over_buffers
-            try:
-                args, kwargs = use.taken()
-                outputs = call(*args, **kwargs)
-                written = use.written(outputs)
-                self._plan(scope, use, outputs)
-                return written
-            finally:
-                _admitted.engine = before
-                self._count_moved(use)
+        return self.resident_calls.run(self._open_scope(), use)
 
     def is_planned(self) -> bool:
         """Whether a call over buffers comes from a plan, and not from `run_resident`."""
-        if not self._is_over_buffers:
-            return False
-        return _admitted.engine is not self or jaxcompat.is_tracing()
-
-    def _plan(self, scope: Scope, use: Use, outputs: Any) -> None:
-        """Has the next calls like this one served by a plan."""
-        serve_by = self.serve_by()
-        if serve_by is None or scope.is_watched or not jaxcompat.PRIVATE_API:
-            return
-        if jaxcompat.arguments_outlive_calls():
-            return
-        if scope.check_replicas_every:
-            plan = self._plans.stop()
-        else:
-            plan = self._plans.add(use, outputs, self.over_buffers.dispatcher.call)
-        if plan is not None:
-            self.sees_all_calls = False
-            serve_by(plan)
-
-    def _count_moved(self, use: Use) -> None:
-        moved = use.meter.link_bytes
-        if moved:
-            self.miss_log.count(moved_bytes=sum(moved.values()))
-            use.meter.emit(self.spec.name)
+        return self.is_over_buffers and (not is_admitted(self) or jaxcompat.is_tracing())
 
     def use(self, args: tuple, kwargs: dict) -> Use | None:
         """The `Variables` that a call passes; None where it passes none."""
@@ -226,7 +159,7 @@ class Engine:
     def resident(self, args: tuple, kwargs: dict) -> tuple[Engine, tuple, dict]:
         """The engine that serves a call, and the arguments that it is given."""
         use = self.use(args, kwargs)
-        return (self, args, kwargs) if use is None else (self.over_buffers, *use.shown())
+        return (self, args, kwargs) if use is None else (self.resident_calls.engine, *use.shown())
 
     # ---- without running -----------------------------------------------------------------------
 
@@ -396,8 +329,8 @@ class Engine:
 
     def clear(self) -> None:
         """Drops all programs of the step from memory, and JAX's traces of its function."""
-        if "over_buffers" in self.__dict__:
-            self.over_buffers.clear()
+        if self.resident_calls.made is not None:
+            self.resident_calls.made.clear()
         self.levels.forget()
         for cache in self._caches:
             cache.release(self.number)
@@ -408,7 +341,7 @@ class Engine:
 
     def programs(self) -> int:
         """How many programs of the step are held."""
-        over_buffers = self.__dict__.get("over_buffers")
+        over_buffers = self.resident_calls.made
         more = over_buffers.programs() if over_buffers is not None else 0
         return more + sum(cache.programs_of(self) for cache in self._caches)
 
@@ -442,7 +375,8 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     alive = engine()
     if alive is None:
         return jitted(*args, **kwargs), None, False
-    alive.note_call()
+    if not (alive.is_over_buffers or alive.has_global_arguments):
+        alive.call_count.add_one()
     if alive.global_arguments is not None:
         whole = alive.global_arguments(args, kwargs)
         if whole is not None:
@@ -455,19 +389,5 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     if alive.is_planned():
         return NOT_A_HIT, None, True
     outputs, fast_path = alive.run(*args, **kwargs)
-    alive.sees_all_calls &= fast_path is None or alive.has_global_arguments
+    alive.call_count.is_whole &= fast_path is None or alive.has_global_arguments
     return outputs, fast_path, False
-
-
-_latest_engine: weakref.ref[Engine] | None = None
-
-
-def latest_call() -> str:
-    """The latest call of a step: "call 12 of train", or its name where not every call is seen."""
-    engine = _latest_engine() if _latest_engine is not None else None
-    if engine is None:
-        return ""
-    return f"{f'call {engine.calls} of ' if engine.sees_all_calls else ''}{engine.spec.name}"
-
-
-hang_report.latest_call = latest_call

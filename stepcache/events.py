@@ -10,14 +10,13 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import jax.monitoring
 
-from stepcache.units import counted, html_table, readable_bytes
+from stepcache.units import counted, html_table, readable_bytes, readable_time
 
 _log = logging.getLogger("stepcache")
 
@@ -102,7 +101,7 @@ class Miss:
             "evicted": "the program was built before and has been evicted",
             "cleared": "the program was built before and the cache has been cleared",
             "new session": "the program is known, but not to this session's program cache",
-            "other run": f"since the run of {_readable_time(self.since)} these have changed:",
+            "other run": f"since the run of {readable_time(self.since)} these have changed:",
         }
         lines = [f"{self.step}, miss {self.number}: {reasons[self.reason]}"]
         lines += [f"  {change}" for change in self.changes[:_MAX_CHANGES_SHOWN]]
@@ -110,7 +109,7 @@ class Miss:
         if more:
             lines.append(f"  … and {counted(more, 'more change')}")
         if self.stored:
-            lines.append(f"  since the run of {_readable_time(self.since)} these have changed:")
+            lines.append(f"  since the run of {readable_time(self.since)} these have changed:")
             lines += [f"    {change}" for change in self.stored[:_MAX_CHANGES_SHOWN]]
         if self.remedy and self.remedy != "built":
             lines.append(f"  the program was {self.remedy}")
@@ -123,10 +122,6 @@ class Miss:
 
 _MAX_CHANGES_SHOWN = 12
 _MAX_CHANGES_IN_A_LINE = 3
-
-
-def _readable_time(seconds: float | None) -> str:
-    return time.strftime("%A %Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 @dataclass(frozen=True, slots=True)

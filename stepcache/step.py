@@ -56,7 +56,7 @@ class Step(functools.partial, Generic[P, R]):
         self.__name__ = self.__qualname__ = engine.spec.name
         functools.update_wrapper(self, engine.spec.fun)
         jaxcompat.unhide_methods(self)
-        engine.serve_by = weakref.WeakMethod(self._serve_by)
+        engine.resident_calls.serve_by = weakref.WeakMethod(self._serve_by)
 
     def _serve_by(self, call: Callable[P, R]) -> None:
         """Has calls served by something else than the dispatcher, at the same speed."""

@@ -6,6 +6,7 @@ import html
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 
@@ -17,6 +18,14 @@ def readable_bytes(size: int) -> str:
             return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     raise AssertionError
+
+
+def readable_time(seconds: float | None) -> str:
+    """`Tuesday 2026-11-17 10:02`, in local time."""
+    try:
+        return time.strftime("%A %Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "?"
+    except (OverflowError, ValueError, OSError):
+        return "?"
 
 
 _PLURALS = {"leaf": "leaves", "entry": "entries"}

@@ -14,6 +14,7 @@ Python of their own, as all do where this is not Linux.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import select
@@ -163,6 +164,8 @@ def serve(number: int) -> CodeType:
     """Forks as it is asked to. Returns in each fork, with the code of its script for `__main__`."""
     for name in IMPORTS:
         __import__(name)
+    gc.collect()
+    gc.freeze()  # Collections in the forks pass over what was imported, and copy none of it.
     channel = socket.socket(fileno=number)
     children: set[int] = set()
     while True:

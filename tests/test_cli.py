@@ -17,7 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 import stepcache as sc
-from stepcache.cli import DURATION, SIZE, main
+from stepcache.cli import main
+from stepcache.cli.directories import DURATION, SIZE
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import Row, RunLog
 

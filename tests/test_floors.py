@@ -24,6 +24,7 @@ FLOORS = {
     "distributed": 4,
     "calls": 5,
     "programs": 6,
+    "resident_calls": 7,
     "engine": 7,
     "report": 8,
     "session": 9,

@@ -51,6 +51,8 @@ class Script:
 
     def __init__(self, name: str, place: Path):
         self.file = Path(shutil.copy(SCRIPTS / f"{name}.py", place))
+        for models in SCRIPTS.glob("*models.py"):
+            shutil.copy(models, place)
         self.programs = place / "programs"
         self.programs.mkdir(mode=0o700)
 

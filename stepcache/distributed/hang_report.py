@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,8 +29,36 @@ _OTHER_WAITS = frozenset(
     "write".split()
 )
 
-latest_call: Callable[[], str] = str
-"""Returns the latest call of a step, "call 12 of train"; the engine sets it."""
+
+@dataclass(eq=False)
+class CallCount:
+    """Counts the calls of one step that Python sees.
+
+    Attributes:
+        step: its name.
+        calls: how many calls Python has seen.
+        is_whole: whether those are all of them.
+    """
+
+    step: str
+    calls: int = 0
+    is_whole: bool = True
+
+    def add_one(self) -> None:
+        global _latest
+        self.calls += 1
+        _latest = self
+
+    def __str__(self) -> str:
+        return f"{f'call {self.calls} of ' if self.is_whole else ''}{self.step}"
+
+
+_latest: CallCount | None = None
+
+
+def latest_call() -> str:
+    """The latest call of a step: "call 12 of train", or its name where not every call is seen."""
+    return str(_latest or "")
 
 
 class Movement:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from stepcache.errors import CacheDirectoryError
 from stepcache.fingerprint.provenance import distribution_of
 from stepcache.jaxcompat import PRIVATE_API, storing
-from stepcache.report.inventory import open_existing
+from stepcache.report.inventory import entries_of, open_existing
 from stepcache.storage import private_files
 from stepcache.storage.entry import KEY_BYTES
 from stepcache.units import counted, readable_bytes
@@ -174,8 +174,7 @@ def _directory(directory: Path) -> Iterator[Check]:
 
 def _space(directory: Path, max_bytes: int) -> Iterator[Check]:
     free_bytes = shutil.disk_usage(_existing(directory)).free
-    archive = open_existing(directory)
-    used_bytes = archive.disk.size_bytes() if archive is not None else 0
+    used_bytes = sum(each.size_bytes for each in entries_of(open_existing(directory)))
     detail = (
         f"{readable_bytes(used_bytes)} used of at most {readable_bytes(max_bytes)}; "
         f"{readable_bytes(free_bytes)} free"
@@ -190,8 +189,7 @@ def _space(directory: Path, max_bytes: int) -> Iterator[Check]:
 
 
 def _entries(directory: Path) -> Iterator[Check]:
-    archive = open_existing(directory)
-    entries = list(archive.disk.entries()) if archive is not None else []
+    entries = entries_of(open_existing(directory))
     damaged = sum(each.problem is not None for each in entries)
     if damaged:
         detail = f"{damaged} of {len(entries)} have a damaged header"

@@ -150,9 +150,14 @@ def open_existing(directory: Path) -> Archive | None:
     return open_archive(directory, None, "off", 0.0)
 
 
-def take_inventory(archive: Archive | None, directory: Path) -> Inventory:
+def entries_of(archive: Archive | None, *, whole: bool = False) -> list[EntryInfo]:
+    """The entries of an archive, as `DiskStore.entries` gives them; none where there is none."""
+    return list(archive.disk.entries(whole=whole)) if archive is not None else []
+
+
+def take_inventory(directory: Path) -> Inventory:
     """Lists the steps, and the programs that no step names, the last used first."""
-    entries = list(archive.disk.entries()) if archive is not None else []
+    entries = entries_of(open_existing(directory))
     programs = {each.digest: each for each in entries if each.kind == "program"}
     steps = [each for each in entries if each.kind == "step"]
     named = {digest for each in steps for digest in _programs_of(each)}
@@ -311,13 +316,13 @@ class Checked:
     state: str
 
 
-def verify(archive: Archive) -> tuple[int, list[Checked]]:
+def verify(archive: Archive | None) -> tuple[int, list[Checked]]:
     """Reads and checks every entry, and quarantines damaged ones.
 
     Returns:
         The number of entries, and the problems.
     """
-    entries = list(archive.disk.verify())
+    entries = entries_of(archive, whole=True)
     found = [
         Checked(each.kind, each.digest, label_of(each), each.problem, "damaged")
         for each in entries
@@ -326,7 +331,7 @@ def verify(archive: Archive) -> tuple[int, list[Checked]]:
     sound = [each for each in entries if each.problem is None]
     programs = {each.digest for each in sound if each.kind == "program"}
     for each in sound:
-        if each.kind != "step":
+        if archive is None or each.kind != "step":
             continue
         info, payload = archive.disk.peek("step", each.digest)
         if info is None:  # It was removed in the meantime.

@@ -77,9 +77,7 @@ class DiskStore:
         if max_bytes is not None and max_bytes < 1:
             raise OptionError("max_bytes must be positive", where="DiskStore", got=repr(max_bytes))
         self.directory = directory
-        self.quarantined: collections.deque[Refusal] = collections.deque(
-            maxlen=_REFUSALS_REMEMBERED
-        )
+        self.quarantined = collections.deque[Refusal](maxlen=_REFUSALS_REMEMBERED)
         self._max_bytes = max_bytes
         self._clock = clock
         quarantine_bytes = _MAX_QUARANTINED_BYTES if max_bytes is None else max_bytes // 4
@@ -139,9 +137,14 @@ class DiskStore:
         Raises:
             OSError: there is no key.
         """
-        if self._files.key is None and not self._files.reload_key():
-            raise OSError(errno.ENOENT, "there is no key", str(self.directory))
-        return hmac.digest(self._files.key or b"", what, "sha256")
+        return hmac.digest(self._key(), what, "sha256")
+
+    def _key(self) -> bytes:
+        if self._files.key is None:
+            self._files.reload_key()
+        if self._files.key is None:
+            raise OSError(errno.EAGAIN, "there is no key to check it with", str(self.directory))
+        return self._files.key
 
     @contextlib.contextmanager
     def loading(self, kind: str, digest: str) -> Iterator[None]:
@@ -163,11 +166,9 @@ class DiskStore:
         killers = self._files.markers.killers(kind, digest)
         if not killers:
             return False
-        if self._read_only:
-            taken = killers
-        else:
-            # Whoever takes a marker away acts on it: an entry published since is not to blame.
-            taken = [marker for marker in killers if self._files.markers.unmark(marker.path)]
+        # Whoever takes a marker away acts on it: an entry published since is not to blame.
+        unmark = self._files.markers.unmark
+        taken = [each for each in killers if self._read_only or unmark(each.path)]
         if taken:
             pids = ", ".join(str(marker.process.pid) for marker in taken)
             self._refuse(kind, digest, f"process {pids} ended while it was loading it")
@@ -215,10 +216,11 @@ class DiskStore:
                 # While the file is open, so that no other one can have its inode.
                 self._refuse(kind, digest, problem, found)
         size_bytes, used_time = (found.st_size, found.st_mtime) if found else (0, 0.0)
-        if header is None or problem is not None:
-            return EntryInfo(kind, digest, None, size_bytes, None, used_time, problem), b""
-        created_time = header.created_time
-        return EntryInfo(kind, digest, header.about, size_bytes, created_time, used_time), payload
+        about, created_time = None, None
+        if header is not None and problem is None:
+            about, created_time = header.about, header.created_time
+        info = EntryInfo(kind, digest, about, size_bytes, created_time, used_time, problem)
+        return info, b"" if problem else payload
 
     def _touch(self, file: BinaryIO, found: os.stat_result) -> None:
         now = self._clock()
@@ -227,19 +229,14 @@ class DiskStore:
                 os.utime(file.fileno(), (now, now))
 
     def _read_header(self, file: BinaryIO, file_bytes: int, kind: str, digest: str) -> Header:
-        if self._files.key is None:
-            self._files.reload_key()
-        key = self._files.key
-        if key is None:
-            raise OSError(errno.EAGAIN, "there is no key to check it with")
         try:
-            header = read_header(file, file_bytes, key)
+            header = read_header(file, file_bytes, self._key())
         except ForeignEntryError:
             # Another process may have put a new key there.
             if not self._files.reload_key():
                 raise
             file.seek(0)
-            header = read_header(file, file_bytes, self._files.key or key)
+            header = read_header(file, file_bytes, self._key())
         if (header.kind, header.digest) != (kind, digest):
             raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
         return header
@@ -320,15 +317,13 @@ class DiskStore:
             StepCacheWarning,
         )
 
-    def entries(self, kind: str | None = None) -> Iterator[EntryInfo]:
-        """What is stored, from the headers alone, in no order. Damaged entries have a `problem`."""
-        yield from self._listing(kind, whole=False)
+    def entries(self, kind: str | None = None, *, whole: bool = False) -> Iterator[EntryInfo]:
+        """What is stored, in no order. Damaged entries have a `problem`.
 
-    def verify(self) -> Iterator[EntryInfo]:
-        """What is stored, each entry read and checked; a damaged one is put in quarantine."""
-        yield from self._listing(None, whole=True)
-
-    def _listing(self, kind: str | None, *, whole: bool) -> Iterator[EntryInfo]:
+        Args:
+            kind: what sort of thing; None for all.
+            whole: read and check the payloads too, and put damaged entries in quarantine.
+        """
         for found in self._files.found(kind):
             info, _ = self._examine(found.kind, found.digest, whole=whole)
             if info is not None:
@@ -361,20 +356,16 @@ class DiskStore:
         idle: list[Found] = []
         if unused_since is not None:
             loading = self._files.markers.loading()
-            idle = [each for each in self._files.found() if each.used_time <= unused_since]
-            idle = [each for each in idle if (each.kind, each.digest) not in loading]
+            old = (each for each in self._files.found() if each.used_time <= unused_since)
+            idle = [each for each in old if (each.kind, each.digest) not in loading]
         removed = self._removed(idle)
         if max_bytes is not None:
             removed += self._removed(self._files.victims(max_bytes))
         return removed
 
     def _removed(self, victims: Iterable[Found]) -> list[EntryInfo]:
-        removed = []
-        for victim in victims:
-            info, _ = self._examine(victim.kind, victim.digest)
-            if private_files.remove(victim.path) and info is not None:
-                removed.append(info)
-        return removed
+        seen = ((each, self._examine(each.kind, each.digest)[0]) for each in victims)
+        return [info for each, info in seen if private_files.remove(each.path) and info is not None]
 
     def clear(self) -> int:
         """Removes all entries, and what is in quarantine. Returns how many entries there were."""
@@ -393,8 +384,7 @@ class DiskStore:
         """
         path = self._files.path(kind, digest)
         if quarantine:
-            self._refuse(kind, digest, reason)
-            return
+            return self._refuse(kind, digest, reason)
         if not self._read_only:
             private_files.remove(path)
         if os.path.lexists(path):

@@ -1,6 +1,5 @@
 """Pods that the tests of a module share, and pods that run at the same time."""
 
-import contextlib
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,21 +7,22 @@ import pytest
 
 from tests.cluster.pods import Pod
 
-AT_A_TIME = 3
+AT_A_TIME = 5
 
 
 @pytest.fixture(scope="module")
 def shared_pod(tmp_path_factory):
     """`shared_pod(count, devices)`: the module's pod of so many processes and devices of each."""
-    with contextlib.ExitStack() as ending:
+    pods: list[Pod] = []
 
-        @functools.cache
-        def made(count: int, devices: int) -> Pod:
-            pod = Pod(tmp_path_factory.mktemp("pod"), count, devices=devices)
-            ending.callback(pod.close)
-            return pod
+    @functools.cache
+    def made(count: int, devices: int) -> Pod:
+        pods.append(Pod(tmp_path_factory.mktemp("pod"), count, devices=devices))
+        return pods[-1]
 
-        yield lambda count, devices=1: made(count, devices)
+    yield lambda count, devices=1: made(count, devices)
+    with ThreadPoolExecutor() as pool:  # JAX takes its time to end.
+        list(pool.map(Pod.close, pods))
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +30,20 @@ def together(request, tmp_path_factory):
     """`together(name)`: what became of a pod that the module has in its `TOGETHER`.
 
     These are functions of a directory, by name. They are called a few at a time, when the first of
-    them is asked for: their processes spend most of their seconds waiting.
+    them is asked for: their processes spend most of their seconds waiting. Where a single test is
+    run, only its own is called.
     """
+    items = [each for each in request.session.items if each.module is request.module]
+    users = [each for each in items if "together" in each.fixturenames]
+    alone = sum(not each.get_closest_marker("skip") for each in users) == 1
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        runs = {
-            name: pool.submit(run, tmp_path_factory.mktemp("pod"))
-            for name, run in request.module.TOGETHER.items()
-        }
-        yield lambda name: runs[name].result()
-        for run in runs.values():
-            run.cancel()
+
+        @functools.cache
+        def started(name):
+            return pool.submit(request.module.TOGETHER[name], tmp_path_factory.mktemp("pod"))
+
+        if not alone:
+            for name in request.module.TOGETHER:
+                started(name)
+        yield lambda name: started(name).result()
+        pool.shutdown(cancel_futures=True)

@@ -64,8 +64,11 @@ MORE = [
 ]
 
 
-def check(directory, point, victim, count=4):
-    ranks = run_pod(directory, SCRIPT.format(victim=victim, point=point), count)
+def losing(directory, point, victim):
+    return run_pod(directory, SCRIPT.format(victim=victim, point=point), 4)
+
+
+def check(ranks, point, victim):
     assert ranks[victim].said("dying"), ranks[victim].output
     assert ranks[victim].code == (1 if point == "raising" else -9)
     died = float(ranks[victim].said("dying")[0])
@@ -101,15 +104,15 @@ def assert_ended(rank, victim, *, killed=True):
 
 
 @pytest.mark.parametrize(("point", "victim"), CASES)
-def test_the_others_say_who_has_gone(tmp_path, point, victim):
-    check(tmp_path, point, victim)
+def test_the_others_say_who_has_gone(together, point, victim):
+    check(together((point, victim)), point, victim)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(10))
 @pytest.mark.parametrize(("point", "victim"), CASES + MORE)
 def test_again_and_again(tmp_path, point, victim, turn):
-    check(tmp_path, point, victim)
+    check(losing(tmp_path, point, victim), point, victim)
 
 
 SILENT = """
@@ -222,10 +225,20 @@ except sc.RankLostError as error:
 """
 
 
-@pytest.mark.parametrize(("point", "victim"), [("between the names", 0), ("writing", 1)])
-def test_what_was_saved_is_whole(tmp_path, point, victim):
-    script = SAVING.format(victim=victim, point=point, restoring=False)
-    ranks = run_pod(tmp_path, script, 2)
+SAVED = [("between the names", 0), ("writing", 1)]
+
+
+def saving(directory, point, victim):
+    """The ranks of a pod that saves, and of one that then restores."""
+    return (
+        run_pod(directory, SAVING.format(victim=victim, point=point, restoring=False)),
+        run_pod(directory, SAVING.format(victim=9, point="", restoring=True), 1),
+    )
+
+
+@pytest.mark.parametrize(("point", "victim"), SAVED)
+def test_what_was_saved_is_whole(together, point, victim):
+    ranks, restored = together((point, victim))
     died = float(ranks[victim].said("dying")[0])
     other = ranks[1 - victim]
     if victim == 0 and not other.said("lost"):
@@ -233,8 +246,7 @@ def test_what_was_saved_is_whole(tmp_path, point, victim):
     else:
         assert other.said("lost"), f"{other.code}\n{other.output}"
         assert float(other.said("lost")[0].rpartition(" ")[2]) - died < HEARTBEAT_SECONDS / 4
-    restored = succeeded(run_pod(tmp_path, SAVING.format(victim=9, point="", restoring=True), 1))
-    version, low, high, count = restored[0].said("restored")[0].split()
+    version, low, high, count = succeeded(restored)[0].said("restored")[0].split()
     assert low == high == f"{count}.0" and version in ("1", "2")
 
 
@@ -293,9 +305,9 @@ except sc.RankLostError as error:
 """
 
 
-def test_an_exception_does_not_end_the_watch(tmp_path):
+def test_an_exception_does_not_end_the_watch(together):
     """It is logged once, and losses are detected as before."""
-    rank = run_pod(tmp_path, MISTAKE, 2)[0]
+    rank = together("a mistake")[0]
     assert rank.said("lost") == ["(1,)"] and rank.code == 0, rank.output
     assert len([line for line in rank.said("log") if "detection of lost processes" in line]) == 1
     assert "KeyError: 'a mistake'" in rank.output
@@ -531,33 +543,35 @@ def test_meshes_of_some_ranks_and_sessions_one_after_the_other(together):
         assert rank.said("two") == (["4.0"] if number < 2 else []) and rank.said("one") == ["2.0"]
 
 
-def test_a_users_own_connections_outlive_a_loss(tmp_path):
-    script = """
-    import socket
-    from pathlib import Path
-    if RANK == 0:
-        server = socket.create_server(("localhost", 0))
-        Path("port.part").write_text(str(server.getsockname()[1]))
-        Path("port.part").rename("port")
-        mine, _ = server.accept()
-    if RANK == 1:
-        while not Path("port").exists():
-            time.sleep(0.01)
-        mine = socket.create_connection(("localhost", int(Path("port").read_text())))
-    try:
-        with sc.Session(mesh):
-            for step in range(1000):
-                float(sc.step(lambda batch: batch.sum(), batch="batch")(np.ones(2, np.float32)))
-                if RANK == 2 and step == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-    except sc.RankLostError as error:
-        mine.settimeout(10)
-        mine.sendall(b"x")
-        say("received", mine.recv(1))
-        mine.sendall(b"x")
-        mine.recv(1)
-    """
-    for rank in run_pod(tmp_path, script, 3)[:2]:
+CONNECTIONS = """
+import socket
+from pathlib import Path
+if RANK == 0:
+    server = socket.create_server(("localhost", 0))
+    Path("port.part").write_text(str(server.getsockname()[1]))
+    Path("port.part").rename("port")
+    mine, _ = server.accept()
+if RANK == 1:
+    while not Path("port").exists():
+        time.sleep(0.01)
+    mine = socket.create_connection(("localhost", int(Path("port").read_text())))
+try:
+    with sc.Session(mesh):
+        for step in range(1000):
+            float(sc.step(lambda batch: batch.sum(), batch="batch")(np.ones(2, np.float32)))
+            if RANK == 2 and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+except sc.RankLostError as error:
+    mine.settimeout(10)
+    mine.sendall(b"x")
+    say("received", mine.recv(1))
+    mine.sendall(b"x")
+    mine.recv(1)
+"""
+
+
+def test_a_users_own_connections_outlive_a_loss(together):
+    for rank in together("connections")[:2]:
         assert rank.said("received") == ["b'x'"], rank.output
 
 
@@ -566,6 +580,9 @@ def test_a_users_own_connections_outlive_a_loss(tmp_path):
 TOGETHER = {
     "silent": functools.partial(silent, victim=1),
     "roll call alone": lambda place: run_pod(place, ALONE, 3, heartbeat=60),
+    **{case: functools.partial(losing, point=case[0], victim=case[1]) for case in CASES},
+    **{case: functools.partial(saving, point=case[0], victim=case[1]) for case in SAVED},
+    "a mistake": lambda place: run_pod(place, MISTAKE),
     "work alone": lambda place: run_pod(place, WORK_ALONE),
     "hang, warn": lambda place: run_pod(place, HANGING.format(on_hang="warn"), 3),
     "hang, error": lambda place: run_pod(place, HANGING.format(on_hang="error"), 3),
@@ -574,4 +591,5 @@ TOGETHER = {
     "some ranks": lambda place: run_pod(place, SOME_RANKS, 3),
     "next pod": lambda place: run_pod(place, NEXT_POD),
     "shut down": lambda place: run_pod(place, SHUT_DOWN),
+    "connections": lambda place: run_pod(place, CONNECTIONS, 3),
 }

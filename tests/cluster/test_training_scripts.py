@@ -19,6 +19,7 @@ import pytest
 from tests.cluster.pods import ROOT, run_pod, succeeded
 
 SCRIPTS = Path(__file__).parent / "scripts"
+PLACES = [str(SCRIPTS), str(ROOT / "tests" / "scripts")]  # Models are shared with those.
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 SAMPLE = ["command_line", "loggers", "prefetching", "two_networks"]
 SETS = {
@@ -32,7 +33,7 @@ UNTRACKABLE = {"loggers": "writer.file: a _io.TextIOWrapper cannot be looked int
 RUN = """
 import importlib, os, sys, traceback
 jax.distributed.initialize = lambda *_, **__: None
-sys.path.insert(0, {scripts!r})
+sys.path[:0] = {scripts!r}
 def run(name, rank):
     print("script", name, flush=True)
     sys.argv = [name + ".py"]
@@ -98,9 +99,7 @@ def record(output: str, name: str) -> dict:
 
 def run_plainly(directory: Path, names: list[str]) -> str:
     """What the scripts print with `jax.jit`, in one process."""
-    script = (
-        PLAIN + RUN.format(scripts=str(SCRIPTS)) + f"\nfor name in {names!r}:\n    run(name, 0)"
-    )
+    script = PLAIN + RUN.format(scripts=PLACES) + f"\nfor name in {names!r}:\n    run(name, 0)"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
@@ -121,7 +120,7 @@ def runs(tmp_path_factory):
     def runs(which):
         cache, names = SETS[which]
         directory = tmp_path_factory.mktemp("scripts")
-        script = RUN.format(scripts=str(SCRIPTS)) + POD.format(names=names)
+        script = RUN.format(scripts=PLACES) + POD.format(names=names)
         cache = directory / cache
         pods = [succeeded(run_pod(directory, script, cache=cache, limit=180)) for _ in range(2)]
         return run_plainly(directory, names), *pods

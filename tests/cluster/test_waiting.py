@@ -13,11 +13,11 @@ step = sc.step(lambda batch: batch.sum(), batch="batch")
 def end(number):
     say("signalled", time.monotonic())
     os.kill(os.getpid(), number)
-if RANK == {victim}:
-    threading.Timer(3.0, end, (signal.{signal},)).start()
 try:
     with sc.Session(mesh, agree_timeout=60):
-        step(np.ones(2, np.float32))
+        step(np.ones(2, np.float32)).block_until_ready()
+        if RANK == {victim}:
+            threading.Timer(1.0, end, (signal.{signal},)).start()
         if RANK == 1:
             time.sleep(60)
         step(np.ones(3, np.float32))

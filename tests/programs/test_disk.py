@@ -709,7 +709,7 @@ def test_a_read_only_directory_serves_reads(tier, directory, clock, monkeypatch,
         assert reader.read("program", DIGEST).payload == b"x" * 100
     for _ in range(3):
         assert reader.read("program", OTHER) is None
-    assert [info.problem is None for info in reader.verify()].count(True) == 1
+    assert [info.problem is None for info in reader.entries(whole=True)].count(True) == 1
     reader.discard("program", DIGEST, "stale", quarantine=False)
     assert reader.read("program", DIGEST) is None, "it cannot be removed, but is not used either"
     assert not done
@@ -872,7 +872,7 @@ def test_verify_reads_everything_and_sets_aside_what_is_bad(tier):
     for digest in ("01", "02"):
         path = path_of(tier, digest)
         path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
-    problems = {info.digest: info.problem for info in tier.verify()}
+    problems = {info.digest: info.problem for info in tier.entries(whole=True)}
     assert [digest for digest in sorted(problems) if problems[digest]] == ["01", "02"]
     assert {refused.digest for refused in tier.quarantined} == {"01", "02"}
     assert {info.digest for info in tier.entries()} == {"00", "03"}
@@ -1190,7 +1190,7 @@ def test_eight_processes_at_once(directory, seconds):
             elif roll < 0.95:
                 tier.discard("program", digest, "stale", quarantine=False)
             elif roll < 0.98:
-                for info in (tier.entries, tier.verify)[chance.random() < 0.3]():
+                for info in tier.entries(whole=chance.random() < 0.3):
                     assert info.problem is None, info
             else:
                 tier = DiskStore(directory, max_bytes)
@@ -1203,7 +1203,7 @@ def test_eight_processes_at_once(directory, seconds):
     tier = DiskStore(directory, max_bytes)
     assert tier.publish("program", "ab", {}, b"the last")
     assert tier.size_bytes() <= max_bytes
-    for info in tier.verify():
+    for info in tier.entries(whole=True):
         assert info.problem is None
     left = [os.listdir(directory / "v1" / name) for name in ("tmp", "loading", "quarantine")]
     assert left == [[], [], []], left

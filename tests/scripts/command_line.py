@@ -1,21 +1,17 @@
 """Options of the command line: some reach the step through closures, some as static arguments."""
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from models import init, options
 
 import stepcache as sc
 
 
 def parse_args():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser = options(steps=10)
     parser.add_argument("--activation", choices=("relu", "tanh"), default="relu")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--run-name", default="untitled")
     return parser.parse_args()
 
@@ -40,12 +36,7 @@ def main():
         updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    keys = jax.random.split(jax.random.key(0), args.layers + 1)
-    sizes = [3] + [8] * args.layers + [1]
-    params = [
-        jax.random.normal(key, shape) / np.sqrt(shape[0])
-        for key, shape in zip(keys, zip(sizes, sizes[1:]))
-    ]
+    params = init(args.layers)
     opt_state = optimizer.init(params)
     rng = np.random.default_rng(0)
     for step in range(args.steps):

@@ -4,21 +4,9 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from nnx_models import Classifier, get_batch, loss_and_rest
 
 import stepcache as sc
-
-
-class Classifier(nnx.Module):
-    def __init__(self, features: int, classes: int, rngs: nnx.Rngs):
-        self.hidden = nnx.Linear(features, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.head = nnx.Linear(16, classes, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.norm(self.hidden(x)))
-        return self.head(self.dropout(x))
-
 
 model = Classifier(4, 3, nnx.Rngs(params=0, dropout=1))
 tx = optax.sgd(0.1, momentum=0.9)
@@ -29,12 +17,7 @@ opt_state = tx.init(params)
 @sc.step(donate_argnames=("params", "opt_state"))
 def train_step(params, rest, opt_state, x, y):
     def loss_fn(params):
-        model = nnx.merge(graphdef, params, rest, copy=True)
-        model.train()
-        logits = model(x)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-        _, _, new_rest = nnx.split(model, nnx.Param, ...)
-        return loss, new_rest
+        return loss_and_rest(graphdef, params, rest, x, y)
 
     (loss, rest), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
     updates, opt_state = tx.update(grads, opt_state, params)
@@ -43,8 +26,7 @@ def train_step(params, rest, opt_state, x, y):
 
 rng = np.random.default_rng(0)
 for step in range(12):
-    y = rng.integers(0, 3, size=24)
-    x = (rng.normal(size=(24, 4)) + y[:, None]).astype(np.float32)
+    x, y = get_batch(rng)
     params, rest, opt_state, loss = train_step(params, rest, opt_state, x, y)
     print(f"step {step}: loss {loss:.6f}")
 

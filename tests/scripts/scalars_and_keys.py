@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from models import noisy_update
 
 import stepcache as sc
 
@@ -12,16 +13,8 @@ import stepcache as sc
 @functools.partial(sc.step, static_argnames="kind")
 def train_step(params, key, x, rate, scale=None, kind="gauss"):
     key, noise_key = jax.random.split(key)
-    sample = jax.random.normal if kind == "gauss" else jax.random.uniform
-    noise = 0.01 * sample(noise_key, x.shape)
-
-    def loss_fn(params):
-        return jnp.mean(((x + noise) @ params - 1.0) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    if scale is not None:
-        grads = grads * scale
-    return params - rate * grads, key, loss
+    params, loss = noisy_update(params, noise_key, x, rate, scale, kind)
+    return params, key, loss
 
 
 @sc.step

@@ -56,6 +56,17 @@ def assert_same_in_numpy(expected, got) -> None:
             assert other.tobytes() == raw(leaf).tobytes(), path
 
 
+def arrays_of(variables):
+    """The arrays that hold the value, which are the user's only until the next write."""
+    return list(variables._master.arrays())
+
+
+def lose(variables):
+    """Deletes what holds the value, as a program that fails has donated what it was given."""
+    for array in arrays_of(variables):
+        array.delete()
+
+
 def on_devices(variables):
     """The tree as the devices have it when a step takes it."""
     leaves, _ = transfer.unpack(variables._master.on_devices(transfer.Meter()))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import arrays_of, lose
 
 import stepcache as sc
 from stepcache.engine import Engine
@@ -268,7 +269,7 @@ def test_a_plan_keeps_no_variables_alive():
     for _ in range(3):
         step(state)
     dead = weakref.ref(state)
-    buffers = [weakref.ref(leaf) for leaf in state._master.arrays()]
+    buffers = [weakref.ref(leaf) for leaf in arrays_of(state)]
     del state
     gc.collect()
     assert dead() is None
@@ -281,8 +282,7 @@ def test_a_carry_that_is_lost_is_named():
     state = sc.Variables(ramp(0), name="weights")
     for _ in range(2):
         step(state)
-    for array in state._master.arrays():
-        array.delete()
+    lose(state)
     with pytest.raises(VariablesError, match="lost"):
         step(state)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparing import assert_same, assert_same_in_numpy, copied
+from comparing import assert_same, assert_same_in_numpy, copied, lose
 from states import LARGE
 
 import stepcache as sc
@@ -266,8 +266,7 @@ def test_a_program_that_fails_once_it_runs_takes_the_value_with_it():
 def test_a_value_that_is_lost_is_told_and_can_be_assigned():
     variables = sc.Variables(tree(), name="table")
     kept = variables.value
-    for buffer in variables._master.arrays():
-        buffer.delete()
+    lose(variables)
     with pytest.raises(sc.VariablesError, match="lost") as raised:
         _ = variables.value
     assert raised.value.where == "table" and "assign" in raised.value.hint
@@ -383,8 +382,7 @@ def test_a_lost_value_is_restored_with_a_state_that_was_not_made_yet(tmp_path):
     first, variables = made(), made()
     first.push(tree_of_ones)
     first.save(tmp_path)
-    for buffer in variables._master.arrays():
-        buffer.delete()
+    lose(variables)
     with pytest.raises(sc.VariablesError, match="elsewhere"):
         variables.restore(tmp_path / "elsewhere")
     says_it_is_lost(lambda: variables.value)

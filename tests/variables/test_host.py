@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparing import assert_same, assert_same_in_numpy, copied, on_devices, raw
+from comparing import arrays_of, assert_same, assert_same_in_numpy, copied, on_devices, raw
 from jax.sharding import PartitionSpec as P
 from moving import live_buffers, live_bytes, mesh_of, session, watching
 
@@ -228,7 +228,7 @@ def test_leaves_placed_by_the_user_without_a_session():
     step(hosted)
     step(hosted)
     assert all(leaf.devices() == {at} for leaf in on_devices(hosted).values())
-    assert all(array.devices() == {at} for array in hosted._master.arrays())
+    assert all(array.devices() == {at} for array in arrays_of(hosted))
     assert step.stats().misses == 1
     np.testing.assert_array_equal(hosted.value["a"], 3)
 

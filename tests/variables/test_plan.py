@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparing import raw
+from comparing import arrays_of, raw
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -155,7 +155,7 @@ def test_the_gathering_program_copies_shares_from_the_host_and_nothing_else():
         tree = {"big": np.ones(100_003, np.float32), "few": np.ones(13, jnp.bfloat16)}
         hosted = sc.Variables(tree, placement=sc.OnHost())
         planned = sc.step(lambda state: state["few"]).explain(hosted).plan
-    layout, buffers = hosted._master.host_layout, hosted._master.arrays()
+    layout, buffers = hosted._master.host_layout, arrays_of(hosted)
     for program, side in (
         (layout.read.lower(buffers), 0),
         (layout.write.lower(layout.read(buffers)), 1),
@@ -175,7 +175,7 @@ def test_a_read_ahead_is_copied_by_no_program(mesh):
     programs = []
     with session(mesh):
         hosted = sc.Variables(np.ones(100_003, np.float32), placement=sc.OnHost())
-        layout, buffers = hosted._master.host_layout, hosted._master.arrays()
+        layout, buffers = hosted._master.host_layout, arrays_of(hosted)
         layout.__dict__["_gather"] = lambda shares: programs.extend(shares) or layout.read(buffers)
         arrived = layout.read_ahead(buffers)
     assert [each.sharding for each in arrived] == [each.sharding for each in layout.on_device]

@@ -1,24 +1,20 @@
 """Options of the command line, the rank among them, as many a tutorial has it."""
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType
+from models import init, options
 
 import stepcache as sc
 
 
 def parse_args():
-    parser = argparse.ArgumentParser()
+    parser = options(steps=6)
     parser.add_argument("--coordinator")
     parser.add_argument("--num-processes", type=int)
     parser.add_argument("--process-id", type=int)
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rows", type=int, default=16, help="of the batch of all processes")
     return parser.parse_args()
 
@@ -46,12 +42,7 @@ def main():
         updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    keys = jax.random.split(jax.random.key(0), args.layers + 1)
-    sizes = [3] + [8] * args.layers + [1]
-    params = [
-        jax.random.normal(key, shape) / np.sqrt(shape[0])
-        for key, shape in zip(keys, zip(sizes, sizes[1:]))
-    ]
+    params = init(args.layers)
     opt_state = optimizer.init(params)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)

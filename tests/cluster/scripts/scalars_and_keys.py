@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from models import noisy_update
 
 import stepcache as sc
 
@@ -13,16 +14,8 @@ import stepcache as sc
 @functools.partial(sc.step, carry=("params", "key"), batch="x", static_argnames="kind")
 def train_step(params, key, x, rate, step, scale=None, kind="gauss"):
     key, noise_key = jax.random.split(key)
-    sample = jax.random.normal if kind == "gauss" else jax.random.uniform
-    noise = 0.01 * sample(jax.random.fold_in(noise_key, step), x.shape)
-
-    def loss_fn(params):
-        return jnp.mean(((x + noise) @ params - 1.0) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    if scale is not None:
-        grads = grads * scale
-    return params - rate * grads, key, loss
+    params, loss = noisy_update(params, jax.random.fold_in(noise_key, step), x, rate, scale, kind)
+    return params, key, loss
 
 
 @sc.step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,11 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from stepcache.report.doctor import Diagnosis
-from stepcache.report.environment import Part
 from stepcache.report.inventory import Checked, Details, Inventory, Item
 from stepcache.report.moving import Exported, Imported
 from stepcache.report.runs import Happening, Run, change_in_words, in_order
-from stepcache.units import counted, readable_bytes, terminal_width
+from stepcache.units import counted, readable_bytes, readable_time, terminal_width
 
 Rendered = Iterator[str | Text | Table]
 
@@ -66,14 +65,6 @@ def _field(name: str, value: Any) -> str:
     return str(value)
 
 
-def readable_time(seconds: float | None) -> str:
-    """`Tuesday 2026-11-17 10:02`, in local time."""
-    try:
-        return time.strftime("%A %Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "?"
-    except (OverflowError, ValueError, OSError):
-        return "?"
-
-
 def _ago(seconds: float | None) -> str:
     """`14m ago`."""
     if not seconds:
@@ -90,15 +81,15 @@ def _stages(seconds: Mapping[str, float]) -> str:
 
 
 def _table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Sequence[str] = (),
-    wrap: Sequence[str] = (),
+    rows: Sequence[Mapping[str, str]],
+    right: Collection[str] = (),
+    wrap: Collection[str] = (),
     cut: str = "",
 ) -> Table:
-    """A table in which the columns in `wrap` may wrap, and the cells of `cut` are cut to fit."""
+    """Rows of cells by column. Columns in `wrap` may wrap; the cells of `cut` are cut to fit."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    columns = list(rows[0])
+    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in columns]
     excess = sum(widths) + 2 * (len(columns) - 1) - terminal_width()
     for name, width in zip(columns, widths, strict=True):
         justify = "right" if name in right else "left"
@@ -108,8 +99,14 @@ def _table(
             name, justify=justify, overflow=overflow, no_wrap=name not in wrap, max_width=most
         )
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(Text, row.values()))
     return table
+
+
+def records(rows: Sequence[Any]) -> Table:
+    """Records of one class as a table: a column for each field."""
+    texts = [{name: _field(name, value) for name, value in asdict(row).items()} for row in rows]
+    return _table(texts, wrap=texts[0])
 
 
 def _outline(fields: Mapping[str, Any], limit: int | None, indent: str = "") -> Iterator[str]:
@@ -148,44 +145,44 @@ def _row(row: Any) -> str:
 # ---- ls, show, verify ---------------------------------------------------------------------------
 
 
-def inventory(found: Inventory, items: Sequence[Item]) -> Rendered:
+def inventory(found: Inventory) -> Rendered:
     """A row for each step, and for each program that no step names."""
-    if not items:
+    if not found.items:
         yield f"{found.directory} holds no programs."
         return
-    columns = ["what", "digest", "builds", "size", "built", "took", "last used", "programs"]
-    shown = len(columns) if terminal_width() >= 100 else -1
-    rows = [_cells(item)[:shown] for item in items]
-    yield _table(columns[:shown], rows, right=("builds", "size", "took"), cut="what")
+    rows = [_cells(item, narrow=terminal_width() < 100) for item in found.items]
+    yield _table(rows, right=("builds", "size", "took"), cut="what")
     yield (
         f"{counted(found.steps, 'step')}, {counted(found.programs, 'program')}, "
         f"{readable_bytes(found.size_bytes)} in {found.directory}"
     )
-    for item in items:
+    for item in found.items:
         if item.problem:
             yield Text(f"{item.kind} {item.digest[:12]} is damaged: {item.problem}", "red")
     if found.damaged:
         yield "stepcache cache verify puts damaged entries in quarantine."
 
 
-def _cells(item: Item) -> tuple[str, ...]:
+def _cells(item: Item, narrow: bool) -> dict[str, str]:
     name = item.label or "?"
+    what = name if item.kind == "step" else f"{item.kind} of {name}"
+    cells = {
+        "what": f"damaged: {what}" if item.problem else what,
+        "digest": item.digest[:12],
+        "builds": str(item.builds or ""),
+        "size": readable_bytes(item.size_bytes),
+        "built": _ago(item.built_time),
+        "took": _field("built_seconds", item.built_seconds),
+        "last used": _ago(item.used_time),
+    }
+    if narrow:
+        return cells
     programs = ", ".join(digest[:8] for digest in item.programs[:1])
     if len(item.programs) > 1:
         programs += f" + {len(item.programs) - 1}"
     if item.missing:
         programs += f", {len(item.missing)} gone"
-    return (
-        ("damaged: " if item.problem else "")
-        + (name if item.kind == "step" else f"{item.kind} of {name}"),
-        item.digest[:12],
-        str(item.builds or ""),
-        readable_bytes(item.size_bytes),
-        _ago(item.built_time),
-        _field("built_seconds", item.built_seconds),
-        _ago(item.used_time),
-        programs,
-    )
+    return cells | {"programs": programs}
 
 
 def details(found: Details, *, everything: bool) -> Rendered:
@@ -224,8 +221,8 @@ def verified(count: int, found: Sequence[Checked], directory: str) -> Rendered:
 def why(run: Run) -> Rendered:
     """Each event of a run, with its times and its reason."""
     ranks = f", {len(run.ranks)} processes" if len(run.ranks) > 1 else ""
-    imports = [rank.seconds["import"] for rank in run.ranks if "import" in rank.seconds]
-    importing = f"; importing took {max(imports):.2f} s" if imports else ""
+    seconds = _slowest(run).get("import")
+    importing = f"; importing took {seconds:.2f} s" if seconds is not None else ""
     yield Text(f"{_of(run)}{ranks}{importing}", "bold")
     for each in run.happenings:
         rank = f", rank {each.rank}" if ranks else ""
@@ -258,13 +255,13 @@ def startup_ledger(runs: Sequence[Run]) -> Rendered:
     headings = ["latest", *(f"{number} before" for number in range(1, len(runs)))]
     totals = [_slowest(run) for run in runs]
     stages = in_order({stage for total in totals for stage in total})
-    rows = [
-        [stage, *(f"{total[stage]:.2f}" if stage in total else "·" for total in totals)]
-        for stage in stages
-    ]
-    sums = (sum(total.values()) - total.get("verify", 0.0) for total in totals)
-    rows.append(["all", *(f"{seconds:.2f}" for seconds in sums)])
-    yield _table(["seconds", *headings], rows, right=headings)
+    for total in totals:
+        total["all"] = sum(total.values()) - total.get("verify", 0.0)
+    rows = []
+    for stage in (*stages, "all"):
+        cells = (f"{total[stage]:.2f}" if stage in total else "·" for total in totals)
+        rows.append({"seconds": stage, **dict(zip(headings, cells, strict=True))})
+    yield _table(rows, right=headings)
     yield ""
     for heading, run in zip(headings, runs, strict=True):
         events = Counter(each.event for each in run.happenings)
@@ -273,11 +270,8 @@ def startup_ledger(runs: Sequence[Run]) -> Rendered:
 
 def _slowest(run: Run) -> dict[str, float]:
     """Seconds of the slowest process in each stage: the others wait for it."""
-    total: dict[str, float] = {}
-    for rank in run.ranks:
-        for stage, seconds in rank.seconds.items():
-            total[stage] = max(total.get(stage, 0.0), seconds)
-    return total
+    seconds = {rank.rank: rank.seconds for rank in run.ranks}
+    return {stage: seconds[rank][stage] for stage, rank in run.slowest.items()}
 
 
 def _counts(events: Mapping[str, int]) -> str:
@@ -286,19 +280,18 @@ def _counts(events: Mapping[str, int]) -> str:
 
 def ranks(run: Run) -> Rendered:
     """The processes of a run side by side, and which was slowest in each stage."""
-    stages = in_order(each for each, taken in _slowest(run).items() if taken >= _LEAST_SECONDS)
+    stages = [each for each, taken in _slowest(run).items() if taken >= _LEAST_SECONDS]
     yield Text(f"{_of(run)}, seconds by stage", "bold")
-    columns = ["rank", *stages, "all", "what"]
     rows = [
-        [
-            str(rank.rank),
-            *(f"{rank.seconds.get(stage, 0.0):.2f}" for stage in stages),
-            f"{rank.total_seconds:.2f}",
-            _counts(rank.events),
-        ]
+        {
+            "rank": str(rank.rank),
+            **{stage: f"{rank.seconds.get(stage, 0.0):.2f}" for stage in stages},
+            "all": f"{rank.total_seconds:.2f}",
+            "what": _counts(rank.events),
+        }
         for rank in run.ranks
     ]
-    yield _table(columns, rows, right=columns[:-1], wrap=("what",))
+    yield _table(rows, right=rows[0].keys() - {"what"}, wrap=("what",))
     last = max(run.ranks, key=lambda each: each.total_seconds)
     slowest = ", ".join(f"{stage} rank {run.slowest[stage]}" for stage in stages)
     yield f"Rank {last.rank} started slowest; slowest by stage: {slowest}"
@@ -327,16 +320,10 @@ def imported(result: Imported) -> Rendered:
         refused = f"refused: {counted(len(result.refused), 'step')}"
         what = refused if result.refused else "Stored, although"
         yield f"{what} built for another environment:"
-        yield parts_table(result.foreign)
+        yield records(result.foreign)
     if result.settings:
         yield "A process finds them if it has these settings, which differ here:"
-        yield parts_table(result.settings)
-
-
-def parts_table(parts: Sequence[Part]) -> Table:
-    """Parts of two environments side by side."""
-    rows = [(part.part, part.bundle, part.here) for part in parts]
-    return _table(("part", "bundle", "here"), rows, wrap=("bundle", "here"))
+        yield records(result.settings)
 
 
 def diagnosis(found: Diagnosis) -> Rendered:

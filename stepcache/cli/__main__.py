@@ -1,0 +1,5 @@
+"""`python -m stepcache.cli`."""
+
+from stepcache.cli import main
+
+main()

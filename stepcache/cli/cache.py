@@ -1,0 +1,185 @@
+"""`stepcache cache ...`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+
+import stepcache.cli.render as render
+from stepcache.cli.directories import DURATION, SIZE, Result, on_directory
+from stepcache.programs.archive import Archive, open_archive
+from stepcache.report import inventory as inventories
+from stepcache.report import moving, runs
+from stepcache.storage.entry_info import EntryInfo
+from stepcache.units import counted, readable_bytes
+
+
+@click.group()
+def cache() -> None:
+    """Inspects and maintains a cache directory."""
+
+
+# ---- inspecting ---------------------------------------------------------------------------------
+
+_SORTS = {
+    "used": lambda item: -item.used_time,
+    "built": lambda item: -(item.built_time or 0.0),
+    "size": lambda item: -item.size_bytes,
+    "seconds": lambda item: -(item.built_seconds or 0.0),
+    "label": lambda item: (item.label, -item.used_time),
+}
+
+
+@cache.command("ls")
+@on_directory
+@click.option("--sort", type=click.Choice(list(_SORTS)), default="used", show_default=True)
+def list_command(directory: Path, sort: str) -> Result:
+    """Lists steps and their programs."""
+    found = inventories.take_inventory(directory)
+    found = replace(found, items=tuple(sorted(found.items, key=_SORTS[sort])))
+    return Result(found, render.inventory(found))
+
+
+@cache.command("show")
+@on_directory
+@click.argument("digest")
+@click.option("--all", "everything", is_flag=True, help="Show every row of each list.")
+def show_command(directory: Path, digest: str, everything: bool) -> Result:
+    """Shows a step or program. DIGEST is the beginning of its digest, or the name of a step."""
+    archive = inventories.open_existing(directory)
+    found = inventories.find(inventories.entries_of(archive), digest)
+    if archive is None or not found:
+        return Result({}, error=f"Nothing in {directory} matches {digest!r}.")
+    if len(found) > 1:
+        names = [f"{each.kind} {each.digest} {inventories.label_of(each)}" for each in found]
+        message = f"{digest!r} may be any of\n  " + "\n  ".join(names[:20])
+        return Result({"matches": [each.digest for each in found]}, error=message)
+    details = inventories.details(archive, found[0])
+    return Result(details, render.details(details, everything=everything))
+
+
+@cache.command("why")
+@on_directory
+@click.argument("step", required=False)
+@click.option("--runs", "count", type=click.IntRange(min=1), help="Compare that many runs.")
+@click.option("--ranks", "by_rank", is_flag=True, help="Compare the processes of the latest run.")
+def why_command(directory: Path, step: str | None, count: int | None, by_rank: bool) -> Result:
+    """Shows what the latest run built and loaded, and why: all steps, or one STEP."""
+    archive = inventories.open_existing(directory)
+    found = list(itertools.islice(runs.latest_runs(archive, step), count or 1))
+    if not found and step is None:
+        return Result({"runs": []}, [f"No run has used {directory} yet."])
+    if not found:
+        known = runs.steps_known(archive)
+        listed = f"\n  known: {', '.join(known)}" if known else ""
+        message = f"No recorded run in {directory} used {step!r}.{listed}"
+        return Result({"known": known}, error=message)
+    if by_rank:
+        text = render.ranks(found[0])
+    else:
+        text = render.why(found[0]) if count is None else render.startup_ledger(found)
+    return Result({"runs": [asdict(run) for run in found]}, text)
+
+
+# ---- maintaining --------------------------------------------------------------------------------
+
+
+@cache.command("verify")
+@on_directory
+def verify_command(directory: Path) -> Result:
+    """Reads and checks every entry, and quarantines damaged ones."""
+    archive = inventories.open_existing(directory)
+    count, found = inventories.verify(archive)
+    damaged = sum(each.state == "damaged" for each in found)
+    data = {
+        "directory": str(directory),
+        "entries": count,
+        "damaged": damaged,
+        "findings": [asdict(each) for each in found],
+    }
+    text = render.verified(count, found, str(directory))
+    return Result(data, text, failed=damaged > 0)
+
+
+@cache.command("prune")
+@on_directory
+@click.option("--max-bytes", type=SIZE, help="Keep at most this size, such as 2GB.")
+@click.option("--older-than", type=DURATION, help="Remove entries unused for this time: 30d.")
+def prune_command(directory: Path, max_bytes: int | None, older_than: float | None) -> Result:
+    """Removes the least recently used entries."""
+    if max_bytes is None and older_than is None:
+        raise click.UsageError("Say how much to keep: --max-bytes 2GB or --older-than 30d.")
+    since = None if older_than is None else time.time() - older_than
+    archive = inventories.open_existing(directory)
+    return _freed(archive, directory, archive.disk.prune(max_bytes, since) if archive else [])
+
+
+def _freed(
+    archive: Archive | None, directory: Path, removed: list[EntryInfo], failed: bool = False
+) -> Result:
+    freed_bytes = sum(each.size_bytes for each in removed)
+    left_bytes = sum(each.size_bytes for each in inventories.entries_of(archive))
+    data = {
+        "directory": str(directory),
+        "removed": [{"kind": each.kind, "digest": each.digest} for each in removed],
+        "freed_bytes": freed_bytes,
+        "left_bytes": left_bytes,
+    }
+    text = (
+        f"{counted(len(removed), 'entry')} removed, {readable_bytes(freed_bytes)} freed; "
+        f"{readable_bytes(left_bytes)} left in {directory}."
+    )
+    return Result(data, [text], failed=failed)
+
+
+@cache.command("clear")
+@on_directory
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear_command(directory: Path, yes: bool) -> Result:
+    """Removes all steps and programs, and the quarantine."""
+    archive = inventories.open_existing(directory)
+    entries = inventories.entries_of(archive)
+    if not yes:
+        size = readable_bytes(sum(each.size_bytes for each in entries))
+        question = f"Remove everything, {counted(len(entries), 'entry')}, {size}, in {directory}?"
+        click.confirm(question, abort=True, err=True)
+    if archive is not None:
+        archive.disk.clear()
+    left = {(each.kind, each.digest) for each in inventories.entries_of(archive)}
+    gone = [each for each in entries if (each.kind, each.digest) not in left]
+    return _freed(archive, directory, gone, failed=bool(left))
+
+
+# ---- moving -------------------------------------------------------------------------------------
+
+
+@cache.command("export")
+@on_directory
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("steps", nargs=-1)
+def export_command(directory: Path, file: Path, steps: tuple[str, ...]) -> Result:
+    """Writes all programs, or those of STEPS, to a bundle FILE for another machine."""
+    archive = inventories.open_existing(directory)
+    if archive is None:
+        return Result({}, error=f"{directory} holds no programs: there is nothing to export.")
+    result = moving.export(archive, file, steps)
+    return Result(result, render.exported(result))
+
+
+@cache.command("import")
+@on_directory
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option("--trust", is_flag=True, help="Let the maker of the bundle run code as you.")
+@click.option("--anyway", is_flag=True, help="Also import programs for another environment.")
+def import_command(directory: Path, file: Path, trust: bool, anyway: bool) -> Result:
+    """Imports the programs of a bundle FILE that `export` wrote."""
+
+    def opened() -> Archive:
+        return open_archive(directory, None, "off", 0.0)
+
+    result = moving.take(opened, file, trust=trust, anyway=anyway)
+    return Result(result, render.imported(result))

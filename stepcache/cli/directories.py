@@ -1,0 +1,103 @@
+"""Commands about a cache directory: their options, and how their results are printed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+import stepcache.cli.render as render
+from stepcache.errors import CacheDirectoryError, StepCacheError, refuse_url
+from stepcache.programs.cache import default_directory
+from stepcache.report.moving import ForeignBundleError
+
+_BYTES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BYTES |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_BYTES |= {f"{unit}b": size for unit, size in _BYTES.items()}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+class Quantity(click.ParamType):
+    """A number with a unit, converted to `kind`."""
+
+    def __init__(self, name: str, kind: type, units: Mapping[str, float], examples: str):
+        self.name, self.kind, self.units, self.examples = name, kind, units, examples
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        found = re.fullmatch(r"([\d.]+)\s*([a-z]*)", value.strip().lower())
+        with contextlib.suppress(ValueError, KeyError):
+            if found is not None:
+                return self.kind(float(found[1]) * self.units[found[2]])
+        self.fail(f"{value!r} is not a {self.name}, such as {self.examples}", param, ctx)
+
+
+SIZE = Quantity("size", int, _BYTES, "500MB, 2GB or 1.5GiB")
+DURATION = Quantity("duration", float, _SECONDS, "12h, 30d or 2w")
+
+
+class Result(NamedTuple):
+    """What a command prints, as JSON or as text; it fails if there is an error or `failed`."""
+
+    data: Any
+    text: Iterable[Any] = ()
+    error: str = ""
+    failed: bool = False
+
+    def show(self, as_json: bool) -> None:
+        """Prints the result, and ends the process if the command failed."""
+        if as_json:
+            error = {"error": self.error} if self.error else {}
+            data = self.data if isinstance(self.data, dict) else asdict(self.data)
+            click.echo(json.dumps(error | data, indent=2))
+        else:
+            if self.error:
+                click.echo(self.error, err=True)
+            render.show(self.text)
+        if self.error or self.failed:
+            sys.exit(1)
+
+
+def on_directory(function: Callable[..., Result]) -> Callable[..., None]:
+    """Gives a command `--dir` and `--json`, and prints the `Result` that its function returns."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+    @click.option(
+        "--dir",
+        "directory",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Cache directory; by default STEPCACHE_DIR, or the user's own.",
+    )
+    @functools.wraps(function)
+    def run(directory: Path | None, as_json: bool, **options: Any) -> None:
+        try:
+            if directory is not None:
+                refuse_url(directory, CacheDirectoryError, "--dir")
+            result = function(directory or _default_directory(), **options)
+        except ForeignBundleError as error:
+            parts = {"foreign": [asdict(part) for part in error.parts]}
+            result = Result(parts, [render.records(error.parts)], str(error))
+        except StepCacheError as error:
+            result = Result({}, error=str(error))
+        result.show(as_json)
+
+    return run
+
+
+def _default_directory() -> Path:
+    directory = default_directory()
+    if directory is None:
+        raise click.UsageError(
+            "STEPCACHE_DIR=off keeps programs in memory only, so there is no cache directory. "
+            "Name one with --dir."
+        )
+    return directory

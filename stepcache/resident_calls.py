@@ -1,0 +1,117 @@
+"""Calls that pass `Variables`: run by an engine over their buffers, and planned for later calls."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from stepcache import jaxcompat
+from stepcache.calls.call_plan import CallPlans
+from stepcache.calls.context import Scope
+from stepcache.calls.residence import Use
+from stepcache.calls.signature import Unreadable
+from stepcache.calls.step_spec import StepSpec
+from stepcache.calls.transfer_budget import check_budget
+from stepcache.distributed.hang_report import CallCount
+from stepcache.programs.miss_log import MissLog
+
+_making = threading.RLock()  # One engine may make another.
+
+
+class _Admitted(threading.local):
+    engine: Any = None
+
+
+_admitted = _Admitted()
+
+
+def is_admitted(engine: Any) -> bool:
+    """Whether this thread is in a call that `ResidentCalls.run` gave to an engine."""
+    return _admitted.engine is engine
+
+
+class ResidentCalls:
+    """Serves the calls of one step that pass `Variables`.
+
+    Args:
+        spec: the step.
+        miss_log: counts what moves.
+        call_count: counts the calls; a plan counts none.
+        dispatch: what serves a call for which there is no plan.
+        make_engine: makes the engine that runs the step over buffers.
+
+    Attributes:
+        made: that engine, once there is one.
+        serve_by: has the step call something else than its dispatcher; the step says what.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        miss_log: MissLog,
+        call_count: CallCount,
+        dispatch: Callable[..., Any],
+        make_engine: Callable[[], Any],
+    ):
+        self.spec, self.miss_log, self.call_count = spec, miss_log, call_count
+        self.made: Any = None
+        self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
+        self._make_engine = make_engine
+        self._plans = CallPlans(dispatch)
+        self._runs = 0
+
+    @property
+    def engine(self) -> Any:
+        """Runs the step where its arguments are buffers in the place of `Variables`."""
+        if self.made is None:
+            with _making:  # By the first of several threads.
+                if self.made is None:
+                    self.made = self._make_engine()
+        return self.made
+
+    def run(self, scope: Scope, use: Use) -> Any:
+        """Runs one call. Returns its outputs, with the `Variables` that it carried in them."""
+        engine = self.engine
+        with use.held(scope):
+            use.compare_values(scope)
+            if scope.check_replicas_every:
+                self._runs += 1
+                use.check_replicas(scope, self._runs)
+            if scope.max_step_bytes is not None:
+                request = None  # Where only JAX can judge the other arguments.
+                with contextlib.suppress(Unreadable):
+                    request = engine.request(scope, *use.shown())
+                check_budget(scope, self.spec.name, request, use)
+            before, _admitted.engine = _admitted.engine, engine
+            try:
+                args, kwargs = use.taken()
+                outputs = engine.dispatcher.call(*args, **kwargs)
+                written = use.written(outputs)
+                self._plan(scope, use, outputs)
+                return written
+            finally:
+                _admitted.engine = before
+                self._count_moved(use)
+
+    def _plan(self, scope: Scope, use: Use, outputs: Any) -> None:
+        """Has the next calls like this one served by a plan."""
+        serve_by = self.serve_by()
+        if serve_by is None or scope.is_watched or not jaxcompat.PRIVATE_API:
+            return
+        if jaxcompat.arguments_outlive_calls():
+            return
+        if scope.check_replicas_every:
+            plan = self._plans.stop()
+        else:
+            plan = self._plans.add(use, outputs, self.engine.dispatcher.call)
+        if plan is not None:
+            self.call_count.is_whole = False
+            serve_by(plan)
+
+    def _count_moved(self, use: Use) -> None:
+        moved = use.meter.link_bytes
+        if moved:
+            self.miss_log.count(moved_bytes=sum(moved.values()))
+            use.meter.emit(self.spec.name)
