@@ -8,6 +8,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     PYTHON,
@@ -63,7 +64,13 @@ def is_bystander(frame: FrameType | None) -> bool:
     return False
 
 
-def name_of_builtin(function: Any) -> str | None:
+def why_call_is_impure(function: Any) -> str | None:
+    """Why a call of a function written in C does not give the same in each run; None if it does."""
+    name = _name_of_builtin(function)
+    return why_impure(name) if name is not None else None
+
+
+def _name_of_builtin(function: Any) -> str | None:
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
     if owner is None or type(owner).__name__ == "module":

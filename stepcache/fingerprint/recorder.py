@@ -25,10 +25,9 @@ from stepcache.fingerprint.callers import (
     is_import,
     is_import_hook,
     is_of_imports,
-    name_of_builtin,
     responsible,
+    why_call_is_impure,
 )
-from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     PYTHON,
@@ -195,13 +194,8 @@ def _note_variables(code: CodeType, frame: FrameType) -> None:
 
 def _call(function: Any, frame: FrameType | None) -> None:
     """Notes a call of a function written in C, where its result is not the same in each run."""
-    name = name_of_builtin(function)
-    if name is None:
-        return
-    why = why_impure(name)
-    if why is None:
-        return
-    caller = responsible(frame)
+    why = why_call_is_impure(function)
+    caller = responsible(frame) if why is not None else None
     if caller is not None:
         for recording in _current():
             recording.impure[f"{caller}: {why}"] = None

@@ -204,7 +204,7 @@ class Archive:
     @_no_matter_of_the_step("look for programs", bool)
     def has_programs(self) -> bool:
         """Whether there is any executable."""
-        return self.disk.holds_any("program")
+        return self.disk.holds("program")
 
     @_no_matter_of_the_step("read a program", bytes)
     def executable_bytes(self, digest: str) -> bytes:

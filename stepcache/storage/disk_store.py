@@ -111,9 +111,8 @@ class DiskStore:
         Raises:
             OptionError: `kind` or `digest` cannot be a name.
         """
-        if not self.holds(kind, digest) or (kind, digest) in self._shunned:
-            return None
-        if self._has_killed(kind, digest):
+        known = self.holds(kind, digest) and (kind, digest) not in self._shunned
+        if not known or self._has_killed(kind, digest):
             return None
         info, payload = self._examine(kind, digest, whole=True, use=True)
         if info is None or info.header is None or info.created_time is None:
@@ -329,13 +328,11 @@ class DiskStore:
             if info is not None:
                 yield info
 
-    def holds(self, kind: str, digest: str) -> bool:
-        """Whether there is an entry of a name, good or bad."""
+    def holds(self, kind: str, digest: str | None = None) -> bool:
+        """Whether there is an entry of a kind, or the one of a digest, whatever its worth."""
+        if digest is None:
+            return any(True for _ in self._files.found(kind))
         return os.path.lexists(self._files.path(kind, digest))
-
-    def holds_any(self, kind: str) -> bool:
-        """Whether there is any entry of a kind, whatever its worth."""
-        return any(True for _ in self._files.found(kind))
 
     def size_bytes(self) -> int:
         """Size of all entries in bytes."""
