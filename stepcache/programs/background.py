@@ -134,11 +134,13 @@ class Job:
         work: does it; returns `LATER` for as long as it is not due, or `WHEN_QUIET`.
         outcome: what it returned; None before that, and where it raised.
         runs_at: when it runs at the latest, by `time.perf_counter`, though builds go on.
+        is_over: it is not going to be run any more.
     """
 
     work: Callable[[], Any]
     outcome: Any = None
     runs_at: float = 0.0
+    is_over: bool = False
 
 
 class Worker:
@@ -227,7 +229,7 @@ class Worker:
     def _try(self, job: Job) -> bool:
         """Runs a job; False where it is not due yet."""
         with self._changed:
-            if job not in self._jobs:
+            if job.is_over:
                 return True  # It was taken back, or dropped.
             self._running = job
         outcome = None
@@ -249,6 +251,7 @@ class Worker:
         return True
 
     def _drop(self, job: Job) -> None:
+        job.is_over = True
         with contextlib.suppress(ValueError):
             self._jobs.remove(job)
 
@@ -260,7 +263,7 @@ class Worker:
             waiting = list(self._jobs)
         while waiting:
             with self._changed:
-                waiting = [job for job in waiting if job in self._jobs]
+                waiting = [job for job in waiting if not job.is_over]
                 if not waiting:
                     return
                 started = self._start()
@@ -294,7 +297,8 @@ class Worker:
         with self._changed:
             self._stopping = True
             if self._droppable:
-                self._jobs.clear()
+                for job in tuple(self._jobs):
+                    self._drop(job)
             self._changed.notify_all()
             thread = self._thread
         limit = time.monotonic() + _STOP_SECONDS
