@@ -169,8 +169,29 @@ class Use:
         return self._given(self._take)
 
     def _take(self, each: Variables, carried: bool) -> Packed:
-        packed = each._take(Reader(self._session, carried=carried), self.meter)
+        reader = Reader(self._session, carried=carried, in_program=self._in_program())
+        packed = each._take(reader, self.meter)
         return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
+
+    def _in_program(self) -> bool:
+        """Whether the step's own program can read values in host memory, and write them back."""
+        placing = ("in_shardings", "out_shardings", "device", "backend")
+        options = self._spec.options
+        if not self.carried or any(options.get(name) is not None for name in placing):
+            return False
+        if not jaxcompat.PRIVATE_API or jaxcompat.arguments_outlive_calls():
+            return False
+        return self.variables[0]._mesh is not None or self._is_for_one_device()
+
+    def _is_for_one_device(self) -> bool:
+        """Whether a call without a session's mesh names no device, or one."""
+        arguments = jax.tree_util.tree_leaves(self.given)
+        variables = (array for each in self.variables for array in each._master.arrays())
+        return not jaxcompat.has_concrete_mesh() and all(
+            array.sharding is None or array.sharding.num_devices == 1
+            for array in (*arguments, *variables)
+            if isinstance(array, jax.Array | jax.ShapeDtypeStruct)
+        )
 
     def _arguments(self) -> dict[int, list[str]]:
         """For each of the variables, by number, the arguments that it is in."""
@@ -227,7 +248,8 @@ class Use:
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program would take them."""
-        return self._given(lambda each, carried: each._described())
+        in_program = self._in_program()
+        return self._given(lambda each, carried: each._described(in_program=in_program))
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments inside another transformation, with values in the place of variables.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from stepcache.jaxcompat.arguments import uncommitted
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
@@ -113,6 +115,25 @@ class Runnable(NamedTuple):
         return {index: number in overwritten for number, index in numbers}
 
 
+def uncommitted_outputs(outputs: Any, fast_path: Any) -> tuple[Any, Any]:
+    """What `Runnable` returned, with uncommitted arrays where JAX chose their device.
+
+    A program that moves something between memories commits all that it returns.
+    """
+
+    def is_free(sharding: Any) -> bool:
+        return isinstance(sharding, SingleDeviceSharding)
+
+    outputs = jax.tree_util.tree_map(
+        lambda x: uncommitted(x) if is_free(x.sharding) else x, outputs
+    )
+    if fast_path is not None:
+        pairs = zip(fast_path.out_committed, fast_path.out_shardings, strict=True)
+        committed = [given and not is_free(sharding) for given, sharding in pairs]
+        fast_path = fast_path._replace(out_committed=committed)
+    return outputs, fast_path
+
+
 # In the header of a module: `input_output_alias={ {0}: (2, {}, may-alias) }`.
 _ALIASED_PARAMETER = re.compile(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 
@@ -166,13 +187,48 @@ class Staged:
         both = zip(pins, params["out_shardings"], strict=True)
         return tuple(old if pin is None else pin for pin, old in both)
 
+    def keep_arguments(self, numbers: Collection[int]) -> None:
+        """Says which flat arguments are not donated, whatever the options say of the others."""
+        if PRIVATE_API and numbers:
+            donated = enumerate(self._params["donated_invars"])
+            kept = tuple(given and number not in numbers for number, given in donated)
+            self._params = dict(self._params, donated_invars=kept)
+
+    def name_memories(self, device: Any) -> None:
+        """Says in which memory of one device each argument and each result lies.
+
+        Unless all are named, JAX lets a result overwrite a donated argument in another memory.
+        """
+        assert PRIVATE_API
+
+        def at(aval: Any) -> SingleDeviceSharding:
+            kind = core.mem_space_to_kind(aval.memory_space)
+            return SingleDeviceSharding(device, memory_kind=kind)
+
+        avals = {"in_shardings": self.jaxpr.in_avals, "out_shardings": self.jaxpr.out_avals}
+        self._params = self._params | {name: tuple(map(at, each)) for name, each in avals.items()}
+
+    def free_outputs(self, mesh: Mesh) -> list[NamedSharding | None]:
+        """Shardings for the flat outputs that name their memories, and nothing else."""
+
+        def somewhere(aval: Any) -> NamedSharding | None:
+            if AxisType.Explicit in aval.sharding.mesh.axis_types:
+                return None  # Its type says.
+            spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * aval.ndim)
+            kind = core.mem_space_to_kind(aval.memory_space)
+            return NamedSharding(mesh, spec, memory_kind=kind)
+
+        return [somewhere(aval) for aval in self.out_avals]
+
     def as_traced(self) -> Any:
         """The same as a `jax.stages.Traced`."""
         if not PRIVATE_API:
             return self._traced
         jitted, _, _, args, kwargs = self._given
         traced = jitted.trace(*args, **kwargs)
-        traced._params = dict(traced._params, out_shardings=self._params["out_shardings"])
+        names = ("in_shardings", "out_shardings", "donated_invars")
+        changed = {name: self._params[name] for name in names}
+        traced._params = dict(traced._params, **changed)
         return traced
 
     def can_be_held(self) -> bool:

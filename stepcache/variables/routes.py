@@ -15,7 +15,7 @@ from stepcache import jaxcompat
 from stepcache.variables.packing import Buffer, Packed, shards_bytes
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Links, links
 from stepcache.variables.shares import HostLayout, replicated
-from stepcache.variables.transfer import Meter, bytes_here, copy, in_device_shape
+from stepcache.variables.transfer import Meter, bytes_here, copy, count_read, in_device_shape
 from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 
@@ -73,13 +73,10 @@ class Route:
         part = self.layout.part(self._in_program)
         sources = [buffers[number] for number in self._in_program]
         targets = (part.read_ahead if ahead else part.read)(sources) if sources else []
-        rows = zip(self._in_program, part.on_host, sources, targets, strict=True)
-        for number, host, source, target in rows:
+        for number, source, target in zip(self._in_program, sources, targets, strict=True):
             # What stays on the devices is copied: the step may donate what it takes.
             buffers[number] = copy(source) if target is source else target
-            if host is not None:
-                meter.add(HOST_LINK, bytes_here(source))
-                meter.add(DEVICE_LINK, bytes_here(target) - bytes_here(source))
+        count_read(sources, part, meter)
         pairs = zip(buffers, packed.layout.buffers, strict=True)
         made = (jaxcompat.uncommitted(x) if like.sharding is None else x for x, like in pairs)
         return Packed(packed.layout, tuple(made))

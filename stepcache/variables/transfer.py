@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
 from stepcache.distributed.global_arrays import placed, spans_processes
@@ -86,7 +87,8 @@ def unpack(packed: Packed) -> tuple[list[jax.Array], list[bool]]:
 
 def copy(array: jax.Array) -> jax.Array:
     """A copy of an array, with the same sharding."""
-    return placed(array, array.sharding if array.committed else None, may_alias=False)
+    stays = array.committed or jaxcompat.is_on_host(array)
+    return placed(array, array.sharding if stays else None, may_alias=False)
 
 
 def copied(packed: Packed) -> Packed:
@@ -104,6 +106,34 @@ def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
         for value, device in zip(packed.buffers, layout.on_device, strict=True)
     ]
     return _counted(Packed(packed.layout, tuple(layout.write(at_home))), layout, meter)
+
+
+def free(packed: Packed) -> Packed:
+    """The same buffers, where they are, but uncommitted where JAX chose their device."""
+    pairs = list(zip(packed.buffers, packed.layout.buffers, strict=True))
+    if not any(like.sharding is None and value.committed for value, like in pairs):
+        return packed
+    buffers = (
+        jaxcompat.uncommitted(value) if like.sharding is None else value for value, like in pairs
+    )
+    return Packed(packed.layout, tuple(buffers))
+
+
+def count_read(sources: Sequence[Any], layout: HostLayout, meter: Meter) -> None:
+    """Counts what a program moves that reads buffers in host memory."""
+    for source, host, device in zip(sources, layout.on_host, layout.on_device, strict=True):
+        if host is not None:
+            meter.add(HOST_LINK, bytes_here(source))
+            meter.add(DEVICE_LINK, bytes_here(device) - bytes_here(source))
+
+
+def written(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
+    """Counts what a program wrote to host memory; moves it where that is another host's."""
+    rows = list(zip(packed.buffers, layout.on_host, layout.on_device, strict=True))
+    if rows and rows[0][0].sharding.device_set != rows[0][2].sharding.device_set:
+        buffers = (jax.device_put(value, (host or at).sharding) for value, host, at in rows)
+        packed = Packed(packed.layout, tuple(buffers))
+    return _counted(packed, layout, meter)
 
 
 def _counted(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
@@ -171,6 +201,8 @@ def _split(value: Any, host: Buffer) -> jax.Array:
         padded[tuple(map(slice, part.shape))] = part
         return padded
 
+    if isinstance(sharding, SingleDeviceSharding):  # JAX would forget which memory it is in.
+        return jax.device_put(shard(...), sharding)
     return jax.make_array_from_callback(host.shape, sharding, shard)
 
 
