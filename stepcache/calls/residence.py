@@ -166,12 +166,13 @@ class Use:
 
     def taken(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program takes them, which may write over what is carried."""
-        return self._given(self._take)
+        in_program = self._in_program()
 
-    def _take(self, each: Variables, carried: bool) -> Packed:
-        reader = Reader(self._session, carried=carried, in_program=self._in_program())
-        packed = each._take(reader, self.meter)
-        return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
+        def take(each: Variables, carried: bool) -> Packed:
+            packed = each._take(Reader(self._session, (), carried, in_program), self.meter)
+            return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
+
+        return self._given(take)
 
     def _in_program(self) -> bool:
         """Whether the step's own program can read values in host memory, and write them back."""
@@ -185,12 +186,12 @@ class Use:
 
     def _is_for_one_device(self) -> bool:
         """Whether a call without a session's mesh names no device, or one."""
-        arguments = jax.tree_util.tree_leaves(self.given)
-        variables = (array for each in self.variables for array in each._master.arrays())
-        return not jaxcompat.has_concrete_mesh() and all(
-            array.sharding is None or array.sharding.num_devices == 1
-            for array in (*arguments, *variables)
-            if isinstance(array, jax.Array | jax.ShapeDtypeStruct)
+        if jaxcompat.has_concrete_mesh():
+            return False
+        return all(each._master.is_on_one_device() for each in self.variables) and all(
+            leaf.sharding is None or leaf.sharding.num_devices == 1
+            for leaf in jax.tree_util.tree_leaves(self.given)
+            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
         )
 
     def _arguments(self) -> dict[int, list[str]]:

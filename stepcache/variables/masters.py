@@ -28,7 +28,7 @@ from stepcache.variables.packing import (
     is_key_type,
     layout_of,
 )
-from stepcache.variables.plan import Extent, Transfer, extent_of, links
+from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Extent, Transfer, extent_of, links
 from stepcache.variables.policy import OnHost, Placement, Read
 from stepcache.variables.routes import Route, choose_route
 from stepcache.variables.shares import (
@@ -69,6 +69,10 @@ class Master(ABC):
     def layout(self) -> Layout:
         """How the leaves lie in buffers."""
         return self.packed.layout
+
+    def is_on_one_device(self) -> bool:
+        """Whether a program that takes the value may run on one device."""
+        return all(array.sharding.num_devices == 1 for array in self.packed.buffers)
 
     def arrays(self) -> Sequence[jax.Array]:
         """The arrays that hold the value."""
@@ -258,6 +262,9 @@ class InHostMemory(Master):
         buffers = self.host_layout.on_device
         return frozenset().union(*(buffer.sharding.device_set for buffer in buffers))  # type: ignore[union-attr]
 
+    def is_on_one_device(self) -> bool:
+        return len(self._devices) == 1
+
     @functools.cached_property
     def _is_ours(self) -> bool:
         return all(device.process_index == jax.process_index() for device in self._devices)
@@ -271,7 +278,8 @@ class InHostMemory(Master):
         if reader.in_program and self._hosted is not None:
             # Committed arrays would commit the call, and all that it returns, to their device.
             self.packed = transfer.free(self.packed)
-            transfer.count_read(self.packed.buffers, self.host_layout, meter)
+            meter.add(HOST_LINK, self.host_layout.bytes_here[0])
+            meter.add(DEVICE_LINK, self.host_layout.bytes_here[1])
             return Packed(self._hosted, self.packed.buffers)
         copy, _ = self._serving(reader)
         if copy is not None:

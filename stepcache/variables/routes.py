@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stepcache import jaxcompat
-from stepcache.variables.packing import Buffer, Packed, shards_bytes
+from stepcache.variables.packing import Buffer, Packed, bytes_here, shards_bytes
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Links, links
 from stepcache.variables.shares import HostLayout, replicated
-from stepcache.variables.transfer import Meter, bytes_here, copy, count_read, in_device_shape
+from stepcache.variables.transfer import Meter, copy, in_device_shape
 from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 
@@ -73,10 +73,13 @@ class Route:
         part = self.layout.part(self._in_program)
         sources = [buffers[number] for number in self._in_program]
         targets = (part.read_ahead if ahead else part.read)(sources) if sources else []
-        for number, source, target in zip(self._in_program, sources, targets, strict=True):
+        rows = zip(self._in_program, part.on_host, sources, targets, strict=True)
+        for number, host, source, target in rows:
             # What stays on the devices is copied: the step may donate what it takes.
             buffers[number] = copy(source) if target is source else target
-        count_read(sources, part, meter)
+            if host is not None:
+                meter.add(HOST_LINK, bytes_here(source))
+                meter.add(DEVICE_LINK, bytes_here(target) - bytes_here(source))
         pairs = zip(buffers, packed.layout.buffers, strict=True)
         made = (jaxcompat.uncommitted(x) if like.sharding is None else x for x, like in pairs)
         return Packed(packed.layout, tuple(made))

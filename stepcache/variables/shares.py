@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import axes_of
-from stepcache.variables.packing import Buffer, Layout, is_key_type, shards_bytes
+from stepcache.variables.packing import Buffer, Layout, bytes_here, is_key_type, shards_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,16 @@ class HostLayout:
     def write_bytes(self) -> int:
         """Bytes of all shards on the hosts: a write moves each of them once."""
         return sum(shards_bytes(host) for host in self.on_host if host is not None)
+
+    @functools.cached_property
+    def bytes_here(self) -> tuple[int, int]:
+        """Bytes that a program which reads all buffers moves in this process: over the hosts' links
+        (as many as one that writes them), and between devices.
+        """
+        pairs = zip(self.on_host, self.on_device, strict=True)
+        read = [(bytes_here(host), bytes_here(device)) for host, device in pairs if host]
+        crossing = sum(host for host, _ in read)
+        return crossing, sum(device for _, device in read) - crossing
 
     @functools.cached_property
     def read(self) -> Any:

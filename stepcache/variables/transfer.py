@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from stepcache import jaxcompat
 from stepcache.distributed.global_arrays import placed, spans_processes
 from stepcache.events import Moved, recorder
-from stepcache.variables.packing import Buffer, Layout, Packed, is_key_type, shard_bytes
+from stepcache.variables.packing import Buffer, Layout, Packed, bytes_here, is_key_type
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK
 from stepcache.variables.shares import HostLayout, replicated
 from stepcache.variables.wire import coded_bytes, codes, decode, encode
@@ -36,11 +36,6 @@ class Meter:
         """Records what a step, or variables, have moved, if anything."""
         if self.link_bytes:
             recorder.emit(Moved(mover, tuple(self.link_bytes.items())))
-
-
-def bytes_here(array: jax.Array) -> int:
-    """Bytes of the shards of an array on the devices of this process."""
-    return shard_bytes(array) * len(array.sharding.addressable_devices)
 
 
 def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
@@ -119,21 +114,14 @@ def free(packed: Packed) -> Packed:
     return Packed(packed.layout, tuple(buffers))
 
 
-def count_read(sources: Sequence[Any], layout: HostLayout, meter: Meter) -> None:
-    """Counts what a program moves that reads buffers in host memory."""
-    for source, host, device in zip(sources, layout.on_host, layout.on_device, strict=True):
-        if host is not None:
-            meter.add(HOST_LINK, bytes_here(source))
-            meter.add(DEVICE_LINK, bytes_here(device) - bytes_here(source))
-
-
 def written(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
-    """Counts what a program wrote to host memory; moves it where that is another host's."""
+    """What a program wrote to host memory, counted; moved where that is another device's."""
     rows = list(zip(packed.buffers, layout.on_host, layout.on_device, strict=True))
     if rows and rows[0][0].sharding.device_set != rows[0][2].sharding.device_set:
         buffers = (jax.device_put(value, (host or at).sharding) for value, host, at in rows)
         packed = Packed(packed.layout, tuple(buffers))
-    return _counted(packed, layout, meter)
+    meter.add(HOST_LINK, layout.bytes_here[0])
+    return packed
 
 
 def _counted(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
