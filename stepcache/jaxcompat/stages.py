@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from stepcache.jaxcompat.arguments import uncommitted
 from stepcache.jaxcompat.private import PRIVATE_API
@@ -195,11 +202,18 @@ class Staged:
             self._params = dict(self._params, donated_invars=kept)
 
     def name_memories(self, device: Any) -> None:
-        """Says in which memory of one device each argument and each result lies.
+        """Says in which memory of a device each argument and each result lies.
 
-        Unless all are named, JAX lets a result overwrite a donated argument in another memory.
+        Unless all are named, JAX lets a result overwrite a donated argument in another memory. So
+        nothing is donated where the function itself names several devices.
         """
-        assert PRIVATE_API
+        jaxpr = getattr(self.jaxpr, "jaxpr", self.jaxpr)
+        inner = (sharding for sharding, _ in dispatch.get_intermediate_shardings(jaxpr))
+        devices = next((each.device_set for each in inner if isinstance(each, Sharding)), {device})
+        if len(devices) > 1:
+            self.keep_arguments(range(len(self._leaves)))
+            return
+        (device,) = devices
 
         def at(aval: Any) -> SingleDeviceSharding:
             kind = core.mem_space_to_kind(aval.memory_space)
