@@ -131,8 +131,8 @@ class Request:
         return replace(self, call=call)
 
     @property
-    def device(self) -> jax.Device:
-        """The device of a call that names one, or none; without a mesh."""
+    def device(self) -> Any:
+        """The device on which a call runs that no mesh is for, and that names one at most."""
         committed = (leaf.sharding.device_set for leaf in self.leaves if leaf.sharding is not None)
         return next(iter(next(committed, ())), None) or jaxcompat.default_device()
 

@@ -87,7 +87,7 @@ def uncommitted(array: jax.Array) -> jax.Array:
     return array_lib.ArrayImpl(array.aval, array.sharding, parts, committed=False)
 
 
-def default_device() -> jax.Device:
+def default_device() -> Any:
     """The device that JAX chooses for what nobody has placed."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]

@@ -219,8 +219,11 @@ class Staged:
             kind = core.mem_space_to_kind(aval.memory_space)
             return SingleDeviceSharding(device, memory_kind=kind)
 
-        avals = {"in_shardings": self.jaxpr.in_avals, "out_shardings": self.jaxpr.out_avals}
-        self._params = self._params | {name: tuple(map(at, each)) for name, each in avals.items()}
+        self._params = dict(
+            self._params,
+            in_shardings=tuple(map(at, self.jaxpr.in_avals)),
+            out_shardings=tuple(map(at, self.jaxpr.out_avals)),
+        )
 
     def free_outputs(self, mesh: Mesh) -> list[NamedSharding | None]:
         """Shardings for the flat outputs that name their memories, and nothing else."""

@@ -193,13 +193,11 @@ class InHostMemory(Master):
 
     @functools.cached_property
     def _hosted(self) -> HostedLayout | None:
-        """How a program takes the value to read it itself; None where only the policy's way does.
-
-        JAX's programs know one memory of the host by its name. To follow several processes is
-        another matter.
+        """How a program takes the value to read it itself; None where the policy asks for another
+        way, or where a program cannot name the memory.
         """
         policy, route = self._policy, self._exact_route.name
-        if policy.cache or policy.prefetch or policy.wire or route != "gather" or not self._is_ours:
+        if policy.cache or policy.prefetch or policy.wire or route != "gather":
             return None
         hosts = [host for host in self.host_layout.on_host if host is not None]
         if any(host.sharding.memory_kind != jaxcompat.PINNED_HOST for host in hosts):  # type: ignore[union-attr]
@@ -253,9 +251,10 @@ class InHostMemory(Master):
 
     @functools.cached_property
     def _exact_route(self) -> Route:
-        ahead = self._reads_ahead and self._is_ours
-        chosen = choose_route(self._policy.route, len(self._devices), ahead)
-        return Route(self.host_layout, *chosen)
+        devices = self._devices
+        ours = all(device.process_index == jax.process_index() for device in devices)
+        ahead = self._reads_ahead and ours
+        return Route(self.host_layout, *choose_route(self._policy.route, len(devices), ahead))
 
     @functools.cached_property
     def _devices(self) -> frozenset:
@@ -264,10 +263,6 @@ class InHostMemory(Master):
 
     def is_on_one_device(self) -> bool:
         return len(self._devices) == 1
-
-    @functools.cached_property
-    def _is_ours(self) -> bool:
-        return all(device.process_index == jax.process_index() for device in self._devices)
 
     @functools.cached_property
     def _coded_route(self) -> Route:

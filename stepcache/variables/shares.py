@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.sharding import axes_of
+from stepcache.sharding import axes_of, is_in_type
 from stepcache.variables.packing import Buffer, Layout, bytes_here, is_key_type, shards_bytes
 
 
@@ -130,12 +130,12 @@ class HostedLayout(Layout):
         """Shards on the hosts from leaves, inside a trace."""
         buffers = Layout.pack(self, leaves, xp)
         pairs = zip(buffers, self.on_device, strict=True)
-        return _write([_constrained(buffer, at) for buffer, at in pairs], self.on_host)
+        return _write([_constrained(buffer, at.sharding) for buffer, at in pairs], self.on_host)
 
     def unpack(self, buffers: Sequence[Any]) -> list[Any]:
         """Leaves on the devices from shards on the hosts, inside a trace."""
         pairs = zip(_read(buffers, self.on_host, self.on_device), self.on_device, strict=True)
-        return Layout.unpack(self, [_constrained(buffer, at) for buffer, at in pairs])
+        return Layout.unpack(self, [_constrained(buffer, at.sharding) for buffer, at in pairs])
 
 
 _hosted_layouts: weakref.WeakValueDictionary[Hashable, HostedLayout] = weakref.WeakValueDictionary()
@@ -188,10 +188,18 @@ def is_free(host: Any) -> bool:
     return is_single and host.sharding.memory_kind == jaxcompat.PINNED_HOST
 
 
-def _constrained(value: Any, device: Buffer) -> Any:
-    """A device buffer, where it belongs between steps; without a mesh, anywhere."""
-    is_named = isinstance(device.sharding, NamedSharding)
-    return jax.device_put(value, device.sharding) if is_named else value
+def _constrained(value: Any, sharding: Any) -> Any:
+    """A device buffer, placed as in a program that gets it from another; without a mesh, anywhere.
+
+    Else XLA would split the whole step as the hosts do, or fuse it with the padding, and round in
+    another way.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return value
+    if is_in_type(sharding):
+        return jax.lax.optimization_barrier(jax.sharding.reshard(value, sharding))
+    value = jax.lax.with_sharding_constraint(value, sharding)
+    return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(value), sharding)
 
 
 def _shards_on_devices(host: Any) -> Buffer:
@@ -211,7 +219,7 @@ def _restored(value: Any, device: Buffer) -> Any:
     """A gathered device buffer, from one that is flat and padded."""
     if value.shape == device.shape:
         return value
-    value = jax.device_put(value, replicated(device.sharding))
+    value = _constrained(value, replicated(device.sharding))
     return value[: device.size].reshape(device.shape)
 
 

@@ -116,10 +116,10 @@ def free(packed: Packed) -> Packed:
 
 def written(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
     """What a program wrote to host memory, counted; moved where that is another device's."""
-    rows = list(zip(packed.buffers, layout.on_host, layout.on_device, strict=True))
-    if rows and rows[0][0].sharding.device_set != rows[0][2].sharding.device_set:
-        buffers = (jax.device_put(value, (host or at).sharding) for value, host, at in rows)
-        packed = Packed(packed.layout, tuple(buffers))
+    rows = zip(packed.buffers, layout.on_host, layout.on_device, strict=True)
+    home: Any = [(host or device).sharding for _, host, device in rows]
+    if home and packed.buffers[0].sharding.device_set != home[0].device_set:
+        packed = Packed(packed.layout, tuple(jax.device_put(list(packed.buffers), home)))
     meter.add(HOST_LINK, layout.bytes_here[0])
     return packed
 

@@ -165,7 +165,8 @@ def test_every_kind_of_leaf_goes_to_the_host_and_back(mesh, read, pack):
             step(resident)
         assert_same(resident.value, on_devices(hosted))
         assert_same_in_numpy(resident.value, hosted.value)
-        assert step.stats().misses == 1, "both are the same to a program"
+        # A program that reads and writes the host's memory itself is another one.
+        assert step.stats().misses == 1 + (read == sc.Read())
         assert (resident.version, hosted.version) == (2, 2)
 
 
@@ -201,7 +202,7 @@ def test_a_value_that_is_read_lies_where_rules_say(mesh, rules, route):
         assert_same(sharded.value, on_devices(hosted))
         assert on_devices(hosted)["w"].sharding.shard_shape((64, 16)) != (64, 16)
         assert_same_in_numpy(sharded.value, hosted.value)
-        assert step.stats().misses == 1
+        assert step.stats().misses == 1 + (route == "gather")
 
 
 def test_rules_need_a_mesh_for_values_that_are_read_too():
