@@ -23,7 +23,7 @@ from stepcache.variables.shares import HostedLayout
 def check_carry(
     spec: StepSpec, request: Request, staged: jaxcompat.Staged
 ) -> list[NamedSharding | None]:
-    """Checks that the carry comes back as it went in, and keeps what of it is in host memory.
+    """Checks that the carry comes back as it went in. What is in host memory is not donated.
 
     Returns:
         For each flat output, the sharding that leaves a carry where it was; None for the rest.
@@ -95,10 +95,12 @@ def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> Non
 
 
 def _hosted(call: Call) -> set[int]:
-    """The numbers of the leaves that are buffers in host memory: a failed program loses none."""
-    is_buffers = lambda node: isinstance(node, Packed)  # noqa: E731
+    """The numbers of the leaves that are buffers of variables in host memory."""
     numbers, found = itertools.count(), set()
-    for node in jax.tree_util.tree_leaves((call.args, call.kwargs), is_leaf=is_buffers):
+    nodes = jax.tree_util.tree_leaves(
+        (call.args, call.kwargs), is_leaf=lambda node: isinstance(node, Packed)
+    )
+    for node in nodes:
         own = [next(numbers) for _ in jax.tree_util.tree_leaves(node)]
         if isinstance(node, Packed) and isinstance(node.layout, HostedLayout):
             found.update(own)

@@ -183,7 +183,10 @@ class OnDevices(Master):
 
 
 class InHostMemory(Master):
-    """A master copy in host memory: a step takes a copy, and what it returns is written back."""
+    """A master copy in host memory: a step takes a copy, and what it returns is written back.
+
+    Or its program takes the buffers as they are, and does both itself.
+    """
 
     def __init__(self, packed: Packed, host_layout: HostLayout, policy: Read):
         super().__init__(packed)

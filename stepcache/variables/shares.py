@@ -2,7 +2,8 @@
 
 One representation serves one device, many, and pods: each buffer is split evenly over the devices,
 and each device's shard lies in the memory of its host. A read is a compiled program that copies
-each shard to its device and all-gathers there; a write is the reverse.
+each shard to its device and all-gathers there; a write is the reverse. A step that carries the
+value does both inside its own program, by a `HostedLayout`.
 """
 
 from __future__ import annotations
@@ -173,17 +174,17 @@ def _write(buffers: Sequence[Any], on_host: Sequence[Buffer | None]) -> list[Any
 
 def _arrival(host: Any) -> Any:
     """Where a read takes a buffer: without a mesh, to whichever device the program runs on."""
-    if is_free(host):
+    if _is_free(host):
         return jax.memory.Space.Device
     return _shards_on_devices(host).sharding
 
 
 def _departure(host: Any) -> Any:
-    return jax.memory.Space.Host if is_free(host) else host.sharding
+    return jax.memory.Space.Host if _is_free(host) else host.sharding
 
 
-def is_free(host: Any) -> bool:
-    """Whether a program itself can move a buffer, without that it names its device."""
+def _is_free(host: Any) -> bool:
+    """Whether a program can move a buffer to and from the host without naming a device."""
     is_single = isinstance(host.sharding, SingleDeviceSharding)
     return is_single and host.sharding.memory_kind == jaxcompat.PINNED_HOST
 
