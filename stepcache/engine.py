@@ -20,7 +20,13 @@ from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_gl
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
 from stepcache.calls.over_buffers import over_buffers, shapes_in
-from stepcache.calls.placement import check_runnable, is_elsewhere, place, unnamed_batch
+from stepcache.calls.placement import (
+    check_runnable,
+    is_committed_by_hosts,
+    is_elsewhere,
+    place,
+    unnamed_batch,
+)
 from stepcache.calls.residence import NOT_A_HIT, Use, passes_variables
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
@@ -298,6 +304,8 @@ class Engine:
         call = with_global_arrays(request)
         try:
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
+            if is_committed_by_hosts(request):
+                outputs, fast_path = jaxcompat.uncommitted_outputs(outputs, fast_path)
             return outputs, fast_path if call is request.call else None
         except jaxcompat.FloatingPointCheckError as error:
             jaxcompat.explain_floating_point_error(error, self.spec.fun, *call.given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -15,12 +16,14 @@ from stepcache.calls.signature import Call, Leaf, short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import CarryError
 from stepcache.sharding import is_in_type
+from stepcache.variables.packing import Packed
+from stepcache.variables.shares import HostedLayout
 
 
 def check_carry(
     spec: StepSpec, request: Request, staged: jaxcompat.Staged
 ) -> list[NamedSharding | None]:
-    """Checks that the carry comes back as it went in.
+    """Checks that the carry comes back as it went in. What is in host memory is not donated.
 
     Returns:
         For each flat output, the sharding that leaves a carry where it was; None for the rest.
@@ -45,7 +48,16 @@ def check_carry(
                 refuse(spec.name, path, type_of(leaf), type_of(aval))
         pins += map(_pin, leaves.values())
         offset += after.num_leaves
-    return pins + [None] * (len(staged.out_avals) - offset)
+    pins += [None] * (len(staged.out_avals) - offset)
+    hosted = _hosted(call)
+    if not hosted:
+        return pins
+    staged.keep_arguments(hosted)
+    if request.mesh is None:
+        staged.name_memories(request.device)
+        return pins
+    free = staged.free_outputs(request.mesh)
+    return [pin or other for pin, other in zip(pins, free, strict=True)]
 
 
 _DONATING = ("donate_argnums", "donate_argnames")
@@ -80,6 +92,19 @@ def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> Non
                 got=str(request.leaves[taken[0]]),
                 hint="pass a copy in one of the places, by jax.tree.map(jnp.copy, ...)",
             )
+
+
+def _hosted(call: Call) -> set[int]:
+    """The numbers of the leaves that are buffers of variables in host memory."""
+    numbers, found = itertools.count(), set()
+    nodes = jax.tree_util.tree_leaves(
+        (call.args, call.kwargs), is_leaf=lambda node: isinstance(node, Packed)
+    )
+    for node in nodes:
+        own = [next(numbers) for _ in jax.tree_util.tree_leaves(node)]
+        if isinstance(node, Packed) and isinstance(node.layout, HostedLayout):
+            found.update(own)
+    return found
 
 
 def _carried_tree(spec: StepSpec, call: Call, name: str) -> Any:

@@ -19,6 +19,7 @@ from stepcache.calls.carry import refuse, refuse_outputs, refuse_tree, type_of
 from stepcache.calls.signature import Call, Leaf, Parameters, Signature
 from stepcache.calls.step_spec import StepSpec
 from stepcache.variables.packing import Layout, Packed, Slot
+from stepcache.variables.shares import HostedLayout
 
 
 class Again(int):
@@ -145,9 +146,10 @@ def shapes_in(outputs: Any) -> Any:
     def opened(node: Any) -> Any:
         if not isinstance(node, Packed):
             return node
+        hosted = isinstance(node.layout, HostedLayout)
         return node.layout.tree.unflatten(
             node.buffers[slot.buffer]
-            if slot.offset is None
+            if slot.offset is None and not hosted
             else jax.ShapeDtypeStruct(slot.shape, slot.dtype)
             for slot in node.layout.slots
         )
@@ -192,7 +194,8 @@ def _in_leaves(carry: Sequence[str], call: Call) -> Call:
         place, buffers = places[id(packed)]
         trees.append(shapes_in(packed))
         leaves += [_leaf_at(slot, packed.layout, buffers) for slot in packed.layout.slots]
-        holder = HELD if packed is node else f"the Variables of {place}"
+        held = f"{HELD} in host memory" if isinstance(packed.layout, HostedLayout) else HELD
+        holder = held if packed is node else f"the Variables of {place}"
         holders += [holder] * len(packed.layout.slots)
     args, kwargs = structure.unflatten(trees)
     tree = jax.tree_util.tree_structure((args, kwargs))
@@ -204,6 +207,9 @@ def _in_leaves(carry: Sequence[str], call: Call) -> Call:
 
 def _leaf_at(slot: Slot, layout: Layout, buffers: Sequence[Leaf]) -> Leaf:
     given = buffers[slot.buffer]
+    if isinstance(layout, HostedLayout):  # As the function sees it.
+        made = layout.buffers[slot.buffer]
+        return Leaf(slot.shape, slot.dtype, made.weak_type, slot.sharding)
     if slot.offset is None:
         return given
     as_made = given.sharding == layout.buffers[slot.buffer].sharding

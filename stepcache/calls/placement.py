@@ -75,6 +75,17 @@ def is_elsewhere(
     return committed is not None and committed.device_set != _devices_of(mesh)
 
 
+def is_committed_by_hosts(request: Request) -> bool:
+    """Whether JAX commits what a call returns only as its program reads from host memory.
+
+    Nobody has said where it is to run, so what it returns may follow the arguments of other calls.
+    """
+    leaves = request.leaves
+    if request.mesh is not None or not any(leaf.on_host for leaf in leaves):
+        return False
+    return all(leaf.sharding is None for leaf in leaves) and not any(request.asked)
+
+
 @functools.lru_cache(maxsize=64)
 def _devices_of(mesh: Mesh) -> frozenset:
     return frozenset(mesh.devices.flat)

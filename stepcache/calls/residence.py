@@ -166,11 +166,33 @@ class Use:
 
     def taken(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program takes them, which may write over what is carried."""
-        return self._given(self._take)
+        in_program = self._in_program()
 
-    def _take(self, each: Variables, carried: bool) -> Packed:
-        packed = each._take(Reader(self._session, carried=carried), self.meter)
-        return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
+        def take(each: Variables, carried: bool) -> Packed:
+            packed = each._take(Reader(self._session, (), carried, in_program), self.meter)
+            return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
+
+        return self._given(take)
+
+    def _in_program(self) -> bool:
+        """Whether the step's own program can read values in host memory, and write them back."""
+        placing = ("in_shardings", "out_shardings", "device", "backend")
+        options = self._spec.options
+        if not self.carried or any(options.get(name) is not None for name in placing):
+            return False
+        if not jaxcompat.PRIVATE_API or jaxcompat.arguments_outlive_calls():
+            return False
+        return self.variables[0]._mesh is not None or self._is_for_one_device()
+
+    def _is_for_one_device(self) -> bool:
+        """Whether a call without a session's mesh names no device, or one."""
+        if jaxcompat.has_concrete_mesh():
+            return False
+        return all(each._master.is_on_one_device() for each in self.variables) and all(
+            leaf.sharding is None or leaf.sharding.num_devices == 1
+            for leaf in jax.tree_util.tree_leaves(self.given)
+            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+        )
 
     def _arguments(self) -> dict[int, list[str]]:
         """For each of the variables, by number, the arguments that it is in."""
@@ -227,7 +249,8 @@ class Use:
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program would take them."""
-        return self._given(lambda each, carried: each._described())
+        in_program = self._in_program()
+        return self._given(lambda each, carried: each._described(in_program=in_program))
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments inside another transformation, with values in the place of variables.

@@ -28,7 +28,8 @@ class Leaf(NamedTuple):
     """What a program is specialized to in one array argument.
 
     `sharding` is None for what JAX calls uncommitted (host values too): the program decides where
-    it goes. `layout` is None for the default one.
+    it goes. `layout` is None for the default one. `on_host` is true of what is uncommitted, and in
+    the memory of the host.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +37,13 @@ class Leaf(NamedTuple):
     weak_type: bool
     sharding: Sharding | None = None
     layout: Any = None
+    on_host: bool = False
+
+    def stand_in(self) -> jax.ShapeDtypeStruct:
+        """A `jax.ShapeDtypeStruct` for it."""
+        return jaxcompat.stand_in(
+            self.shape, self.dtype, self.weak_type, self.sharding, on_host=self.on_host
+        )
 
     def __str__(self) -> str:
         return short_type(self.shape, self.dtype)
@@ -250,13 +258,15 @@ def read_leaf(x: Any) -> Leaf:
             raise Unreadable
         aval, sharding = x.aval, x.sharding if x.committed else None
     elif isinstance(x, jax.ShapeDtypeStruct):
-        aval, sharding = jaxcompat.abstract(x), x.sharding
+        aval = jaxcompat.abstract(x)
+        sharding = x.sharding if jaxcompat.is_committed(x) else None
     else:
         aval, sharding = jaxcompat.abstract(x), None
     if not jaxcompat.is_array_type(aval):
         raise Unreadable
     layout = None if sharding is None else jaxcompat.custom_layout(x, aval)
-    return Leaf(aval.shape, aval.dtype, aval.weak_type, sharding, layout)
+    on_host = sharding is None and jaxcompat.is_on_host(x)
+    return Leaf(aval.shape, aval.dtype, aval.weak_type, sharding, layout, on_host)
 
 
 # ---- in short ---------------------------------------------------------------------------------

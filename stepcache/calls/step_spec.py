@@ -121,12 +121,7 @@ class Request:
     def described(self) -> Request:
         """The same request without its arrays, which it would otherwise keep alive."""
         call = self.call
-        stand_ins = [
-            jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
-            )
-            for leaf in call.signature.leaves
-        ]
+        stand_ins = [leaf.stand_in() for leaf in call.signature.leaves]
         try:
             given = call.rebuilt(stand_ins)
             args, kwargs = call.signature.tree.unflatten(stand_ins)
@@ -134,6 +129,12 @@ class Request:
             return self
         call = replace(call, given=given, args=tuple(args), kwargs=kwargs, leaves=stand_ins)
         return replace(self, call=call)
+
+    @property
+    def device(self) -> Any:
+        """The device on which a call runs that no mesh is for, and that names one at most."""
+        committed = (leaf.sharding.device_set for leaf in self.leaves if leaf.sharding is not None)
+        return next(iter(next(committed, ())), None) or jaxcompat.default_device()
 
     @property
     def ranks(self) -> tuple[int, ...]:

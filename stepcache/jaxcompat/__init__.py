@@ -9,13 +9,18 @@ other, never from the package: `private` stands below all of them.
 """
 
 from stepcache.jaxcompat.arguments import (
+    PINNED_HOST,
     ArgumentRoles,
     Tracer,
     abstract,
     argument_roles,
     custom_layout,
+    default_device,
     is_array_type,
+    is_committed,
+    is_on_host,
     maker_of_arrays,
+    stand_in,
     tree_differences,
     uncommitted,
 )
@@ -28,6 +33,7 @@ from stepcache.jaxcompat.contexts import (
     entered_session,
     entering,
     environment,
+    has_concrete_mesh,
     is_tracing,
     jit_is_disabled,
     keeps_what_is_read,
@@ -38,25 +44,29 @@ from stepcache.jaxcompat.contexts import (
 )
 from stepcache.jaxcompat.dispatcher import make_dispatcher
 from stepcache.jaxcompat.hooks import call_on_clear_caches, hide_frames
+from stepcache.jaxcompat.jaxprs import (
+    captured_arrays,
+    equations_of,
+    lowering_modules,
+    lowering_rules,
+)
 from stepcache.jaxcompat.private import PRIVATE_API
 from stepcache.jaxcompat.stages import (
     FloatingPointCheckError,
     InvalidInputError,
     Runnable,
     Staged,
-    captured_arrays,
-    equations_of,
     explain_floating_point_error,
     forget_traces,
     jit,
-    lowering_modules,
-    lowering_rules,
     outline,
     sources_of,
+    uncommitted_outputs,
     unhide_methods,
 )
 
 __all__ = [
+    "PINNED_HOST",
     "PRIVATE_API",
     "ArgumentRoles",
     "ContextToken",
@@ -74,14 +84,18 @@ __all__ = [
     "captured_arrays",
     "carried_settings",
     "custom_layout",
+    "default_device",
     "entered_session",
     "entering",
     "environment",
     "equations_of",
     "explain_floating_point_error",
     "forget_traces",
+    "has_concrete_mesh",
     "hide_frames",
     "is_array_type",
+    "is_committed",
+    "is_on_host",
     "is_tracing",
     "jit",
     "jit_is_disabled",
@@ -95,8 +109,10 @@ __all__ = [
     "recording_context",
     "setting",
     "sources_of",
+    "stand_in",
     "tracing_context",
     "tree_differences",
     "uncommitted",
+    "uncommitted_outputs",
     "unhide_methods",
 ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from stepcache.jaxcompat.private import PRIVATE_API
 
@@ -19,6 +19,8 @@ if PRIVATE_API:
     from stepcache.jaxcompat.private import core, pxla, tree_util
 
 Tracer = jax.core.Tracer
+PINNED_HOST = "pinned_host"
+"""The memory of the host that JAX's programs know, as `jax.memory.Space.Host`."""
 
 
 class ArgumentRoles(NamedTuple):
@@ -83,6 +85,64 @@ def uncommitted(array: jax.Array) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     parts = [shard.data for shard in array.addressable_shards]
     return array_lib.ArrayImpl(array.aval, array.sharding, parts, committed=False)
+
+
+def default_device() -> Any:
+    """The device that JAX chooses for what nobody has placed."""
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
+
+
+class _StandInOnHost(jax.ShapeDtypeStruct):
+    """Stands for an array in the host's memory.
+
+    JAX takes a `jax.ShapeDtypeStruct` for an array in the memory of the device, whatever its
+    sharding says, unless that is a `NamedSharding`; and for a committed one.
+    """
+
+    __slots__ = ("_committed",)
+
+
+if PRIVATE_API:
+
+    def _abstract_on_host(stand_in: _StandInOnHost) -> Any:
+        aval = core.ShapedArray(stand_in.shape, stand_in.dtype, stand_in.weak_type)
+        return aval.update(memory_space=core.MemorySpace.Host)
+
+    core.pytype_aval_mappings[_StandInOnHost] = _abstract_on_host
+
+
+def stand_in(
+    shape: tuple[int, ...],
+    dtype: Any,
+    weak_type: bool,
+    sharding: Sharding | None,
+    *,
+    on_host: bool = False,
+) -> jax.ShapeDtypeStruct:
+    """A `jax.ShapeDtypeStruct` for an array, uncommitted without a sharding.
+
+    Args:
+        shape, dtype, weak_type, sharding: of the array.
+        on_host: whether it lies in the host's memory, where no sharding says so.
+    """
+    is_there = on_host or (sharding is not None and sharding.memory_kind == PINNED_HOST)
+    if not is_there or isinstance(sharding, NamedSharding):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak_type)
+    there = sharding or SingleDeviceSharding(default_device(), memory_kind=PINNED_HOST)
+    made = _StandInOnHost(shape, dtype, sharding=there, weak_type=weak_type)
+    object.__setattr__(made, "_committed", sharding is not None)
+    return made
+
+
+def is_committed(stand_in: jax.ShapeDtypeStruct) -> bool:
+    """Whether JAX takes a stand-in for an array that is committed to its devices."""
+    return stand_in.sharding is not None and getattr(stand_in, "_committed", True)
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether an argument leaf lies in the memory of the host that JAX's programs know."""
+    return getattr(getattr(x, "sharding", None), "memory_kind", None) == PINNED_HOST
 
 
 def maker_of_arrays(

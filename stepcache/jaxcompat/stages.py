@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import jaxprs_in_params
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
+from stepcache.jaxcompat.arguments import uncommitted
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
@@ -20,7 +28,6 @@ if PRIVATE_API:
         mlir,
         partial_eval,
         pjit,
-        pxla,
         stages,
         util,
     )
@@ -114,6 +121,25 @@ class Runnable(NamedTuple):
         return {index: number in overwritten for number, index in numbers}
 
 
+def uncommitted_outputs(outputs: Any, fast_path: Any) -> tuple[Any, Any]:
+    """What `Runnable` returned, with uncommitted arrays where JAX chose their device.
+
+    A program that moves something between memories commits all that it returns.
+    """
+
+    def is_free(sharding: Any) -> bool:
+        return isinstance(sharding, SingleDeviceSharding)
+
+    outputs = jax.tree_util.tree_map(
+        lambda x: uncommitted(x) if is_free(x.sharding) else x, outputs
+    )
+    if fast_path is not None:
+        pairs = zip(fast_path.out_committed, fast_path.out_shardings, strict=True)
+        committed = [given and not is_free(sharding) for given, sharding in pairs]
+        fast_path = fast_path._replace(out_committed=committed)
+    return outputs, fast_path
+
+
 # In the header of a module: `input_output_alias={ {0}: (2, {}, may-alias) }`.
 _ALIASED_PARAMETER = re.compile(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 
@@ -167,13 +193,58 @@ class Staged:
         both = zip(pins, params["out_shardings"], strict=True)
         return tuple(old if pin is None else pin for pin, old in both)
 
+    def keep_arguments(self, numbers: Collection[int]) -> None:
+        """Says which flat arguments are not donated, whatever the options say of the others."""
+        if PRIVATE_API and numbers:
+            donated = enumerate(self._params["donated_invars"])
+            kept = tuple(given and number not in numbers for number, given in donated)
+            self._params = dict(self._params, donated_invars=kept)
+
+    def name_memories(self, device: Any) -> None:
+        """Says in which memory of a device each argument and each result lies.
+
+        Unless all are named, JAX lets a result overwrite a donated argument in another memory. So
+        nothing is donated where the function itself names several devices.
+        """
+        jaxpr = getattr(self.jaxpr, "jaxpr", self.jaxpr)
+        inner = (sharding for sharding, _ in dispatch.get_intermediate_shardings(jaxpr))
+        devices = next((each.device_set for each in inner if isinstance(each, Sharding)), {device})
+        if len(devices) > 1:
+            self.keep_arguments(range(len(self._leaves)))
+            return
+        (device,) = devices
+
+        def at(aval: Any) -> SingleDeviceSharding:
+            kind = core.mem_space_to_kind(aval.memory_space)
+            return SingleDeviceSharding(device, memory_kind=kind)
+
+        self._params = dict(
+            self._params,
+            in_shardings=tuple(map(at, self.jaxpr.in_avals)),
+            out_shardings=tuple(map(at, self.jaxpr.out_avals)),
+        )
+
+    def free_outputs(self, mesh: Mesh) -> list[NamedSharding | None]:
+        """Shardings for the flat outputs that name their memories, and nothing else."""
+
+        def somewhere(aval: Any) -> NamedSharding | None:
+            if AxisType.Explicit in aval.sharding.mesh.axis_types:
+                return None  # Its type says.
+            spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * aval.ndim)
+            kind = core.mem_space_to_kind(aval.memory_space)
+            return NamedSharding(mesh, spec, memory_kind=kind)
+
+        return [somewhere(aval) for aval in self.out_avals]
+
     def as_traced(self) -> Any:
         """The same as a `jax.stages.Traced`."""
         if not PRIVATE_API:
             return self._traced
         jitted, _, _, args, kwargs = self._given
         traced = jitted.trace(*args, **kwargs)
-        traced._params = dict(traced._params, out_shardings=self._params["out_shardings"])
+        names = ("in_shardings", "out_shardings", "donated_invars")
+        changed = {name: self._params[name] for name in names}
+        traced._params = dict(traced._params, **changed)
         return traced
 
     def can_be_held(self) -> bool:
@@ -215,55 +286,6 @@ class Staged:
             return Runnable(compiled, self.out_tree)
         const_args = compiled.shard_const_args(self.lowered.const_args)
         return Runnable(compiled, self.out_tree, const_args, self.jaxpr.effects)
-
-
-def captured_arrays(jaxpr: Any) -> list[Any]:
-    """The arrays that a trace captured by closure, those of nested functions included."""
-    seen: dict[int, Any] = {}
-    stack, visited = [jaxpr], set()
-    while stack:
-        current = stack.pop()
-        if id(current) in visited:
-            continue
-        visited.add(id(current))
-        seen.update((id(const), const) for const in getattr(current, "consts", ()) or ())
-        inner = getattr(current, "jaxpr", current)
-        for equation in inner.eqns:
-            if equation.params:
-                for value in equation.params.values():
-                    if hasattr(value, "consts"):
-                        stack.append(value)
-                stack.extend(jaxprs_in_params(equation.params))
-    return [const for const in seen.values() if hasattr(const, "nbytes")]
-
-
-def equations_of(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a trace, those of nested functions included, each once."""
-    stack, visited = [jaxpr], set()
-    while stack:
-        current = stack.pop()
-        current = getattr(current, "jaxpr", current)
-        if id(current) not in visited:
-            visited.add(id(current))
-            for equation in current.eqns:
-                yield equation
-                stack.extend(jaxprs_in_params(equation.params))
-
-
-def lowering_rules(primitive: Any) -> list[Any]:
-    """The functions that lower a primitive, for all platforms."""
-    tables = (mlir._lowerings, *mlir._platform_specific_lowerings.values())
-    return [table[primitive].rule for table in tables if primitive in table]
-
-
-def lowering_modules() -> tuple[Any, ...]:
-    """The modules of JAX that call these; none where they are out of reach."""
-    return (mlir, pxla) if CAN_TELL_RULES else ()
-
-
-CAN_TELL_RULES = (
-    PRIVATE_API and hasattr(mlir, "_lowerings") and hasattr(mlir, "_platform_specific_lowerings")
-)
 
 
 def forget_traces(jitted: Any, fun: Callable) -> None:

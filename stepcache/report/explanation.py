@@ -291,7 +291,7 @@ def _leaves_of(use: Use, parameters: Parameters, told: Call) -> Iterable[Argumen
     """A row for each leaf of variables; variables that are passed twice have rows once."""
     places = [(f"{place}/", each.name) for place, each in use.places()]
     for path, leaf in zip(told.paths, told.signature.leaves, strict=True):
-        if path.holder != HELD:
+        if not path.holder.startswith(HELD):
             continue
         name = next(name for place, name in places if f"{path.slashed}/".startswith(place))
         role = parameters.role_of(path.argument)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, processes_of
 from stepcache.variables import transfer
@@ -20,16 +21,22 @@ from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.describing import blank, describe
 from stepcache.variables.packing import (
     PACKED_BELOW_BYTES,
+    Buffer,
     Layout,
     Packed,
     Slot,
     is_key_type,
     layout_of,
 )
-from stepcache.variables.plan import Extent, Transfer, extent_of, links
+from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Extent, Transfer, extent_of, links
 from stepcache.variables.policy import OnHost, Placement, Read
 from stepcache.variables.routes import Route, choose_route
-from stepcache.variables.shares import HostLayout, host_layout
+from stepcache.variables.shares import (
+    HostedLayout,
+    HostLayout,
+    host_layout,
+    hosted_layout,
+)
 from stepcache.variables.transfer import Meter
 from stepcache.variables.wire import ERROR_BOUNDS
 
@@ -43,11 +50,13 @@ class Reader(NamedTuple):
         session: the session, which always reads what it wrote; None outside of sessions.
         arguments: the arguments of the call that get the value.
         carried: whether the call writes the value, so that its program may donate what it takes.
+        in_program: whether its program can read a value from host memory, and write it back.
     """
 
     session: Any
     arguments: tuple[str, ...] = ()
     carried: bool = False
+    in_program: bool = False
 
 
 class Master(ABC):
@@ -60,6 +69,10 @@ class Master(ABC):
     def layout(self) -> Layout:
         """How the leaves lie in buffers."""
         return self.packed.layout
+
+    def is_on_one_device(self) -> bool:
+        """Whether a program that takes the value may run on one device."""
+        return all(array.sharding.num_devices == 1 for array in self.packed.buffers)
 
     def arrays(self) -> Sequence[jax.Array]:
         """The arrays that hold the value."""
@@ -85,6 +98,10 @@ class Master(ABC):
     def take(self, reader: Reader, meter: Meter) -> Packed:
         """The value as a program takes it."""
         return self.packed
+
+    def described(self, *, in_program: bool) -> Packed:
+        """The value as `take` would give it, in `jax.ShapeDtypeStruct`s."""
+        return Packed(self.layout, tuple(map(_described, self.layout.buffers)))
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         """Makes what a program returned the value, and raises the version."""
@@ -166,13 +183,29 @@ class OnDevices(Master):
 
 
 class InHostMemory(Master):
-    """A master copy in host memory: a step takes a copy, and what it returns is written back."""
+    """A master copy in host memory: a step takes a copy, and what it returns is written back.
+
+    Or its program takes the buffers as they are, and does both itself.
+    """
 
     def __init__(self, packed: Packed, host_layout: HostLayout, policy: Read):
         super().__init__(packed)
         self.host_layout, self._policy = host_layout, policy
         self._copies = Copies(policy)
         self._reads_ahead = policy.prefetch and policy.cache is None
+
+    @functools.cached_property
+    def _hosted(self) -> HostedLayout | None:
+        """How a program takes the value to read it itself; None where the policy asks for another
+        way, or where a program cannot name the memory.
+        """
+        policy, route = self._policy, self._exact_route.name
+        if policy.cache or policy.prefetch or policy.wire or route != "gather":
+            return None
+        hosts = [host for host in self.host_layout.on_host if host is not None]
+        if any(host.sharding.memory_kind != jaxcompat.PINNED_HOST for host in hosts):  # type: ignore[union-attr]
+            return None
+        return hosted_layout(self.layout, self.host_layout)
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         planned = self.plan_take(variable, reader)
@@ -221,11 +254,18 @@ class InHostMemory(Master):
 
     @functools.cached_property
     def _exact_route(self) -> Route:
-        buffers = self.host_layout.on_device
-        devices = frozenset().union(*(buffer.sharding.device_set for buffer in buffers))  # type: ignore[union-attr]
+        devices = self._devices
         ours = all(device.process_index == jax.process_index() for device in devices)
         ahead = self._reads_ahead and ours
         return Route(self.host_layout, *choose_route(self._policy.route, len(devices), ahead))
+
+    @functools.cached_property
+    def _devices(self) -> frozenset:
+        buffers = self.host_layout.on_device
+        return frozenset().union(*(buffer.sharding.device_set for buffer in buffers))  # type: ignore[union-attr]
+
+    def is_on_one_device(self) -> bool:
+        return len(self._devices) == 1
 
     @functools.cached_property
     def _coded_route(self) -> Route:
@@ -233,6 +273,12 @@ class InHostMemory(Master):
         return Route(self.host_layout, exact.name, exact.why, wire) if wire else exact
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
+        if reader.in_program and self._hosted is not None:
+            # Committed arrays would commit the call, and all that it returns, to their device.
+            self.packed = transfer.free(self.packed)
+            meter.add(HOST_LINK, self.host_layout.bytes_here[0])
+            meter.add(DEVICE_LINK, self.host_layout.bytes_here[1])
+            return Packed(self._hosted, self.packed.buffers)
         copy, _ = self._serving(reader)
         if copy is not None:
             self._copies.served(copy, self.version)
@@ -244,7 +290,18 @@ class InHostMemory(Master):
             self._copies.drop()  # The program will donate it.
         return packed
 
+    def described(self, *, in_program: bool) -> Packed:
+        if not (in_program and self._hosted is not None):
+            return super().described(in_program=in_program)
+        rows = zip(self.host_layout.on_host, self.layout.buffers, strict=True)
+        buffers = (_described(made, host) for host, made in rows)
+        return Packed(self._hosted, tuple(buffers))
+
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
+        if packed.layout is self._hosted:
+            packed = Packed(self.layout, packed.buffers)
+            self._write(transfer.written(packed, self.host_layout, meter), session)
+            return
         self._write(transfer.write(packed, self.host_layout, meter), session)
         self._copies.keep(self.version, packed, exact=True)
 
@@ -289,6 +346,15 @@ class InHostMemory(Master):
 
     def copied(self) -> InHostMemory:
         return InHostMemory(transfer.copied(self.packed), self.host_layout, self._policy)
+
+
+def _described(buffer: Buffer, on_host: Buffer | None = None) -> jax.ShapeDtypeStruct:
+    """A stand-in for a buffer, which may lie on the host."""
+    if on_host is None:
+        return jaxcompat.stand_in(buffer.shape, buffer.dtype, buffer.weak_type, buffer.sharding)
+    there = None if buffer.sharding is None else on_host.sharding
+    shape, dtype, weak_type = on_host.shape, on_host.dtype, on_host.weak_type
+    return jaxcompat.stand_in(shape, dtype, weak_type, there, on_host=True)
 
 
 def hold(

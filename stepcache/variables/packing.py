@@ -207,6 +207,11 @@ def shard_bytes(array: Any) -> int:
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
+def bytes_here(array: Any) -> int:
+    """Bytes of the shards of an array, or of a `Buffer`, on the devices of this process."""
+    return shard_bytes(array) * len(array.sharding.addressable_devices)
+
+
 def shards_bytes(array: Any) -> int:
     """Bytes of all shards of an array, or of a `Buffer`, on all devices."""
     return shard_bytes(array) * len(array.sharding.device_set)

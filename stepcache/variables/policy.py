@@ -90,7 +90,8 @@ class Sharded:
 class OnHost:
     """The master copy is in the memory of the hosts, split evenly over the devices' hosts.
 
-    A step reads it into the memory of its devices, and what it returns for it is written back.
+    A step reads it into the memory of its devices, and what it returns for it is written back:
+    inside its own program, where it carries the value and `read` is `Read()`.
     Variables are made, assigned, saved and restored share by share, and `.value` gives numpy
     arrays: none of this takes memory of the devices, so the value may be larger than that. In a
     pod, `.value` and `save` gather replicated leaves through the devices, one buffer at a time;

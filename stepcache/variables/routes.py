@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stepcache import jaxcompat
-from stepcache.variables.packing import Buffer, Packed, shards_bytes
+from stepcache.variables.packing import Buffer, Packed, bytes_here, shards_bytes
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Links, links
 from stepcache.variables.shares import HostLayout, replicated
-from stepcache.variables.transfer import Meter, bytes_here, copy, in_device_shape
+from stepcache.variables.transfer import Meter, copy, in_device_shape
 from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 

@@ -2,7 +2,8 @@
 
 One representation serves one device, many, and pods: each buffer is split evenly over the devices,
 and each device's shard lies in the memory of its host. A read is a compiled program that copies
-each shard to its device and all-gathers there; a write is the reverse.
+each shard to its device and all-gathers there; a write is the reverse. A step that carries the
+value does both inside its own program, by a `HostedLayout`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.sharding import axes_of
-from stepcache.variables.packing import Buffer, Layout, is_key_type, shards_bytes
+from stepcache.sharding import axes_of, is_in_type
+from stepcache.variables.packing import Buffer, Layout, bytes_here, is_key_type, shards_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +46,21 @@ class HostLayout:
         return sum(shards_bytes(host) for host in self.on_host if host is not None)
 
     @functools.cached_property
+    def bytes_here(self) -> tuple[int, int]:
+        """Bytes that a program which reads all buffers moves in this process: over the hosts' links
+        (as many as one that writes them), and between devices.
+        """
+        pairs = zip(self.on_host, self.on_device, strict=True)
+        read = [(bytes_here(host), bytes_here(device)) for host, device in pairs if host]
+        crossing = sum(host for host, _ in read)
+        return crossing, sum(device for _, device in read) - crossing
+
+    @functools.cached_property
     def read(self) -> Any:
         """The compiled program from shards on the hosts to buffers on the devices."""
 
         def read(buffers: Sequence[Any]) -> list[Any]:
-            return [
-                buffer
-                if host is None
-                else _restored(jax.device_put(buffer, _shards_on_devices(host).sharding), device)
-                for buffer, host, device in zip(buffers, self.on_host, self.on_device, strict=True)
-            ]
+            return _read(buffers, self.on_host, self.on_device)
 
         return jax.jit(read, out_shardings=[buffer.sharding for buffer in self.on_device])
 
@@ -91,10 +98,7 @@ class HostLayout:
         rows = list(zip(self.on_host, self.on_device, strict=True))
 
         def write(buffers: Sequence[Any]) -> list[Any]:
-            return [
-                buffer if host is None else jax.device_put(_flat(buffer, host), host.sharding)
-                for buffer, host in zip(buffers, self.on_host, strict=True)
-            ]
+            return _write(buffers, self.on_host)
 
         return jax.jit(write, out_shardings=[(host or device).sharding for host, device in rows])
 
@@ -107,6 +111,96 @@ class HostLayout:
 def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
     on_device = tuple(layout.on_device[number] for number in numbers)
     return HostLayout(on_device, tuple(layout.on_host[number] for number in numbers))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HostedLayout(Layout):
+    """A layout whose buffers a program takes and returns as they lie on the hosts.
+
+    Equal ones are one object, made by `hosted_layout`. It has no program of its own, as it is a
+    part of the tree of the arguments of others.
+
+    Attributes:
+        on_device, on_host: as of a `HostLayout`.
+    """
+
+    on_device: tuple[Buffer, ...]
+    on_host: tuple[Buffer | None, ...]
+
+    def pack(self, leaves: Iterable[Any], xp: Any = jnp) -> list[Any]:
+        """Shards on the hosts from leaves, inside a trace."""
+        buffers = Layout.pack(self, leaves, xp)
+        pairs = zip(buffers, self.on_device, strict=True)
+        return _write([_constrained(buffer, at.sharding) for buffer, at in pairs], self.on_host)
+
+    def unpack(self, buffers: Sequence[Any]) -> list[Any]:
+        """Leaves on the devices from shards on the hosts, inside a trace."""
+        pairs = zip(_read(buffers, self.on_host, self.on_device), self.on_device, strict=True)
+        return Layout.unpack(self, [_constrained(buffer, at.sharding) for buffer, at in pairs])
+
+
+_hosted_layouts: weakref.WeakValueDictionary[Hashable, HostedLayout] = weakref.WeakValueDictionary()
+
+
+def hosted_layout(layout: Layout, host_layout: HostLayout) -> HostedLayout:
+    """The layout of buffers for a program that itself reads them from the hosts, and writes them
+    back.
+    """
+    key = (layout, host_layout.on_device, host_layout.on_host)
+    with _lock:
+        if (found := _hosted_layouts.get(key)) is None:
+            found = _hosted_layouts[key] = HostedLayout(
+                *(layout.tree, layout.slots, layout.buffers),
+                *(host_layout.on_device, host_layout.on_host),
+            )
+        return found
+
+
+def _read(
+    buffers: Sequence[Any], on_host: Sequence[Buffer | None], on_device: Sequence[Buffer]
+) -> list[Any]:
+    return [
+        buffer if host is None else _restored(jax.device_put(buffer, _arrival(host)), device)
+        for buffer, host, device in zip(buffers, on_host, on_device, strict=True)
+    ]
+
+
+def _write(buffers: Sequence[Any], on_host: Sequence[Buffer | None]) -> list[Any]:
+    return [
+        buffer if host is None else jax.device_put(_flat(buffer, host), _departure(host))
+        for buffer, host in zip(buffers, on_host, strict=True)
+    ]
+
+
+def _arrival(host: Any) -> Any:
+    """Where a read takes a buffer: without a mesh, to whichever device the program runs on."""
+    if _is_free(host):
+        return jax.memory.Space.Device
+    return _shards_on_devices(host).sharding
+
+
+def _departure(host: Any) -> Any:
+    return jax.memory.Space.Host if _is_free(host) else host.sharding
+
+
+def _is_free(host: Any) -> bool:
+    """Whether a program can move a buffer to and from the host without naming a device."""
+    is_single = isinstance(host.sharding, SingleDeviceSharding)
+    return is_single and host.sharding.memory_kind == jaxcompat.PINNED_HOST
+
+
+def _constrained(value: Any, sharding: Any) -> Any:
+    """A device buffer, placed as in a program that gets it from another; without a mesh, anywhere.
+
+    Else XLA would split the whole step as the hosts do, or fuse it with the padding, and round in
+    another way.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return value
+    if is_in_type(sharding):
+        return jax.lax.optimization_barrier(jax.sharding.reshard(value, sharding))
+    value = jax.lax.with_sharding_constraint(value, sharding)
+    return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(value), sharding)
 
 
 def _shards_on_devices(host: Any) -> Buffer:
@@ -126,7 +220,7 @@ def _restored(value: Any, device: Buffer) -> Any:
     """A gathered device buffer, from one that is flat and padded."""
     if value.shape == device.shape:
         return value
-    value = jax.device_put(value, replicated(device.sharding))
+    value = _constrained(value, replicated(device.sharding))
     return value[: device.size].reshape(device.shape)
 
 

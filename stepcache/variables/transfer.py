@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
 from stepcache.distributed.global_arrays import placed, spans_processes
 from stepcache.events import Moved, recorder
-from stepcache.variables.packing import Buffer, Layout, Packed, is_key_type, shard_bytes
+from stepcache.variables.packing import Buffer, Layout, Packed, bytes_here, is_key_type
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK
 from stepcache.variables.shares import HostLayout, replicated
 from stepcache.variables.wire import coded_bytes, codes, decode, encode
@@ -35,11 +36,6 @@ class Meter:
         """Records what a step, or variables, have moved, if anything."""
         if self.link_bytes:
             recorder.emit(Moved(mover, tuple(self.link_bytes.items())))
-
-
-def bytes_here(array: jax.Array) -> int:
-    """Bytes of the shards of an array on the devices of this process."""
-    return shard_bytes(array) * len(array.sharding.addressable_devices)
 
 
 def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
@@ -86,7 +82,8 @@ def unpack(packed: Packed) -> tuple[list[jax.Array], list[bool]]:
 
 def copy(array: jax.Array) -> jax.Array:
     """A copy of an array, with the same sharding."""
-    return placed(array, array.sharding if array.committed else None, may_alias=False)
+    stays = array.committed or jaxcompat.is_on_host(array)
+    return placed(array, array.sharding if stays else None, may_alias=False)
 
 
 def copied(packed: Packed) -> Packed:
@@ -104,6 +101,27 @@ def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
         for value, device in zip(packed.buffers, layout.on_device, strict=True)
     ]
     return _counted(Packed(packed.layout, tuple(layout.write(at_home))), layout, meter)
+
+
+def free(packed: Packed) -> Packed:
+    """The same buffers, where they are, but uncommitted where JAX chose their device."""
+    pairs = list(zip(packed.buffers, packed.layout.buffers, strict=True))
+    if not any(like.sharding is None and value.committed for value, like in pairs):
+        return packed
+    buffers = (
+        jaxcompat.uncommitted(value) if like.sharding is None else value for value, like in pairs
+    )
+    return Packed(packed.layout, tuple(buffers))
+
+
+def written(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
+    """What a program wrote to host memory, counted; moved where that is another device's."""
+    rows = zip(packed.buffers, layout.on_host, layout.on_device, strict=True)
+    home: Any = [(host or device).sharding for _, host, device in rows]
+    if home and packed.buffers[0].sharding.device_set != home[0].device_set:
+        packed = Packed(packed.layout, tuple(jax.device_put(list(packed.buffers), home)))
+    meter.add(HOST_LINK, layout.bytes_here[0])
+    return packed
 
 
 def _counted(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
@@ -171,6 +189,8 @@ def _split(value: Any, host: Buffer) -> jax.Array:
         padded[tuple(map(slice, part.shape))] = part
         return padded
 
+    if isinstance(sharding, SingleDeviceSharding):  # JAX would forget which memory it is in.
+        return jax.device_put(shard(...), sharding)
     return jax.make_array_from_callback(host.shape, sharding, shard)
 
 

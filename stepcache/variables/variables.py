@@ -331,15 +331,9 @@ class Variables(NoTree, Savable):
         """Starts to read what the next step will take. Under the lock."""
         self._master.ahead(reader, meter)
 
-    def _described(self) -> Packed:
+    def _described(self, *, in_program: bool) -> Packed:
         """The value as a program would take it, in `jax.ShapeDtypeStruct`s."""
-        buffers = (
-            jax.ShapeDtypeStruct(
-                each.shape, each.dtype, sharding=each.sharding, weak_type=each.weak_type
-            )
-            for each in self._layout.buffers
-        )
-        return Packed(self._layout, tuple(buffers))
+        return self._master.described(in_program=in_program)
 
     def _check_usable(self, mesh: Mesh | None) -> None:
         """Checks that the variables were made on the mesh of a session."""

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from moving import live_buffers, live_bytes, mesh_of, session, watching
 
 import stepcache as sc
+from stepcache import jaxcompat
 from stepcache.variables.packing import PACKED_BELOW_BYTES
 
 COUNT = PACKED_BELOW_BYTES // 4
@@ -165,7 +166,8 @@ def test_every_kind_of_leaf_goes_to_the_host_and_back(mesh, read, pack):
             step(resident)
         assert_same(resident.value, on_devices(hosted))
         assert_same_in_numpy(resident.value, hosted.value)
-        assert step.stats().misses == 1, "both are the same to a program"
+        # A program that reads and writes the host's memory itself is another one.
+        assert step.stats().misses == 1 + (jaxcompat.PRIVATE_API and read == sc.Read())
         assert (resident.version, hosted.version) == (2, 2)
 
 
@@ -201,7 +203,7 @@ def test_a_value_that_is_read_lies_where_rules_say(mesh, rules, route):
         assert_same(sharded.value, on_devices(hosted))
         assert on_devices(hosted)["w"].sharding.shard_shape((64, 16)) != (64, 16)
         assert_same_in_numpy(sharded.value, hosted.value)
-        assert step.stats().misses == 1
+        assert step.stats().misses == 1 + (jaxcompat.PRIVATE_API and route == "gather")
 
 
 def test_rules_need_a_mesh_for_values_that_are_read_too():

@@ -17,9 +17,10 @@ from moving import SHAPES, live_buffers, mesh_of, session, watching
 
 import stepcache as sc
 from stepcache.variables import transfer
-from stepcache.variables.masters import Reader
+from stepcache.variables.masters import InHostMemory, Reader
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Plan, Transfer
 from stepcache.variables.routes import Route, choose_route
+from stepcache.variables.shares import HostedLayout
 
 # ---- predicted equals measured ---------------------------------------------------------------
 
@@ -43,6 +44,31 @@ class Arrivals:
                 write(packed, layout, meter), layout.on_host, layout
             ),
         )
+
+        take, put = InHostMemory.take, InHostMemory.put
+
+        def counted_take(master, reader, meter):
+            packed = take(master, reader, meter)
+            if isinstance(packed.layout, HostedLayout):  # Its program reads it.
+                self._expect(packed, packed.layout.on_device)
+            return packed
+
+        def counted_put(master, packed, *rest):
+            if isinstance(packed.layout, HostedLayout):
+                self._counted(packed, packed.layout.on_host, packed.layout)
+            put(master, packed, *rest)
+
+        patch.setattr(InHostMemory, "take", counted_take)
+        patch.setattr(InHostMemory, "put", counted_put)
+
+    def _expect(self, packed, buffers):
+        for array, buffer, on_host in zip(
+            packed.buffers, buffers, packed.layout.on_host, strict=True
+        ):
+            if on_host is not None:
+                assert (array.shape, array.sharding.memory_kind) == (on_host.shape, "pinned_host")
+                shard = math.prod(buffer.sharding.shard_shape(buffer.shape))
+                self.bytes += shard * buffer.dtype.itemsize * len(buffer.sharding.device_set)
 
     def _counted(self, arrived, buffers, layout):
         for array, buffer, on_host in zip(arrived.buffers, buffers, layout.on_host, strict=True):
