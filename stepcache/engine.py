@@ -313,8 +313,7 @@ class Engine:
         except (RuntimeError, ValueError) as error:
             if "deleted" in str(error):
                 note_deleted(error, call)
-            peers = scope.together(request.ranks)
-            if peers is not None:
+            if (peers := scope.together(request.ranks)) is not None:
                 peers.raise_if_lost_by(error)
             raise
         finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec, Sharding
 
+from stepcache import jaxcompat
 from stepcache.calls.over_buffers import argument_of
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import VariablesError
@@ -24,6 +25,35 @@ def variables_of(tree: Any) -> Iterator[Variables]:
         for leaf in jax.tree_util.tree_leaves(tree):
             if isinstance(leaf, Variables):
                 yield leaf
+
+
+def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variables]) -> bool:
+    """Whether the program of a step can itself read values from host memory, and write them back.
+
+    Args:
+        spec: the step.
+        given: the arguments of a call, in any tree.
+        variables: those among them.
+    """
+    if any(spec.options.get(name) is not None for name in _PLACING):
+        return False
+    if not jaxcompat.PRIVATE_API or jaxcompat.arguments_outlive_calls():
+        return False
+    if variables[0]._mesh is not None:
+        return True
+    # Without a session's mesh: where the call names no device, or one.
+    return (
+        not jaxcompat.has_concrete_mesh()
+        and all(each._master.is_on_one_device() for each in variables)
+        and all(
+            leaf.sharding is None or leaf.sharding.num_devices == 1
+            for leaf in jax.tree_util.tree_leaves(given)
+            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+        )
+    )
+
+
+_PLACING = ("in_shardings", "out_shardings", "device", "backend")
 
 
 def check_options(spec: StepSpec, args: tuple, kwargs: dict[str, Any], *, read: bool) -> None:

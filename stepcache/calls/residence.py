@@ -13,7 +13,8 @@ import jax
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
-from stepcache.calls.bound_variables import PLAIN, check_options, variables_of
+from stepcache.calls import bound_variables
+from stepcache.calls.bound_variables import PLAIN, variables_of
 from stepcache.calls.context import DEFAULT_SCOPE, Scope
 from stepcache.calls.host_values import check_replicas, compare
 from stepcache.calls.over_buffers import Again, argument_of, leaves_of
@@ -69,7 +70,7 @@ class Use:
         self._buffer_paths: set[str] | None = None
         self.meter = Meter()
         self.variables = self._find()
-        check_options(spec, args, kwargs, read=len(self.variables) > self.carried)
+        bound_variables.check_options(spec, args, kwargs, read=len(self.variables) > self.carried)
 
     def _find(self) -> list[Variables]:
         spec, args, kwargs = self._spec, self._args, self._kwargs
@@ -175,23 +176,8 @@ class Use:
         return self._given(take)
 
     def _in_program(self) -> bool:
-        """Whether the step's own program can read values in host memory, and write them back."""
-        placing = ("in_shardings", "out_shardings", "device", "backend")
-        options = self._spec.options
-        if not self.carried or any(options.get(name) is not None for name in placing):
-            return False
-        if not jaxcompat.PRIVATE_API or jaxcompat.arguments_outlive_calls():
-            return False
-        return self.variables[0]._mesh is not None or self._is_for_one_device()
-
-    def _is_for_one_device(self) -> bool:
-        """Whether a call without a session's mesh names no device, or one."""
-        if jaxcompat.has_concrete_mesh():
-            return False
-        return all(each._master.is_on_one_device() for each in self.variables) and all(
-            leaf.sharding is None or leaf.sharding.num_devices == 1
-            for leaf in jax.tree_util.tree_leaves(self.given)
-            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+        return bool(self.carried) and bound_variables.can_cross_in_program(
+            self._spec, self.given, self.variables
         )
 
     def _arguments(self) -> dict[int, list[str]]:

@@ -29,7 +29,7 @@ from stepcache.variables.packing import (
     layout_of,
 )
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Extent, Transfer, extent_of, links
-from stepcache.variables.policy import OnHost, Placement, Read
+from stepcache.variables.policy import OnHost, Placement, Read, check_for_pod
 from stepcache.variables.routes import Route, choose_route
 from stepcache.variables.shares import (
     HostedLayout,
@@ -390,22 +390,6 @@ def hold(
         return OnDevices(transfer.pack(leaves, layout))
     mesh = placer.mesh if placer else None
     if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
-        _check_for_pod(name, placement, policy)
+        check_for_pod(name, placement, policy)
     on_host = host_layout(layout, mesh, placement.memory_kind, name)
     return InHostMemory(transfer.pack_on_hosts(leaves, layout, on_host, meter), on_host, policy)
-
-
-def _check_for_pod(name: str, placement: OnHost, policy: Read) -> None:
-    for what, given, possible in (
-        ("Read(route=…)", policy.route, ("auto", "gather")),
-        ("Read(wire=…)", policy.wire, (None,)),
-        ("OnHost(update=…)", placement.update, ("device",)),
-    ):
-        if given not in possible:
-            raise VariablesError(
-                f"{what} needs the whole value in one process, and each process of a pod holds a "
-                "share",
-                where=name,
-                expected=" or ".join(map(repr, possible)),
-                got=repr(given),
-            )

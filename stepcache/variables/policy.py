@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from jax.sharding import PartitionSpec
 
-from stepcache.errors import OptionError
+from stepcache.errors import OptionError, VariablesError
 from stepcache.sharding import Rules
 
 ROUTES = ("auto", "each", "fanout", "gather")
@@ -277,3 +277,20 @@ def check_policies(placement: object, read: object, write: object) -> None:
 def _without_effect(policy: str, option: str, why: str, hint: str) -> OptionError:
     what = f"{option} would do nothing: {why}"
     return OptionError(what, where=f"Variables({policy}=...)", hint=hint)
+
+
+def check_for_pod(name: str, placement: OnHost, policy: Read) -> None:
+    """Raises `VariablesError` for a policy that needs the whole value in one process of a pod."""
+    for what, given, possible in (
+        ("Read(route=…)", policy.route, ("auto", "gather")),
+        ("Read(wire=…)", policy.wire, (None,)),
+        ("OnHost(update=…)", placement.update, ("device",)),
+    ):
+        if given not in possible:
+            raise VariablesError(
+                f"{what} needs the whole value in one process, and each process of a pod holds a "
+                "share",
+                where=name,
+                expected=" or ".join(map(repr, possible)),
+                got=repr(given),
+            )
