@@ -93,17 +93,21 @@ class Miss:
         rest = f"; {counted(more, 'more change')}" if more else ""
         return f"{shown}{rest}" if shown else f"{self.reason} of {self.step}"
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The reason as a sentence; `changes` follow it where it ends in a colon."""
         closest = "; the closest differs in:" if self.changes else ""
-        reasons = {
+        return {
             "first call": "no program yet: this is its first call",
             "changed": f"no cached program matches{closest}",
             "evicted": "the program was built before and has been evicted",
             "cleared": "the program was built before and the cache has been cleared",
             "new session": "the program is known, but not to this session's program cache",
             "other run": f"since the run of {readable_time(self.since)} these have changed:",
-        }
-        lines = [f"{self.step}, miss {self.number}: {reasons[self.reason]}"]
+        }[self.reason]
+
+    def __str__(self) -> str:
+        lines = [f"{self.step}, miss {self.number}: {self.headline}"]
         lines += [f"  {change}" for change in self.changes[:_MAX_CHANGES_SHOWN]]
         more = len(self.changes[_MAX_CHANGES_SHOWN:]) + self.omitted
         if more:

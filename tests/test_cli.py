@@ -176,7 +176,7 @@ def test_show(built):
     assert (found["kind"], found["digest"]) == ("step", step)
     (build,) = found["builds"]
     groups = build["dependencies"].keys()
-    assert {"arguments", "environment", "packages", "config", "code"} <= groups
+    assert {"argument", "environment", "package", "config", "code"} <= groups
     assert "trace" in build["seconds"] and "compile" in build["seconds"]
     assert set(build["used"]) == {"attributes", "modules", "files", "variables"}
     some = run("cache", "show", step[:10], "--dir", built).stdout

@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepcache.fingerprint.dependencies import NAMES_OF
 from stepcache.fingerprint.held import Held
 from stepcache.fingerprint.name_meanings import (
     Meaning,
@@ -196,7 +197,7 @@ class _ModuleState:
             walk.dependencies.update(meaning.dependencies)
             for path, value in meaning.values:
                 walk.value(path, value)
-        walk.once(f"names of {self._name}", known)
+        walk.once(f"{NAMES_OF}{self._name}", known)
         return read in self._digests and not any(meaning.values for meaning in notable)
 
     def look(self) -> None:

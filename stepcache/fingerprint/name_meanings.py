@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 
 from stepcache.fingerprint import instances
 from stepcache.fingerprint.classes import is_foreign
+from stepcache.fingerprint.dependencies import LATE
 from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of, origin_of_file
 from stepcache.fingerprint.tokens import container_text, plain_text, qualified_name
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.fingerprint.visitor import Walk
-
-LATE = "put into "
-"""Begins the names of dependencies that are there once another module has been imported."""
 
 
 class Notes:

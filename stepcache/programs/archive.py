@@ -20,6 +20,7 @@ import jax
 from stepcache import jaxcompat
 from stepcache._process_hooks import quick_switching
 from stepcache.events import Change
+from stepcache.fingerprint.dependencies import agree, differences
 from stepcache.fingerprint.installed_packages import look_at_modules
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs.background import LATER, Job, Worker
@@ -28,8 +29,6 @@ from stepcache.storage.dependency_record import (
     Address,
     DependencyRecord,
     Publication,
-    agree,
-    differences,
     pack_records,
     unpack_records,
 )

@@ -15,6 +15,7 @@ from stepcache import jaxcompat
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured, Change
 from stepcache.fingerprint import shared_traces
+from stepcache.fingerprint.dependencies import differences, digest_dependencies
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, LookupResult
@@ -22,14 +23,7 @@ from stepcache.programs.build import Program, Stopwatch, build
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.recorded_trace import RecordedTrace
 from stepcache.programs.resolution import Lowered, Resolution, Sharing
-from stepcache.storage.dependency_record import (
-    Address,
-    Publication,
-    Traced,
-    Used,
-    differences,
-    digest_dependencies,
-)
+from stepcache.storage.dependency_record import Address, Publication, Traced, Used
 
 _MUTABLE = ("code", "value", "file", "variable")
 

@@ -24,6 +24,7 @@ from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.code_reads import reads_of
+from stepcache.fingerprint.dependencies import digest_dependencies
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     USER,
@@ -36,7 +37,7 @@ from stepcache.fingerprint.recorder import Recording
 from stepcache.fingerprint.tokens import atom, plain_text
 from stepcache.fingerprint.visitor import Fingerprint, Walk
 from stepcache.jaxcompat import inspection
-from stepcache.storage.dependency_record import Address, Used, digest_dependencies
+from stepcache.storage.dependency_record import Address, Used
 
 
 class Lookup:

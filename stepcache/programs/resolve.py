@@ -277,7 +277,7 @@ def _note(archive: Archive, name: str, resolution: Resolution, miss: Miss) -> No
         program=resolution.digest,
         devices=[device.id for device in devices],
         seconds={stage: round(value, 4) for stage, value in program.seconds.items()},
-        reason=str(miss),
+        reason=miss.headline,
         changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
         untrackable=list(resolution.untrackable),
     )

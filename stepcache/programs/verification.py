@@ -22,6 +22,7 @@ from stepcache.calls.key import Key
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import StaleProgramError, StaleProgramWarning, warn
 from stepcache.events import Change, Verified, recorder
+from stepcache.fingerprint.dependencies import agree, differences
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, start_name
 from stepcache.programs.background import LATER, builds
@@ -32,7 +33,7 @@ from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.resolution import Resolution
-from stepcache.storage.dependency_record import DependencyRecord, agree, differences
+from stepcache.storage.dependency_record import DependencyRecord
 
 _log = logging.getLogger("stepcache")
 # A call that was under way may still tell the dispatcher about a stale program: it is cleared so

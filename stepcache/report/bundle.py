@@ -24,14 +24,11 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from stepcache.fingerprint.dependencies import digest_dependencies
 from stepcache.programs.archive import RECORDS_KEPT
 from stepcache.storage import entry as entries
 from stepcache.storage import plain
-from stepcache.storage.dependency_record import (
-    DependencyRecord,
-    digest_dependencies,
-    unpack_records,
-)
+from stepcache.storage.dependency_record import DependencyRecord, unpack_records
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import DamagedEntryError, Header
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import jax
 
+from stepcache.fingerprint.dependencies import kind_of
 from stepcache.fingerprint.provenance import distribution_of
 from stepcache.jaxcompat import inspection
 
@@ -51,7 +52,7 @@ def foreign_parts(dependencies: Mapping[str, str], own: Mapping[str, str]) -> li
         (name for name in _machine(dependencies) if name in dependencies), dependencies, own
     )
     for name, version in dependencies.items():
-        if name.startswith("package "):
+        if kind_of(name) == "package":
             installed = own.get(name) or distribution_of(name.removeprefix("package "))[1]
             if installed != version:
                 parts.append(Part(name, version, installed or "absent"))
@@ -67,10 +68,9 @@ def settings_that_differ(dependencies: Mapping[str, str], own: Mapping[str, str]
     machine = {*_machine(dependencies), _TOPOLOGY}
 
     def is_setting(name: str) -> bool:
-        if name.startswith("config "):  # Another version of JAX has other settings.
+        if kind_of(name) == "config":  # Another version of JAX has other settings.
             return name in dependencies and name in own
-        is_variable = name.startswith("environment variable ")
-        return name.startswith("environment ") and not is_variable and name not in machine
+        return kind_of(name) == "environment" and name not in machine
 
     return _differing(filter(is_setting, dict.fromkeys((*dependencies, *own))), dependencies, own)
 

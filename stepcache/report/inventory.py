@@ -11,26 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stepcache.fingerprint.dependencies import KINDS, differences, kind_of
 from stepcache.programs.archive import Archive, open_archive
-from stepcache.storage.dependency_record import DependencyRecord, differences, unpack_records
+from stepcache.storage.dependency_record import DependencyRecord, unpack_records
 from stepcache.storage.entry_info import EntryInfo
 from stepcache.units import counted
-
-# Groups of dependencies by the prefix of their names. All others are code or values.
-_GROUPS = (
-    ("argument ", "arguments"),
-    ("arguments", "arguments"),
-    ("static ", "static"),
-    ("option ", "options"),
-    ("mesh", "mesh"),
-    ("environment variable ", "variables"),
-    ("environment ", "environment"),
-    ("package ", "packages"),
-    ("config ", "config"),
-    ("module ", "modules"),
-    ("names of ", "modules"),
-    ("file ", "files"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,15 +267,11 @@ def _build(record: DependencyRecord, latest: DependencyRecord, sizes: dict[str, 
 
 
 def grouped(dependencies: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Groups dependencies: arguments, mesh, environment, packages, config, code, values, …"""
-    groups: dict[str, dict[str, str]] = {}
-    for name, value in dependencies.items():
-        rest = "code" if value.startswith(("code ", "function ")) else "values"
-        group = next((group for prefix, group in _GROUPS if name.startswith(prefix)), rest)
-        groups.setdefault(group, {})[name] = value
-    order = [*dict.fromkeys(group for _, group in _GROUPS), "code", "values"]
-    order.sort(key=lambda group: group in ("modules", "files", "variables"))
-    return {group: groups[group] for group in order if group in groups}
+    """Dependencies by their kind: argument, mesh, environment, package, config, code, value, …"""
+    groups: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+    for name, token in dependencies.items():
+        groups[kind_of(name, token)][name] = token
+    return {kind: group for kind, group in groups.items() if group}
 
 
 # ---- checking ----------------------------------------------------------------------------------

@@ -173,15 +173,13 @@ def in_order(stages: Iterable[str]) -> list[str]:
 
 
 def _happening(row: Row) -> Happening:
-    headline = row.reason.partition("\n")[0]
-    is_miss = headline.startswith(f"{row.step}, miss")
     return Happening(
         row.step,
         row.label,
         row.event,
         row.time,
         {stage: value for stage, value in row.seconds.items() if stage != "import"},
-        headline.partition(": ")[2] if is_miss else row.reason,
+        row.reason,
         tuple(dict(zip(_CHANGE, each, strict=False)) for each in row.changes),
         tuple(row.untrackable),
         row.program,

@@ -6,20 +6,17 @@ Facts are names and texts: what the fingerprint found, the call, and the environ
 
 from __future__ import annotations
 
-import hashlib
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from stepcache.events import Captured, Change
-from stepcache.fingerprint.name_meanings import LATE
+from stepcache.events import Captured
+from stepcache.fingerprint.dependencies import digest_dependencies
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.storage import plain
 
 _FORMAT = 3  # Of the payload of a step's entry.
-_MAX_CHANGES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,77 +232,3 @@ def unpack_records(payload: bytes) -> list[DependencyRecord]:
         return [DependencyRecord.unpacked(each) for each in data["records"]]
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
-
-
-# ---- dependencies ------------------------------------------------------------------------------
-
-
-def digest_dependencies(dependencies: dict[str, str]) -> str:
-    """A digest of dependencies, whatever their order."""
-    text = repr(sorted(dependencies.items()))
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-
-def agree(told: dict[str, str], found: dict[str, str]) -> bool:
-    """Whether what is found now is what was told then.
-
-    Nothing can have been put into a module that is not loaded yet, so nothing is asked of it. What
-    a package puts into its own classes when a part of it is imported is there on both sides or not.
-    """
-    if told == found:
-        return True
-    missing = told.keys() - found.keys() - _of_modules_not_loaded(told)
-    return all(name.startswith(LATE) for name in missing) and all(
-        told.get(name, text if name.startswith(LATE) else None) == text
-        for name, text in found.items()
-    )
-
-
-def _of_modules_not_loaded(told: dict[str, str]) -> set[str]:
-    """The dependencies about names in modules that this process has not imported."""
-    modules = {name.removeprefix(_NAMES_OF) for name in told if name.startswith(_NAMES_OF)}
-    owners = tuple(f"{module}." for module in modules - sys.modules.keys())
-    of_names = {f"{_NAMES_OF}{owner[:-1]}" for owner in owners}
-    return of_names | {name for name in told if owners and name.startswith(owners)}
-
-
-def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, ...]:
-    """Where two sets of dependencies differ, the telling ones first."""
-    changes = []
-    unknown = _of_modules_not_loaded(before)
-    for name in dict.fromkeys((*before, *after)):
-        old, new = before.get(name), after.get(name)
-        late = name.startswith(LATE) and None in (old, new)
-        if old != new and not late and not (new is None and name in unknown):
-            changes.append(_change(name, old, new))
-    changes.sort(key=lambda change: _ORDER.index(change.part))
-    return tuple(changes[:_MAX_CHANGES])
-
-
-_ORDER = ["code", "value", "static", "options", "argument", "tree", "mesh", "file", "variable"]
-_ORDER += ["config", "package", "environment", "module"]
-_NAMES_OF = "names of "
-_PARTS = {
-    "static ": "static",
-    "option ": "options",
-    "argument ": "argument",
-    "arguments": "tree",
-    "mesh": "mesh",
-    "file ": "file",
-    "environment variable ": "variable",
-    "config ": "config",
-    "package ": "package",
-    "environment ": "environment",
-    "module ": "module",
-    _NAMES_OF: "module",
-}
-
-
-def _change(name: str, old: str | None, new: str | None) -> Change:
-    part = next((part for prefix, part in _PARTS.items() if name.startswith(prefix)), "value")
-    shown = name.removeprefix("static ").removeprefix("config ").removeprefix("argument ")
-    texts = [text or "" for text in (old, new)]
-    if all(text.startswith("code ") or not text for text in texts) and part == "value":
-        note = "not there before" if old is None else "gone" if new is None else "its code changed"
-        return Change("code", shown, old or "absent", new or "absent", note)
-    return Change(part, shown, old or "absent", new or "absent")

@@ -46,7 +46,7 @@ class Row:
         devices: of the program, by number.
         seconds: by stage: "import" (in the first row of a run), "hash", "read", "load", "trace",
             "lower", "compile", "execute", "verify"; in a pod "agree", "wait" and "give".
-        reason: why it was not simply there, in words.
+        reason: why it was not simply there, as a sentence.
         changes: (what, before, after) since an earlier run.
         untrackable: what keeps the step from being started without a trace.
         rank: the process's index in its pod.

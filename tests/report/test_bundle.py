@@ -19,11 +19,12 @@ from click.testing import CliRunner
 
 import stepcache as sc
 from stepcache.cli import main
+from stepcache.fingerprint.dependencies import digest_dependencies
 from stepcache.programs.archive import open_archive
 from stepcache.report import bundle as bundles
 from stepcache.report import environment, moving
 from stepcache.storage import entry as entries
-from stepcache.storage.dependency_record import digest_dependencies, pack_records, unpack_records
+from stepcache.storage.dependency_record import pack_records, unpack_records
 from stepcache.storage.disk_store import DiskStore
 
 

@@ -11,18 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from stepcache.events import Change
+from stepcache.fingerprint.dependencies import agree, differences
 from stepcache.programs.archive import LookupResult
 from stepcache.programs.pods.part import Part
 from stepcache.programs.pods.roles import without_host
 from stepcache.programs.resolution import Resolution
 from stepcache.storage import plain
-from stepcache.storage.dependency_record import (
-    DependencyRecord,
-    Traced,
-    agree,
-    differences,
-    unpack_records,
-)
+from stepcache.storage.dependency_record import DependencyRecord, Traced, unpack_records
 
 _log = logging.getLogger("stepcache")
 

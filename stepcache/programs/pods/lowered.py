@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from stepcache.distributed.agreement import MAX_SIDES, Round, ranks_in, sides_of
 from stepcache.errors import AgreementError
 from stepcache.events import Change
+from stepcache.fingerprint.dependencies import differences
 from stepcache.fingerprint.provenance import USER, file_label, origin_of_file
 from stepcache.programs.pods.roles import without_host
 from stepcache.programs.resolution import Lowered
 from stepcache.storage import plain
-from stepcache.storage.dependency_record import differences
 from stepcache.units import readable_ranks
 
 MAX_SHOWN = 12

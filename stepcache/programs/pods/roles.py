@@ -7,10 +7,10 @@ from typing import Any
 
 from stepcache.calls.host_values import Differing, differing, digest_of, group_name
 from stepcache.distributed.agreement import sides_of
+from stepcache.fingerprint.dependencies import digest_dependencies, kind_of
 from stepcache.programs.archive import Archive, LookupResult
 from stepcache.programs.lookup import Lookup
 from stepcache.storage import plain
-from stepcache.storage.dependency_record import digest_dependencies
 
 _ASKED_AT_MOST = 8
 # These may differ between hosts. A program loads only on a host on which all of them are the same.
@@ -21,10 +21,10 @@ _OF_HOST = (
     "environment system",
     "environment topology",
 )
-_OF_CALL = ("arguments", "mesh", "package jax", "package jaxlib")
-_BEGIN_OF_CALL = ("argument ", "option ", "config ", "environment ")
+_OF_CALL = ("argument", "tree", "options", "mesh", "config", "environment")
+_PACKAGES = ("package jax", "package jaxlib")
 # Where a process was started may differ. What JAX reads of it is among the settings too.
-_OF_PROCESS = ("environment variable ", "environment argv", "environment python")
+_OF_PROCESS = ("environment argv", "environment python")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Dependencies:
         for name, dependency in without_host(lookup.base.dependencies).items():
             # Of a static object the class belongs to the call; its attributes may not be used.
             is_static = name in statics and not dependency.startswith(("code ", "see "))
-            of_call = name in _OF_CALL or name.startswith(_BEGIN_OF_CALL)
-            of_call = of_call and not name.startswith(_OF_PROCESS)
+            of_call = kind_of(name) in _OF_CALL or name in _PACKAGES
+            of_call = of_call and name not in _OF_PROCESS
             (call if is_static or of_call else code)[name] = dependency
         return cls(call, code)
 

@@ -20,6 +20,7 @@ from stepcache.distributed.agreement import Round, ranks_in
 from stepcache.distributed.peers import Peers
 from stepcache.errors import AgreementError
 from stepcache.events import Change
+from stepcache.fingerprint.dependencies import differences
 from stepcache.programs.archive import Archive, LookupResult
 from stepcache.programs.build import Stopwatch
 from stepcache.programs.levels import Levels
@@ -30,7 +31,6 @@ from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank
 from stepcache.programs.pods.roles import CallReport, Decision, Dependencies, decide
 from stepcache.programs.resolution import Resolution
 from stepcache.storage import plain
-from stepcache.storage.dependency_record import differences
 from stepcache.units import readable_ranks
 
 

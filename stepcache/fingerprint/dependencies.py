@@ -1,0 +1,97 @@
+"""Dependencies by name: of what kind each is, and where two sets of them differ.
+
+A dependency has a name, which says of what kind it is, and a token, which is equal in two processes
+where what it stands for is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+from stepcache.events import Change
+
+LATE = "put into "
+"""Begins the names of dependencies that are there once another module has been imported."""
+NAMES_OF = "names of "
+"""Begins the names of dependencies on what an installed module calls by which name."""
+
+# In the order in which differences are reported. The name of any other begins with no prefix.
+_KINDS = {
+    "static ": "static",
+    "option ": "options",
+    "argument ": "argument",
+    "arguments": "tree",
+    "mesh": "mesh",
+    "file ": "file",
+    "environment variable ": "variable",
+    "config ": "config",
+    "package ": "package",
+    "environment ": "environment",
+    "module ": "module",
+    NAMES_OF: "module",
+}
+KINDS = tuple(dict.fromkeys(("code", "value", *_KINDS.values())))
+"""All kinds, the most telling ones first."""
+_SHOWN_WITHOUT_KIND = ("static", "config", "argument")
+_MAX_CHANGES = 64
+
+
+def kind_of(name: str, token: str = "") -> str:
+    """The kind of a dependency: one of `KINDS`. Only its token tells code from a value."""
+    for prefix, kind in _KINDS.items():
+        if name.startswith(prefix):
+            return kind
+    return "code" if token.startswith("code ") else "value"
+
+
+def digest_dependencies(dependencies: dict[str, str]) -> str:
+    """A digest of dependencies, whatever their order."""
+    text = repr(sorted(dependencies.items()))
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def agree(recorded: dict[str, str], found: dict[str, str]) -> bool:
+    """Whether what is found now is what was recorded.
+
+    Nothing can have been put into a module that is not loaded yet, so nothing is asked of it. What
+    a package puts into its own classes when a part of it is imported is there on both sides or not.
+    """
+    if recorded == found:
+        return True
+    missing = recorded.keys() - found.keys() - _of_modules_not_loaded(recorded)
+    return all(name.startswith(LATE) for name in missing) and all(
+        recorded.get(name, token if name.startswith(LATE) else None) == token
+        for name, token in found.items()
+    )
+
+
+def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, ...]:
+    """Where two sets of dependencies differ, the most telling ones first."""
+    changes = []
+    unknown = _of_modules_not_loaded(before)
+    for name in dict.fromkeys((*before, *after)):
+        old, new = before.get(name), after.get(name)
+        late = name.startswith(LATE) and None in (old, new)
+        if old != new and not late and not (new is None and name in unknown):
+            changes.append(_change(name, old, new))
+    changes.sort(key=lambda change: KINDS.index(change.part))
+    return tuple(changes[:_MAX_CHANGES])
+
+
+def _of_modules_not_loaded(recorded: dict[str, str]) -> set[str]:
+    """The dependencies about names in modules that this process has not imported."""
+    modules = {name.removeprefix(NAMES_OF) for name in recorded if name.startswith(NAMES_OF)}
+    owners = tuple(f"{module}." for module in modules - sys.modules.keys())
+    of_names = {f"{NAMES_OF}{owner[:-1]}" for owner in owners}
+    return of_names | {name for name in recorded if owners and name.startswith(owners)}
+
+
+def _change(name: str, old: str | None, new: str | None) -> Change:
+    kinds = {kind_of(name, token) for token in (old, new) if token}
+    part = kinds.pop() if len(kinds) == 1 else "value"
+    shown = name.partition(" ")[2] if part in _SHOWN_WITHOUT_KIND else name
+    note = ""
+    if part == "code":
+        note = "not there before" if old is None else "gone" if new is None else "its code changed"
+    return Change(part, shown, old or "absent", new or "absent", note)
