@@ -19,10 +19,10 @@ from stepcache.fingerprint.dependencies import differences, digest_dependencies
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, LookupResult
-from stepcache.programs.build import Program, Stopwatch, build
+from stepcache.programs.build import Program, build
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.recorded_trace import RecordedTrace
-from stepcache.programs.resolution import Lowered, Resolution, Sharing
+from stepcache.programs.resolution import Lowered, MissedCall, Resolution, Sharing
 from stepcache.storage.dependency_record import Address, Publication, Traced, Used
 
 _MUTABLE = ("code", "value", "file", "variable")
@@ -44,44 +44,25 @@ class Levels:
         self._recording = Recording()
         self._dependencies: dict[str, str] = {}
 
-    def resolve(
-        self,
-        request: Request,
-        archive: Archive | None,
-        stopwatch: Stopwatch,
-        before_trace: Callable[[LookupResult], None],
-        *,
-        watch: bool = False,
-    ) -> Resolution:
-        """A program for a call.
-
-        Args:
-            request: the call.
-            archive: the programs on disk, or None.
-            stopwatch: times the stages.
-            before_trace: called with what the archive knew, before a trace.
-            watch: keep with the program what the step depends on, even without an archive.
-        """
-        if archive is None and not watch:
-            before_trace(LookupResult())
-            program, _ = build(self._spec, request, stopwatch)
-            return Resolution(program, LookupResult())
-        with stopwatch.stage("hash"):
-            lookup = self._lookup(request)
+    def resolve(self, call: MissedCall) -> Resolution:
+        """A program for a call."""
+        archive, lookup, result = call.archive, None, LookupResult()
+        if archive is not None or call.watch:
+            with call.stopwatch.stage("hash"):
+                lookup = self._lookup(call.request)
         if lookup is None:
-            before_trace(LookupResult())
-            program, _ = build(self._spec, request, stopwatch)
-            return Resolution(program, LookupResult())
-        result = LookupResult()
+            call.before_trace(result)
+            program, _ = build(self._spec, call.request, call.stopwatch)
+            return Resolution(program, result)
         if archive is not None:
-            with stopwatch.stage("read"):
+            with call.stopwatch.stage("read"):
                 result = archive.look_up(lookup)
             if result.record is not None and archive.verify != "before":
-                resolution = self.load(request, archive, lookup, result, stopwatch, watch)
+                resolution = self.load(call, lookup, result)
                 if resolution is not None:
                     return resolution
-        before_trace(result)
-        return self.trace(request, archive, lookup, result, stopwatch, watch)
+        call.before_trace(result)
+        return self.trace(call, lookup, result)
 
     def _lookup(self, request: Request) -> Lookup | None:
         """What a call depends on; None, and a log, where looking at that fails."""
@@ -92,30 +73,21 @@ class Levels:
             return None
 
     def load(
-        self,
-        request: Request,
-        archive: Archive | None,
-        lookup: Lookup,
-        result: LookupResult,
-        stopwatch: Stopwatch,
-        watch: bool,
-        data: bytes = b"",
+        self, call: MissedCall, lookup: Lookup, result: LookupResult, data: bytes = b""
     ) -> Resolution | None:
         """The program of the record in a result, without a trace; None if it does not load.
 
         Args:
-            request: the call.
-            archive: the programs on disk, or None.
+            call: the call.
             lookup: that of the result.
             result: with a record.
-            stopwatch: times the stages.
-            watch: as for `resolve`.
             data: the executable, if it does not come from the archive.
         """
         record, address = result.record, lookup.address
+        archive, seconds = call.archive, call.stopwatch.seconds
         assert record is not None
-        with stopwatch.stage("load"):
-            tree = request.key.signature.tree
+        with call.stopwatch.stage("load"):
+            tree = call.request.key.signature.tree
             if data:
                 run = record.assembled(data, address, tree)
             else:
@@ -124,22 +96,18 @@ class Levels:
             return None
         changes = self._changes_to(record.dependencies)
         captured = tuple(Captured(*each) for each in record.captured)
-        seconds = stopwatch.seconds
-        program = Program(request.key, run, captured, seconds, 1, lowered=record.program)
+        program = Program(call.request.key, run, captured, seconds, 1, lowered=record.program)
         lowered = Lowered(zlib.decompress(record.outline).decode(), lambda: record.dependencies)
         resolution = Resolution(
             program, result, (), record.program, address, None, lowered, changes=changes
         )
-        return _watched(resolution, record.dependencies, record.used, watch)
+        return _watched(resolution, record.dependencies, record.used, call.watch)
 
     def trace(
         self,
-        request: Request,
-        archive: Archive | None,
+        call: MissedCall,
         lookup: Lookup,
         result: LookupResult,
-        stopwatch: Stopwatch,
-        watch: bool,
         sharing: Sharing | None = None,
     ) -> Resolution:
         """A program by a trace, and if need be by a compilation.
@@ -147,25 +115,20 @@ class Levels:
         What the trace depends on is found out beside the compilation.
 
         Args:
-            request, archive, lookup, result, stopwatch, watch: as for `load`.
+            call, lookup, result: as for `load`.
             sharing: with other processes; None for a trace that concerns this one alone, where
                 the archive is asked for the executable.
         """
         resolution = None
         while resolution is None:
-            resolution = self._traced_once(request, archive, lookup, result, stopwatch, sharing)
-        return _watched(*resolution, watch)
+            resolution = self._traced_once(call, lookup, result, sharing)
+        return _watched(*resolution, call.watch)
 
     def _traced_once(
-        self,
-        request: Request,
-        archive: Archive | None,
-        lookup: Lookup,
-        result: LookupResult,
-        stopwatch: Stopwatch,
-        sharing: Sharing | None,
+        self, call: MissedCall, lookup: Lookup, result: LookupResult, sharing: Sharing | None
     ) -> tuple[Resolution, dict[str, str], Used] | None:
         """See `trace`; None where a part of it was made with the libraries as they were before."""
+        request, archive, stopwatch = call.request, call.archive, call.stopwatch
         with stopwatch.stage("hash"):
             with self._lock:
                 recorded = self._recording

@@ -1,6 +1,7 @@
 """`Resolution`: the program of a call, and how it came. Data alone.
 
-`Lowered` and `Sharing` are what processes of a pod exchange while one of them makes it.
+`MissedCall` is the call. `Lowered` and `Sharing` are what processes of a pod exchange while one of
+them makes the program.
 """
 
 from __future__ import annotations
@@ -9,11 +10,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from stepcache.calls.step_spec import Request
 from stepcache.events import Change
 from stepcache.jaxcompat import storing
-from stepcache.programs.archive import LookupResult
-from stepcache.programs.build import Program
+from stepcache.programs.archive import Archive, LookupResult
+from stepcache.programs.build import Program, Stopwatch
 from stepcache.storage.dependency_record import Address, Publication, Traced
+
+
+@dataclass(frozen=True, slots=True)
+class MissedCall:
+    """A call for which there is no program in memory.
+
+    Attributes:
+        request: the call.
+        archive: the programs on disk, or None.
+        stopwatch: times the stages.
+        before_trace: called with what the archive knew, before a trace; it may raise.
+        watch: keep with the program what the step depends on, even without an archive.
+    """
+
+    request: Request
+    archive: Archive | None
+    stopwatch: Stopwatch
+    before_trace: Callable[[LookupResult], None]
+    watch: bool
 
 
 @dataclass(frozen=True, slots=True)

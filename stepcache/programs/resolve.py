@@ -26,7 +26,7 @@ from stepcache.programs.build import Program, Stopwatch
 from stepcache.programs.levels import Levels
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.pods.shared_compile import resolve_together
-from stepcache.programs.resolution import Resolution
+from stepcache.programs.resolution import MissedCall, Resolution
 from stepcache.programs.verification import Checks
 
 _log = logging.getLogger("stepcache")
@@ -78,17 +78,15 @@ class Resolver:
                 self._judge(scope, compared(miss, result))
 
         archive, watch = scope.cache.archive(), scope.cache.check_every is not None
-        common = (request, archive, stopwatch, before_trace)
+        call = MissedCall(request, archive, stopwatch, before_trace, watch)
         try:
             peers = scope.together(request.ranks)
             with builds.in_python():
                 if peers is None:
-                    resolution = self._levels.resolve(*common, watch=watch)
+                    resolution = self._levels.resolve(call)
                 else:
-                    more = (peers, miss.in_a_line)
-                    resolution = resolve_together(
-                        self._levels, self._spec, *common, *more, watch=watch
-                    )
+                    reason = miss.in_a_line
+                    resolution = resolve_together(self._levels, self._spec, call, peers, reason)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stepcache.calls.step_spec import Request
 from stepcache.distributed.agreement import Round
 from stepcache.errors import first_line
-from stepcache.programs.archive import Archive, LookupResult
-from stepcache.programs.build import Stopwatch
+from stepcache.programs.archive import LookupResult
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.pods.lowered import (
@@ -20,7 +18,7 @@ from stepcache.programs.pods.lowered import (
     merge_lowered,
 )
 from stepcache.programs.pods.roles import CallReport, Decision, Roles
-from stepcache.programs.resolution import Lowered, Resolution, Sharing
+from stepcache.programs.resolution import Lowered, MissedCall, Resolution, Sharing
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import Traced
 
@@ -35,8 +33,8 @@ class Part:
         round: the agreement round.
         decision, roles: of all processes, and of those on this kind of host.
         report: of this process.
-        levels, request, archive, lookup, result, stopwatch, before_trace, watch: as for
-            `Levels.resolve`.
+        levels: of the step.
+        call, lookup, result: as for `Levels.load`.
         to_compare: whether lowered programs are still to be compared before XLA compiles one.
     """
 
@@ -45,16 +43,13 @@ class Part:
     roles: Roles
     report: CallReport
     levels: Levels
-    request: Request
-    archive: Archive | None
+    call: MissedCall
     lookup: Lookup
     result: LookupResult
-    stopwatch: Stopwatch
-    before_trace: Callable[[LookupResult], None]
-    watch: bool
     to_compare: bool = field(init=False)
 
     def __post_init__(self):
+        self.archive, self.stopwatch = self.call.archive, self.call.stopwatch
         self.to_compare = self.decision.compares_lowered
 
     def resolve(self) -> Resolution:
@@ -74,9 +69,7 @@ class Part:
         raise NotImplementedError
 
     def _load(self, result: LookupResult, data: bytes = b"") -> Resolution | None:
-        return self.levels.load(
-            self.request, self.archive, self.lookup, result, self.stopwatch, self.watch, data
-        )
+        return self.levels.load(self.call, self.lookup, result, data)
 
     def _build_alone(self, why: str) -> Resolution:
         self._log_builds_alone(why)
@@ -94,18 +87,11 @@ class Part:
         find: Callable[[str, Callable[[bytes], Any]], Any] | None = None,
         send: Callable[[Traced], None] = lambda traced: None,
     ) -> Resolution:
-        self.before_trace(self.result)
+        self.call.before_trace(self.result)
         if find is None:
             find = self.archive.find if self.archive is not None else lambda digest, load: None
-        return self.levels.trace(
-            self.request,
-            self.archive,
-            self.lookup,
-            self.result,
-            self.stopwatch,
-            self.watch,
-            Sharing(find, self._compare_before_xla, send),
-        )
+        sharing = Sharing(find, self._compare_before_xla, send)
+        return self.levels.trace(self.call, self.lookup, self.result, sharing)
 
     def _compare_before_xla(self, lowered: Lowered) -> None:
         with self.stopwatch.stage("agree"):

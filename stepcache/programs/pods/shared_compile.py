@@ -12,46 +12,35 @@ hold, and nothing runs before that.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 
 from stepcache.calls.host_values import compare, replicated_host_values
-from stepcache.calls.step_spec import Request, StepSpec
+from stepcache.calls.step_spec import StepSpec
 from stepcache.distributed.agreement import Round, ranks_in
 from stepcache.distributed.peers import Peers
 from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.fingerprint.dependencies import differences
-from stepcache.programs.archive import Archive, LookupResult
-from stepcache.programs.build import Stopwatch
+from stepcache.programs.archive import LookupResult
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.pods.follower import Follower
 from stepcache.programs.pods.leader import Leader
 from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank
 from stepcache.programs.pods.roles import CallReport, Decision, Dependencies, decide
-from stepcache.programs.resolution import Resolution
+from stepcache.programs.resolution import MissedCall, Resolution
 from stepcache.storage import plain
 from stepcache.units import readable_ranks
 
 
 def resolve_together(
-    levels: Levels,
-    spec: StepSpec,
-    request: Request,
-    archive: Archive | None,
-    stopwatch: Stopwatch,
-    before_trace: Callable[[LookupResult], None],
-    peers: Peers,
-    reason: str,
-    *,
-    watch: bool = False,
+    levels: Levels, spec: StepSpec, call: MissedCall, peers: Peers, reason: str
 ) -> Resolution:
     """Resolves a miss together with the other processes of a pod.
 
     Args:
         levels: of the step.
         spec: the step.
-        request, archive, stopwatch, before_trace, watch: as for `Levels.resolve`.
+        call: the call.
         peers: the processes.
         reason: why the call needs a new program, in one line.
 
@@ -60,11 +49,12 @@ def resolve_together(
             one of them did not take part in time.
         RankLostError: a process was lost.
     """
+    archive, stopwatch = call.archive, call.stopwatch
     with peers.round(spec.name, reason) as round:
         with stopwatch.stage("hash"):
-            lookup = Lookup(spec, request)
+            lookup = Lookup(spec, call.request)
             dependencies = Dependencies.of(lookup)
-            values = replicated_host_values(request)
+            values = replicated_host_values(call.request)
         result = LookupResult()
         if archive is not None:
             with stopwatch.stage("read"):
@@ -78,20 +68,7 @@ def resolve_together(
             compare(round, f"before {report.label}", groups, decision.values)
         roles = decision.roles[report.host]
         part = Leader if roles.leader == round.rank else Follower
-        return part(
-            round,
-            decision,
-            roles,
-            report,
-            levels,
-            request,
-            archive,
-            lookup,
-            result,
-            stopwatch,
-            before_trace,
-            watch,
-        ).resolve()
+        return part(round, decision, roles, report, levels, call, lookup, result).resolve()
 
 
 def _raise_different_calls(round: Round, decision: Decision, dependencies: Dependencies) -> None:
