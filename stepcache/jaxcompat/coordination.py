@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from stepcache._process_hooks import quick_switching
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
@@ -143,20 +144,28 @@ def wait_until_coordinator_ends(is_over: Callable[[], bool]) -> bool:
         Whether the process has ended; False if `is_over`.
     """
     host, _, port = coordinator_address().rpartition(":")
-    pause, was_connected = _SHORTEST_PAUSE_SECONDS, False
+    address = host.strip("[]"), int(port)
+    pause, was_connected = 0.0, False
     while not is_over():
         started = time.monotonic()
         try:
-            with socket.create_connection((host.strip("[]"), int(port))) as connection:
-                was_connected = True
+            with quick_switching():
+                connection = socket.create_connection(address)
+            was_connected = True
+            try:
                 while connection.recv(4096):
                     pass
+            finally:
+                with quick_switching():
+                    connection.close()
         except OSError as error:
             if was_connected and isinstance(error, ConnectionRefusedError):
                 return not is_over()
-        lasted = time.monotonic() - started > 1
-        pause = _SHORTEST_PAUSE_SECONDS if lasted else min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        time.sleep(pause)
+        if time.monotonic() - started > 1:
+            pause = 0.0  # It matters how soon a refusal is seen.
+        else:
+            pause = min(max(2 * pause, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+            time.sleep(pause)
     return False
 
 
