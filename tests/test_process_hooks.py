@@ -434,6 +434,40 @@ def test_progress_leaves_the_streams_alone():
     assert mine.getvalue() == "printed\n" and "printed" not in screen.file.getvalue()
 
 
+# ---- audit hooks --------------------------------------------------------------------------------
+
+
+def test_there_is_no_audit_hook_unless_a_step_may_open_a_file(tmp_path):
+    """It would be called for each `id()` of the process, for ever."""
+    script = """
+        import sys
+        added = []
+        sys.addaudithook(lambda name, _: added.append(name) if name == "sys.addaudithook" else None)
+        import jax.numpy as jnp
+        import optax
+        import stepcache as sc
+        optimizer = optax.adamw(1e-3)
+        def loss(params, x): return ((x @ params["w"]) ** 2).mean()
+        @sc.step(carry="state")
+        def train(state, x):
+            params, moments = state
+            value, grads = jax.value_and_grad(loss)(params, x)
+            updates, moments = optimizer.update(grads, moments, params)
+            return (optax.apply_updates(params, updates), moments), value
+        params = {"w": jnp.ones((3, 3))}
+        train((params, optimizer.init(params)), jnp.ones((2, 3)))
+        assert added == [], added
+        @sc.step
+        def reads(x): return x * len(open(sys.argv[0]).read())
+        reads(jnp.ones(2))
+        assert added == ["sys.addaudithook"], added
+    """
+    path = tmp_path / "script.py"
+    path.write_text("import jax\n" + textwrap.dedent(script), encoding="utf-8")
+    environment = os.environ | {"STEPCACHE_DIR": str(tmp_path / "programs")}
+    subprocess.run([sys.executable, str(path)], check=True, env=environment)
+
+
 # ---- sys.monitoring -----------------------------------------------------------------------------
 
 

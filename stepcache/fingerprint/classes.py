@@ -15,7 +15,7 @@ import re
 import types
 from typing import Any
 
-from stepcache.fingerprint import instances, values
+from stepcache.fingerprint import instances, opened_files, values
 from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS
 from stepcache.fingerprint.provenance import USER, origin_of
 from stepcache.fingerprint.tokens import digest, plain_text, qualified_name
@@ -90,6 +90,7 @@ def note_class(walk: Trail, path: str, cls: type) -> None:
 
 def may_be_called(walk: Trail, cls: type) -> None:
     """Notes that code has a class as a value, and so may make instances of it."""
+    opened_files.watch_before_call(cls)
     bases = (base for base in cls.__mro__ if origin_of(base) == USER)
     walk.read_attributes(making(walk.follow_class(base)) for base in bases)
 

@@ -1,28 +1,25 @@
 """What a trace really used: code entered, files and environment variables read, impure calls.
 
 A recording runs in one thread, around one trace. On Python 3.12 and later it is made by
-`sys.monitoring`, which costs next to nothing; before, by `sys.setprofile`, which about doubles the
-time of that one trace. Files are seen through an audit hook. Where frames are profiled, the hook
-would be called for each of them, so it waits for the first call of what may open a file.
+`sys.monitoring`, which costs little; before, by `sys.setprofile`, which about doubles the time of
+that one trace.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, MethodDescriptorType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType, ModuleType
 from typing import Any
 
 from stepcache import _process_hooks
+from stepcache.fingerprint import active_recordings as active
+from stepcache.fingerprint import opened_files
 from stepcache.fingerprint.callers import (
-    BYSTANDERS,
     FRAMEWORKS,
     is_bystander,
-    is_import,
     is_import_hook,
     is_of_imports,
     responsible,
@@ -37,15 +34,6 @@ from stepcache.fingerprint.provenance import (
     package_of,
 )
 
-_BLAMED_EVENTS = {
-    "os.listdir": "lists a directory",
-    "os.scandir": "lists a directory",
-    "glob.glob": "lists a directory",
-    "subprocess.Popen": "starts another process",
-    "socket.connect": "uses the network",
-    "urllib.Request": "uses the network",
-    "sqlite3.connect": "reads a database",
-}
 _ENVIRON: dict[CodeType, str] = {
     type(os.environ).__getitem__.__code__: "key",
     type(os.environ).__iter__.__code__: "",
@@ -74,10 +62,10 @@ class Recording:
     _stop: Callable[[], str | None] | None = field(default=None, init=False, repr=False)
 
     def __enter__(self) -> Recording:
-        stack = _active.__dict__.setdefault("stack", [])
+        stack = active.state.__dict__.setdefault("stack", [])
         if not stack:
-            _active.collecting = False
-        _collections.start()
+            active.state.collecting = False
+        active.collections.start()
         stack.append(self)
         try:
             self._stop = _start()
@@ -86,12 +74,12 @@ class Recording:
         return self
 
     def __exit__(self, *exception) -> None:
-        _active.stack.pop()
+        active.state.stack.pop()
         if self._stop is not None:
             self.unavailable = self._stop() or self.unavailable
-        if _active.collecting:
+        if active.state.collecting:
             self.unavailable = "the end of a garbage collection was not told while it was traced"
-        _collections.stop()
+        active.collections.stop()
         self.of_jax |= _of_jax
 
     @property
@@ -115,28 +103,6 @@ class _NotWatched(Exception):
     """A trace cannot be watched; the message says why."""
 
 
-_active = threading.local()
-
-
-def _current() -> Sequence[Recording]:
-    """The recordings of this thread; none while Python collects garbage.
-
-    Callbacks and finalizers that a collection calls in the middle of a trace are not the trace's.
-    """
-    return () if getattr(_active, "collecting", False) else getattr(_active, "stack", ())
-
-
-def _begin_collection() -> None:
-    _active.collecting = True
-
-
-def _end_collection() -> None:
-    _active.collecting = False
-
-
-_collections = _process_hooks.CollectionHook(_begin_collection, _end_collection)
-
-
 _counted: dict[int, CodeType] = {}
 """Code of libraries that has counted in some trace, by identity: so it does in each."""
 
@@ -156,14 +122,14 @@ def _note(code: CodeType) -> bool:
     if id(code) in _counted and package_of(code.co_filename) in _ALWAYS_THERE:
         _of_jax[id(code)] = code
         return True
-    for recording in _current():
+    for recording in active.current():
         recording.entered[id(code)] = code
     return False
 
 
 def _enter(code: CodeType, frame: FrameType) -> bool:
     """Notes code; False where the same code may yet be entered in a way that counts."""
-    if code in _collections.codes:
+    if code in active.collections.codes:
         return True
     if code in _ENVIRON:
         _note_variables(code, frame)
@@ -180,6 +146,7 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         return False
     if origin != USER and not made:
         _counted[id(code)] = code
+    opened_files.watch_before(code, frame.f_globals)
     _note(code)
     return True
 
@@ -188,7 +155,7 @@ def _note_variables(code: CodeType, frame: FrameType) -> None:
     key = _ENVIRON[code]
     name = frame.f_locals.get(key) if key else None
     names = list(os.environ._data) if not key else [name] if isinstance(name, str | bytes) else []  # type: ignore[attr-defined]
-    for recording in _current():
+    for recording in active.current():
         recording.variables.update(os.fsdecode(name) for name in names)
 
 
@@ -197,47 +164,8 @@ def _call(function: Any, frame: FrameType | None) -> None:
     why = why_call_is_impure(function)
     caller = responsible(frame) if why is not None else None
     if caller is not None:
-        for recording in _current():
+        for recording in active.current():
             recording.impure[f"{caller}: {why}"] = None
-
-
-# ---- files ------------------------------------------------------------------------------------
-
-
-def _audit(event: str, arguments: tuple) -> None:
-    if not getattr(_active, "stack", None):
-        return
-    if event == "open":
-        _opened(*arguments[:2])
-    elif event in _BLAMED_EVENTS:
-        caller = responsible(sys._getframe(1))
-        if caller is not None:
-            for recording in _current():
-                recording.impure[f"{caller}: it {_BLAMED_EVENTS[event]}"] = None
-
-
-def _opened(path: Any, mode: Any = None) -> None:
-    if isinstance(path, int) or (isinstance(mode, str) and not set("r+") & set(mode)):
-        return
-    frame = sys._getframe(2)
-    while frame is not None and origin_of_file(frame.f_code.co_filename) == PYTHON:
-        if is_import(frame) or any(b in frame.f_code.co_filename for b in BYSTANDERS):
-            return
-        frame = frame.f_back
-    text = os.path.normpath(os.fsdecode(path))
-    by_user = frame is not None and origin_of_file(frame.f_code.co_filename) == USER
-    if text.endswith((".pyc", ".py", ".so")) and not by_user:
-        return  # A library that shows source lines.
-    if text.startswith(_SYSTEM_FILES):
-        if by_user and frame is not None and text != os.devnull:
-            for recording in _current():
-                recording.impure[f"{frame.f_code.co_qualname}: it reads {text}"] = None
-        return
-    for recording in _current():
-        recording.files.add(text)
-
-
-_SYSTEM_FILES = ("/proc/", "/sys/", "/dev/")
 
 
 # ---- the two ways to see calls ----------------------------------------------------------------
@@ -253,7 +181,6 @@ def _start() -> Callable[[], str | None]:
         _NotWatched: it cannot be watched at all.
     """
     if sys.version_info >= (3, 12):
-        _process_hooks.audit(_audit)
         if not _monitor.start():
             raise _NotWatched(
                 "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
@@ -278,14 +205,12 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
             _seen_for_good[id(value)] = value
 
     def entered(code: CodeType, frame: FrameType) -> None:
-        if not _current():
+        if not active.current():
             return
         if id(code) in _counted:
             see(code, _note(code))
         elif _enter(code, frame):
             see(code, id(code) in _of_jax)
-            if not is_of_imports(code) and _names_an_opener(code, frame.f_globals):
-                _process_hooks.audit(_audit)
 
     def called(function: Any, frame: FrameType) -> None:
         owner = function.__self__
@@ -294,13 +219,12 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         if id(known) in seen:
             return
         if known is sys.setprofile and frame.f_globals is not vars(_process_hooks):
-            for recording in _active.stack:
+            for recording in active.state.stack:
                 recording.unavailable = _ANOTHER_PROFILER
             return
-        if _may_open_files(known):
-            if is_of_imports(frame.f_code):
-                return
-            _process_hooks.audit(_audit)
+        if is_of_imports(frame.f_code):
+            return
+        opened_files.watch_before_call(function, owner)
         suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
         if known.__module__ in suspects:
             _call(function, frame)
@@ -335,41 +259,11 @@ _SUSPECT_MODULES = frozenset(
 )
 
 
-_READ_NO_FILES = frozenset(
-    "builtins sys gc atexit time _thread re _sre math operator _operator functools _functools "
-    "itertools collections _collections _abc weakref _weakref numpy jax jaxlib flax optax".split()
-)
-
-
-def _may_open_files(function_or_class: Any) -> bool:
-    module = function_or_class.__module__
-    if not isinstance(module, str) or module.partition(".")[0] not in _READ_NO_FILES:
-        return True
-    return module == "numpy" and function_or_class.__name__ == "fromfile"
-
-
-_OPENERS = frozenset(("open", "open_code", "FileIO", "fromfile"))
-
-
-def _names_an_opener(code: CodeType, module: dict[str, Any]) -> bool:
-    """Whether code speaks of what opens files; calls of classes, and from C, do not show."""
-    if not _OPENERS.isdisjoint(code.co_names):
-        return True
-    for name in code.co_names:
-        value = module.get(name)
-        if isinstance(value, type):
-            if issubclass(value, io.IOBase):
-                return True
-        elif any(value is opener for opener in (open, os.open, io.open_code)):
-            return True
-    return False
-
-
 _SUSPECT_CLASSES = frozenset(("random", "datetime", "numpy.random.mtrand"))
 
 
 def _py_start(code: CodeType, offset: int) -> Any:
-    if not _current():
+    if not active.current():
         return None
     if id(code) in _counted:
         _note(code)
@@ -385,12 +279,15 @@ def _py_start(code: CodeType, offset: int) -> Any:
 
 
 def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> None:
-    if not getattr(_active, "stack", None):
+    if not active.any_active():
         return
     if isinstance(function, MethodDescriptorType):
+        opened_files.watch_before_call(function, first)
         if type(first).__module__ in _SUSPECT_CLASSES:
             _call(getattr(first, function.__name__), sys._getframe(1))
         return
+    if type(function) is BuiltinFunctionType:
+        opened_files.watch_before_call(function, function.__self__)
     module = getattr(function, "__module__", None)
     if (module is None or module in _SUSPECT_MODULES) and not hasattr(function, "__code__"):
         _call(function, sys._getframe(1))

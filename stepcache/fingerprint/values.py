@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from stepcache.fingerprint import opened_files
 from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of, origin_of_module
 from stepcache.fingerprint.tokens import (
@@ -153,6 +154,7 @@ def note_builtin(walk: Trail, path: str, value: Any) -> None:
     if value.__name__ in DYNAMIC_ACCESS:
         walk.reads_any_attribute()
     if owner is None or isinstance(owner, types.ModuleType):
+        opened_files.watch_before_call(value)
         module = getattr(value, "__module__", None) or "builtins"
         walk.check_pure(path, f"{module}.{name}")
         if value is globals and path != "globals":

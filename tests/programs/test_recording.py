@@ -99,11 +99,17 @@ from os import open as low_open
 from stepcache.fingerprint.recorder import Recording
 alias, path = open, sys.argv[1]
 class Mine(FileIO): pass
+class Reader: pass
+reader, by_kind = Reader(), {"text": open}
+reader.read = open
 openers = {
     "open": lambda: open(path).close(),
     "alias": lambda: alias(path).close(),
     "called by C": lambda: list(map(open, [path]))[0].close(),
     "alias called by C": lambda: list(map(alias, [path]))[0].close(),
+    "an attribute": lambda: reader.read(path).close(),
+    "an item": lambda: by_kind["text"](path).close(),
+    "a default": lambda opener=open: opener(path).close(),
     "io.open": lambda: io.open(path).close(),
     "io.FileIO": lambda: io.FileIO(path).close(),
     "FileIO": lambda: FileIO(path).close(),

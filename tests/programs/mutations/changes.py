@@ -1466,6 +1466,44 @@ OUTSIDE = [
         "data.json",
     ),
     Kind(
+        "file_opened_by_partial",
+        """
+        import functools
+        READ = functools.partial(open, Path(__file__).parent / "data.txt")
+        def step(x):
+            with READ() as file: return x * float(file.read())
+        # --- data.txt
+        «2.0¦3.0»
+        """,
+        "data.txt",
+    ),
+    Kind(
+        "file_opened_by_a_library",
+        """
+        import io
+        FILES = {"rate": Path(__file__).parent / "data.txt"}
+        READERS = {"text": io.open}
+        def step(x):
+            (file,) = jax.tree.leaves(jax.tree.map(READERS["text"], FILES))
+            with file: return x * float(file.read())
+        # --- data.txt
+        «2.0¦3.0»
+        """,
+        "data.txt",
+    ),
+    Kind(
+        "file_opened_by_a_class",
+        """
+        import functools, io
+        READ = functools.partial(io.FileIO, Path(__file__).parent / "data.txt")
+        def step(x):
+            with READ() as file: return x * float(file.read())
+        # --- data.txt
+        «2.0¦3.0»
+        """,
+        "data.txt",
+    ),
+    Kind(
         "file_numpy",
         """
         HERE = Path(__file__).parent

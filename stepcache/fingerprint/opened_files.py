@@ -1,0 +1,117 @@
+"""Which files a trace opens. An audit hook of Python's tells.
+
+Once there, the hook is called for everything that Python audits, each `id()` among it, and cannot
+be taken away. So it is added when code is about to run that may open a file, and not before.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from types import CodeType, ModuleType
+from typing import Any
+
+from stepcache import _process_hooks
+from stepcache.fingerprint.active_recordings import any_active, current
+from stepcache.fingerprint.callers import BYSTANDERS, is_import, is_of_imports, responsible
+from stepcache.fingerprint.provenance import PYTHON, USER, origin_of_file
+
+_BLAMED_EVENTS = {
+    "os.listdir": "lists a directory",
+    "os.scandir": "lists a directory",
+    "glob.glob": "lists a directory",
+    "subprocess.Popen": "starts another process",
+    "socket.connect": "uses the network",
+    "urllib.Request": "uses the network",
+    "sqlite3.connect": "reads a database",
+}
+# Whose functions written in C open no files, but for numpy's `fromfile`.
+_OPEN_NOTHING = frozenset(
+    "builtins sys gc atexit time _thread re _sre math operator _operator functools _functools "
+    "itertools collections _collections _abc weakref _weakref numpy jax jaxlib flax optax".split()
+)
+_OPENERS = frozenset("open open_code FileIO fromfile listdir scandir Popen connect".split())
+
+
+def watch_before(code: CodeType, module: dict[str, Any]) -> None:
+    """Watches files from now on if code speaks of what opens them.
+
+    Args:
+        code: it is about to run.
+        module: its globals.
+    """
+    if not is_of_imports(code) and _names_an_opener(code, module):
+        _process_hooks.audit(_audit)
+
+
+def watch_before_call(function: Any, owner: Any = None) -> None:
+    """Watches files from now on if a call may open one.
+
+    Args:
+        function: a function written in C, or a class.
+        owner: what it is a method of.
+    """
+    if _may_open_files(function, owner):
+        _process_hooks.audit(_audit)
+
+
+def _may_open_files(function: Any, owner: Any) -> bool:
+    if isinstance(function, type):
+        return issubclass(function, io.IOBase)
+    kind = type(owner)
+    known = function if owner is None or kind is ModuleType else owner if kind is type else kind
+    module = getattr(known, "__module__", None)
+    if not isinstance(module, str) or module.partition(".")[0] not in _OPEN_NOTHING:
+        return True
+    return module == "numpy" and known.__name__ == "fromfile"
+
+
+def _names_an_opener(code: CodeType, module: dict[str, Any]) -> bool:
+    """Whether code speaks of what opens files; calls of classes, and from C, do not show."""
+    if not _OPENERS.isdisjoint(code.co_names):
+        return True
+    for name in code.co_names:
+        value = module.get(name)
+        if isinstance(value, type):
+            if issubclass(value, io.IOBase):
+                return True
+        elif any(value is opener for opener in (open, os.open, io.open_code)):
+            return True
+    return False
+
+
+def _audit(event: str, arguments: tuple) -> None:
+    if not any_active():
+        return
+    if event == "open":
+        _opened(*arguments[:2])
+    elif event in _BLAMED_EVENTS:
+        caller = responsible(sys._getframe(1))
+        if caller is not None:
+            for recording in current():
+                recording.impure[f"{caller}: it {_BLAMED_EVENTS[event]}"] = None
+
+
+def _opened(path: Any, mode: Any = None) -> None:
+    if isinstance(path, int) or (isinstance(mode, str) and not set("r+") & set(mode)):
+        return
+    frame = sys._getframe(2)
+    while frame is not None and origin_of_file(frame.f_code.co_filename) == PYTHON:
+        if is_import(frame) or any(b in frame.f_code.co_filename for b in BYSTANDERS):
+            return
+        frame = frame.f_back
+    text = os.path.normpath(os.fsdecode(path))
+    by_user = frame is not None and origin_of_file(frame.f_code.co_filename) == USER
+    if text.endswith((".pyc", ".py", ".so")) and not by_user:
+        return  # A library that shows source lines.
+    if text.startswith(_SYSTEM_FILES):
+        if by_user and frame is not None and text != os.devnull:
+            for recording in current():
+                recording.impure[f"{frame.f_code.co_qualname}: it reads {text}"] = None
+        return
+    for recording in current():
+        recording.files.add(text)
+
+
+_SYSTEM_FILES = ("/proc/", "/sys/", "/dev/")
