@@ -289,7 +289,7 @@ def current_placer() -> Placer | None:
 
 
 def current_reader() -> object | None:
-    """What tells the innermost session of this thread from others that read and write variables."""
+    """Identifies the innermost session of this thread as a reader and writer of variables."""
     return jaxcompat.entered_session()
 
 

@@ -152,7 +152,7 @@ def step(
     *, carry: str | Sequence[str] = (), batch: str | Sequence[str] = (), **options: Any
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 def step(fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
-    """Compiles a training step once per signature and mesh, and tells why it compiled.
+    """Compiles a training step once per signature and mesh, and reports why it compiled.
 
     A drop-in for `jax.jit`: `@sc.step`, `@sc.step(...)` and `sc.step(fun, ...)` take every keyword
     of `jax.jit` with its meaning. Without a session's mesh it runs where `jax.jit` would.

@@ -1,7 +1,7 @@
 """Which function a step is, within one process.
 
-Two steps over one function object share their programs. What a function depends on, as another
-process can check it, is the fingerprint's affair.
+Two steps over one function object share their programs. What a function depends on, for comparison
+with other processes, is in `fingerprint/`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Identity:
 
     Attributes:
         name: of the function.
-        number: tells it from others.
+        number: unique in this process.
         shared: whether all steps over the function have this identity.
     """
 

@@ -92,8 +92,8 @@ class _OverBuffers:
         """The outputs, with buffers where a carry had some.
 
         Raises:
-            CarryError: they do not begin with the carry. It is said here, before anything is used
-                up, as JAX would not raise it for a call that it serves itself.
+            CarryError: they do not begin with the carry. It is raised before anything is donated;
+                for a call that JAX serves itself, nothing would raise it.
         """
         names = self._carry
         structure = jax.tree_util.tree_structure
@@ -158,7 +158,7 @@ def shapes_in(outputs: Any) -> Any:
 
 
 def in_leaves(carry: Sequence[str], call: Call) -> Call:
-    """A call over buffers as its caller knows it, with the leaves of `Variables`: to be told of.
+    """A call over buffers as its caller wrote it, with the leaves of `Variables`, for messages.
 
     Args:
         carry: names of the carried arguments.

@@ -78,7 +78,7 @@ def is_elsewhere(
 def is_committed_by_hosts(request: Request) -> bool:
     """Whether JAX commits what a call returns only as its program reads from host memory.
 
-    Nobody has said where it is to run, so what it returns may follow the arguments of other calls.
+    The call names no mesh, device or sharding, so its outputs may follow arguments of other calls.
     """
     leaves = request.leaves
     if request.mesh is not None or not any(leaf.on_host for leaf in leaves):

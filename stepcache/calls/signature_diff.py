@@ -116,7 +116,7 @@ def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Le
 
 
 def diff_holders(before: Sequence[Path], after: Sequence[Path]) -> tuple[Change, ...]:
-    """Where like leaves come from other hands. Each is said once for an argument."""
+    """Arguments that now come from `Variables` or no longer do; one change for each argument."""
     pairs = zip(before, after, strict=False)
     differing = (
         Change("tree", new.argument, old.holder or "arrays", new.holder or "arrays")

@@ -76,7 +76,7 @@ class StepSpec:
 
     @property
     def places_outputs(self) -> bool:
-        """Whether the user said where outputs go."""
+        """Whether the user specified where outputs go."""
         return "out_shardings" in self.options
 
 

@@ -23,7 +23,7 @@ def check_budget(scope: Scope, step: str, request: Request | None, use: Use | No
     Args:
         scope: of the session.
         step: the step's name.
-        request: the call, as its program takes it; None where that cannot be said.
+        request: the call, as its program takes it; None if it is unknown.
         use: the `Variables` that it passes, if it passes any.
 
     Raises:

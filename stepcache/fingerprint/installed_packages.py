@@ -91,7 +91,7 @@ def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
 
 
 def look_at_modules(modules: Iterable[str], names: dict[str, str]) -> None:
-    """Looks at modules beforehand, so that `note_modules` finds them looked at."""
+    """Examines modules in advance; `note_modules` then uses the result."""
     note_modules(Walk(), [name for name in modules if name in sys.modules], names)
 
 
@@ -216,7 +216,7 @@ class _ModuleState:
         return all(map(operator.is_, found, self._values))
 
     def _look_at(self, names: Iterable[str]) -> None:
-        """Finds out what names mean, and holds on to what that was told by."""
+        """Determines what names mean, and keeps the objects that this was derived from."""
         held = Held()
         held.hold([self._space[name] for name in names if self._find_meaning(name)])
         self.held.add(held)

@@ -104,7 +104,7 @@ def is_shown(cls: type) -> bool:
 
 
 def taken_apart(value: Any) -> tuple[Any, ...] | None:
-    """What an object of Python's own library is made of; None where that is not told."""
+    """The parts of an object of Python's own library; None if they cannot be determined."""
     base = native_base(type(value))
     if origin_of(base) != PYTHON or base.__module__ in _NOT_TAKEN_APART:
         return None

@@ -1,4 +1,4 @@
-"""Which files a trace opens. An audit hook of Python's tells.
+"""Which files a trace opens, as seen by an audit hook of Python.
 
 Once there, the hook is called for everything that Python audits, each `id()` among it, and cannot
 be taken away. So it is added when code is about to run that may open a file, and not before.

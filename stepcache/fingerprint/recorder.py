@@ -78,7 +78,7 @@ class Recording:
         if self._stop is not None:
             self.unavailable = self._stop() or self.unavailable
         if active.state.collecting:
-            self.unavailable = "the end of a garbage collection was not told while it was traced"
+            self.unavailable = "the end of a garbage collection was not seen while it was traced"
         active.collections.stop()
         self.of_jax |= _of_jax
 

@@ -1,10 +1,10 @@
 """Which traces of nested functions JAX may reuse from one step to another while both are recorded.
 
-JAX keeps the traces of nested functions, most of `jax.numpy` among them, and does not enter these
-again. So what they used is not seen a second time. Where nothing of the user's but the step's own
-function can be nested, these traces are the libraries'. Such steps share them as long as they use
-nothing but JAX, of which each recording has all that any had. Once one has used another library, a
-file or the like, sharing begins anew. Other steps share no traces.
+JAX caches the traces of nested functions, including most of `jax.numpy`, and does not enter these
+functions again, so a later recording does not see what they used. If the step's own function is the
+only user code that a trace can enter, the cached traces are of library code alone. Such steps share
+them as long as they use only JAX, whose code counts in every recording. When one of them uses
+another library or reads a file, sharing starts anew. Other steps share no traces.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def begin() -> tuple[str, int, int] | None:
     """Begins a recording that shares traces; None while another thread makes one.
 
     Returns:
-        What tells the traces that may be shared from others: made since some trace used more than
-        JAX, and since something in a library was found replaced.
+        A token of the traces that may be shared. It changes when a trace uses more than JAX, and
+        when an object of a library has been replaced.
     """
     global _active
     with _lock:
@@ -41,11 +41,11 @@ def begin() -> tuple[str, int, int] | None:
 
 
 def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
-    """Whether the libraries were other ones when the traces were made that a step shared.
+    """Whether an object of a library has been replaced since the shared traces were made.
 
     Args:
         token: from `begin`.
-        looked: whether what the step used of the libraries has been looked at since then.
+        looked: whether the libraries that the step used have been examined since then.
     """
     if not looked:
         installed_packages.look_again()

@@ -228,7 +228,7 @@ def entering(session: Any, token: ContextToken | None):
 
     Args:
         session: what `entered_session` gives.
-        token: what tells it from others in JAX's keys; None where nothing has to.
+        token: identifies it in JAX's keys; None if it changes nothing there.
     """
     before = _entered.session, _entered.token
     try:

@@ -160,7 +160,7 @@ _IRRELEVANT = frozenset(
 # What XLA, its backends and its libraries read from the environment.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")
 _VARIABLE_PREFIXES = ("TF_CUDNN_", "CUDNN_", "CUBLAS_", "NCCL_ALGO", "NCCL_PROTO", "MIOPEN_")
-# Flags that say where XLA writes what it does, and how many devices a host has: the topology tells.
+# Flags about where XLA writes dumps, and about the number of devices, which the topology includes.
 _IRRELEVANT_FLAGS = ("--xla_dump_", "--xla_force_host_platform_device_count")
 
 
@@ -218,7 +218,7 @@ def _machine(backend: str) -> tuple[tuple[str, str], ...]:
             topology = xla_client.get_topology_for_devices([device])
             dependencies["environment topology"] = f"{topology.fingerprint():x}"
         except Exception as error:
-            dependencies["environment topology"] = f"not told ({type(error).__name__})"
+            dependencies["environment topology"] = f"unknown ({type(error).__name__})"
     if backend == "cpu":
         dependencies["environment CPU"] = _cpu_features()
     return tuple(dependencies.items())

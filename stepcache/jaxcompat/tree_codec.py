@@ -43,10 +43,10 @@ def encode_tree(tree: Any, known: Any) -> Any:
 
     Args:
         tree: of the outputs.
-        known: the tree of the arguments, which whoever decodes it has too.
+        known: the tree of the arguments, which the decoder has too.
 
     Raises:
-        NotStorable: a node keeps something that is no plain data, or cannot be told from others.
+        NotStorable: a node holds something that is not plain data, or its type is ambiguous.
     """
     try:
         code = _TreeEncoder(known).encode(tree)

@@ -133,8 +133,8 @@ class Archive:
     def look_up(self, lookup: Lookup) -> LookupResult:
         """Looks for a record. Reads files, imports nothing, and runs nothing of the user's.
 
-        The entry that is read is named by all that is known before a trace, so that its records
-        differ only in what a trace tells of: files, variables, attributes that libraries read.
+        The entry is named by all dependencies that are known before a trace. Its records differ
+        only in what a trace adds: files, environment variables, attributes that libraries read.
         """
         if lookup.base.untrackable:
             return LookupResult(untrackable=lookup.base.untrackable)
@@ -162,7 +162,7 @@ class Archive:
             return []
 
     def _compared_with_last_run(self, lookup: Lookup) -> LookupResult:
-        """No entry is for this code, values and call: compares with the nearest of the last run."""
+        """Compares a call without an entry with the closest record of the last run."""
         rows = [row for row in self.run_log.last_run_of(lookup.address.label) if row.lookup]
         lookups = list(dict.fromkeys(row.lookup for row in reversed(rows)))[:_RUNS_COMPARED]
         latest = [found[0] for found in map(self._records, lookups) if found]
@@ -294,9 +294,9 @@ class Archive:
         """Waits until everything built so far is stored."""
         self.worker.flush()
 
-    # ---- loading beforehand --------------------------------------------------------------------
+    # ---- preloading -------------------------------------------------------------------------
 
-    @_no_matter_of_the_step("load programs beforehand", _nothing)
+    @_no_matter_of_the_step("preload programs", _nothing)
     def preload(self, label: str) -> None:
         """Starts loading, in the background, what the last run of this script used of a step."""
         with self._lock:
@@ -346,8 +346,8 @@ def start_name(address: Address, record: DependencyRecord) -> str:
     return f"{address.digest[:24]}-{record.digest[:24]}-{record.program[:24]}"
 
 
-def _distance(told: dict[str, str], base: dict[str, str]) -> int:
-    return sum(told.get(name) != dependency for name, dependency in base.items())
+def _distance(recorded: dict[str, str], base: dict[str, str]) -> int:
+    return sum(recorded.get(name) != dependency for name, dependency in base.items())
 
 
 def open_archive(

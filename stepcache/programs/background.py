@@ -333,7 +333,7 @@ def _stop_all() -> None:
 def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
     """Waits for the outputs of a program, one look at a time.
 
-    One output stands for all, and is held weakly: whoever drops it frees it.
+    One output represents all. It is held weakly, so that it can be freed meanwhile.
 
     Args:
         outputs: of the program, in any tree.
@@ -341,7 +341,7 @@ def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
 
     Returns:
         A function that returns `LATER` while they are computed, and then how many seconds they
-        took; None where that cannot be told any more, or the main thread has ended.
+        took; None if that is no longer known, or the main thread has ended.
     """
     # Random keys are arrays that cannot be asked. Of a step with a carry, what comes after it.
     leaves = [each for each in jax.tree.leaves(outputs) if hasattr(each, "is_ready")]

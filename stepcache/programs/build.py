@@ -66,7 +66,7 @@ class Program:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Times the stages of one build, and tells `entered` as each begins.
+    """Times the stages of one build; calls `entered` with the name of each as it begins.
 
     Attributes:
         seconds: what each has taken, without the stages within it.

@@ -1,7 +1,7 @@
 """`ProgramCache`: where programs are kept and found, one build per key however many callers.
 
-Anything that asks for a program asks here: memory first, then whoever asks looks into the archive
-on disk while others that need the same program wait.
+A call looks for its program in memory first. On a miss the first caller resolves it; other callers
+that need the same program wait.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class ProgramCache:
 
     A cache may serve any number of sessions, threads and processes. For one key there is one build
     in a process: callers that come while it runs wait for it. A build that fails is not cached, and
-    whoever waited for it tries again. The programs of a step leave memory with its
-    function.
+    the callers that waited for it try again. A step's programs are dropped from memory when its
+    function is freed.
 
     Keeping programs by the depfile of their trace follows compilers' caches (ccache's direct mode).
     """

@@ -35,7 +35,7 @@ class Levels:
 
     Args:
         spec: the step.
-        number: tells the step from others of this process.
+        number: of the step, unique in this process.
     """
 
     def __init__(self, spec: StepSpec, number: int):
@@ -152,7 +152,7 @@ class Levels:
             traced = trace.result()
         except Exception as error:
             if sharing is not None:
-                raise  # The other processes were not told.
+                raise  # The other processes have not heard of it.
             traced = self._unexamined(error)
         if shared and shared_traces.is_outdated(shared, looked=bool(traced.dependencies)):
             return None

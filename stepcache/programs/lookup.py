@@ -99,11 +99,11 @@ class Lookup:
         )
         return dependencies
 
-    # ---- what only a trace tells of ------------------------------------------------------------
+    # ---- what only a trace reveals -------------------------------------------------------------
 
     def with_used(self, used: Used) -> Fingerprint:
         """All dependencies, for a trace that used this."""
-        walk, self._base_walk = self._walk(), None  # What is added now is this trace's affair.
+        walk, self._base_walk = self._walk(), None  # What is added now concerns this trace only.
         return self._extended(walk, used)
 
     def extend(self, used: Used) -> Fingerprint:

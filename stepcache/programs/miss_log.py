@@ -75,27 +75,27 @@ class MissLog:
             return Miss(self._step, number, "first call", advice=advice)
         if any(other == key for other, _ in known):
             return Miss(self._step, number, reason)
-        told = request.shown
-        budget = max(4, _LEAVES_COMPARED // max(1, len(told.signature.leaves)))
+        shown = request.shown
+        budget = max(4, _LEAVES_COMPARED // max(1, len(shown.signature.leaves)))
         latest_first = known[-budget:][::-1]
         before, (signature, paths) = min(
-            latest_first, key=lambda item: _distance(item[0], *item[1], key, told)
+            latest_first, key=lambda item: _distance(item[0], *item[1], key, shown)
         )
-        in_call, omitted = diff(signature, paths, told.signature, told)
+        in_call, omitted = diff(signature, paths, shown.signature, shown)
         changes = (*diff_settings(before, key), *in_call)
         return Miss(self._step, number, "changed", changes, self._advice(changes), omitted)
 
     def add(self, request: Request, miss: Miss) -> None:
         """Remembers a build, and the miss that led to it."""
-        key, told = request.key, request.shown
+        key, shown = request.key, request.shown
         with self._lock:
             self.last_miss = miss
             try:
-                self._known[key] = (told.signature, told.paths)
+                self._known[key] = (shown.signature, shown.paths)
                 self._known.move_to_end(key)
                 self._gone.pop(key, None)
             except Exception:
-                return  # A static argument refuses to be compared: it will not be told apart.
+                return  # A static argument refuses to be compared: it cannot be distinguished.
             while len(self._known) > _KEYS_REMEMBERED:
                 dropped, _ = self._known.popitem(last=False)
                 self._gone.pop(dropped, None)
@@ -155,12 +155,14 @@ _OTHER_HOLDER = 10
 """An argument of `Variables` in the place of arrays counts as another dtype of one leaf does."""
 
 
-def _distance(known: Key, signature: Signature, paths: Sequence[Path], key: Key, told: Call) -> int:
+def _distance(
+    known: Key, signature: Signature, paths: Sequence[Path], key: Key, shown: Call
+) -> int:
     settings = 0
     if (known.mesh, known.options, known.environment) != (key.mesh, key.options, key.environment):
         settings = len(diff_settings(known, key))
-    held = len(diff_holders(paths, told.paths)) if signature.tree == told.signature.tree else 0
-    return settings + _OTHER_HOLDER * held + distance(signature, told.signature)
+    held = len(diff_holders(paths, shown.paths)) if signature.tree == shown.signature.tree else 0
+    return settings + _OTHER_HOLDER * held + distance(signature, shown.signature)
 
 
 def _varying(change: Change):

@@ -54,7 +54,7 @@ class RecordedTrace:
 
         Args:
             own: the code of a step that shares traces with others; None where it does not.
-            token: tells the traces that it may share from others.
+            token: identifies the traces that it may share.
         """
         recording, complete = self._recording, None
         try:

@@ -52,7 +52,7 @@ class Checks:
 
     Args:
         spec: the step.
-        number: tells the step from others of this process.
+        number: of the step, unique in this process.
         levels: what the step depends on is forgotten there when it has changed.
         miss_log: counts the checks.
         dispatcher: has to let go of a program that is wrong.

@@ -56,7 +56,7 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a trace told of its program, before it is compiled.
+    """What a trace revealed about its program, before it is compiled.
 
     Attributes:
         dependencies: all that it depends on.
@@ -120,7 +120,7 @@ class DependencyRecord:
 
     @property
     def traced(self) -> Traced:
-        """What the trace told of it."""
+        """What its trace revealed."""
         return Traced(self.dependencies, self.used, self.tree)
 
     def assembled(self, data: bytes, address: Address, in_tree: Any) -> Runnable:
@@ -153,7 +153,7 @@ class Publication:
         address: of the lookup that it answers.
         digest: of its executable.
         run: the program.
-        traced: what its trace told.
+        traced: what its trace revealed.
         captured: the large arrays in it.
         seconds: what each stage took; with "compile", XLA made the executable just now.
         outline: gives the lowered module, as text.

@@ -1,10 +1,10 @@
-"""The file format of a stored entry: bytes that can be trusted, or be told from those that cannot.
+"""The file format of a stored entry, authenticated by an HMAC.
 
     magic, format version, header length │ header (msgpack) │ HMAC-SHA256 of all that │ payload
 
 The header holds the SHA-256 and the sizes of the payload as stored, so the HMAC covers the payload
 too, and a header can be trusted without a look at what follows it. Nothing is decoded before it is
-authenticated. No file is named here; `disk.py` does that.
+authenticated. File names are chosen in `directory.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ class Entry:
     """What was stored under a name, whole and authentic.
 
     Attributes:
-        header: what was said of it when it was stored.
+        header: the description given when it was stored.
         payload: its bytes.
         size_bytes: size of its file.
         created_time: when it was stored, in seconds since the epoch.
@@ -32,7 +32,7 @@ class EntryInfo:
     Attributes:
         kind: what sort of thing it is.
         digest: its name.
-        header: what was said of it when it was stored; None for a damaged entry.
+        header: the description given when it was stored; None for a damaged entry.
         size_bytes: size of its file.
         created_time: when it was stored, in seconds since the epoch; None for a damaged entry.
         used_time: when it was last used, likewise, to the minute.

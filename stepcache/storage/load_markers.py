@@ -1,7 +1,7 @@
-"""Who is at work in a directory that processes of several hosts share, told by file names alone.
+"""Which processes are loading entries of a directory that several hosts may share, by file names.
 
-A process that is about to load an entry puts a marker there and takes it away when it is done. A
-marker whose process is gone says that the entry took its loader down.
+A process creates a marker before it loads an entry, and removes it afterwards. A marker whose
+process no longer exists means that the process died while it loaded the entry.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 
 from stepcache.storage.private_files import CREATE_FLAGS, listed
 
-# The process of another host cannot be asked. So long it is taken to be loading.
+# A process of another host cannot be checked; it is taken to be loading for this long.
 _FOREIGN_LOAD_SECONDS = 600
 _MAX_HOST_LETTERS = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, told from others that had or will have its number.
+    """A process, distinct from earlier and later ones with the same number.
 
     Attributes:
         pid: its number.
         start: when it started, in clock ticks since boot (field 22 of /proc/<pid>/stat); "0" where
-            the system does not tell.
+            the system does not say.
         host: its host, and there its space of process numbers: containers may share a host's name.
     """
 
@@ -122,13 +122,13 @@ class Marker:
 
 
 _own: dict[Path, int] = {}
-"""The markers that are there now, and the processes that put them there: a fork copies this."""
+"""The existing markers and the processes that created them; a fork copies this."""
 
 
 def take_own_away() -> None:
-    """Takes away the markers of this process, which is about to end in good order.
+    """Removes the markers of this process, which is ending normally.
 
-    What a thread may still be loading is not to blame for the end.
+    An entry that a thread is still loading has not killed the process.
     """
     for path, pid in list(_own.items()):
         if pid == os.getpid():
@@ -183,7 +183,7 @@ class LoadMarkers:
         }
 
     def sweep(self, is_stored: Callable[[str, str], bool]) -> None:
-        """Takes away markers that mean nothing any more: none to blame, or nothing to blame it on.
+        """Removes obsolete markers: of forgotten processes, or of entries that no longer exist.
 
         Args:
             is_stored: whether there is an entry of a kind and digest.

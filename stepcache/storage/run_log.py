@@ -1,7 +1,7 @@
 """The run log: what each run built and loaded, kept beside the programs.
 
-One file a run, one line of JSON a row, appended as things happen. It explains and it says what to
-load beforehand; no program is ever run because of what stands in it.
+Each run has a file, each event a line of JSON. The log explains runs and lists the programs to
+preload; it never decides which program serves a call.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Row:
     processes: int = 1
 
 
-@functools.cache  # At the end of the process there is no telling any more.
+@functools.cache  # At the end of the process `__main__` may be gone.
 def script_name() -> str:
     """What to call the main program of this process."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
