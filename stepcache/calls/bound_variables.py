@@ -1,4 +1,4 @@
-"""Where `Variables` may stand in a call: what the options of a step ask of its arguments."""
+"""Where `Variables` may be passed: what a step's options require of its arguments."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _refuse(
 
 
 def _donated(spec: StepSpec) -> Iterable[str]:
-    """The arguments that the step uses up and does not carry."""
+    """The donated arguments that are not carried."""
     given = (spec.options.get(name) for name in ("donate_argnums", "donate_argnames"))
     for value in given:
         for each in (value,) if isinstance(value, int | str) else value or ():

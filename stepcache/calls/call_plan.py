@@ -1,4 +1,4 @@
-"""What a call that passes `Variables` does, compiled for the calls like it that follow.
+"""Compiles what a call with `Variables` does, to serve later calls with the same ones.
 
 Nearly all calls of a training loop pass the same `Variables` in the same places. A plan is a Python
 function written for these, as `dataclasses` writes methods: it checks that they are the same
@@ -47,11 +47,11 @@ _PLANS_PER_STEP = 8
 
 
 class _Unplanned(Exception):
-    """There is no plan for such calls."""
+    """Such calls cannot be planned."""
 
 
 class CallPlans:
-    """The plans of one step, each of which hands on what it is not for.
+    """The plans of one step. Each passes on the calls that it does not serve.
 
     Args:
         dispatch: what serves a call for which there is no plan.
@@ -64,7 +64,7 @@ class CallPlans:
         self._lock = threading.Lock()
 
     def stop(self) -> Callable[..., Any] | None:
-        """Makes no plans from now on, as a plan counts no calls.
+        """Makes no more plans, because a plan does not count calls.
 
         Returns:
             What is to serve all calls of the step now; None where that stays as it is.
@@ -117,7 +117,7 @@ def _write(each: Variables, value: Packed) -> None:
 
 
 def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
-    """The text of a plan, and in `names` the constants that it mentions."""
+    """The source code of a plan; its constants are added to `names`."""
     (args, kwargs), numbers = use.given, range(len(use.variables))
     if not all(name.isidentifier() and not keyword.iskeyword(name) for name in kwargs):
         raise _Unplanned

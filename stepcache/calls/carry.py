@@ -64,9 +64,9 @@ _DONATING = ("donate_argnums", "donate_argnames")
 
 
 def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> None:
-    """Checks that no array which the program writes over is there twice in a call.
+    """Checks that no donated array is passed twice in a call.
 
-    JAX refuses it without naming the arguments, and 0.10.2 dies of it on several devices.
+    JAX raises without naming the arguments, and 0.10.2 crashes on several devices.
 
     Raises:
         CarryError: one is.
@@ -129,7 +129,7 @@ def _outputs_for(spec: StepSpec, carries: list[Any], out_tree: Any) -> list[Any]
 
 
 def refuse_outputs(step: str, names: Sequence[str], out_tree: Any) -> NoReturn:
-    """Says that the outputs do not begin with the carry.
+    """Raises the error of a step whose outputs do not begin with the carry.
 
     Raises:
         CarryError: always.
@@ -147,7 +147,7 @@ def refuse_outputs(step: str, names: Sequence[str], out_tree: Any) -> NoReturn:
 def refuse_tree(
     step: str, name: str, old: Mapping[str, Any], before: Any, after: Any, avals: Sequence[Any]
 ) -> NoReturn:
-    """Names the first leaf that only one of two trees has, where leaves can be named at all.
+    """Raises an error that names the first leaf in which two trees differ, if leaves have names.
 
     Raises:
         CarryError: always.
@@ -164,7 +164,7 @@ def refuse_tree(
 
 
 def refuse(step: str, path: str, expected: str, got: str) -> NoReturn:
-    """Says where a carry comes back as something else.
+    """Raises the error of a step that returns a carry with another type or placement.
 
     Raises:
         CarryError: always.

@@ -109,7 +109,7 @@ class Scope:
         self.warn_of_rules(about, f"{step}, nor of a step before it ({examples}, …)")
 
     def warn_of_rules(self, indices: Iterable[int], matching_no_leaf_of: str) -> None:
-        """Warns of each of these rules, and never again."""
+        """Warns of each of these rules, once."""
         for index in sorted(indices):
             self.matched.add(index)
             pattern, spec = self.placer.rules.rules[index]  # type: ignore[union-attr]
@@ -118,7 +118,7 @@ class Scope:
 
 
 def token_of(scope: Scope) -> jaxcompat.ContextToken | None:
-    """What stands for a scope in JAX's own keys, without keeping it alive there.
+    """Represents a scope in JAX's own keys, without keeping it alive.
 
     Scopes that decide alike have one token, and one that decides as calls outside any session do
     has none. So entering a session does not make JAX trace and compile anew whatever runs in it,

@@ -1,4 +1,4 @@
-"""A program's key: named parts, each of which can be shown, and their digest."""
+"""`Key`: the named parts that decide which program a call needs, and their digest."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Key:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the named parts, in hex. Two keys that differ in a part differ here."""
+        """SHA-256 of the named parts, in hex."""
         hasher = hashlib.sha256()
         for name, text in self.parts():
             for piece in (name, text):

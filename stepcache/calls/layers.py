@@ -1,4 +1,4 @@
-"""What a function wraps, down to the code that it was written as; and how many steps that made."""
+"""The functions that a function wraps, its code, and how many steps were made of that code."""
 
 from __future__ import annotations
 

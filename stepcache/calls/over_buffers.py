@@ -1,4 +1,4 @@
-"""The function of a step over buffers: a few arrays where it had the leaves of `Variables`.
+"""Turns a step's function into one over the buffers of `Variables`, which hold their leaves.
 
 The program that is made of it takes them apart inside XLA, and puts what is carried together again.
 """
@@ -48,7 +48,7 @@ def over_buffers(spec: StepSpec) -> StepSpec:
 
 
 class _OverBuffers:
-    """Calls a step's function on the trees that lie in the buffers it is given.
+    """Calls a step's function on the trees that its buffers hold.
 
     No function, so that whatever asks for code, a file or a signature finds those of the step's.
 
@@ -123,13 +123,13 @@ class _OverBuffers:
 
 
 def _packed_in(trees: Iterable[Any]) -> list[Packed]:
-    """The values in trees, each once: in the order by which `Again` numbers them."""
+    """The values in trees, each once, in the order in which `Again` numbers them."""
     nodes = (node for tree in trees for node in leaves_of(tree))
     return list({id(node): node for node in nodes if isinstance(node, Packed)}.values())
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree with its stand-ins changed; one without any as it is."""
+    """A tree with its stand-ins replaced."""
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_stand_in)
     if not any(map(is_stand_in, leaves)):
         return tree

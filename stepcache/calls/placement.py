@@ -1,4 +1,4 @@
-"""Where the leaves of a call go before its program runs. Pure: it decides, and moves nothing."""
+"""Decides where the leaves of a call are placed before its program runs. Moves nothing."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _LARGE_BYTES = 1 << 20
 
 
 def unnamed_batch(spec: StepSpec, placer: Placer, request: Request) -> str | None:
-    """Advice for a step that names no batch, where a large host array goes whole to all devices."""
+    """A warning for a step without a batch that replicates a large host array; None for none."""
     if spec.parameters.batch or not placer.splits_batches:
         return None
     call = request.call
@@ -155,7 +155,7 @@ def _is_asked(x: Any) -> bool:
 
 
 def _is_at(leaf: Leaf, sharding: Any) -> bool:
-    """Whether a leaf already is where an option asks for it, so that the option speaks for it."""
+    """Whether a leaf already has the placement that an option asks for."""
     return (
         isinstance(sharding, Sharding)
         and leaf.sharding is not None
@@ -190,7 +190,7 @@ def moved_bytes(
 
 
 def check_runnable(step: str, request: Request) -> None:
-    """A program for devices that are only described can be lowered, but not held here.
+    """Raises for devices that are only described: a program can be lowered for them, not run.
 
     Raises:
         PlacementError: some device is no device of this process's backends.

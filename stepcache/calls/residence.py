@@ -1,4 +1,4 @@
-"""Calls of a step that pass `Variables`: what its program takes of them, and puts back.
+"""Calls that pass `Variables`: which buffers the program takes, and where outputs are stored.
 
 The step's function sees their trees, its program their buffers. What a carried value becomes is put
 back into the same `Variables`.
@@ -107,7 +107,7 @@ class Use:
         return self
 
     def compare_values(self, scope: Scope) -> None:
-        """Compares with the other processes of a pod what the variables were made of, once.
+        """Compares the initial values of the variables with the other processes of a pod, once.
 
         Raises:
             AgreementError: they were made of other values there.
@@ -132,7 +132,7 @@ class Use:
             each._made_of = {}
 
     def check_replicas(self, scope: Scope, number: int) -> None:
-        """Checks what the devices of several processes, or of one, hold alike. Under the locks.
+        """Checks that replicas on several devices or processes are equal. Requires the locks.
 
         Args:
             scope: says at which calls.
@@ -221,7 +221,7 @@ class Use:
             yield f"{' and '.join(paths)}: {each!r}"
 
     def plan(self) -> Plan:
-        """The transfers of the call, which are still to come."""
+        """The transfers that the call will make."""
         names = self._arguments()
         return Plan(
             tuple(
@@ -239,7 +239,7 @@ class Use:
         return self._given(lambda each, carried: each._described(in_program=in_program))
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments inside another transformation, with values in the place of variables.
+        """The arguments with values in place of variables, for a call inside a transformation.
 
         Raises:
             VariablesError: variables are carried, and cannot be written there; or the
@@ -265,7 +265,7 @@ class Use:
         return args, {name: _values_in(tree) for name, tree in self._kwargs.items()}
 
     def _given(self, value_of: Callable[[Variables, bool], Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments, with something else in the place of the variables.
+        """The arguments with the variables replaced.
 
         Args:
             value_of: gives it, for variables and whether they are carried. What comes more than
@@ -318,7 +318,7 @@ class Use:
             yield from ((key, tree) for name, key, tree in given if (name in carry) is first)
 
     def written(self, outputs: Any) -> Any:
-        """Puts the new values of carried variables into them, and them into the outputs."""
+        """Stores new values in the carried variables, and puts these into the outputs."""
         if self.carried:
             outputs = self._put(outputs)
         for index, each in enumerate(self.variables):
@@ -340,7 +340,7 @@ def put_back(
     names: int,
     put: Callable[[Variables, Packed], None],
 ) -> Any:
-    """Puts what a program returned for carried variables into them, and them into the outputs.
+    """Stores returned values in the carried variables, and puts these into the outputs.
 
     Args:
         outputs: of the program.

@@ -21,7 +21,7 @@ from stepcache.sharding import Role
 
 
 class Unreadable(Exception):
-    """A call that only JAX can judge: an invalid argument, a mutable reference, a leaked tracer."""
+    """A call that is left to JAX: an invalid argument, a mutable reference, a leaked tracer."""
 
 
 class Leaf(NamedTuple):
@@ -203,7 +203,7 @@ class Call:
         )
 
     def path(self, keys: tuple) -> Path:
-        """The path that JAX's keys into the dynamic `(args, kwargs)` mean."""
+        """The path for JAX's keys into the dynamic `(args, kwargs)`."""
         in_kwargs, top, *rest = keys
         name = top.key if in_kwargs.idx else self.names[top.idx]
         base = name.replace("[", "/").rstrip("]")
@@ -212,7 +212,7 @@ class Call:
 
 
 class Path(NamedTuple):
-    """Where a leaf sits: its argument, the path as Python writes it, and as rules read it.
+    """The path of a leaf: its argument, the path in Python's syntax, and the path for rules.
 
     `holder` says what holds it where that is not the call itself.
     """

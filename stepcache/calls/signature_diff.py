@@ -28,7 +28,7 @@ _LEAVES_GRADED = 16
 
 
 def distance(a: Signature, b: Signature) -> int:
-    """How far apart two signatures are: 0 for equal ones. A tree counts more than any leaf."""
+    """The distance between two signatures; 0 for equal ones. A tree counts more than any leaf."""
     statics = len(set(a.statics) ^ set(b.statics))
     if a.tree != b.tree:
         return 1_000_000 + 1_000 * abs(len(a.leaves) - len(b.leaves)) + statics

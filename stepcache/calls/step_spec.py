@@ -1,4 +1,4 @@
-"""`StepSpec`: what a step brings to each of its programs. `Request`: one call that needs one."""
+"""`StepSpec`: a step's function and options. `Request`: one call that needs a program."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Request:
 
     @property
     def shown(self) -> Call:
-        """The call as people are shown it: paths and a signature, placed. Not to be run."""
+        """The call for messages: paths and signature, placed. It cannot be run."""
         return self.tell(self.call.with_signature_leaves(self.leaves))
 
     def described(self) -> Request:
@@ -132,13 +132,13 @@ class Request:
 
     @property
     def device(self) -> Any:
-        """The device on which a call runs that no mesh is for, and that names one at most."""
+        """The device of a call without a mesh that names at most one device."""
         committed = (leaf.sharding.device_set for leaf in self.leaves if leaf.sharding is not None)
         return next(iter(next(committed, ())), None) or jaxcompat.default_device()
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The processes whose devices the call speaks of, in order."""
+        """The processes whose devices the call uses, in order."""
         if self.mesh is not None:
             return processes_of(self.mesh.devices.flat)
         shardings = {leaf.sharding for leaf in self.leaves if leaf.sharding is not None}

@@ -1,4 +1,4 @@
-"""`Session(max_step_bytes=...)`: what one call may move, judged before anything moves."""
+"""`Session(max_step_bytes=...)`: limits the bytes that a call moves, before anything moves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stepcache.variables.plan import check_bytes
 
 
 def check_budget(scope: Scope, step: str, request: Request | None, use: Use | None) -> None:
-    """Whether a call moves no more than its session allows.
+    """Checks that a call moves no more bytes than its session allows.
 
     Args:
         scope: of the session.

@@ -1,1 +1,1 @@
-"""The wing of compiled programs: what a call looks like, the program it needs, and where it is."""
+"""Compiled programs: which program serves a call, and how it is found or built."""

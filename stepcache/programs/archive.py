@@ -52,7 +52,7 @@ def _no_matter_of_the_step(
     [Callable[Concatenate[Archive, P], R]],
     Callable[Concatenate[Archive, P], R],
 ]:
-    """What a method of the archive raises is logged, and the step goes on as without the archive.
+    """Logs what a method of the archive raises; the step goes on as without an archive.
 
     Args:
         what: the method could not do, for the log.
@@ -245,7 +245,7 @@ class Archive:
 
     @_no_matter_of_the_step("load a program", _nothing)
     def find(self, digest: str, load: Callable[[bytes], Any]) -> Any:
-        """The executable of what XLA is about to be given; None where there is none."""
+        """The stored executable of a lowered module; None if there is none."""
         return self._read_executable(digest, load)
 
     # ---- level 3: keeping what was built -------------------------------------------------------
@@ -282,7 +282,7 @@ class Archive:
 
     @_no_matter_of_the_step("remove a wrong program", _nothing)
     def forget(self, address: Address, record: DependencyRecord) -> None:
-        """Drops a record that a trace has proved wrong."""
+        """Invalidates a record that does not match a new trace."""
         self.starts.forget(start_name(address, record))
         others = self._others(address, record)
         if others:

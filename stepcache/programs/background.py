@@ -1,4 +1,4 @@
-"""Work beside the calls of steps: workers, and the thread that runs during a compilation."""
+"""Background work: worker threads, and the thread that runs during a compilation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
 
 
 class Builds:
-    """Python's part of builds in progress, which jobs of workers stay out of the way of.
+    """The builds that are in Python now. Workers' jobs wait for them.
 
     Python runs one thread at a time, so a job beside a trace would make it as much longer.
     """
@@ -128,7 +128,7 @@ _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """What a worker has to do.
+    """A job of a worker.
 
     Attributes:
         work: does it; returns `LATER` for as long as it is not due, or `WHEN_QUIET`.
@@ -169,7 +169,7 @@ class Worker:
         self._stopping = False
 
     def submit(self, work: Callable[[], Any]) -> Job:
-        """Has `work` done in the background. It returns `LATER` for as long as it is not due.
+        """Runs `work` in the background. It returns `LATER` for as long as it is not due.
 
         Where no thread can be started, it waits for the next job, for `flush`, or for the end.
         """
@@ -289,7 +289,7 @@ class Worker:
         return job.outcome
 
     def stop(self) -> None:
-        """Ends the work: runs what is left, or drops it."""
+        """Stops the worker: runs the remaining jobs, or drops them."""
         if os.getpid() != self._pid:
             return
         if not self._droppable:

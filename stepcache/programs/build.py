@@ -1,4 +1,4 @@
-"""How a program comes to be: trace, lower, compile, each timed.
+"""Builds programs: traces, lowers and compiles, and times each stage.
 
 Tracing, lowering and compiling are JAX's, through its public stages. What is added here is what a
 step promises on top of `jax.jit`: the carry is checked and donated, and in a session with a mesh
@@ -100,7 +100,7 @@ class Stopwatch:
 
 
 class NotHoldable(Exception):
-    """The program depends on objects that it captured: `jax.jit` must serve the call."""
+    """The program depends on captured objects, so that only `jax.jit` can run it."""
 
 
 def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:

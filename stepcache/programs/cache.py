@@ -39,7 +39,7 @@ _numbers = itertools.count(1)
 
 
 class Owner(Protocol):
-    """Whoever uses programs of a cache. A cache holds its owners by weak references.
+    """A user of a cache's programs. A cache holds its owners by weak references.
 
     Attributes:
         number: of whom programs are kept for. Owners may share one; see `ProgramCache.release`.
@@ -51,7 +51,7 @@ class Owner(Protocol):
         """Called, outside the cache's lock, when a program is dropped: "evicted" or "cleared"."""
 
     def show_use(self) -> None:
-        """Called, outside the lock, to have the owner's next calls come through the cache.
+        """Called, outside the lock, to send the owner's next calls through the cache.
 
         Else a program in constant use, served by a dispatcher, would look unused and be dropped.
         """
@@ -192,7 +192,7 @@ class ProgramCache:
         return program
 
     def peek(self, key: Key) -> Program | None:
-        """The program of `key`; asking leaves no trace."""
+        """The program of `key`, without marking it as used."""
         with self._lock:
             return self._memory.peek(key)
 
@@ -237,7 +237,7 @@ class ProgramCache:
         return program, True
 
     def drop(self, key: Key) -> None:
-        """Drops one program, without a word to its owners."""
+        """Drops one program, without notifying its owners."""
         with self._lock:
             self._memory.drop(key)
 

@@ -65,7 +65,7 @@ class Levels:
         return self.trace(call, lookup, result)
 
     def _lookup(self, request: Request) -> Lookup | None:
-        """What a call depends on; None, and a log, where looking at that fails."""
+        """What a call depends on; None, and a log line, if that cannot be determined."""
         try:
             return Lookup(self._spec, request)
         except Exception:
@@ -127,7 +127,7 @@ class Levels:
     def _traced_once(
         self, call: MissedCall, lookup: Lookup, result: LookupResult, sharing: Sharing | None
     ) -> tuple[Resolution, dict[str, str], Used] | None:
-        """See `trace`; None where a part of it was made with the libraries as they were before."""
+        """See `trace`; None if it shared a trace made before a library's object was replaced."""
         request, archive, stopwatch = call.request, call.archive, call.stopwatch
         with stopwatch.stage("hash"):
             with self._lock:
@@ -191,13 +191,13 @@ class Levels:
         return Traced(dependencies, used, None if untrackable else tree, untrackable)
 
     def _unexamined(self, error: Exception) -> Traced:
-        """What is known of a trace where finding out what it depends on raised."""
+        """The result for a trace whose dependencies could not be determined."""
         _log.error("%s cannot be stored to start without a trace", self._spec.name, exc_info=error)
         why = f"looking at what it depends on raised {type(error).__name__}"
         return Traced({}, Used(), None, (why,))
 
     def _changes_to(self, dependencies: dict[str, str]) -> tuple[Change, ...]:
-        """What has changed in this process since the step was last traced, or loaded."""
+        """What has changed in this process since the step was last traced or loaded."""
         with self._lock:
             before = {
                 name: self._dependencies[name]
@@ -225,7 +225,7 @@ def _to_store(
     traced: Traced,
     outline: Callable[[], str],
 ) -> Resolution:
-    """With what is to be stored of a program, or why it is not."""
+    """A resolution with what is to be stored, or why nothing is."""
     program = resolution.program
     digest, why = program.lowered, _why_not_stored(program, archive)
     if why is not None:
@@ -249,7 +249,7 @@ def _why_not_stored(program: Program, archive: Archive | None) -> str | None:
 def _watched(
     resolution: Resolution, dependencies: dict[str, str], used: Used, watch: bool
 ) -> Resolution:
-    """Keeps with a program what it depends on, where that is going to be checked."""
+    """Keeps a program's dependencies with it if they will be checked."""
     if not watch:
         return resolution
     return replace(

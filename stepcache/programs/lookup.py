@@ -195,7 +195,7 @@ class Lookup:
 
 
 def _explained_by_classes(codes: set[CodeType], walk: Walk) -> set[CodeType]:
-    """The code among some that a library has generated from a class: its own, or a known one.
+    """The code that a library has generated, for itself or from a class that is followed.
 
     As equinox does, which keeps the class among the globals of what it generates. JAX has a
     `flatten_with_keys` where Python cannot look for it, so the functions are found by their code.

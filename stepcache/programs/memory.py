@@ -38,7 +38,7 @@ class Held:
     on_probation: bool = False
 
     def add(self, number: int, owner: weakref.ref) -> None:
-        """Adds an owner, and forgets those that have gone."""
+        """Adds an owner, and forgets those that have been freed."""
         known = self.owners.setdefault(number, set())
         if len(known) > _OWNERS_UNSWEPT and owner not in known:
             known -= {each for each in known if each() is None}
@@ -71,7 +71,7 @@ class MemoryPrograms:
         return held.program
 
     def peek(self, key: Key) -> Program | None:
-        """The program of `key`, without a trace of the lookup."""
+        """The program of `key`, without marking it as used."""
         held = self._held.get(key)
         return held.program if held else None
 

@@ -1,4 +1,4 @@
-"""Every build of a step with its key, and from that: why did this call miss?
+"""`MissLog`: the keys of a step's programs, from which a miss is explained.
 
 One log a step. It remembers keys, not programs, so it can tell a program that was evicted from
 one that never was.
@@ -27,7 +27,7 @@ _MAX_ADVICE = 3
 
 
 class MissLog:
-    """What one step has built, and what it has cost.
+    """The builds of one step, and their cost.
 
     Args:
         step: the step's name.
@@ -152,7 +152,7 @@ class MissLog:
 
 
 _OTHER_HOLDER = 10
-"""An argument of `Variables` in the place of arrays counts as another dtype of one leaf does."""
+"""The distance of `Variables` from arrays in one argument: that of another dtype of one leaf."""
 
 
 def _distance(

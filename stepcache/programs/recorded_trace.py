@@ -1,4 +1,4 @@
-"""`RecordedTrace`: one trace of a step, and what is done beside XLA's compilation of it.
+"""`RecordedTrace`: records one trace of a step, and examines it while XLA compiles.
 
 While XLA compiles, Python is free: another thread finds out then what the trace depended on.
 """
@@ -80,7 +80,7 @@ class RecordedTrace:
         with contextlib.ExitStack() as in_xla:
 
             def to_xla() -> None:
-                """XLA is about to take over, which leaves Python to others."""
+                """Called when XLA is about to compile or load, without Python's lock."""
                 if self._examined is None:
                     in_xla.enter_context(builds.in_xla())
                     self._examined = in_xla.enter_context(beside(lambda: self._told(staged)))
@@ -124,6 +124,6 @@ class RecordedTrace:
         return lowered
 
     def result(self) -> Traced:
-        """What the trace depended on. Raises what finding that out, or telling others, raised."""
+        """What the trace depended on. Raises what examining or sharing it raised."""
         assert self._examined is not None
         return self._examined.result(timeout=0)

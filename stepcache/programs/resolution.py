@@ -1,4 +1,4 @@
-"""`Resolution`: the program of a call, and how it came. Data alone.
+"""`Resolution`: the program of a call, and how it was obtained. Data only.
 
 `MissedCall` is the call. `Lowered` and `Sharing` are what processes of a pod exchange while one of
 them makes the program.
@@ -39,7 +39,7 @@ class MissedCall:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """What was lowered for a program, as processes compare it.
+    """A lowered program, as processes compare it.
 
     Attributes:
         outline: the module as text, without locations.
@@ -74,7 +74,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """A program, and how it came.
+    """A program, and how it was obtained.
 
     Attributes:
         program: the program.

@@ -1,4 +1,4 @@
-"""`Resolver`: resolves a miss in memory, by disk, by the other processes of a pod, or by a build.
+"""`Resolver`: resolves a miss: from disk, from other processes of the pod, or by a build.
 
 The `Miss` is completed here, and given to the miss log, the run log and listeners. What is left to
 do after the program's first run, to store it or to verify it, is done in the background.
@@ -111,7 +111,7 @@ class Resolver:
         miss: Miss,
         own_seconds: float,
     ) -> None:
-        """Tells the miss log of the step, and listeners.
+        """Records a miss in the step's miss log, and emits its event.
 
         Args:
             build_id: ties events about one program together.
@@ -134,7 +134,7 @@ class Resolver:
             recorder.emit(Loaded(name, build_id, miss, traced, dict(seconds), own_seconds))
 
     def compare_values(self, scope: Scope, request: Request) -> None:
-        """Compares what the processes of a pod hand in, where no call with values has done it yet.
+        """Compares the host values of a pod's processes, if no call with values has done so yet.
 
         Raises:
             AgreementError: values differ.
@@ -159,7 +159,7 @@ class Resolver:
     def settle(
         self, scope: Scope, request: Request, outputs: Any = None, started: float = 0.0
     ) -> None:
-        """What is left to do for a program that has just come, out of the way of its first run."""
+        """Has a new program stored or verified in the background, after its first run."""
         if not self._unsettled:
             return
         unsettled = self._unsettled.pop(request.key, None)
@@ -180,7 +180,7 @@ class Resolver:
 
 
 class _Settling:
-    """Notes how a program came, and its first run; then stores it, or has it verified.
+    """Logs how a program was obtained, and its first run; then stores or verifies it.
 
     What was loaded has nothing to store: its notes wait until no other step is being started.
 

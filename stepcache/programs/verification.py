@@ -1,4 +1,4 @@
-"""`Checks`: whether the programs of a step that are in use are still the right ones.
+"""`Checks`: verifies that the programs in use still match a new trace of the step.
 
 A program that was loaded without a trace is verified by one, in the background, until one start has
 done so, and by a sample of later starts. Where something has changed that a program depends on, a
@@ -79,7 +79,7 @@ class Checks:
         self.stale: StaleProgramError | None = None
 
     def raise_if_stale(self) -> None:
-        """Raises, once, what a check in the background has found.
+        """Raises, once, the error that a check in the background has found.
 
         Raises:
             StaleProgramError: a program was not the one that a trace gives.
@@ -150,7 +150,7 @@ class Checks:
     def verification(
         self, cache: ProgramCache, request: Request, archive: Archive, resolution: Resolution
     ) -> Callable[[float], None]:
-        """A trace in the background, to see that a loaded program is what a trace gives.
+        """Traces in the background, to verify a loaded program.
 
         Args:
             cache: that the program is in.
@@ -234,7 +234,7 @@ class Checks:
         )
 
     def _retraced(self, request: Request, out_tree: Any) -> _Retraced:
-        """Traces and lowers a step as if nothing were known of it.
+        """Traces and lowers a step without any cached trace.
 
         Args:
             request: the call.
@@ -252,7 +252,7 @@ class Checks:
         return _Retraced(digest if same else "", staged.lowered, staged.out_tree)
 
     def _make_stale(self, changes: Sequence[Change]) -> None:
-        """Has the next call raise, whatever the dispatcher was given meanwhile."""
+        """Makes the next call raise, even if the dispatcher has been refilled."""
         error = self._staleness("was loaded, but a trace gives another program", changes)
         self.stale = error
         for _ in range(_STALE_ROUNDS):
