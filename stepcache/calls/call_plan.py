@@ -12,7 +12,7 @@ import functools
 import keyword
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.tree_util import tree_leaves, tree_structure
@@ -150,19 +150,9 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
         return f"type({where}) is Packed", f"v{number}"
 
     expected: list[str] = [] if use.carried else ["out is not NOT_A_HIT"]
-    carry = use.carry_arguments()
-    if not use.carried:
-        returned = "out"
-    elif len(carry) == 1 and tree_structure(carry[0]) == tree_structure(outputs, is_stand_in):
-        returned = _rebuilt("out", carry[0], written, expected, names)
-    elif (kind := type(outputs)) in (tuple, list):
-        expected.append(f"type(out) is {kind.__name__} and len(out) == {len(outputs)}")
-        trees = enumerate(carry)
-        news = [_rebuilt(f"out[{i}]", tree, written, expected, names) for i, tree in trees]
-        rest = [f"*out[{len(carry)}:]"] if len(outputs) > len(carry) else []
-        returned = _sequence(kind, news + rest)
-    else:
-        raise _Unplanned
+    returned = "out"
+    if use.carried:
+        returned = _returned(outputs, use.carry_arguments(), written, expected, names)
     locked = [number_of[id(each)] for each in use.in_order()]
     return _TEMPLATE.format(
         known="; ".join(f"v{n} = known{n}()" for n in numbers),
@@ -174,9 +164,34 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
         put="; ".join(put) or "pass",
         outputs=returned,
         carried="".join(f"v{n}, " for n in numbers[: use.carried]),
-        carry_names=len(carry),
+        carry_names=len(use.carry_arguments()),
         release="; ".join(f"release{n}()" for n in locked),
     )
+
+
+def _returned(
+    outputs: Any,
+    carry: Sequence[Any],
+    written: Callable[[str, Variables], tuple[str, str]],
+    expected: list[str],
+    names: dict[str, Any],
+) -> str:
+    """An expression for the outputs with the carried variables in them.
+
+    Args:
+        outputs: of the first call, with stand-ins.
+        carry: the carried arguments.
+        written, expected, names: as for `_rebuilt`.
+    """
+    if len(carry) == 1 and tree_structure(carry[0]) == tree_structure(outputs, is_stand_in):
+        return _rebuilt("out", carry[0], written, expected, names)
+    kind = type(outputs)
+    if kind not in (tuple, list):
+        raise _Unplanned
+    expected.append(f"type(out) is {kind.__name__} and len(out) == {len(outputs)}")
+    news = [_rebuilt(f"out[{i}]", tree, written, expected, names) for i, tree in enumerate(carry)]
+    rest = [f"*out[{len(carry)}:]"] if len(outputs) > len(carry) else []
+    return _sequence(kind, news + rest)
 
 
 def _rebuilt(
