@@ -135,9 +135,13 @@ def start(
     stdout: Path,
     stderr: Path,
     fork: bool = True,
+    within: Sequence[str] = (),
 ) -> Process:
-    """Starts a script in a process and process group of its own; streams are appended to files."""
-    if fork and CAN_FORK:
+    """Starts a script in a process and process group of its own; streams are appended to files.
+
+    `within` is a command that runs another one, as `nice` does.
+    """
+    if fork and CAN_FORK and not within:
         return _source(env).fork(
             script=str(script),
             arguments=list(arguments),
@@ -147,7 +151,7 @@ def start(
         )
     with stdout.open("ab") as out, stderr.open("ab") as errors:
         return subprocess.Popen(
-            [sys.executable, str(script), *arguments],
+            [*within, sys.executable, str(script), *arguments],
             env=env,
             cwd=cwd,
             stdin=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cluster.network import Network
 from tests.forking import Process, start
 
 ROOT = Path(__file__).parent.parent.parent
@@ -79,6 +80,7 @@ def run_pod(
     cache: str | Path = "off",
     heartbeat: int = HEARTBEAT_SECONDS,
     stopped: int | None = None,
+    network: Network | None = None,
 ) -> list[Rank]:
     """Runs a script in every rank, and fails if one of them does not end in time.
 
@@ -93,6 +95,7 @@ def run_pod(
         cache: `STEPCACHE_DIR`.
         heartbeat: the seconds without one after which JAX ends all ranks.
         stopped: a rank that stops, to be killed when all others have ended.
+        network: what connects the ranks; by default this machine's own.
     """
     processes = _start(
         directory,
@@ -103,6 +106,7 @@ def run_pod(
         of_rank=of_rank,
         cache=cache,
         heartbeat=heartbeat,
+        network=network,
     )
     started = time.monotonic()
     ended: dict[int, float] = {}
@@ -257,6 +261,7 @@ def _start(
     of_rank: dict[int, dict[str, str]] | None,
     cache: str | Path,
     heartbeat: int,
+    network: Network | None = None,
 ) -> list[Process]:
     """Starts a script in every rank; what it prints goes to files of the directory."""
     script = directory / "pod.py"
@@ -264,7 +269,8 @@ def _start(
     script.write_text(prelude + textwrap.dedent(body), encoding="utf-8")
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+        host = network.host(0) if network is not None else "localhost"
+        address = f"{host}:{free.getsockname()[1]}"
     processes = []
     for rank in range(count):
         environment = os.environ | {
@@ -282,7 +288,8 @@ def _start(
         said.write_text("")
         errors.write_text("")
         streams = {"stdout": said, "stderr": errors}
-        processes.append(start(script, env=environment, cwd=directory, **streams))
+        within = network.command(rank) if network is not None else ()
+        processes.append(start(script, env=environment, cwd=directory, within=within, **streams))
     return processes
 
 

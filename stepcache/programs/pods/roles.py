@@ -21,8 +21,9 @@ _OF_HOST = (
     "environment system",
     "environment topology",
 )
-_OF_CALL = ("argument", "tree", "options", "mesh", "config", "environment")
-_PACKAGES = ("package jax", "package jaxlib")
+_OF_CALL = ("argument", "options", "mesh", "config", "environment")
+# Values inside the tree of the arguments, a dataclass's rank for one, may differ between ranks.
+_OF_CALL_BY_NAME = ("arguments", "package jax", "package jaxlib")
 # Where a process was started may differ. What JAX reads of it is among the settings too.
 _OF_PROCESS = ("environment argv", "environment python")
 
@@ -49,7 +50,7 @@ class Dependencies:
         for name, dependency in without_host(lookup.base.dependencies).items():
             # Of a static object the class belongs to the call; its attributes may not be used.
             is_static = name in statics and not dependency.startswith(("code ", "see "))
-            of_call = kind_of(name) in _OF_CALL or name in _PACKAGES
+            of_call = kind_of(name) in _OF_CALL or name in _OF_CALL_BY_NAME
             of_call = of_call and name not in _OF_PROCESS
             (call if is_static or of_call else code)[name] = dependency
         return cls(call, code)
