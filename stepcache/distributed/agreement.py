@@ -157,11 +157,11 @@ class Round:
 
     def _log_missing(self, topic: str) -> None:
         """Has all processes log, once in a round, which ranks are missing."""
-        if self._service.put(f"{self._name}/logged", b"1"):
+        if self._service.put(f"{self._name}/logged", b"1") and (late := self._missing(topic)):
             why = f"; rank {self.rank} needs a new program: {self._reason}" if self._reason else ""
             self._watch.log_everywhere(
                 f"rank {self.rank} has waited {_LOG_SECONDS:.0f} s for "
-                f"{readable_ranks(self._missing(topic))} to agree on {self._label}{why}"
+                f"{readable_ranks(late)} to agree on {self._label}{why}"
             )
 
     @contextlib.contextmanager
