@@ -1,14 +1,57 @@
-"""`Key`: the named parts that decide which program a call needs, and their digest."""
+"""`Key`: the named parts that decide, in one process, which program a call needs.
+
+What other processes compare in the place of a function's identity is in `fingerprint/`.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable, Iterator
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from stepcache.calls.identity import Identity
 from stepcache.calls.signature import Signature, shorten
 from stepcache.events import Change
+
+_lock = threading.Lock()
+_numbers = itertools.count(1)
+_known: dict[int, tuple[weakref.ref, Identity]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The identity of a function in this process. Never equal for two functions alive at once.
+
+    Two steps over one function object have the same one, and share their programs.
+
+    Attributes:
+        number: unique in this process.
+        shared: whether all steps over the function have this identity.
+    """
+
+    number: int
+    shared: bool = True
+
+
+def identity(fun: Callable) -> Identity:
+    """The identity of `fun`. A callable that has no weak references gets a new one each time."""
+    with _lock:
+        reference, known = _known.get(id(fun), (None, None))
+        if known is not None and reference is not None and reference() is fun:
+            return known
+        made = Identity(next(_numbers))
+        try:
+            reference = weakref.ref(fun, functools.partial(_forget, id(fun)))
+        except TypeError:
+            return Identity(made.number, shared=False)
+        _known[id(fun)] = (reference, made)
+        return made
+
+
+def _forget(key: int, _: weakref.ref) -> None:
+    _known.pop(key, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +79,6 @@ class Key:
 
     def __hash__(self) -> int:
         return self._hash
-
-    def parts(self) -> Iterator[tuple[str, str]]:
-        """Name and text of each part, for people and for the digest."""
-        yield "identity", str(self.identity)
-        yield "tree", str(self.signature.tree)
-        for number, leaf in enumerate(self.signature.leaves):
-            yield f"leaf {number}", repr(leaf)
-        for static in self.signature.statics:
-            yield f"static {static.name}", f"{static.kind.__qualname__} {static.value!r}"
-        yield "mesh", repr(self.mesh)
-        for name, value in (*self.options, *self.environment):
-            yield name, repr(value)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the named parts, in hex."""
-        hasher = hashlib.sha256()
-        for name, text in self.parts():
-            for piece in (name, text):
-                data = piece.encode()
-                hasher.update(len(data).to_bytes(8, "little"))
-                hasher.update(data)
-        return hasher.hexdigest()
 
 
 def diff_settings(before: Key, after: Key) -> tuple[Change, ...]:

@@ -10,8 +10,7 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from stepcache import jaxcompat
-from stepcache.calls.identity import Identity, identity
-from stepcache.calls.key import Key
+from stepcache.calls.key import Identity, Key, identity
 from stepcache.calls.layers import function_name
 from stepcache.calls.signature import Call, Leaf, Parameters
 from stepcache.sharding import Placed, processes_of
