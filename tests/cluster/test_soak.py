@@ -10,7 +10,8 @@ from tests.cluster.pods import run_pod, succeeded
 COUNT = 3
 WAYS = ("KILL", "STOP", "TERM", "ABRT", "INT", "exit", "raise", "end")
 SCRIPT = """
-import threading
+import faulthandler, threading
+faulthandler.dump_traceback_later(60)  # A rank that hangs says where.
 def end():
     say("ending")
     if {way!r} in ("KILL", "STOP", "TERM", "ABRT", "INT"):
