@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.distributed.hang_report import Row
-from stepcache.jaxcompat.coordination import Service, Unreachable, call_in_thread
+from stepcache.jaxcompat.coordination import LimitedService, Service, Unreachable
 from stepcache.storage import plain
 
 ANSWER_SECONDS = 5.0
@@ -43,14 +43,15 @@ class PodEvents:
     """
 
     def __init__(self, service: Service, rank: int):
-        self._service, self._rank = service, rank
+        self._listening, self._rank = service, rank
+        self._service = LimitedService(service, 2 * ANSWER_SECONDS)
         self.inbox: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self.over = False
         self._received = self._handled = 0  # Numbers of the next events.
         self._machine = _machine()
         self._neighbours: dict[int, int] = {}
         self._list_after, self._list_pause = 0.0, ANSWER_SECONDS
-        service.put(f"{_PROCESSES}/{self._machine}/{rank}", str(os.getpid()).encode())
+        self._service.put(f"{_PROCESSES}/{self._machine}/{rank}", str(os.getpid()).encode())
         self.thread = threading.Thread(target=self._listen, name="stepcache events", daemon=True)
         self.thread.start()
 
@@ -58,7 +59,7 @@ class PodEvents:
         with contextlib.suppress(Unreachable):
             while True:
                 number = self._received
-                event = plain.unpack(self._service.get(f"{_EVENTS}/{number}"))
+                event = plain.unpack(self._listening.get(f"{_EVENTS}/{number}"))
                 self._received = number + 1
                 self.inbox.put((number, event))
                 if event["kind"] == "lost":  # No thread may be in a call when the process ends.
@@ -109,12 +110,7 @@ class PodEvents:
         Returns:
             The answers, by rank, and why other ranks did not answer.
         """
-        try:
-            number = call_in_thread(lambda: self.append("roll")).result(2 * ANSWER_SECONDS)
-        except TimeoutError:
-            text = f"does not answer within {2 * ANSWER_SECONDS:.0f} s"
-            raise Unreachable(text) from None
-        if number is None:
+        if (number := self.append("roll")) is None:
             return None
         self.note_handled(number)
         self.answer(number, row)

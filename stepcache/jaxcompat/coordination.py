@@ -99,6 +99,30 @@ def call_in_thread(call: Callable[[], T]) -> Future[T]:
     return future
 
 
+class LimitedService:
+    """The service, for calls that must end although the process of rank 0 is stopped.
+
+    Args:
+        service: the service.
+        limit_seconds: after which a call raises `Unreachable`. Its thread waits on.
+    """
+
+    def __init__(self, service: Service, limit_seconds: float):
+        self._service, self._limit_seconds = service, limit_seconds
+
+    def put(self, name: str, value: bytes) -> bool:
+        return self._limited(lambda: self._service.put(name, value))
+
+    def listed(self, directory: str) -> dict[str, bytes]:
+        return self._limited(lambda: self._service.listed(directory))
+
+    def _limited(self, call: Callable[[], T]) -> T:
+        try:
+            return call_in_thread(call).result(self._limit_seconds)
+        except TimeoutError:
+            raise Unreachable(f"no answer within {self._limit_seconds:.0f} s") from None
+
+
 def _expect(error: Exception, status: str) -> None:
     if not str(error).startswith(status):
         raise Unreachable(str(error)) from None
