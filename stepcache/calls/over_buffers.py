@@ -19,7 +19,7 @@ from stepcache.calls.carry import refuse, refuse_outputs, refuse_tree, type_of
 from stepcache.calls.signature import Call, Leaf, Parameters, Signature
 from stepcache.calls.step_spec import StepSpec
 from stepcache.variables.packing import Layout, Packed, Slot
-from stepcache.variables.shares import HostedLayout
+from stepcache.variables.shares import HostLayout
 
 
 class Again(int):
@@ -146,7 +146,7 @@ def shapes_in(outputs: Any) -> Any:
     def opened(node: Any) -> Any:
         if not isinstance(node, Packed):
             return node
-        hosted = isinstance(node.layout, HostedLayout)
+        hosted = isinstance(node.layout, HostLayout)
         return node.layout.tree.unflatten(
             node.buffers[slot.buffer]
             if slot.offset is None and not hosted
@@ -194,7 +194,7 @@ def _in_leaves(carry: Sequence[str], call: Call) -> Call:
         place, buffers = places[id(packed)]
         trees.append(shapes_in(packed))
         leaves += [_leaf_at(slot, packed.layout, buffers) for slot in packed.layout.slots]
-        held = f"{HELD} in host memory" if isinstance(packed.layout, HostedLayout) else HELD
+        held = f"{HELD} in host memory" if isinstance(packed.layout, HostLayout) else HELD
         holder = held if packed is node else f"the Variables of {place}"
         holders += [holder] * len(packed.layout.slots)
     args, kwargs = structure.unflatten(trees)
@@ -207,9 +207,8 @@ def _in_leaves(carry: Sequence[str], call: Call) -> Call:
 
 def _leaf_at(slot: Slot, layout: Layout, buffers: Sequence[Leaf]) -> Leaf:
     given = buffers[slot.buffer]
-    if isinstance(layout, HostedLayout):  # As the function sees it.
-        made = layout.buffers[slot.buffer]
-        return Leaf(slot.shape, slot.dtype, made.weak_type, slot.sharding)
+    if isinstance(layout, HostLayout):  # As the function sees it.
+        return Leaf(slot.shape, slot.dtype, slot.weak_type, slot.sharding)
     if slot.offset is None:
         return given
     as_made = given.sharding == layout.buffers[slot.buffer].sharding

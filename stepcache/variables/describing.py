@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer
-from stepcache.variables.packing import Described, Layout
+from stepcache.variables.packing import Layout, Slot
 from stepcache.variables.policy import OnHost, Placement, Sharded
 
 
@@ -29,7 +29,7 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 def describe(
     name: str, tree: Any, placement: Placement, placer: Placer | None, prefix: str = ""
-) -> tuple[Any, list[Any], list[Described]]:
+) -> tuple[Any, list[Any], tuple[Slot, ...]]:
     """The structure of a tree, its leaves, and what they are and where they go on the devices.
 
     Args:
@@ -72,8 +72,8 @@ def describe(
         is_placed = isinstance(sharding, NamedSharding) and sharding.device_set == devices
         if placer is not None and (isinstance(on_device, Sharded) or not is_placed):
             sharding = placer.place(joined(prefix, path), aval.shape, "carry").sharding
-        described.append(Described(path, aval.shape, aval.dtype, aval.weak_type, sharding))
-    return structure, [leaf for _, leaf in named], described
+        described.append(Slot(path, aval.shape, aval.dtype, aval.weak_type, sharding))
+    return structure, [leaf for _, leaf in named], tuple(described)
 
 
 def blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -31,12 +31,7 @@ from stepcache.variables.packing import (
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Extent, Transfer, extent_of, links
 from stepcache.variables.policy import OnHost, Placement, Read, check_for_pod
 from stepcache.variables.routes import Route, choose_route
-from stepcache.variables.shares import (
-    HostedLayout,
-    HostLayout,
-    host_layout,
-    hosted_layout,
-)
+from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
 from stepcache.variables.wire import ERROR_BOUNDS
 
@@ -195,17 +190,15 @@ class InHostMemory(Master):
         self._reads_ahead = policy.prefetch and policy.cache is None
 
     @functools.cached_property
-    def _hosted(self) -> HostedLayout | None:
-        """How a program takes the value to read it itself; None where the policy asks for another
-        way, or where a program cannot name the memory.
+    def _crosses_in_program(self) -> bool:
+        """Whether a program may read the value itself: the policy asks for no other way, and it can
+        name the memory.
         """
         policy, route = self._policy, self._exact_route.name
         if policy.cache or policy.prefetch or policy.wire or route != "gather":
-            return None
+            return False
         hosts = [host for host in self.host_layout.on_host if host is not None]
-        if any(host.sharding.memory_kind != jaxcompat.PINNED_HOST for host in hosts):  # type: ignore[union-attr]
-            return None
-        return hosted_layout(self.layout, self.host_layout)
+        return all(host.sharding.memory_kind == jaxcompat.PINNED_HOST for host in hosts)  # type: ignore[union-attr]
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         planned = self.plan_take(variable, reader)
@@ -273,12 +266,12 @@ class InHostMemory(Master):
         return Route(self.host_layout, exact.name, exact.why, wire) if wire else exact
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
-        if reader.in_program and self._hosted is not None:
+        if reader.in_program and self._crosses_in_program:
             # Committed arrays would commit the call, and all that it returns, to their device.
             self.packed = transfer.free(self.packed)
             meter.add(HOST_LINK, self.host_layout.bytes_here[0])
             meter.add(DEVICE_LINK, self.host_layout.bytes_here[1])
-            return Packed(self._hosted, self.packed.buffers)
+            return Packed(self.host_layout, self.packed.buffers)
         copy, _ = self._serving(reader)
         if copy is not None:
             self._copies.served(copy, self.version)
@@ -291,14 +284,14 @@ class InHostMemory(Master):
         return packed
 
     def described(self, *, in_program: bool) -> Packed:
-        if not (in_program and self._hosted is not None):
+        if not (in_program and self._crosses_in_program):
             return super().described(in_program=in_program)
         rows = zip(self.host_layout.on_host, self.layout.buffers, strict=True)
         buffers = (_described(made, host) for host, made in rows)
-        return Packed(self._hosted, tuple(buffers))
+        return Packed(self.host_layout, tuple(buffers))
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
-        if packed.layout is self._hosted:
+        if packed.layout is self.host_layout:
             packed = Packed(self.layout, packed.buffers)
             self._write(transfer.written(packed, self.host_layout, meter), session)
             return

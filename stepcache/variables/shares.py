@@ -3,16 +3,14 @@
 One representation serves one device, many, and pods: each buffer is split evenly over the devices,
 and each device's shard lies in the memory of its host. A read is a compiled program that copies
 each shard to its device and all-gathers there; a write is the reverse. A step that carries the
-value does both inside its own program, by a `HostedLayout`.
+value does both inside its own program.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
-import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +21,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import axes_of, is_in_type
-from stepcache.variables.packing import Buffer, Layout, bytes_here, is_key_type, shards_bytes
+from stepcache.variables.packing import (
+    Buffer,
+    Layout,
+    bytes_here,
+    interned,
+    is_key_type,
+    shards_bytes,
+)
 
 
 @dataclass(frozen=True, eq=False)
-class HostLayout:
-    """Buffers on the devices, and the same on the hosts. Equal ones are one object, made by
-    `host_layout`, so that variables of one layout share compiled programs.
+class HostLayout(Layout):
+    """A layout whose buffers lie on the hosts. Equal ones are one object, so that variables of one
+    layout share compiled programs. `pack` and `unpack` are for a program that takes them there.
 
     Attributes:
-        on_device: the buffers as a program takes them.
+        on_device: the buffers as other programs take them.
         on_host: the same in host memory; flat and padded where a device buffer is replicated. None
             for random keys, which stay on the devices.
     """
@@ -103,29 +108,8 @@ class HostLayout:
         return jax.jit(write, out_shardings=[(host or device).sharding for host, device in rows])
 
     def part(self, numbers: Sequence[int]) -> HostLayout:
-        """The layout of some of the buffers."""
+        """Some of the buffers, without the leaves that they hold."""
         return self if len(numbers) == len(self.on_device) else _part(self, tuple(numbers))
-
-
-@functools.lru_cache(maxsize=4096)
-def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
-    on_device = tuple(layout.on_device[number] for number in numbers)
-    return HostLayout(on_device, tuple(layout.on_host[number] for number in numbers))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class HostedLayout(Layout):
-    """A layout whose buffers a program takes and returns as they lie on the hosts.
-
-    Equal ones are one object, made by `hosted_layout`. It has no program of its own, as it is a
-    part of the tree of the arguments of others.
-
-    Attributes:
-        on_device, on_host: as of a `HostLayout`.
-    """
-
-    on_device: tuple[Buffer, ...]
-    on_host: tuple[Buffer | None, ...]
 
     def pack(self, leaves: Iterable[Any], xp: Any = jnp) -> list[Any]:
         """Shards on the hosts from leaves, inside a trace."""
@@ -139,21 +123,12 @@ class HostedLayout(Layout):
         return Layout.unpack(self, [_constrained(buffer, at.sharding) for buffer, at in pairs])
 
 
-_hosted_layouts: weakref.WeakValueDictionary[Hashable, HostedLayout] = weakref.WeakValueDictionary()
+@functools.lru_cache(maxsize=4096)
+def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
+    def some(of_all: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(of_all[number] for number in numbers)
 
-
-def hosted_layout(layout: Layout, host_layout: HostLayout) -> HostedLayout:
-    """The layout of buffers for a program that itself reads them from the hosts, and writes them
-    back.
-    """
-    key = (layout, host_layout.on_device, host_layout.on_host)
-    with _lock:
-        if (found := _hosted_layouts.get(key)) is None:
-            found = _hosted_layouts[key] = HostedLayout(
-                *(layout.tree, layout.slots, layout.buffers),
-                *(host_layout.on_device, host_layout.on_host),
-            )
-        return found
+    return HostLayout(None, (), *map(some, (layout.buffers, layout.on_device, layout.on_host)))
 
 
 def _read(
@@ -230,10 +205,6 @@ def replicated(sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec()) if is_named else sharding
 
 
-_host_layouts: weakref.WeakValueDictionary[Hashable, HostLayout] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
-
 def host_layout(layout: Layout, mesh: Mesh | None, memory_kind: str, where: str) -> HostLayout:
     """How the buffers of a layout lie on the hosts of a mesh, in a memory of this kind.
 
@@ -243,17 +214,16 @@ def host_layout(layout: Layout, mesh: Mesh | None, memory_kind: str, where: str)
     devices = list(mesh.devices.flat) if mesh is not None else [jax.devices()[0]]
     for device in {device.device_kind: device for device in devices}.values():
         _check_memory(device, memory_kind, where)
-    key = (layout, devices[0], memory_kind)
-    with _lock:
-        if (found := _host_layouts.get(key)) is None:
-            placed = (
-                at._replace(sharding=at.sharding or SingleDeviceSharding(devices[0]))
-                for at in layout.buffers
-            )
-            on_device = tuple(placed)
-            found = HostLayout(on_device, tuple(_on_host(at, memory_kind) for at in on_device))
-            _host_layouts[key] = found
-        return found
+    return _host_layout(layout, devices[0], memory_kind)
+
+
+@interned
+def _host_layout(layout: Layout, device: Any, memory_kind: str) -> HostLayout:
+    on_device = tuple(
+        at._replace(sharding=at.sharding or SingleDeviceSharding(device)) for at in layout.buffers
+    )
+    on_host = tuple(_on_host(at, memory_kind) for at in on_device)
+    return HostLayout(layout.tree, layout.slots, layout.buffers, on_device, on_host)
 
 
 def _check_memory(device: Any, memory_kind: str, where: str) -> None:
