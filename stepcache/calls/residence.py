@@ -170,7 +170,9 @@ class Use:
         in_program = self._in_program()
 
         def take(each: Variables, carried: bool) -> Packed:
-            packed = each._take(Reader(self._session, (), carried, in_program), self.meter)
+            each._master.check_not_lost(each.name)
+            reader = Reader(self._session, (), carried, in_program)
+            packed = each._master.take(reader, self.meter)
             return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
         return self._given(take)
@@ -223,20 +225,17 @@ class Use:
     def plan(self) -> Plan:
         """The transfers that the call will make."""
         names = self._arguments()
-        return Plan(
-            tuple(
-                planned
-                for index, each in enumerate(self.variables)
-                for planned in each._plan(
-                    Reader(self._session, tuple(names[each._number]), index < self.carried)
-                )
-            )
-        )
+        transfers = []
+        for index, each in enumerate(self.variables):
+            reader = Reader(self._session, tuple(names[each._number]), index < self.carried)
+            with each._lock:
+                transfers += each._master.plan(each.name, reader)
+        return Plan(tuple(transfers))
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program would take them."""
         in_program = self._in_program()
-        return self._given(lambda each, carried: each._described(in_program=in_program))
+        return self._given(lambda each, carried: each._master.described(in_program=in_program))
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments with values in place of variables, for a call inside a transformation.
@@ -322,13 +321,14 @@ class Use:
         if self.carried:
             outputs = self._put(outputs)
         for index, each in enumerate(self.variables):
-            each._ahead(Reader(self._session, carried=index < self.carried), self.meter)
+            reader = Reader(self._session, carried=index < self.carried)
+            each._master.ahead(reader, self.meter)
         return outputs
 
     def _put(self, outputs: Any) -> Any:
         def put(each: Variables, value: Packed) -> None:
             value = transfer.copied(value) if jaxcompat.arguments_outlive_calls() else value
-            each._put(value, self._session, self.meter)
+            each._master.put(value, self._session, self.meter)
 
         names = len(self._spec.parameters.carry)
         return put_back(outputs, self.variables[: self.carried], names, put)

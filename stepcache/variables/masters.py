@@ -7,7 +7,6 @@ and `leaves`.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,8 +53,8 @@ class Reader(NamedTuple):
     in_program: bool = False
 
 
-class Master(ABC):
-    """The master copy of a value: its `Packed` buffers, and its version."""
+class Master:
+    """A master copy in the memory of the devices: a step takes its buffers as they are."""
 
     def __init__(self, packed: Packed):
         self.packed, self.version = packed, 0
@@ -82,13 +81,18 @@ class Master(ABC):
         """The transfers of a call of a step."""
         return self.plan_take(variable, reader)
 
-    @abstractmethod
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         """The transfers of `take`."""
+        there = ("devices", "devices", "none", "it lives there", reader.arguments)
+        return (Transfer(variable, self.version, *there, extent=self._extent),)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         """The transfers of `put` or `assign`."""
         return ()
+
+    @functools.cached_property
+    def _extent(self) -> Extent:
+        return extent_of(self.arrays())
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         """The value as a program takes it."""
@@ -104,27 +108,29 @@ class Master(ABC):
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         """Starts to read what the next step will take, if the policy says so."""
-        return
 
     def looked_at(self, session: Any) -> None:
         """Records that a session has seen the current version."""
-        return
 
-    @abstractmethod
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         """Makes copies of other leaves the value, and raises the version."""
+        self.write(transfer.pack(leaves, self.layout))
 
     def on_devices(self, meter: Meter) -> Packed:
         """The value in the memory of the devices."""
         return self.packed
 
-    @abstractmethod
     def leaves(self, meter: Meter) -> list[Any]:
         """Copies of the leaves."""
+        leaves, own = transfer.unpack(self.packed)
+        return [
+            transfer.copy(leaf) if is_own else leaf
+            for leaf, is_own in zip(leaves, own, strict=True)
+        ]
 
-    @abstractmethod
     def copied(self) -> Master:
         """Another master copy of the same value, of version 0."""
+        return Master(transfer.copied(self.packed))
 
     def templates(self) -> Any:
         """The tree, with the types and shardings in which `restore` reads its leaves."""
@@ -139,42 +145,13 @@ class Master(ABC):
         return any(array.is_deleted() for array in self.arrays())
 
     def check_not_lost(self, name: str) -> None:
-        """Checks that there is a value, while no program is working on it.
-
-        Raises:
-            VariablesError: there is none.
-        """
+        """Raises `VariablesError` if there is no value, while no program is working on it."""
         if self.is_lost:
             raise VariablesError(
                 f"{LOST}: a program donated its buffers, and failed",
                 where=name,
                 hint="assign(...) or restore(...) a value that was kept",
             )
-
-
-class OnDevices(Master):
-    """A master copy in the memory of the devices that use it: a step takes it as it is."""
-
-    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        there = ("devices", "devices", "none", "it lives there", reader.arguments)
-        return (Transfer(variable, self.version, *there, extent=self._extent),)
-
-    @functools.cached_property
-    def _extent(self) -> Extent:
-        return extent_of(self.arrays())
-
-    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
-        self.write(transfer.pack(leaves, self.layout))
-
-    def leaves(self, meter: Meter) -> list[Any]:
-        leaves, own = transfer.unpack(self.packed)
-        return [
-            transfer.copy(leaf) if is_own else leaf
-            for leaf, is_own in zip(leaves, own, strict=True)
-        ]
-
-    def copied(self) -> OnDevices:
-        return OnDevices(transfer.copied(self.packed))
 
 
 class InHostMemory(Master):
@@ -247,18 +224,11 @@ class InHostMemory(Master):
 
     @functools.cached_property
     def _exact_route(self) -> Route:
-        devices = self._devices
+        buffers: Any = self.host_layout.on_device
+        devices = frozenset().union(*(buffer.sharding.device_set for buffer in buffers))
         ours = all(device.process_index == jax.process_index() for device in devices)
         ahead = self._reads_ahead and ours
         return Route(self.host_layout, *choose_route(self._policy.route, len(devices), ahead))
-
-    @functools.cached_property
-    def _devices(self) -> frozenset:
-        buffers = self.host_layout.on_device
-        return frozenset().union(*(buffer.sharding.device_set for buffer in buffers))  # type: ignore[union-attr]
-
-    def is_on_one_device(self) -> bool:
-        return len(self._devices) == 1
 
     @functools.cached_property
     def _coded_route(self) -> Route:
@@ -380,7 +350,7 @@ def hold(
     structure, leaves, described = describe(name, tree, placement, placer, prefix)
     layout = layout_of(structure, described, PACKED_BELOW_BYTES if pack else 0)
     if not isinstance(placement, OnHost):
-        return OnDevices(transfer.pack(leaves, layout))
+        return Master(transfer.pack(leaves, layout))
     mesh = placer.mesh if placer else None
     if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
         check_for_pod(name, placement, policy)

@@ -17,7 +17,7 @@ from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, current_max_bytes, current_reader
 from stepcache.variables import transfer
-from stepcache.variables.masters import InHostMemory, Master, OnDevices, Reader, hold
+from stepcache.variables.masters import InHostMemory, Master, Reader, hold
 from stepcache.variables.packing import Packed
 from stepcache.variables.plan import Plan, Transfer, check_bytes, links
 from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
@@ -123,7 +123,7 @@ class Updates:
         name, layout, init = f"{self._name}/optimizer", master.layout, self._write.optimizer.init
         if master.is_lost:
             zeros = [np.zeros(slot.shape, slot.dtype) for slot in layout.slots]
-            master = OnDevices(transfer.pack(zeros, layout))
+            master = Master(transfer.pack(zeros, layout))
         if not self._on_host:
             leaves, _ = transfer.unpack(master.on_devices(meter))
             state = init(layout.tree.unflatten(leaves))

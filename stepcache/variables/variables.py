@@ -32,10 +32,10 @@ from stepcache.variables.describing import (
     matching,
     named_leaves,
 )
-from stepcache.variables.masters import LOST, Master, OnDevices, Reader, hold
+from stepcache.variables.masters import LOST, InHostMemory, Master, Reader, hold
 from stepcache.variables.misuse import NoTree
-from stepcache.variables.packing import Layout, Packed, bytes_per_device
-from stepcache.variables.plan import Plan, Transfer, check_bytes
+from stepcache.variables.packing import Layout, bytes_per_device
+from stepcache.variables.plan import Plan, check_bytes
 from stepcache.variables.policy import Placement, Read, Replicated, Sharded, Write, check_policies
 from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
@@ -306,34 +306,12 @@ class Variables(NoTree, Savable):
 
         Empty where the master copy is in host memory, of which each process has a share.
         """
-        if isinstance(self._master, OnDevices):
-            buffers = self._master.arrays()
-            for slot in self._layout.slots:
-                start = slot.offset
-                part = slice(start, start + slot.size) if start is not None else None
-                yield joined(self.name, slot.path), buffers[slot.buffer], part
-
-    def _plan(self, reader: Reader) -> tuple[Transfer, ...]:
-        """The transfers of a call."""
-        with self._lock:
-            return self._master.plan(self.name, reader)
-
-    def _take(self, reader: Reader, meter: Meter) -> Packed:
-        """The value as a program takes it. Called, and used, under the lock."""
-        self._master.check_not_lost(self.name)
-        return self._master.take(reader, meter)
-
-    def _put(self, packed: Packed, session: Any, meter: Meter) -> None:
-        """Makes what a program returned the value. Under the lock."""
-        self._master.put(packed, session, meter)
-
-    def _ahead(self, reader: Reader, meter: Meter) -> None:
-        """Starts to read what the next step will take. Under the lock."""
-        self._master.ahead(reader, meter)
-
-    def _described(self, *, in_program: bool) -> Packed:
-        """The value as a program would take it, in `jax.ShapeDtypeStruct`s."""
-        return self._master.described(in_program=in_program)
+        if isinstance(self._master, InHostMemory):
+            return
+        for slot in self._layout.slots:
+            start = slot.offset
+            part = slice(start, start + slot.size) if start is not None else None
+            yield joined(self.name, slot.path), self._master.arrays()[slot.buffer], part
 
     def _check_usable(self, mesh: Mesh | None) -> None:
         """Checks that the variables were made on the mesh of a session."""
