@@ -10,10 +10,9 @@ from typing import Any
 from stepcache import jaxcompat
 from stepcache.calls.call_plan import CallPlans
 from stepcache.calls.context import Scope
-from stepcache.calls.residence import Use
+from stepcache.calls.residence import Use, check_budget
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import StepSpec
-from stepcache.calls.transfer_budget import check_budget
 from stepcache.distributed.hang_report import CallCount
 from stepcache.programs.miss_log import MissLog
 

@@ -81,12 +81,12 @@ class _OverBuffers:
             return packed.layout.tree.unflatten(leaves)
 
         outputs = self.__wrapped__(
-            *(_mapped(opened, argument) for argument in args),
-            **{name: _mapped(opened, argument) for name, argument in kwargs.items()},
+            *(mapped(opened, argument) for argument in args),
+            **{name: mapped(opened, argument) for name, argument in kwargs.items()},
         )
         if not any(map(is_stand_in, leaves_of(carried))):
             return outputs
-        return self._closed(outputs, carried, [_mapped(opened, tree) for tree in carried])
+        return self._closed(outputs, carried, [mapped(opened, tree) for tree in carried])
 
     def _closed(self, outputs: Any, carried: Sequence[Any], opened: Sequence[Any]) -> Any:
         """The outputs, with buffers where a carry had some.
@@ -128,12 +128,15 @@ def _packed_in(trees: Iterable[Any]) -> list[Packed]:
     return list({id(node): node for node in nodes if isinstance(node, Packed)}.values())
 
 
-def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree with its stand-ins replaced."""
-    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_stand_in)
-    if not any(map(is_stand_in, leaves)):
+def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree with some leaves changed, stand-ins being leaves; the same object where none is."""
+    if isinstance(tree, jax.Array):
         return tree
-    return structure.unflatten([change(leaf) for leaf in leaves])
+    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_stand_in)
+    changed = [change(leaf) for leaf in leaves]
+    if all(old is new for old, new in zip(leaves, changed, strict=True)):
+        return tree
+    return structure.unflatten(changed)
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -154,7 +157,7 @@ def shapes_in(outputs: Any) -> Any:
             for slot in node.layout.slots
         )
 
-    return _mapped(opened, outputs)
+    return mapped(opened, outputs)
 
 
 def in_leaves(carry: Sequence[str], call: Call) -> Call:

@@ -6,6 +6,7 @@ back into the same `Variables`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,19 +15,26 @@ from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache.calls import bound_variables
-from stepcache.calls.bound_variables import PLAIN, variables_of
+from stepcache.calls.bound_variables import variables_of
 from stepcache.calls.context import DEFAULT_SCOPE, Scope
 from stepcache.calls.host_values import check_replicas, compare
-from stepcache.calls.over_buffers import Again, argument_of, leaves_of
-from stepcache.calls.step_spec import StepSpec
+from stepcache.calls.over_buffers import Again, argument_of, leaves_of, mapped
+from stepcache.calls.placement import moved_bytes
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import VariablesError
 from stepcache.variables import transfer
 from stepcache.variables.describing import joined
 from stepcache.variables.masters import Reader
 from stepcache.variables.packing import Packed
-from stepcache.variables.plan import Plan
+from stepcache.variables.plan import Plan, check_bytes
 from stepcache.variables.transfer import Meter
 from stepcache.variables.variables import Variables, any_variables
+
+NOT_A_HIT: Any = object()
+"""What a plan gets from a call over buffers that has to enter Python: the usual way is to do that.
+
+No exception: JAX's dispatcher would never again serve such a call by itself.
+"""
 
 
 def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -39,12 +47,8 @@ def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
 class Use:
     """The `Variables` of one call.
 
-    Args:
-        spec: the step.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
     Attributes:
+        given: the arguments of the call, positional ones and others.
         variables: those there are, carried ones first.
         carried: how many of them are carried.
         meter: counts what moves.
@@ -53,43 +57,29 @@ class Use:
         VariablesError: one is carried twice, or stands where the step's options leave it no place.
     """
 
-    __slots__ = (
-        "_args",
-        "_buffer_paths",
-        "_kwargs",
-        "_session",
-        "_spec",
-        "carried",
-        "meter",
-        "variables",
-    )
-
     def __init__(self, spec: StepSpec, args: tuple, kwargs: dict[str, Any]):
-        self._spec, self._args, self._kwargs = spec, args, kwargs
+        self._spec, self.given = spec, (args, kwargs)
         self._session: Any = None
-        self._buffer_paths: set[str] | None = None
         self.meter = Meter()
         self.variables = self._find()
         bound_variables.check_options(spec, args, kwargs, read=len(self.variables) > self.carried)
 
     def _find(self) -> list[Variables]:
-        spec, args, kwargs = self._spec, self._args, self._kwargs
         found: list[Variables] = []
-        for name, argument in zip(spec.parameters.carry, self.carry_arguments(), strict=True):
-            for each in variables_of(argument):
-                if each in found:
-                    raise VariablesError(
-                        "variables are carried twice, and would get two values",
-                        where=f"{spec.name}, argument {name}",
-                        got=repr(each),
-                        hint="pass them once, or make two of them",
-                    )
-                found.append(each)
+        carries = zip(self._spec.parameters.carry, self.carry_arguments(), strict=True)
+        for name, each in ((name, each) for name, tree in carries for each in variables_of(tree)):
+            if each in found:
+                raise VariablesError(
+                    "variables are carried twice, and would get two values",
+                    where=f"{self._spec.name}, argument {name}",
+                    got=repr(each),
+                    hint="pass them once, or make two of them",
+                )
+            found.append(each)
         self.carried = len(found)
+        args, kwargs = self.given
         for tree in (*args, *(kwargs[name] for name in sorted(kwargs))):
-            for each in variables_of(tree):
-                if each not in found:
-                    found.append(each)
+            found += [each for each in dict.fromkeys(variables_of(tree)) if each not in found]
         return found
 
     def held(self, scope: Scope) -> Use:
@@ -106,6 +96,19 @@ class Use:
                 scope.match_rules(each._paths())
         return self
 
+    def __enter__(self) -> Use:
+        for each in self.in_order():
+            each._lock.acquire()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for each in self.in_order():
+            each._lock.release()
+
+    def in_order(self) -> Sequence[Variables]:
+        """The variables in the order in which their locks are taken."""
+        return sorted(self.variables, key=lambda each: each._number)
+
     def compare_values(self, scope: Scope) -> None:
         """Compares the initial values of the variables with the other processes of a pod, once.
 
@@ -118,16 +121,13 @@ class Use:
             return
         names = self._arguments()
         tokens = {
-            joined(names[each._number][0], path): token
+            joined(names[each][0], path): token
             for each in new
             for path, token in each._made_of.items()
         }
-        spec = self._spec
-        with peers.round(
-            spec.name, f"new variables ({', '.join(each.name for each in new)})"
-        ) as round:
-            about = f"in variables that {spec.name} is called with"
-            compare(round, about, {tuple(peers.ranks): tokens})
+        step, made = self._spec.name, ", ".join(each.name for each in new)
+        with peers.round(step, f"new variables ({made})") as round:
+            compare(round, f"in variables that {step} is called with", {tuple(peers.ranks): tokens})
         for each in new:
             each._made_of = {}
 
@@ -150,20 +150,69 @@ class Use:
                 summed=True,
             )
 
-    def __enter__(self) -> Use:
-        for each in self.in_order():
-            each._lock.acquire()
-        return self
+    # ---- the arguments of the call -----------------------------------------------------------
 
-    def __exit__(self, *exception) -> None:
-        for each in self.in_order():
-            each._lock.release()
+    def carry_arguments(self) -> list[Any]:
+        """The arguments that are carried; None for one that is not passed."""
+        parameters = self._spec.parameters
+        return [argument_of(parameters.positional, *self.given, name) for name in parameters.carry]
 
-    def in_order(self) -> Sequence[Variables]:
-        """The variables in the order in which their locks are taken."""
-        if len(self.variables) == 1:
-            return self.variables
-        return sorted(self.variables, key=lambda each: each._number)
+    def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
+        """Position or name of each argument, and itself: the carried ones first.
+
+        In this order, variables that are passed more than once are recognized.
+        """
+        args, kwargs = self.given
+        positional, carry = self._spec.parameters.positional, self._spec.parameters.carry
+        given: list[tuple[str, int | str, Any]] = [
+            (positional[i] if i < len(positional) else "", i, argument)
+            for i, argument in enumerate(args)
+        ]
+        given += [(name, name, kwargs[name]) for name in sorted(kwargs)]
+        for first in (True, False):
+            yield from ((key, tree) for name, key, tree in given if (name in carry) is first)
+
+    def places(self) -> Iterator[tuple[str, str, Variables]]:
+        """Where variables stand: the argument, and the path as rules read it, such as `rest/0`."""
+        args, kwargs = self.given
+        name_of = self._spec.parameters.name_of
+        named = [(name_of(index), tree) for index, tree in enumerate(args)]
+        for name, tree in (*named, *kwargs.items()):
+            base = name.replace("[", "/").rstrip("]")
+            for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                if isinstance(leaf, Variables):
+                    yield name, joined(base, keystr(keys, simple=True, separator="/")), leaf
+
+    def _arguments(self) -> dict[Variables, list[str]]:
+        """The arguments that each of the variables is in."""
+        names: dict[Variables, list[str]] = {}
+        for name, _, each in self.places():
+            if name not in names.setdefault(each, []):
+                names[each].append(name)
+        return names
+
+    def buffer_paths(self) -> set[str]:
+        """The paths, in the program's arguments, of the leaves that are buffers of variables."""
+        return {
+            f"{path}/{index}"
+            for _, path, each in self.places()
+            for index in range(len(each._layout.buffers))
+        }
+
+    def told(self) -> Iterator[str]:
+        """A line for each of the variables."""
+        for each in self.variables:
+            paths = (path for _, path, there in self.places() if there is each)
+            yield f"{' and '.join(paths)}: {each!r}"
+
+    def plan(self) -> Plan:
+        """The transfers that the call will make."""
+        names, transfers = self._arguments(), []
+        for index, each in enumerate(self.variables):
+            reader = Reader(self._session, tuple(names[each]), index < self.carried)
+            with each._lock:
+                transfers += each._master.plan(each.name, reader)
+        return Plan(tuple(transfers))
 
     def taken(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program takes them, which may write over what is carried."""
@@ -175,67 +224,42 @@ class Use:
             packed = each._master.take(reader, self.meter)
             return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
-        return self._given(take)
+        return self._replaced(take)
+
+    def shown(self) -> tuple[tuple, dict[str, Any]]:
+        """The arguments as a program would take them."""
+        in_program = self._in_program()
+        return self._replaced(lambda each, _: each._master.described(in_program=in_program))
 
     def _in_program(self) -> bool:
         return bool(self.carried) and bound_variables.can_cross_in_program(
             self._spec, self.given, self.variables
         )
 
-    def _arguments(self) -> dict[int, list[str]]:
-        """For each of the variables, by number, the arguments that it is in."""
-        names: dict[int, list[str]] = {}
-        name_of = self._spec.parameters.name_of
-        given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
-        for name, tree in (*given, *self._kwargs.items()):
-            for each in variables_of(tree):
-                if name not in names.setdefault(each._number, []):
-                    names[each._number].append(name)
-        return names
+    def _replaced(self, value_of: Callable[[Variables, bool], Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments with the variables replaced.
 
-    def holds(self, path: str) -> bool:
-        """Whether a leaf of the program's arguments, by its path, is a buffer of variables."""
-        if self._buffer_paths is None:
-            self._buffer_paths = {
-                f"{path}/{index}"
-                for path, each in self.places()
-                for index in range(len(each._layout.buffers))
-            }
-        return path in self._buffer_paths
+        Args:
+            value_of: gives it, for variables and whether they are carried. What comes more than
+                once is asked for once; carried arguments, the first time, have the value itself.
+        """
+        values = [value_of(each, index < self.carried) for index, each in enumerate(self.variables)]
+        used = [False] * len(values)
 
-    def places(self) -> Iterator[tuple[str, Variables]]:
-        """The paths at which variables stand, as rules read them: `state`, `rest/0`."""
-        name_of = self._spec.parameters.name_of
-        given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
-        for name, tree in (*given, *self._kwargs.items()):
-            if type(tree) in PLAIN:
-                continue
-            for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-                if isinstance(leaf, Variables):
-                    base = name.replace("[", "/").rstrip("]")
-                    path = "/".join((base, keystr(keys, simple=True, separator="/")))
-                    yield path.rstrip("/"), leaf
+        def stand_in(leaf: Any) -> Any:
+            if not isinstance(leaf, Variables):
+                return leaf
+            index = self.variables.index(leaf)
+            if used[index]:
+                return Again(index)
+            used[index] = True
+            return values[index]
 
-    def told(self) -> Iterator[str]:
-        """A line for each of the variables."""
-        for each in self.variables:
-            paths = (path for path, there in self.places() if there is each)
-            yield f"{' and '.join(paths)}: {each!r}"
-
-    def plan(self) -> Plan:
-        """The transfers that the call will make."""
-        names = self._arguments()
-        transfers = []
-        for index, each in enumerate(self.variables):
-            reader = Reader(self._session, tuple(names[each._number]), index < self.carried)
-            with each._lock:
-                transfers += each._master.plan(each.name, reader)
-        return Plan(tuple(transfers))
-
-    def shown(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments as a program would take them."""
-        in_program = self._in_program()
-        return self._given(lambda each, carried: each._master.described(in_program=in_program))
+        args, kwargs = list(self.given[0]), dict(self.given[1])
+        for key, argument in self.arguments_in_turn():
+            holder: Any = args if isinstance(key, int) else kwargs
+            holder[key] = mapped(stand_in, argument)
+        return tuple(args), kwargs
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments with values in place of variables, for a call inside a transformation.
@@ -260,78 +284,31 @@ class Use:
                 hint="call the step outside of it, or pass .value as an argument of the function "
                 "that is transformed",
             )
-        args = tuple(map(_values_in, self._args))
-        return args, {name: _values_in(tree) for name, tree in self._kwargs.items()}
 
-    def _given(self, value_of: Callable[[Variables, bool], Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments with the variables replaced.
-
-        Args:
-            value_of: gives it, for variables and whether they are carried. What comes more than
-                once is asked for once; carried arguments, the first time, have the value itself.
-        """
-        values = [value_of(each, index < self.carried) for index, each in enumerate(self.variables)]
-        used = [False] * len(values)
-
-        def stand_in(leaf: Any) -> Any:
+        def value_of(leaf: Any) -> Any:
             if not isinstance(leaf, Variables):
                 return leaf
-            index = self.variables.index(leaf)
-            if used[index]:
-                return Again(index)
-            used[index] = True
-            return values[index]
+            return jax.tree.map(jax.numpy.asarray, leaf.value)  # Some are in numpy's memory.
 
-        args, kwargs = list(self._args), dict(self._kwargs)
-        for key, argument in self.arguments_in_turn():
-            if type(argument) not in PLAIN:
-                holder: Any = args if isinstance(key, int) else kwargs
-                holder[key] = _substituted(argument, stand_in)
-        return tuple(args), kwargs
+        args = tuple(mapped(value_of, tree) for tree in self.given[0])
+        return args, {name: mapped(value_of, tree) for name, tree in self.given[1].items()}
 
-    @property
-    def given(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of the call."""
-        return self._args, self._kwargs
-
-    def carry_arguments(self) -> list[Any]:
-        """The arguments that are carried; None for one that is not passed."""
-        parameters = self._spec.parameters
-        return [
-            argument_of(parameters.positional, self._args, self._kwargs, name)
-            for name in parameters.carry
-        ]
-
-    def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
-        """Position or name of each argument, and itself: the carried ones first.
-
-        In this order, variables that are passed more than once are recognized.
-        """
-        positional, carry = self._spec.parameters.positional, self._spec.parameters.carry
-        given: list[tuple[str, int | str, Any]] = [
-            (positional[i] if i < len(positional) else "", i, argument)
-            for i, argument in enumerate(self._args)
-        ]
-        given += [(name, name, self._kwargs[name]) for name in sorted(self._kwargs)]
-        for first in (True, False):
-            yield from ((key, tree) for name, key, tree in given if (name in carry) is first)
+    # ---- what comes back ---------------------------------------------------------------------
 
     def written(self, outputs: Any) -> Any:
         """Stores new values in the carried variables, and puts these into the outputs."""
-        if self.carried:
-            outputs = self._put(outputs)
-        for index, each in enumerate(self.variables):
-            reader = Reader(self._session, carried=index < self.carried)
-            each._master.ahead(reader, self.meter)
-        return outputs
 
-    def _put(self, outputs: Any) -> Any:
         def put(each: Variables, value: Packed) -> None:
             value = transfer.copied(value) if jaxcompat.arguments_outlive_calls() else value
             each._master.put(value, self._session, self.meter)
 
-        names = len(self._spec.parameters.carry)
-        return put_back(outputs, self.variables[: self.carried], names, put)
+        if self.carried:
+            names = len(self._spec.parameters.carry)
+            outputs = put_back(outputs, self.variables[: self.carried], names, put)
+        for index, each in enumerate(self.variables):
+            reader = Reader(self._session, carried=index < self.carried)
+            each._master.ahead(reader, self.meter)
+        return outputs
 
 
 def put_back(
@@ -357,44 +334,36 @@ def put_back(
         put(each, node)
         return each
 
-    if type(outputs) is Packed:
-        return commit(outputs)
     # A carry that is a list or a tuple, and comes back alone, looks like several outputs.
     if type(outputs) in (tuple, list) and len(carried) == sum(
         isinstance(leaf, Packed) for tree in outputs[:names] for leaf in leaves_of(tree)
     ):
-        news = (_substituted(tree, commit) for tree in outputs[:names])
+        news = (mapped(commit, tree) for tree in outputs[:names])
         return type(outputs)((*news, *outputs[names:]))
-    return _substituted(outputs, commit)
+    return mapped(commit, outputs)
 
 
-NOT_A_HIT: Any = object()
-"""What a plan gets from a call over buffers that has to enter Python: the usual way is to do that.
+def check_budget(scope: Scope, step: str, request: Request | None, use: Use | None = None) -> None:
+    """Checks that a call moves no more bytes than `Session(max_step_bytes=...)` allows.
 
-No exception: JAX's dispatcher would never again serve such a call by itself.
-"""
+    Args:
+        scope: of the session.
+        step: the step's name.
+        request: the call, as its program takes it; None if it is unknown.
+        use: the `Variables` that it passes, if it passes any.
 
-
-def _substituted(tree: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, Variables | Packed):
-        return change(tree)
-    if isinstance(tree, jax.Array):
-        return tree
-    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_packed)
-    changed = [change(leaf) for leaf in leaves]
-    if all(old is new for old, new in zip(leaves, changed, strict=True)):
-        return tree
-    return structure.unflatten(changed)
-
-
-def _is_packed(node: Any) -> bool:
-    return isinstance(node, Packed)
-
-
-def _values_in(tree: Any) -> Any:
-    def value_of(leaf: Any) -> Any:
-        if not isinstance(leaf, Variables):
-            return leaf
-        return jax.tree.map(jax.numpy.asarray, leaf.value)  # Some are in host memory, in numpy's.
-
-    return _substituted(tree, value_of)
+    Raises:
+        TransferBudgetError: it would move more. Nothing has moved.
+    """
+    if scope.max_step_bytes is None:
+        return
+    needed: Counter[str] = Counter()
+    if request is not None:
+        call, held = request.call, use.buffer_paths() if use is not None else ()
+        rows = zip(call.leaves, call.signature.leaves, request.placed, request.asked, strict=True)
+        for path, row in zip(call.paths, rows, strict=True):
+            if path.slashed not in held:
+                needed[path.text] += moved_bytes(*row)
+    if use is not None:
+        needed.update(use.plan().bytes_by_transfer)
+    check_bytes(step, needed, scope.max_step_bytes)
