@@ -39,14 +39,8 @@ def custom_metadata(path: Path) -> dict[str, Any]:
         return {}
 
 
-def is_ours(metadata: dict[str, Any]) -> bool:
-    """Whether stepcache wrote a checkpoint. The first format had no name of its own."""
-    return "stepcache" in metadata or {"version", "leaves"} <= metadata.keys()
-
-
-def _is_whole(path: Path) -> bool:
-    files = (path / name for name in ("_METADATA", "manifest.ocdbt"))
-    return is_ours(custom_metadata(path)) and all(map(Path.exists, files))
+def _is_ours(path: Path) -> bool:
+    return "stepcache" in custom_metadata(path)
 
 
 def check_replaceable(path: Path) -> None:
@@ -70,7 +64,7 @@ def check_replaceable(path: Path) -> None:
         kind = "a checkpoint" if len(others) < len(names) else "a directory"
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise _occupied(path, f"{kind} with {', '.join(others[:3])}{more} inside")
-    if names and not is_ours(custom_metadata(path)):
+    if names and not _is_ours(path):
         raise _occupied(path, "a checkpoint that stepcache did not write, or a damaged one")
 
 
@@ -209,8 +203,10 @@ def find(path: Path) -> Path:
     recover(path)
     if (path / _METADATA).exists() or (path / "_METADATA").exists():
         return path
-    for each in _steps_in(path):
-        if _is_whole(each):
+    for each in _steps_in(path):  # The newest that is whole.
+        if _is_ours(each) and all(
+            (each / name).exists() for name in ("_METADATA", "manifest.ocdbt")
+        ):
             return each
     names = _names_in(path)[:3]
     got = f"a directory with {listed(names)}" if names else "an empty directory"

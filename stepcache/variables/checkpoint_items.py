@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -32,23 +31,6 @@ NOTHING: Name = ("%nothing",)
 """The name of what is stored in a checkpoint without leaves: orbax stores no empty trees."""
 
 
-@dataclass
-class Parts:
-    """What a checkpoint holds, or will hold, of some variables.
-
-    Attributes:
-        trees: of arrays or templates: "" the value, "optimizer" its state, "pending" the sum of
-            pending updates.
-        about: the version, the write mode, and the number of pending updates; empty where what is
-            stored was no `Variables`.
-        state: the optimizer's state, to be overwritten.
-    """
-
-    trees: dict[str, Any]
-    about: dict[str, Any]
-    state: Master | None = None
-
-
 class Savable:
     """The half of `Variables` that checkpoints use."""
 
@@ -62,8 +44,10 @@ class Savable:
     _made_of: dict[str, str]
     _moving: Callable[..., contextlib.AbstractContextManager[Meter]]
 
-    def _parts(self) -> Parts:
-        """The parts to save. Under the lock."""
+    def _parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Trees to save ("" the value, "optimizer" its state, "pending" the sum of pending updates),
+        and what is saved about them. Under the lock.
+        """
         master, updates = self._master, self._updates
         trees = {"": self.value}
         if (state := updates.state) is not None:
@@ -73,18 +57,20 @@ class Savable:
         if (pending := updates.pending_leaves) is not None:
             trees["pending"] = master.layout.tree.unflatten(pending)
         about = {"version": master.version, "mode": self.write.mode, "pending": updates.pending}
-        return Parts(trees, about)
+        return trees, about
 
-    def _wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
-        """Templates of the parts to restore, of those stored, and what is stored `about` them.
+    def _wanted_parts(
+        self, stored: set[str], about: dict[str, Any], partial: bool
+    ) -> tuple[dict[str, Any], Master | None]:
+        """Templates of the trees to restore, of those stored, and the state to write over.
 
         Raises:
             TransferBudgetError: it would move more than the session allows.
         """
-        wanted = Parts({"": self._master.templates()}, about)
+        wanted = {"": self._master.templates()}
         is_same_mode = about.get("mode") == self.write.mode
         if "pending" in stored and is_same_mode:
-            wanted.trees["pending"] = self._master.templates()
+            wanted["pending"] = self._master.templates()
         # A checkpoint from before the first push has no state.
         has_state = "optimizer" in stored or not (is_same_mode or partial)
         has_state = has_state and self.write.mode == "apply"
@@ -92,13 +78,15 @@ class Savable:
         written = (self._master,) if state is None else (self._master, state)
         with self._lock, self._moving("restore", *written) as meter:
             if has_state:
-                wanted.state = self._updates.ready_state(self._master, meter)
-                wanted.trees["optimizer"] = wanted.state.templates()
-        return wanted
+                state = self._updates.ready_state(self._master, meter)
+                wanted["optimizer"] = state.templates()
+        return wanted, state
 
-    def _put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
+    def _put_parts(
+        self, restored: dict[str, list[Any]], state: Master | None, about: dict[str, Any]
+    ) -> None:
         """Takes the leaves that were restored, or None for those that stay. Under the lock."""
-        about, reader, leaves = wanted.about, current_reader(), restored[""]
+        reader, leaves = current_reader(), restored[""]
         for slot, leaf in zip(self._master.layout.slots, leaves, strict=True):
             if leaf is not None:
                 self._made_of.pop(slot.path, None)
@@ -106,7 +94,7 @@ class Savable:
             if not leaves or any(leaf is not None for leaf in leaves):
                 self._master.version = max(self._master.version, about.get("version", 0) - 1)
                 self._master.assign(_filled(leaves, self._master, meter), reader, meter)
-            if (state := wanted.state) is not None:
+            if state is not None:
                 state.assign(_filled(restored["optimizer"], state, meter), reader, meter)
                 self._updates.state = state
             elif about.get("mode") == "apply":

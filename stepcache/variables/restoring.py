@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from stepcache.errors import StepCacheError, VariablesError, first_line
+from stepcache.errors import VariablesError
 from stepcache.units import listed
 from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoint_items import (
@@ -33,10 +31,14 @@ from stepcache.variables.checkpoint_items import (
     locked,
     sharding_for,
 )
-from stepcache.variables.checkpoints import join_all, of_leader, path_of, processes
+from stepcache.variables.checkpoints import damage_as_error, join_all, of_leader, path_of, processes
 from stepcache.variables.describing import blank, check_not_tracing
 
 _log = logging.getLogger("stepcache")
+_UNREADABLE = (
+    "there is nothing that can be restored",
+    "a whole checkpoint that stepcache.save or orbax's StandardCheckpointer wrote",
+)
 
 
 def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any) -> dict[str, Any]:
@@ -71,12 +73,7 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
     root = path_of(directory)
     check_names(items)
     pod = processes()
-
-    def find() -> str:
-        with _damage_as_error(root):
-            return str(files.find(root))
-
-    found = Path(of_leader(pod, root, find))
+    found = of_leader(pod, root, lambda: files.find(root), *_UNREADABLE)
     return pod.guarded(lambda: _restore(found, items, partial))
 
 
@@ -84,7 +81,7 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        with _damage_as_error(path):
+        with damage_as_error(path, *_UNREADABLE):
             stored = _Stored(path, checkpointer.metadata(path), set(items))
         wanted = {
             name: item._wanted_parts(stored.parts_of(name), stored.about.get(name, {}), partial)
@@ -93,13 +90,13 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
         }
         leaves: dict[tuple[str, str], list[Leaf]] = {}
         for name, item in items.items():
-            for part, tree in (wanted[name].trees if name in wanted else {"": item}).items():
+            for part, tree in (wanted[name][0] if name in wanted else {"": item}).items():
                 found = leaves_of(joined_part(name, part), tree)
                 # Updates for an optimizer may be of other types than the value.
                 leaves[name, part] = [*map(stored.typed, found)] if part == "pending" else found
         every = [leaf for each in leaves.values() for leaf in each]
         _check_same(path, stored, every, partial)
-        with _damage_as_error(path):
+        with damage_as_error(path, *_UNREADABLE):
             read = stored.read(checkpointer, every)
     restored = dict(items)
     for name, item in items.items():
@@ -107,10 +104,9 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
             values = [read.get(leaf.name, leaf.value) for leaf in leaves[name, ""]]
             restored[name] = jax.tree_util.tree_structure(item).unflatten(values)
     with locked(items):
-        for name, parts in wanted.items():
-            of_part = {part: leaves[name, part] for part in parts.trees}
-            got = {part: [read.get(leaf.name) for leaf in each] for part, each in of_part.items()}
-            items[name]._put_parts(parts, got)
+        for name, (trees, state) in wanted.items():
+            got = {part: [read.get(leaf.name) for leaf in leaves[name, part]] for part in trees}
+            items[name]._put_parts(got, state, stored.about.get(name, {}))
     return restored
 
 
@@ -122,18 +118,15 @@ class _Stored:
         flat, self._structure = jax.tree_util.tree_flatten_with_path(metadata.item_metadata.tree)
         custom = files.custom_metadata(path)
         ours = custom.get("stepcache", {})
-        self.about: dict[str, Any] = ours.get("variables", {})
+        self.about: dict[str, dict[str, Any]] = ours.get("variables", {})
         names = [
             tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) for keys, _ in flat
         ]
-        if not files.is_ours(custom):
+        if "stepcache" not in custom:
             # One tree that orbax's user has saved without a name is what `Variables.restore` wants.
             is_bare = asked == {"value"} and all(name[:1] != ("value",) for name in names)
             prefix = ("value",) if is_bare else ()
             names = [(*prefix, *map(escape, name)) for name in names]
-        elif not ours:
-            names = [_name_by_number(name[0], custom["leaves"]) for name in names]
-            self.about = {"value": {"version": custom["version"], "mode": "apply", "pending": 0}}
         self._names: list[Name] = names
         rows = zip(names, flat, strict=True)
         self.kinds = {name: Kind(np.dtype(x.dtype).name, tuple(x.shape)) for name, (_, x) in rows}
@@ -183,16 +176,6 @@ class _Stored:
         }
 
 
-def _name_by_number(number: str, rows: list[Any]) -> Name:
-    """The name of a leaf in the first format, which numbered leaves and listed their paths."""
-    if not number.isdecimal():
-        return NOTHING
-    path = rows[int(number)][0]
-    item = "value:optimizer" if path.startswith("optimizer state/") else "value"
-    path = path.removeprefix("optimizer state/")
-    return (item, *path.split("/")) if path else (item,)
-
-
 def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) -> None:
     """Checks that the leaves to restore are those that are stored.
 
@@ -217,19 +200,3 @@ def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) 
     if absent:
         text = "%s has no leaves %s: they stay as they are"
         _log.warning(text, path, listed([leaf.path for leaf in absent]))
-
-
-@contextlib.contextmanager
-def _damage_as_error(path: Path) -> Iterator[None]:
-    """Raises `VariablesError` for errors of orbax and the file system."""
-    try:
-        yield
-    except StepCacheError:
-        raise
-    except Exception as error:
-        raise VariablesError(
-            "there is nothing that can be restored",
-            where=str(path),
-            expected="a whole checkpoint that stepcache.save or orbax's StandardCheckpointer wrote",
-            got=first_line(error),
-        ) from error
