@@ -110,7 +110,6 @@ class ResidentCalls:
             serve_by(plan)
 
     def _count_moved(self, use: Use) -> None:
-        moved = use.meter.link_bytes
-        if moved:
-            self.miss_log.count(moved_bytes=sum(moved.values()))
+        if moved := use.meter.total():
+            self.miss_log.count(moved_bytes=moved)
             use.meter.emit(self.spec.name)

@@ -45,8 +45,8 @@ class Savable:
     _moving: Callable[..., contextlib.AbstractContextManager[Meter]]
 
     def _parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Trees to save ("" the value, "optimizer" its state, "pending" the sum of pending updates),
-        and what is saved about them. Under the lock.
+        """Trees to save ("" the value, "optimizer" its state, "pending" the updates that are), and
+        what is saved about them. Under the lock.
         """
         master, updates = self._master, self._updates
         trees = {"": self.value}

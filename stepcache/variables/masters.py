@@ -239,8 +239,8 @@ class InHostMemory(Master):
         if reader.in_program and self._crosses_in_program:
             # Committed arrays would commit the call, and all that it returns, to their device.
             self.packed = transfer.free(self.packed)
-            meter.add(HOST_LINK, self.host_layout.bytes_here[0])
-            meter.add(DEVICE_LINK, self.host_layout.bytes_here[1])
+            meter[HOST_LINK] += self.host_layout.bytes_here[0]
+            meter[DEVICE_LINK] += self.host_layout.bytes_here[1]
             return Packed(self.host_layout, self.packed.buffers)
         copy, _ = self._serving(reader)
         if copy is not None:
@@ -293,7 +293,13 @@ class InHostMemory(Master):
 
     def on_host(self) -> Packed:
         """The value in the memory of this host, in the shapes that it has on the devices."""
-        return transfer.on_host(self.packed, self.host_layout)
+        rows = zip(
+            self.packed.buffers, self.host_layout.on_host, self.host_layout.on_device, strict=True
+        )
+        whole = transfer.in_device_shape
+        return Packed(
+            self.layout, tuple(x if host is None else whole(x, at) for x, host, at in rows)
+        )
 
     def store(self, packed: Packed, session: Any) -> None:
         """Makes what was computed on the host the value. It crosses no link."""

@@ -63,11 +63,13 @@ class HostLayout(Layout):
     @functools.cached_property
     def read(self) -> Any:
         """The compiled program from shards on the hosts to buffers on the devices."""
+        return jax.jit(self._read, out_shardings=[buffer.sharding for buffer in self.on_device])
 
-        def read(buffers: Sequence[Any]) -> list[Any]:
-            return _read(buffers, self.on_host, self.on_device)
-
-        return jax.jit(read, out_shardings=[buffer.sharding for buffer in self.on_device])
+    def _read(self, buffers: Sequence[Any]) -> list[Any]:
+        return [
+            buffer if host is None else _restored(jax.device_put(buffer, _arrival(host)), device)
+            for buffer, host, device in zip(buffers, self.on_host, self.on_device, strict=True)
+        ]
 
     def read_ahead(self, buffers: Sequence[Any]) -> list[Any]:
         """As `read`, but starts at once, beside a step that is running. Devices run one program
@@ -91,21 +93,23 @@ class HostLayout(Layout):
     @functools.cached_property
     def _gather(self) -> Any:
         """The compiled program from shards on the devices to buffers."""
-
-        def gather(buffers: Sequence[Any]) -> list[Any]:
-            return [_restored(x, at) for x, at in zip(buffers, self.on_device, strict=True)]
-
-        return jax.jit(gather, out_shardings=[device.sharding for device in self.on_device])
+        return jax.jit(
+            lambda buffers: list(map(_restored, buffers, self.on_device)),
+            out_shardings=[device.sharding for device in self.on_device],
+        )
 
     @functools.cached_property
     def write(self) -> Any:
         """The compiled program from buffers on the devices to shards on the hosts."""
-        rows = list(zip(self.on_host, self.on_device, strict=True))
+        rows = zip(self.on_host, self.on_device, strict=True)
+        places = [(host or device).sharding for host, device in rows]
+        return jax.jit(self._write, out_shardings=places)
 
-        def write(buffers: Sequence[Any]) -> list[Any]:
-            return _write(buffers, self.on_host)
-
-        return jax.jit(write, out_shardings=[(host or device).sharding for host, device in rows])
+    def _write(self, buffers: Sequence[Any]) -> list[Any]:
+        return [
+            buffer if host is None else jax.device_put(_flat(buffer, host), _departure(host))
+            for buffer, host in zip(buffers, self.on_host, strict=True)
+        ]
 
     def part(self, numbers: Sequence[int]) -> HostLayout:
         """Some of the buffers, without the leaves that they hold."""
@@ -115,11 +119,11 @@ class HostLayout(Layout):
         """Shards on the hosts from leaves, inside a trace."""
         buffers = Layout.pack(self, leaves, xp)
         pairs = zip(buffers, self.on_device, strict=True)
-        return _write([_constrained(buffer, at.sharding) for buffer, at in pairs], self.on_host)
+        return self._write([_constrained(buffer, at.sharding) for buffer, at in pairs])
 
     def unpack(self, buffers: Sequence[Any]) -> list[Any]:
         """Leaves on the devices from shards on the hosts, inside a trace."""
-        pairs = zip(_read(buffers, self.on_host, self.on_device), self.on_device, strict=True)
+        pairs = zip(self._read(buffers), self.on_device, strict=True)
         return Layout.unpack(self, [_constrained(buffer, at.sharding) for buffer, at in pairs])
 
 
@@ -129,22 +133,6 @@ def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
         return tuple(of_all[number] for number in numbers)
 
     return HostLayout(None, (), *map(some, (layout.buffers, layout.on_device, layout.on_host)))
-
-
-def _read(
-    buffers: Sequence[Any], on_host: Sequence[Buffer | None], on_device: Sequence[Buffer]
-) -> list[Any]:
-    return [
-        buffer if host is None else _restored(jax.device_put(buffer, _arrival(host)), device)
-        for buffer, host, device in zip(buffers, on_host, on_device, strict=True)
-    ]
-
-
-def _write(buffers: Sequence[Any], on_host: Sequence[Buffer | None]) -> list[Any]:
-    return [
-        buffer if host is None else jax.device_put(_flat(buffer, host), _departure(host))
-        for buffer, host in zip(buffers, on_host, strict=True)
-    ]
 
 
 def _arrival(host: Any) -> Any:

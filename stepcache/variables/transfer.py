@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,20 +23,13 @@ from stepcache.variables.shares import HostLayout, replicated
 from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 
-class Meter:
+class Meter(Counter[str]):
     """Bytes that have crossed each link."""
-
-    def __init__(self) -> None:
-        self.link_bytes: dict[str, int] = {}
-
-    def add(self, link: str, size_bytes: int) -> None:
-        if size_bytes:
-            self.link_bytes[link] = self.link_bytes.get(link, 0) + size_bytes
 
     def emit(self, mover: str) -> None:
         """Records what a step, or variables, have moved, if anything."""
-        if self.link_bytes:
-            recorder.emit(Moved(mover, tuple(self.link_bytes.items())))
+        if crossed := tuple((link, size) for link, size in self.items() if size):
+            recorder.emit(Moved(mover, crossed))
 
 
 def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
@@ -100,7 +94,9 @@ def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
         else jax.device_put(value, device.sharding)
         for value, device in zip(packed.buffers, layout.on_device, strict=True)
     ]
-    return _counted(Packed(packed.layout, tuple(layout.write(at_home))), layout, meter)
+    buffers = tuple(layout.write(at_home))
+    meter[HOST_LINK] += layout.bytes_here[0]
+    return Packed(packed.layout, buffers)
 
 
 def free(packed: Packed) -> Packed:
@@ -120,13 +116,7 @@ def written(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
     home: Any = [(host or device).sharding for _, host, device in rows]
     if home and packed.buffers[0].sharding.device_set != home[0].device_set:
         packed = Packed(packed.layout, tuple(jax.device_put(list(packed.buffers), home)))
-    meter.add(HOST_LINK, layout.bytes_here[0])
-    return packed
-
-
-def _counted(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
-    pairs = zip(packed.buffers, layout.on_host, strict=True)
-    meter.add(HOST_LINK, sum(bytes_here(array) for array, host in pairs if host is not None))
+    meter[HOST_LINK] += layout.bytes_here[0]
     return packed
 
 
@@ -135,7 +125,8 @@ def pack_on_hosts(
 ) -> Packed:
     """Copies leaves into buffers in host memory. They may be changed or donated afterwards."""
     packed = store(packed_layout.pack(leaves, np), packed_layout, layout)
-    return _counted(packed, layout, meter)
+    meter[HOST_LINK] += layout.bytes_here[0]
+    return packed
 
 
 def store(values: Sequence[Any], packed_layout: Layout, layout: HostLayout) -> Packed:
@@ -220,16 +211,9 @@ def _looked_at(value: Any, number: int, layout: HostLayout, meter: Meter) -> Any
         return jax.device_put(in_device_shape(value, device).item(), sharding)
     if spans or device.weak_type:  # Only a program gives an array a weak type.
         source, (value,) = value, layout.part((number,)).read([value])
-        meter.add(HOST_LINK, bytes_here(source))
-        meter.add(DEVICE_LINK, bytes_here(value) - bytes_here(source))
+        meter[HOST_LINK] += bytes_here(source)
+        meter[DEVICE_LINK] += bytes_here(value) - bytes_here(source)
     return value if device.weak_type else in_device_shape(value, device)
-
-
-def on_host(packed: Packed, layout: HostLayout) -> Packed:
-    """A value in the memory of this host, in the shapes that it has on the devices."""
-    rows = zip(packed.buffers, layout.on_host, layout.on_device, strict=True)
-    buffers = (value if host is None else in_device_shape(value, at) for value, host, at in rows)
-    return Packed(packed.layout, tuple(buffers))
 
 
 def in_device_shape(value: jax.Array, device: Buffer) -> np.ndarray:
@@ -253,10 +237,10 @@ def to_host(array: Any, wire: str | None, meter: Meter) -> np.ndarray:
     if not isinstance(array, jax.Array):
         return np.array(array)
     if wire is None or not codes(wire, array.dtype):
-        meter.add(HOST_LINK, array.nbytes)
+        meter[HOST_LINK] += array.nbytes
         return np.array(array)
     coded = [np.asarray(each) for each in _encoder(wire)(array)]
-    meter.add(HOST_LINK, sum(each.nbytes for each in coded))
+    meter[HOST_LINK] += sum(each.nbytes for each in coded)
     return decode(wire, coded, array.shape, array.dtype, xp=np)
 
 
