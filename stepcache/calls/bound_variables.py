@@ -26,10 +26,7 @@ def variables_of(tree: Any) -> Iterator[Variables]:
 def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variables]) -> bool:
     """Whether the program of a step can itself read values from host memory, and write them back.
 
-    Args:
-        spec: the step.
-        given: the arguments of a call, in any tree.
-        variables: those among them.
+    Given the arguments of a call, in any tree, and the variables among them.
     """
     if any(spec.options.get(name) is not None for name in _PLACING):
         return False
@@ -54,16 +51,8 @@ _PLACING = ("in_shardings", "out_shardings", "device", "backend")
 
 
 def check_options(spec: StepSpec, args: tuple, kwargs: dict[str, Any], *, read: bool) -> None:
-    """Checks that the options of a step leave the `Variables` of a call alone.
-
-    Args:
-        spec: the step.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        read: whether some of the variables are not carried.
-
-    Raises:
-        VariablesError: some are static, donated and not carried, or to be placed leaf by leaf.
+    """Raises `VariablesError` for variables that are static, placed leaf by leaf, or donated and
+    not carried; `read` says whether some are not carried.
     """
     for name, what, hint in _refused(spec, read):
         for each in variables_of(argument_of(spec.parameters.positional, args, kwargs, name)):

@@ -89,11 +89,8 @@ class _OverBuffers:
         return self._closed(outputs, carried, [mapped(opened, tree) for tree in carried])
 
     def _closed(self, outputs: Any, carried: Sequence[Any], opened: Sequence[Any]) -> Any:
-        """The outputs, with buffers where a carry had some.
-
-        Raises:
-            CarryError: they do not begin with the carry. It is raised before anything is donated;
-                for a call that JAX serves itself, nothing would raise it.
+        """The outputs, with buffers where a carry had some. Raises `CarryError` if they do not
+        begin with it, before anything is donated; for a call that JAX serves itself, nothing would.
         """
         names = self._carry
         structure = jax.tree_util.tree_structure
@@ -161,12 +158,7 @@ def shapes_in(outputs: Any) -> Any:
 
 
 def in_leaves(carry: Sequence[str], call: Call) -> Call:
-    """A call over buffers as its caller wrote it, with the leaves of `Variables`, for messages.
-
-    Args:
-        carry: names of the carried arguments.
-        call: the call, placed.
-    """
+    """A call over buffers as its caller wrote it, with the leaves of `Variables`, for messages."""
     with contextlib.suppress(Exception):  # A class may refuse to be built around shapes.
         return _in_leaves(carry, call)
     return call

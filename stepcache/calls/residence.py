@@ -83,11 +83,7 @@ class Use:
         return found
 
     def held(self, scope: Scope) -> Use:
-        """Context manager that locks the variables.
-
-        Raises:
-            VariablesError: they lie on another mesh than this session's.
-        """
+        """Context manager that locks the variables, after a look at their mesh and rules."""
         self._session = scope if scope is not DEFAULT_SCOPE else None
         for each in self.variables:
             each._check_usable(scope.mesh)
@@ -110,11 +106,7 @@ class Use:
         return sorted(self.variables, key=lambda each: each._number)
 
     def compare_values(self, scope: Scope) -> None:
-        """Compares the initial values of the variables with the other processes of a pod, once.
-
-        Raises:
-            AgreementError: they were made of other values there.
-        """
+        """Raises `AgreementError`, once, if other processes made the variables of other values."""
         new = [each for each in self.variables if each._made_of]
         peers = scope.peers if new else None
         if peers is None:
@@ -132,14 +124,9 @@ class Use:
             each._made_of = {}
 
     def check_replicas(self, scope: Scope, number: int) -> None:
-        """Checks that replicas on several devices or processes are equal. Requires the locks.
+        """Raises `AgreementError` if replicas on devices or processes differ. Under the locks.
 
-        Args:
-            scope: says at which calls.
-            number: of the call, among those of the step.
-
-        Raises:
-            AgreementError: they do not.
+        The session says at which calls; `number` is that of this one, among those of the step.
         """
         if scope.check_replicas_every and number % scope.check_replicas_every == 0:
             held = [each for each in self.variables if not each._master.is_lost]
@@ -344,16 +331,9 @@ def put_back(
 
 
 def check_budget(scope: Scope, step: str, request: Request | None, use: Use | None = None) -> None:
-    """Checks that a call moves no more bytes than `Session(max_step_bytes=...)` allows.
+    """Raises `TransferBudgetError` for a call that would move more than its session allows.
 
-    Args:
-        scope: of the session.
-        step: the step's name.
-        request: the call, as its program takes it; None if it is unknown.
-        use: the `Variables` that it passes, if it passes any.
-
-    Raises:
-        TransferBudgetError: it would move more. Nothing has moved.
+    `request` is the call, as its program takes it; None if it is unknown.
     """
     if scope.max_step_bytes is None:
         return

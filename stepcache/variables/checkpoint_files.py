@@ -44,11 +44,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def check_replaceable(path: Path) -> None:
-    """Checks that a save to `path` destroys nothing but an earlier checkpoint of stepcache.
-
-    Raises:
-        VariablesError: there is a file, another directory, or a checkpoint with more inside it.
-    """
+    """Raises `VariablesError` if a save to `path` would destroy more than our own checkpoint."""
     try:
         names = sorted(each.name for each in path.iterdir())
     except FileNotFoundError:
@@ -96,11 +92,7 @@ class Staging:
             unlocked.rename(self._directory / "lock")
 
     def publish(self) -> None:
-        """Replaces the target by what was written. At each moment one of them is whole.
-
-        Raises:
-            VariablesError: the target has become something that a save may not replace.
-        """
+        """Replaces the target by what was written. At each moment one of them is whole."""
         old = self._directory / "old"
         while True:
             check_replaceable(self.target)
@@ -162,11 +154,7 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """The path of a step's checkpoint.
-
-    Raises:
-        VariablesError: `directory` is a checkpoint itself, or a file.
-    """
+    """The path of a step's checkpoint. Raises `VariablesError` if `directory` is one, or a file."""
     if (directory / _METADATA).exists() or (directory.exists() and not directory.is_dir()):
         raise VariablesError(
             "numbered checkpoints need a directory of their own",
@@ -195,11 +183,7 @@ def prune(directory: Path, keep: int, staging: Staging) -> None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest whole one of the steps below it.
-
-    Raises:
-        VariablesError: there is none.
-    """
+    """The checkpoint at `path`, or the newest whole one of the steps below it."""
     recover(path)
     if (path / _METADATA).exists() or (path / "_METADATA").exists():
         return path

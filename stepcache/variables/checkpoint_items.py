@@ -62,11 +62,7 @@ class Savable:
     def _wanted_parts(
         self, stored: set[str], about: dict[str, Any], partial: bool
     ) -> tuple[dict[str, Any], Master | None]:
-        """Templates of the trees to restore, of those stored, and the state to write over.
-
-        Raises:
-            TransferBudgetError: it would move more than the session allows.
-        """
+        """Templates of the trees to restore, of those stored, and the state to write over."""
         wanted = {"": self._master.templates()}
         is_same_mode = about.get("mode") == self.write.mode
         if "pending" in stored and is_same_mode:
@@ -213,11 +209,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(leaf: Leaf) -> Kind:
-    """Dtype and shape of a leaf.
-
-    Raises:
-        VariablesError: it is no array and no number.
-    """
+    """Dtype and shape of a leaf. Raises `VariablesError` if it is no array and no number."""
     value: Any = leaf.value
     if _is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
         return Kind(number.dtype.name, ())
@@ -233,11 +225,7 @@ def kind_of(leaf: Leaf) -> Kind:
 
 
 def storable(leaf: Leaf, *, copied: bool) -> Any:
-    """A leaf as orbax takes it; with `copied`, a copy, if it could change before it is written.
-
-    Raises:
-        VariablesError: it is no array and no number, has no value, or was donated.
-    """
+    """A leaf as orbax takes it; with `copied`, a copy, if it could change before it is written."""
     kind_of(leaf)
     value: Any = leaf.value
     is_template = isinstance(value, jax.ShapeDtypeStruct)

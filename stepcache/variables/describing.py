@@ -32,16 +32,7 @@ def describe(
 ) -> tuple[Any, list[Any], tuple[Slot, ...]]:
     """The structure of a tree, its leaves, and what they are and where they go on the devices.
 
-    Args:
-        name: of the variables, for errors.
-        tree: the value.
-        placement: where the master copy will live.
-        placer: the session's mesh and rules, or None.
-        prefix: what paths begin with for rules.
-
-    Raises:
-        VariablesError: a leaf is no array, or is to be split without a mesh.
-        PlacementError: a leaf cannot be placed as asked.
+    Raises `VariablesError` for a leaf that is no array, or is to be split without a mesh.
     """
     on_device = placement.on_device if isinstance(placement, OnHost) else placement
     if isinstance(on_device, Sharded):
@@ -93,10 +84,8 @@ def abstract(leaf: Any) -> Any:
 
 
 def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = True) -> list[Any]:
-    """The leaves of another tree, of the same structure, shapes and, if asked, dtypes.
-
-    Raises:
-        VariablesError: a leaf is missing or new, or has another shape or dtype.
+    """The leaves of another tree. Raises `VariablesError` unless structure, shapes and, if asked,
+    dtypes are the same.
     """
     named, structure = named_leaves(tree)
     if structure != layout.tree:
@@ -122,11 +111,7 @@ def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = 
 
 
 def check_not_tracing(what: str, where: str) -> None:
-    """Checks that this is outside of transformations, where arrays have values.
-
-    Raises:
-        VariablesError: it is inside one.
-    """
+    """Raises `VariablesError` inside a transformation, where arrays have no values."""
     if jaxcompat.is_tracing():
         raise VariablesError(
             f"{what} inside a transformation, where arrays have no values yet",
@@ -137,11 +122,7 @@ def check_not_tracing(what: str, where: str) -> None:
 
 
 def check_not_constant(where: str) -> None:
-    """Checks that no transformation would keep a value that is read now as a constant.
-
-    Raises:
-        VariablesError: one would.
-    """
+    """Raises `VariablesError` where a transformation would keep what is read now as a constant."""
     if jaxcompat.keeps_what_is_read():
         raise VariablesError(
             "the value is read inside a transformation, which would keep it as a constant and not "

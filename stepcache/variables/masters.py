@@ -336,15 +336,10 @@ def hold(
     prefix: str = "",
     pack: bool = False,
 ) -> Master:
-    """Copies the arrays of a tree to where a placement says.
+    """Copies the arrays of a tree to where a placement says, and counts what moves.
 
     Args:
         name: of the variables, for errors.
-        tree: the value.
-        placement: where the master copy will live.
-        placer: the session's mesh and rules, or None.
-        policy: how it will be read.
-        meter: counts what moves.
         prefix: what paths begin with for rules.
         pack: whether small leaves share buffers.
 

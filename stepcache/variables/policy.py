@@ -241,11 +241,7 @@ class Write:
 
 
 def check_policies(placement: object, read: object, write: object) -> None:
-    """Checks that the arguments are policies, and that every option has an effect.
-
-    Raises:
-        OptionError: one of them is no policy, or has an option without effect.
-    """
+    """Raises `OptionError` for what is no policy, and for an option that has no effect."""
     rows = (("placement", placement, Placement), ("read", read, Read), ("write", write, Write))
     for name, given, kinds in rows:
         expected = " or ".join(f"{kind.__name__}(...)" for kind in get_args(kinds) or (kinds,))  # type: ignore[union-attr]

@@ -177,11 +177,7 @@ class _Stored:
 
 
 def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) -> None:
-    """Checks that the leaves to restore are those that are stored.
-
-    Raises:
-        VariablesError: they are not.
-    """
+    """Raises `VariablesError` unless the leaves to restore are those that are stored."""
     what, hint = f"another value was stored in {path}", None
     names = {leaf.name for leaf in leaves}
     absent = [leaf for leaf in leaves if leaf.name not in stored.kinds]

@@ -42,14 +42,7 @@ class _Leg:
 
 
 class Route:
-    """How the buffers of a value are read from host memory to the devices.
-
-    Args:
-        layout: of the value.
-        name: "each", "fanout" or "gather".
-        why: what chose it.
-        wire: how values are coded in transit, or None.
-    """
+    """How the buffers of a value are read from host memory: by "each", "fanout" or "gather"."""
 
     def __init__(self, layout: HostLayout, name: str, why: str = "", wire: str | None = None):
         self.layout, self.name, self.why, self.wire = layout, name, why, wire

@@ -52,9 +52,7 @@ class HostLayout(Layout):
 
     @functools.cached_property
     def bytes_here(self) -> tuple[int, int]:
-        """Bytes that a program which reads all buffers moves in this process: over the hosts' links
-        (as many as one that writes them), and between devices.
-        """
+        """Bytes that a read moves in this process: over the hosts' links, and between devices."""
         pairs = zip(self.on_host, self.on_device, strict=True)
         read = [(bytes_here(host), bytes_here(device)) for host, device in pairs if host]
         crossing = sum(host for host, _ in read)
@@ -194,11 +192,7 @@ def replicated(sharding: Any) -> Any:
 
 
 def host_layout(layout: Layout, mesh: Mesh | None, memory_kind: str, where: str) -> HostLayout:
-    """How the buffers of a layout lie on the hosts of a mesh, in a memory of this kind.
-
-    Raises:
-        VariablesError: a device has no such memory.
-    """
+    """How the buffers of a layout lie on the hosts of a mesh, in a memory of this kind."""
     devices = list(mesh.devices.flat) if mesh is not None else [jax.devices()[0]]
     for device in {device.device_kind: device for device in devices}.values():
         _check_memory(device, memory_kind, where)

@@ -52,10 +52,7 @@ class Updates:
     def push(self, leaves: Sequence[Any], master: Master, meter: Meter) -> None:
         """Adds an update to the pending ones, and writes the sum if it is time.
 
-        Raises:
-            VariablesError: the value, or the optimizer's state, is lost.
-            TransferBudgetError: it would move more than the session allows. Making the optimizer's
-                state counts for the meter, not for this.
+        Making the optimizer's state counts for the meter, not for the budget.
         """
         master.check_not_lost(self._name)
         if self.state is not None:
@@ -174,11 +171,7 @@ def _over_packed(rule: _Rule, *, placed: bool) -> Any:
 
 
 def _host_device(where: str) -> Any:
-    """The device that computes in host memory.
-
-    Raises:
-        VariablesError: JAX was told not to use the CPU.
-    """
+    """The device that computes in host memory."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

@@ -247,11 +247,7 @@ class Variables(NoTree, Savable):
 
     @contextlib.contextmanager
     def _moving(self, method: str, *written: Master) -> Iterator[Meter]:
-        """Gives a meter for what a method moves, and records it at the end.
-
-        Raises:
-            TransferBudgetError: to write these masters moves more than the session allows.
-        """
+        """Judges what a method will write, gives a meter for what it moves, and records that."""
         reader, planned = Reader(current_reader()), Counter()
         for each in written:
             planned.update(Plan(each.plan_put(self.name, reader)).bytes_by_transfer)
@@ -302,10 +298,7 @@ class Variables(NoTree, Savable):
         return [joined(self._prefix, slot.path) for slot in self._layout.slots]
 
     def _parts_on_devices(self) -> Iterator[tuple[str, jax.Array, slice | None]]:
-        """Path and buffer of each leaf, and its slice of a packed one. Under the lock.
-
-        Empty where the master copy is in host memory, of which each process has a share.
-        """
+        """Path and buffer of each leaf on the devices, and its slice of a packed one."""
         if isinstance(self._master, InHostMemory):
             return
         for slot in self._layout.slots:

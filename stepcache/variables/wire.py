@@ -49,11 +49,7 @@ def coded_bytes(wire: str, size: int, parts: int) -> int:
 
 
 def encode(wire: str, flat: Any, parts: int = 1, xp: Any = jnp) -> tuple[Any, ...]:
-    """Codes flat floats, to be split into equal parts, by `jax.numpy` or `numpy`.
-
-    Returns:
-        The coded values and, but for "bf16", the scales of their blocks.
-    """
+    """Flat floats, coded in equal parts, and, but for "bf16", the scales of their blocks."""
     missing = padded_size(wire, flat.shape[0], parts) - flat.shape[0]
     flat = xp.pad(flat, (0, missing))
     if wire == "bf16":
@@ -77,11 +73,7 @@ def decode(wire: str, coded: Sequence[Any], shape: Sequence[int], dtype: Any, xp
 
 
 def check_wire(wire: str | None, where: str) -> None:
-    """Checks that the devices of this process have the type of a wire.
-
-    Raises:
-        VariablesError: they do not.
-    """
+    """Raises `VariablesError` if the devices of this process do not have the type of a wire."""
     why = why_no_fp8() if wire == "fp8" else ""
     if why:
         expected = 'wire="bf16" or "int8"'
