@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,27 +18,18 @@ from stepcache.distributed.hang_report import CallCount
 from stepcache.programs.miss_log import MissLog
 
 _making = threading.RLock()  # One engine may make another.
-
-
-class _Admitted(threading.local):
-    engine: Any = None
-
-
-_admitted = _Admitted()
+_admitted = contextvars.ContextVar[Any]("admitted", default=None)
 
 
 def is_admitted(engine: Any) -> bool:
     """Whether this thread is in a call that `ResidentCalls.run` gave to an engine."""
-    return _admitted.engine is engine
+    return _admitted.get() is engine
 
 
 class ResidentCalls:
     """Serves the calls of one step that pass `Variables`.
 
     Args:
-        spec: the step.
-        miss_log: counts what moves.
-        call_count: counts the calls; a plan counts none.
         dispatch: what serves a call for which there is no plan.
         make_engine: makes the engine that runs the step over buffers.
 
@@ -83,7 +75,7 @@ class ResidentCalls:
                 with contextlib.suppress(Unreadable):
                     request = engine.request(scope, *use.shown())
                 check_budget(scope, self.spec.name, request, use)
-            before, _admitted.engine = _admitted.engine, engine
+            before = _admitted.set(engine)
             try:
                 args, kwargs = use.taken()
                 outputs = engine.dispatcher.call(*args, **kwargs)
@@ -91,11 +83,13 @@ class ResidentCalls:
                 self._plan(scope, use, outputs)
                 return written
             finally:
-                _admitted.engine = before
-                self._count_moved(use)
+                _admitted.reset(before)
+                if moved := use.meter.total():
+                    self.miss_log.count(moved_bytes=moved)
+                    use.meter.emit(self.spec.name)
 
     def _plan(self, scope: Scope, use: Use, outputs: Any) -> None:
-        """Has the next calls like this one served by a plan."""
+        """Has the next calls like this one served by a plan; it counts no calls."""
         serve_by = self.serve_by()
         if serve_by is None or scope.is_watched or not jaxcompat.PRIVATE_API:
             return
@@ -108,8 +102,3 @@ class ResidentCalls:
         if plan is not None:
             self.call_count.is_whole = False
             serve_by(plan)
-
-    def _count_moved(self, use: Use) -> None:
-        if moved := use.meter.total():
-            self.miss_log.count(moved_bytes=moved)
-            use.meter.emit(self.spec.name)

@@ -28,7 +28,7 @@ from stepcache.variables.masters import Reader
 from stepcache.variables.packing import Packed
 from stepcache.variables.plan import Plan, check_bytes
 from stepcache.variables.transfer import Meter
-from stepcache.variables.variables import Variables, any_variables
+from stepcache.variables.variables import Variables
 
 NOT_A_HIT: Any = object()
 """What a plan gets from a call over buffers that has to enter Python: the usual way is to do that.
@@ -39,7 +39,7 @@ No exception: JAX's dispatcher would never again serve such a call by itself.
 
 def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether there are `Variables` among the arguments of a call."""
-    return any_variables() and any(
+    return Variables._made and any(
         isinstance(leaf, Variables) for leaf in jax.tree_util.tree_leaves((args, kwargs))
     )
 

@@ -122,11 +122,8 @@ class Master:
 
     def leaves(self, meter: Meter) -> list[Any]:
         """Copies of the leaves."""
-        leaves, own = transfer.unpack(self.packed)
-        return [
-            transfer.copy(leaf) if is_own else leaf
-            for leaf, is_own in zip(leaves, own, strict=True)
-        ]
+        pairs = zip(self.layout.slots, transfer.unpack(self.packed), strict=True)
+        return [transfer.copy(leaf) if slot.offset is None else leaf for slot, leaf in pairs]
 
     def copied(self) -> Master:
         """Another master copy of the same value, of version 0."""

@@ -54,8 +54,8 @@ def _put(value: Any, buffer: Buffer) -> jax.Array:
     return placed(value, sharding, may_alias=False)
 
 
-def unpack(packed: Packed) -> tuple[list[jax.Array], list[bool]]:
-    """The leaves of a value, and whether each is a buffer of the value itself, not a copy."""
+def unpack(packed: Packed) -> list[jax.Array]:
+    """The leaves of a value: those with a buffer of their own as that buffer, others as copies."""
     slots, buffers = packed.layout.slots, packed.buffers
     small = [number for number, slot in enumerate(slots) if slot.offset is not None]
     flat = {slots[number].buffer for number in small}
@@ -71,7 +71,7 @@ def unpack(packed: Packed) -> tuple[list[jax.Array], list[bool]]:
         arrays = jax.device_put(views, places)
     for number, array in zip(small, arrays, strict=True):
         leaves[number] = array
-    return leaves, [slot.offset is None for slot in slots]
+    return leaves
 
 
 def copy(array: jax.Array) -> jax.Array:

@@ -122,8 +122,7 @@ class Updates:
             zeros = [np.zeros(slot.shape, slot.dtype) for slot in layout.slots]
             master = Master(transfer.pack(zeros, layout))
         if not self._on_host:
-            leaves, _ = transfer.unpack(master.on_devices(meter))
-            state = init(layout.tree.unflatten(leaves))
+            state = init(layout.tree.unflatten(transfer.unpack(master.on_devices(meter))))
             return hold(name, state, self._placement, self._placer, Read(), meter, pack=self._pack)
         leaves = map(np.asarray, master.leaves(meter))
         with jax.default_device(_host_device(self._name)):

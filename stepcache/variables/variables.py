@@ -44,11 +44,6 @@ from stepcache.variables.wire import check_wire
 _numbers = itertools.count(1)
 
 
-def any_variables() -> bool:
-    """Whether this process has made any yet."""
-    return Variables._made
-
-
 class Variables(NoTree, Savable):
     """A versioned tree of arrays that stays where it is placed between steps.
 
@@ -85,7 +80,7 @@ class Variables(NoTree, Savable):
         PlacementError: a leaf cannot be placed as asked.
     """
 
-    _made = False
+    _made = False  # Whether this process has made any yet.
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ def test_unpacking_what_was_packed_gives_it_back(kind_tree, threshold):
         assert one.aval.weak_type == other.aval.weak_type == buffer.weak_type
         assert raw(one).tobytes() == raw(other).tobytes()
     for back in (
-        transfer.unpack(on_host)[0],
+        transfer.unpack(on_host),
         layout.unpack(on_host.buffers),
         layout.unpack(in_program),
         jax.tree.leaves(Packed(layout, in_program).value()),
