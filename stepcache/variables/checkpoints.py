@@ -73,11 +73,14 @@ class Saving:
                 self._pod.guarded(self._thread.join)
                 with contextlib.suppress(ValueError):
                     _unfinished.remove(self)
-            if not self._agreed:
-                self._agreed = True
-                _raise_together(self._pod, f"saving {self._root}", self._error)
-            elif self._error is not None:
-                raise self._error
+            agreed, self._agreed = self._agreed, True
+            label, own = f"saving {self._root}", str(self._error or "").encode()
+            received = {} if agreed else self._pod.gather(label, own)
+        if self._error is not None:
+            raise self._error
+        for rank, text in received.items():
+            if text:
+                raise VariablesError(f"rank {rank}: {text.decode()}")
 
     def _start(self, tree: Any, metadata: dict[str, Any]) -> None:
         """Copies the arrays to the host, and starts to write them."""
@@ -284,16 +287,6 @@ def of_leader(
     if not answer.startswith("+"):
         raise VariablesError(answer)
     return Path(answer[1:])
-
-
-def _raise_together(pod: Peers | Alone, label: str, error: BaseException | None) -> None:
-    """Raises the error of any process in all processes."""
-    received = pod.gather(label, str(error or "").encode())
-    if error is not None:
-        raise error
-    for rank, text in received.items():
-        if text:
-            raise VariablesError(f"rank {rank}: {text.decode()}")
 
 
 @contextlib.contextmanager

@@ -80,13 +80,14 @@ class HostLayout(Layout):
     @functools.cached_property
     def _arrivals(self) -> tuple[list[Any], bool]:
         """What sharding each buffer is copied to, and whether a program has to gather any."""
-        pairs = list(zip(self.on_host, self.on_device, strict=True))
-        arrivals = [at if host is None else _shards_on_devices(host) for host, at in pairs]
-        is_split = any(
-            arrival != device._replace(weak_type=arrival.weak_type)
-            for arrival, device in zip(arrivals, self.on_device, strict=True)
-        )
-        return [arrival.sharding for arrival in arrivals], is_split
+        pairs: Any = list(zip(self.on_host, self.on_device, strict=True))
+        places = [
+            at.sharding if host is None else host.sharding.with_memory_kind("device")
+            for host, at in pairs
+        ]
+        shapes = [(host or at).shape for host, at in pairs]
+        whole = [(at.shape, at.sharding) for at in self.on_device]
+        return places, list(zip(shapes, places, strict=True)) != whole
 
     @functools.cached_property
     def _gather(self) -> Any:
@@ -127,17 +128,14 @@ class HostLayout(Layout):
 
 @functools.lru_cache(maxsize=4096)
 def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
-    def some(of_all: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(of_all[number] for number in numbers)
-
-    return HostLayout(None, (), *map(some, (layout.buffers, layout.on_device, layout.on_host)))
+    on_device = tuple(layout.on_device[number] for number in numbers)
+    on_host = tuple(layout.on_host[number] for number in numbers)
+    return HostLayout(None, (), on_device, on_device, on_host)
 
 
 def _arrival(host: Any) -> Any:
     """Where a read takes a buffer: without a mesh, to whichever device the program runs on."""
-    if _is_free(host):
-        return jax.memory.Space.Device
-    return _shards_on_devices(host).sharding
+    return jax.memory.Space.Device if _is_free(host) else host.sharding.with_memory_kind("device")
 
 
 def _departure(host: Any) -> Any:
@@ -162,11 +160,6 @@ def _constrained(value: Any, sharding: Any) -> Any:
         return jax.lax.optimization_barrier(jax.sharding.reshard(value, sharding))
     value = jax.lax.with_sharding_constraint(value, sharding)
     return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(value), sharding)
-
-
-def _shards_on_devices(host: Any) -> Buffer:
-    """A buffer in the shards that it has on the hosts, in the memory of the devices."""
-    return host._replace(sharding=host.sharding.with_memory_kind("device"), weak_type=False)
 
 
 def _flat(value: Any, host: Buffer) -> Any:
