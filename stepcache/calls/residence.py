@@ -137,8 +137,6 @@ class Use:
                 summed=True,
             )
 
-    # ---- the arguments of the call -----------------------------------------------------------
-
     def carry_arguments(self) -> list[Any]:
         """The arguments that are carried; None for one that is not passed."""
         parameters = self._spec.parameters
@@ -279,8 +277,6 @@ class Use:
 
         args = tuple(mapped(value_of, tree) for tree in self.given[0])
         return args, {name: mapped(value_of, tree) for name, tree in self.given[1].items()}
-
-    # ---- what comes back ---------------------------------------------------------------------
 
     def written(self, outputs: Any) -> Any:
         """Stores new values in the carried variables, and puts these into the outputs."""

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jax.tree_util import keystr
 
-from stepcache.distributed.global_arrays import placed
 from stepcache.errors import VariablesError
 from stepcache.sharding import current_reader
 from stepcache.variables.describing import abstract, joined
@@ -177,24 +175,13 @@ def _text(key: Any) -> str:
     return keystr((key,), simple=True)
 
 
-def nested(values: dict[Name, Any]) -> dict[str, Any]:
-    """Values by name as nested dicts."""
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        node = tree
-        for part in name[:-1]:
-            node = node.setdefault(part, {})
-        node[name[-1]] = value
-    return tree
-
-
 def is_key(value: Any) -> bool:
     """Whether this is an array of random keys, or a template for one."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and is_key_type(dtype)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
 
 
@@ -211,7 +198,7 @@ class Kind(NamedTuple):
 def kind_of(leaf: Leaf) -> Kind:
     """Dtype and shape of a leaf. Raises `VariablesError` if it is no array and no number."""
     value: Any = leaf.value
-    if _is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
+    if is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
         return Kind(number.dtype.name, ())
     if isinstance(value, jax.ShapeDtypeStruct) or abstract(value) is not None:
         return Kind(getattr(value.dtype, "name", str(value.dtype)), tuple(value.shape))
@@ -222,68 +209,3 @@ def kind_of(leaf: Leaf) -> Kind:
         got=f"{value!r} of type {type(value).__name__}"[:100],
         hint="keep what is not an array outside of the tree",
     )
-
-
-def storable(leaf: Leaf, *, copied: bool) -> Any:
-    """A leaf as orbax takes it; with `copied`, a copy, if it could change before it is written."""
-    kind_of(leaf)
-    value: Any = leaf.value
-    is_template = isinstance(value, jax.ShapeDtypeStruct)
-    if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
-        raise VariablesError(
-            "a leaf of a checkpoint has no value",
-            where=leaf.path,
-            got="a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted",
-        )
-    if not isinstance(value, jax.Array):
-        return np.array(value) if copied else np.asarray(value)
-    value = jax.random.key_data(value) if is_key(value) else value
-    if jax.process_count() > 1 and value.is_fully_addressable:  # orbax writes global arrays only.
-        return np.asarray(value)
-    return value
-
-
-def compatible(stored: Kind, leaf: Leaf) -> bool:
-    """Whether what was stored can be restored as the leaf."""
-    if is_key(leaf.value):  # orbax stores keys as their data.
-        data = jax.eval_shape(jax.random.key_data, leaf.value)
-        return stored in (kind_of(leaf), Kind(data.dtype.name, data.shape))
-    if not _is_number(leaf.value):
-        return stored == kind_of(leaf)
-    if stored.shape or stored.dtype.startswith("key<"):
-        return False
-    dtype, kind = np.dtype(stored.dtype), type(leaf.value)
-    return (dtype.kind == "b") is (kind is bool) and np.can_cast(dtype, kind, "same_kind")
-
-
-def sharding_for(template: Any) -> Any:
-    """The sharding that a leaf is restored to; None for the memory of this process."""
-    if isinstance(template, jax.ShapeDtypeStruct):
-        return template.sharding or SingleDeviceSharding(jax.local_devices()[0])
-    return template.sharding if isinstance(template, jax.Array) and template.committed else None
-
-
-def like(template: Any, read: Any) -> Any:
-    """What was read, in the type and sharding of its template."""
-    if _is_number(template):
-        return type(template)(np.asarray(read).item())
-    if isinstance(template, np.generic):
-        return np.asarray(read)[()]
-    if isinstance(template, np.ndarray):
-        return np.asarray(read)
-    if is_key(template):
-        data = jax.random.key_data(read) if is_key(read) else np.asarray(read)
-        return placed(_keys(data, template), sharding_for(template))
-    return read if isinstance(read, jax.Array) else placed(read, sharding_for(template))
-
-
-def empty_like(template: Any) -> Any:
-    """The data of an array without elements, which orbax does not store."""
-    data = jax.eval_shape(jax.random.key_data, template) if is_key(template) else template
-    return np.zeros(data.shape, data.dtype)
-
-
-def _keys(data: Any, template: Any) -> Any:
-    impl = []
-    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), template)
-    return jax.random.wrap_key_data(data, impl=impl[0])

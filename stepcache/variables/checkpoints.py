@@ -25,6 +25,7 @@ from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoint_items import (
     NOTHING,
     Leaf,
+    Name,
     Savable,
     check_names,
     is_key,
@@ -32,8 +33,6 @@ from stepcache.variables.checkpoint_items import (
     kind_of,
     leaves_of,
     locked,
-    nested,
-    storable,
 )
 from stepcache.variables.describing import check_not_tracing
 
@@ -243,14 +242,44 @@ def _collected(items: dict[str, Any], *, copied: bool) -> tuple[dict[str, Any], 
                 leaves += leaves_of(joined_part(name, part), tree)
     values, special = {}, []
     for leaf in leaves:
-        value, kind = storable(leaf, copied=copied), kind_of(leaf)
+        value, kind = _storable(leaf, copied=copied), kind_of(leaf)
         is_empty = 0 in kind.shape  # orbax stores no empty arrays.
         if not is_empty:
             values[leaf.name] = value
         if is_empty or is_key(leaf.value):
             special.append([list(leaf.name), kind.dtype, list(kind.shape)])
     metadata = {"stepcache": {"variables": about, "leaves": special}}
-    return nested(values or {NOTHING: np.zeros(1)}), metadata
+    return _nested(values or {NOTHING: np.zeros(1)}), metadata
+
+
+def _storable(leaf: Leaf, *, copied: bool) -> Any:
+    """A leaf as orbax takes it; with `copied`, a copy, if it could change before it is written."""
+    kind_of(leaf)
+    value: Any = leaf.value
+    is_template = isinstance(value, jax.ShapeDtypeStruct)
+    if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
+        raise VariablesError(
+            "a leaf of a checkpoint has no value",
+            where=leaf.path,
+            got="a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted",
+        )
+    if not isinstance(value, jax.Array):
+        return np.array(value) if copied else np.asarray(value)
+    value = jax.random.key_data(value) if is_key(value) else value
+    if jax.process_count() > 1 and value.is_fully_addressable:  # orbax writes global arrays only.
+        return np.asarray(value)
+    return value
+
+
+def _nested(values: dict[Name, Any]) -> dict[str, Any]:
+    """Values by name as nested dicts."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        node = tree
+        for part in name[:-1]:
+            node = node.setdefault(part, {})
+        node[name[-1]] = value
+    return tree
 
 
 class Alone:

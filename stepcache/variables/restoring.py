@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
+from stepcache.distributed.global_arrays import placed
 from stepcache.errors import VariablesError
 from stepcache.units import listed
 from stepcache.variables import checkpoint_files as files
@@ -20,16 +22,13 @@ from stepcache.variables.checkpoint_items import (
     Name,
     Savable,
     check_names,
-    compatible,
-    empty_like,
     escape,
     is_key,
+    is_number,
     joined_part,
     kind_of,
     leaves_of,
-    like,
     locked,
-    sharding_for,
 )
 from stepcache.variables.checkpoints import damage_as_error, join_all, of_leader, path_of, processes
 from stepcache.variables.describing import blank, check_not_tracing
@@ -156,7 +155,7 @@ class _Stored:
         targets, options = [], []
         for name in self._names:
             template = templates.get(name)
-            where = None if is_key(template) else sharding_for(template)
+            where = None if is_key(template) else _sharding_for(template)
             targets.append(np.zeros(()) if name in templates else ...)
             options.append(
                 ocp.ArrayRestoreArgs(sharding=where)
@@ -170,7 +169,7 @@ class _Stored:
             tree = checkpointer.restore(self._path, args=args)
             read = dict(zip(self._names, self._structure.flatten_up_to(tree), strict=True))
         return {
-            name: like(template, read[name] if name in read else empty_like(template))
+            name: _like(template, read[name] if name in read else _empty_like(template))
             for name, template in templates.items()
             if name in self.kinds
         }
@@ -185,7 +184,7 @@ def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) 
     rows = [
         (leaf.path, f"{kind_of(leaf)}", f"{kind}")
         for leaf in leaves
-        if (kind := stored.kinds.get(leaf.name)) is not None and not compatible(kind, leaf)
+        if (kind := stored.kinds.get(leaf.name)) is not None and not _is_compatible(kind, leaf)
     ]
     if not rows and not partial:
         hint = "restore(..., partial=True) restores what both have"
@@ -196,3 +195,49 @@ def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) 
     if absent:
         text = "%s has no leaves %s: they stay as they are"
         _log.warning(text, path, listed([leaf.path for leaf in absent]))
+
+
+def _is_compatible(stored: Kind, leaf: Leaf) -> bool:
+    """Whether what was stored can be restored as the leaf."""
+    if is_key(leaf.value):  # orbax stores keys as their data.
+        data = jax.eval_shape(jax.random.key_data, leaf.value)
+        return stored in (kind_of(leaf), Kind(data.dtype.name, data.shape))
+    if not is_number(leaf.value):
+        return stored == kind_of(leaf)
+    if stored.shape or stored.dtype.startswith("key<"):
+        return False
+    dtype, kind = np.dtype(stored.dtype), type(leaf.value)
+    return (dtype.kind == "b") is (kind is bool) and np.can_cast(dtype, kind, "same_kind")
+
+
+def _sharding_for(template: Any) -> Any:
+    """The sharding that a leaf is restored to; None for the memory of this process."""
+    if isinstance(template, jax.ShapeDtypeStruct):
+        return template.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return template.sharding if isinstance(template, jax.Array) and template.committed else None
+
+
+def _like(template: Any, read: Any) -> Any:
+    """What was read, in the type and sharding of its template."""
+    if is_number(template):
+        return type(template)(np.asarray(read).item())
+    if isinstance(template, np.generic):
+        return np.asarray(read)[()]
+    if isinstance(template, np.ndarray):
+        return np.asarray(read)
+    if is_key(template):
+        data = jax.random.key_data(read) if is_key(read) else np.asarray(read)
+        return placed(_keys(data, template), _sharding_for(template))
+    return read if isinstance(read, jax.Array) else placed(read, _sharding_for(template))
+
+
+def _empty_like(template: Any) -> Any:
+    """The data of an array without elements, which orbax does not store."""
+    data = jax.eval_shape(jax.random.key_data, template) if is_key(template) else template
+    return np.zeros(data.shape, data.dtype)
+
+
+def _keys(data: Any, template: Any) -> Any:
+    impl = []
+    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), template)
+    return jax.random.wrap_key_data(data, impl=impl[0])
