@@ -34,19 +34,16 @@ def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variabl
         return False
     if variables[0]._mesh is not None:
         return True
+    if jaxcompat.has_concrete_mesh():
+        return False
     # Without a session's mesh: where the call names no device, or one.
-    return (
-        not jaxcompat.has_concrete_mesh()
-        and all(each._master.is_on_one_device() for each in variables)
-        and all(
-            leaf.sharding is None or leaf.sharding.num_devices == 1
-            for leaf in jax.tree_util.tree_leaves(given)
-            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-        )
-    )
+    arrays = [leaf for leaf in jax.tree_util.tree_leaves(given) if isinstance(leaf, _ARRAYS)]
+    arrays += [array for each in variables for array in each._master.arrays()]
+    return all(array.sharding is None or array.sharding.num_devices == 1 for array in arrays)
 
 
 _PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None)))
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 _PLACING = ("in_shardings", "out_shardings", "device", "backend")
 
 

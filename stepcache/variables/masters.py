@@ -64,10 +64,6 @@ class Master:
         """How the leaves lie in buffers."""
         return self.packed.layout
 
-    def is_on_one_device(self) -> bool:
-        """Whether a program that takes the value may run on one device."""
-        return all(array.sharding.num_devices == 1 for array in self.packed.buffers)
-
     def arrays(self) -> Sequence[jax.Array]:
         """The arrays that hold the value."""
         return self.packed.buffers
