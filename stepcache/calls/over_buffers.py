@@ -51,11 +51,6 @@ class _OverBuffers:
     """Calls a step's function on the trees that its buffers hold.
 
     No function, so that whatever asks for code, a file or a signature finds those of the step's.
-
-    Args:
-        fun: the function of the step.
-        step: the step's name.
-        parameters: of the function.
     """
 
     def __init__(self, fun: Callable, step: str, parameters: Parameters):

@@ -222,11 +222,9 @@ class Use:
         )
 
     def _replaced(self, value_of: Callable[[Variables, bool], Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments with the variables replaced.
+        """The arguments with the variables replaced, given whether each is carried.
 
-        Args:
-            value_of: gives it, for variables and whether they are carried. What comes more than
-                once is asked for once; carried arguments, the first time, have the value itself.
+        What comes more than once is asked for once; carried arguments, the first time, have it.
         """
         values = [value_of(each, index < self.carried) for index, each in enumerate(self.variables)]
         used = [False] * len(values)
@@ -247,12 +245,7 @@ class Use:
         return tuple(args), kwargs
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments with values in place of variables, for a call inside a transformation.
-
-        Raises:
-            VariablesError: variables are carried, and cannot be written there; or the
-                transformation would keep their values as constants.
-        """
+        """The arguments with values in place of variables, for a call inside a transformation."""
         if self.carried:
             raise VariablesError(
                 "variables cannot be carried inside another transformation",
@@ -302,11 +295,7 @@ def put_back(
 ) -> Any:
     """Stores returned values in the carried variables, and puts these into the outputs.
 
-    Args:
-        outputs: of the program.
-        carried: the variables, in the order of the outputs.
-        names: how many arguments of the step are carried.
-        put: puts a value into variables.
+    `names` counts the arguments of the step that are carried.
     """
     left = iter(carried)
 

@@ -57,19 +57,19 @@ def _put(value: Any, buffer: Buffer) -> jax.Array:
 def unpack(packed: Packed) -> list[jax.Array]:
     """The leaves of a value: those with a buffer of their own as that buffer, others as copies."""
     slots, buffers = packed.layout.slots, packed.buffers
-    small = [number for number, slot in enumerate(slots) if slot.offset is not None]
-    flat = {slots[number].buffer for number in small}
+    flat = {slot.buffer for slot in slots if slot.offset is not None}
     leaves = packed.layout.unpack([np.array(x) if n in flat else x for n, x in enumerate(buffers)])
-    views, places = [leaves[number] for number in small], []
-    for number in small:  # A step may have moved leaves that have no sharding of their own.
-        buffer = buffers[slots[number].buffer]
-        of_buffer = replicated(buffer.sharding) if buffer.committed else None
-        places.append(slots[number].sharding or of_buffer)
-    if any(map(spans_processes, places)):
-        arrays = [placed(view, place) for view, place in zip(views, places, strict=True)]
+    places: dict[int, Any] = {}
+    for number, slot in enumerate(slots):
+        if slot.offset is not None:  # A step may have moved leaves without a sharding of their own.
+            buffer = buffers[slot.buffer]
+            of_buffer = replicated(buffer.sharding) if buffer.committed else None
+            places[number] = slot.sharding or of_buffer
+    if any(map(spans_processes, places.values())):
+        arrays = [placed(leaves[number], place) for number, place in places.items()]
     else:
-        arrays = jax.device_put(views, places)
-    for number, array in zip(small, arrays, strict=True):
+        arrays = jax.device_put([leaves[number] for number in places], [*places.values()])
+    for number, array in zip(places, arrays, strict=True):
         leaves[number] = array
     return leaves
 

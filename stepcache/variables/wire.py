@@ -74,8 +74,7 @@ def decode(wire: str, coded: Sequence[Any], shape: Sequence[int], dtype: Any, xp
 
 def check_wire(wire: str | None, where: str) -> None:
     """Raises `VariablesError` if the devices of this process do not have the type of a wire."""
-    why = why_no_fp8() if wire == "fp8" else ""
-    if why:
+    if wire == "fp8" and (why := why_no_fp8()):
         expected = 'wire="bf16" or "int8"'
         raise VariablesError("the devices have no fp8", where=where, expected=expected, got=why)
 
