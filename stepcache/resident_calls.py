@@ -84,7 +84,7 @@ class ResidentCalls:
                 return written
             finally:
                 _admitted.reset(before)
-                if moved := use.meter.total():
+                if moved := sum(use.meter.values()):
                     self.miss_log.count(moved_bytes=moved)
                     use.meter.emit(self.spec.name)
 

@@ -20,7 +20,9 @@ def variables_of(tree: Any) -> Iterator[Variables]:
     if isinstance(tree, Variables):
         yield tree
     elif type(tree) not in _PLAIN and not isinstance(tree, jax.Array):
-        yield from (x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, Variables))
+        for leaf in jax.tree_util.tree_leaves(tree):
+            if isinstance(leaf, Variables):
+                yield leaf
 
 
 def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variables]) -> bool:
@@ -34,16 +36,19 @@ def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variabl
         return False
     if variables[0]._mesh is not None:
         return True
-    if jaxcompat.has_concrete_mesh():
-        return False
     # Without a session's mesh: where the call names no device, or one.
-    arrays = [leaf for leaf in jax.tree_util.tree_leaves(given) if isinstance(leaf, _ARRAYS)]
-    arrays += [array for each in variables for array in each._master.arrays()]
-    return all(array.sharding is None or array.sharding.num_devices == 1 for array in arrays)
+    return (
+        not jaxcompat.has_concrete_mesh()
+        and all(each._master.is_on_one_device() for each in variables)
+        and all(
+            leaf.sharding is None or leaf.sharding.num_devices == 1
+            for leaf in jax.tree_util.tree_leaves(given)
+            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+        )
+    )
 
 
 _PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None)))
-_ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 _PLACING = ("in_shardings", "out_shardings", "device", "backend")
 
 
@@ -66,8 +71,8 @@ def _refused(spec: StepSpec, read: bool) -> Iterator[tuple[str, str, str]]:
             "variables are donated and not carried, and would be left without a value",
             f"say carry={name!r} if the step returns them updated; else do not donate",
         )
-    statics = map(spec.parameters.name_of, roles.static_argnums)
-    for name in sorted({*statics, *roles.static_argnames}):
+    statics = {*map(spec.parameters.name_of, roles.static_argnums), *roles.static_argnames}
+    for name in sorted(statics):
         yield (
             name,
             "variables cannot be static: their values are no part of a program",

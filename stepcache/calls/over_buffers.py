@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -125,8 +126,8 @@ def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, jax.Array):
         return tree
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_stand_in)
-    changed = [change(leaf) for leaf in leaves]
-    if all(old is new for old, new in zip(leaves, changed, strict=True)):
+    changed = list(map(change, leaves))
+    if all(map(operator.is_, leaves, changed)):
         return tree
     return structure.unflatten(changed)
 

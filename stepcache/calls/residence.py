@@ -66,20 +66,22 @@ class Use:
 
     def _find(self) -> list[Variables]:
         found: list[Variables] = []
-        carries = zip(self._spec.parameters.carry, self.carry_arguments(), strict=True)
-        for name, each in ((name, each) for name, tree in carries for each in variables_of(tree)):
-            if each in found:
-                raise VariablesError(
-                    "variables are carried twice, and would get two values",
-                    where=f"{self._spec.name}, argument {name}",
-                    got=repr(each),
-                    hint="pass them once, or make two of them",
-                )
-            found.append(each)
+        for name, tree in zip(self._spec.parameters.carry, self.carry_arguments(), strict=True):
+            for each in variables_of(tree):
+                if each in found:
+                    raise VariablesError(
+                        "variables are carried twice, and would get two values",
+                        where=f"{self._spec.name}, argument {name}",
+                        got=repr(each),
+                        hint="pass them once, or make two of them",
+                    )
+                found.append(each)
         self.carried = len(found)
         args, kwargs = self.given
         for tree in (*args, *(kwargs[name] for name in sorted(kwargs))):
-            found += [each for each in dict.fromkeys(variables_of(tree)) if each not in found]
+            for each in variables_of(tree):
+                if each not in found:
+                    found.append(each)
         return found
 
     def held(self, scope: Scope) -> Use:
@@ -103,6 +105,8 @@ class Use:
 
     def in_order(self) -> Sequence[Variables]:
         """The variables in the order in which their locks are taken."""
+        if len(self.variables) == 1:
+            return self.variables
         return sorted(self.variables, key=lambda each: each._number)
 
     def compare_values(self, scope: Scope) -> None:
@@ -241,7 +245,8 @@ class Use:
         args, kwargs = list(self.given[0]), dict(self.given[1])
         for key, argument in self.arguments_in_turn():
             holder: Any = args if isinstance(key, int) else kwargs
-            holder[key] = mapped(stand_in, argument)
+            is_one = isinstance(argument, Variables)
+            holder[key] = stand_in(argument) if is_one else mapped(stand_in, argument)
         return tuple(args), kwargs
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:

@@ -64,6 +64,10 @@ class Master:
         """How the leaves lie in buffers."""
         return self.packed.layout
 
+    def is_on_one_device(self) -> bool:
+        """Whether a program that takes the value may run on one device."""
+        return all(array.sharding.num_devices == 1 for array in self.packed.buffers)
+
     def arrays(self) -> Sequence[jax.Array]:
         """The arrays that hold the value."""
         return self.packed.buffers
@@ -217,11 +221,18 @@ class InHostMemory(Master):
 
     @functools.cached_property
     def _exact_route(self) -> Route:
-        buffers: Any = self.host_layout.on_device
-        devices = frozenset().union(*(buffer.sharding.device_set for buffer in buffers))
+        devices = self._devices
         ours = all(device.process_index == jax.process_index() for device in devices)
         ahead = self._reads_ahead and ours
         return Route(self.host_layout, *choose_route(self._policy.route, len(devices), ahead))
+
+    @functools.cached_property
+    def _devices(self) -> frozenset:
+        buffers = self.host_layout.on_device
+        return frozenset().union(*(buffer.sharding.device_set for buffer in buffers))  # type: ignore[union-attr]
+
+    def is_on_one_device(self) -> bool:
+        return len(self._devices) == 1
 
     @functools.cached_property
     def _coded_route(self) -> Route:
