@@ -125,6 +125,8 @@ def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
     """A tree with some leaves changed, stand-ins being leaves; the same object where none is."""
     if isinstance(tree, jax.Array):
         return tree
+    if is_stand_in(tree):
+        return change(tree)
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_stand_in)
     changed = list(map(change, leaves))
     if all(map(operator.is_, leaves, changed)):
