@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +17,12 @@ from stepcache.distributed.hang_report import CallCount
 from stepcache.programs.miss_log import MissLog
 
 _making = threading.RLock()  # One engine may make another.
-_admitted = contextvars.ContextVar[Any]("admitted", default=None)
+_admitted = threading.local()
 
 
 def is_admitted(engine: Any) -> bool:
     """Whether this thread is in a call that `ResidentCalls.run` gave to an engine."""
-    return _admitted.get() is engine
+    return getattr(_admitted, "engine", None) is engine
 
 
 class ResidentCalls:
@@ -75,7 +74,7 @@ class ResidentCalls:
                 with contextlib.suppress(Unreadable):
                     request = engine.request(scope, *use.shown())
                 check_budget(scope, self.spec.name, request, use)
-            before = _admitted.set(engine)
+            before, _admitted.engine = getattr(_admitted, "engine", None), engine
             try:
                 args, kwargs = use.taken()
                 outputs = engine.dispatcher.call(*args, **kwargs)
@@ -83,7 +82,7 @@ class ResidentCalls:
                 self._plan(scope, use, outputs)
                 return written
             finally:
-                _admitted.reset(before)
+                _admitted.engine = before
                 if moved := sum(use.meter.values()):
                     self.miss_log.count(moved_bytes=moved)
                     use.meter.emit(self.spec.name)
