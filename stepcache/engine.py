@@ -27,10 +27,9 @@ from stepcache.calls.placement import (
     place,
     unnamed_batch,
 )
-from stepcache.calls.residence import NOT_A_HIT, Use, passes_variables
+from stepcache.calls.residence import NOT_A_HIT, Use, check_budget, passes_variables
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
-from stepcache.calls.transfer_budget import check_budget
 from stepcache.distributed.hang_report import CallCount
 from stepcache.errors import (
     ForkedProcessError,
@@ -119,7 +118,7 @@ class Engine:
         self.checks.raise_if_stale()
         try:
             request = self.request(scope, args, kwargs)
-            check_budget(scope, self.spec.name, request, None)
+            check_budget(scope, self.spec.name, request)
             self._warn_of_unnamed_batch(scope, request)
             program = self._find(scope, request)
             missed = program is None

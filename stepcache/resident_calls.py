@@ -10,35 +10,25 @@ from typing import Any
 from stepcache import jaxcompat
 from stepcache.calls.call_plan import CallPlans
 from stepcache.calls.context import Scope
-from stepcache.calls.residence import Use
+from stepcache.calls.residence import Use, check_budget
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import StepSpec
-from stepcache.calls.transfer_budget import check_budget
 from stepcache.distributed.hang_report import CallCount
 from stepcache.programs.miss_log import MissLog
 
 _making = threading.RLock()  # One engine may make another.
-
-
-class _Admitted(threading.local):
-    engine: Any = None
-
-
-_admitted = _Admitted()
+_admitted = threading.local()
 
 
 def is_admitted(engine: Any) -> bool:
     """Whether this thread is in a call that `ResidentCalls.run` gave to an engine."""
-    return _admitted.engine is engine
+    return getattr(_admitted, "engine", None) is engine
 
 
 class ResidentCalls:
     """Serves the calls of one step that pass `Variables`.
 
     Args:
-        spec: the step.
-        miss_log: counts what moves.
-        call_count: counts the calls; a plan counts none.
         dispatch: what serves a call for which there is no plan.
         make_engine: makes the engine that runs the step over buffers.
 
@@ -84,7 +74,7 @@ class ResidentCalls:
                 with contextlib.suppress(Unreadable):
                     request = engine.request(scope, *use.shown())
                 check_budget(scope, self.spec.name, request, use)
-            before, _admitted.engine = _admitted.engine, engine
+            before, _admitted.engine = getattr(_admitted, "engine", None), engine
             try:
                 args, kwargs = use.taken()
                 outputs = engine.dispatcher.call(*args, **kwargs)
@@ -93,10 +83,12 @@ class ResidentCalls:
                 return written
             finally:
                 _admitted.engine = before
-                self._count_moved(use)
+                if moved := sum(use.meter.values()):
+                    self.miss_log.count(moved_bytes=moved)
+                    use.meter.emit(self.spec.name)
 
     def _plan(self, scope: Scope, use: Use, outputs: Any) -> None:
-        """Has the next calls like this one served by a plan."""
+        """Has the next calls like this one served by a plan; it counts no calls."""
         serve_by = self.serve_by()
         if serve_by is None or scope.is_watched or not jaxcompat.PRIVATE_API:
             return
@@ -109,9 +101,3 @@ class ResidentCalls:
         if plan is not None:
             self.call_count.is_whole = False
             serve_by(plan)
-
-    def _count_moved(self, use: Use) -> None:
-        moved = use.meter.link_bytes
-        if moved:
-            self.miss_log.count(moved_bytes=sum(moved.values()))
-            use.meter.emit(self.spec.name)

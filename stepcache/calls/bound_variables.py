@@ -14,14 +14,12 @@ from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import VariablesError
 from stepcache.variables.variables import Variables
 
-PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None)))
-
 
 def variables_of(tree: Any) -> Iterator[Variables]:
     """The `Variables` in an argument, in order."""
     if isinstance(tree, Variables):
         yield tree
-    elif type(tree) not in PLAIN and not isinstance(tree, jax.Array):
+    elif type(tree) not in _PLAIN and not isinstance(tree, jax.Array):
         for leaf in jax.tree_util.tree_leaves(tree):
             if isinstance(leaf, Variables):
                 yield leaf
@@ -30,10 +28,7 @@ def variables_of(tree: Any) -> Iterator[Variables]:
 def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variables]) -> bool:
     """Whether the program of a step can itself read values from host memory, and write them back.
 
-    Args:
-        spec: the step.
-        given: the arguments of a call, in any tree.
-        variables: those among them.
+    Given the arguments of a call, in any tree, and the variables among them.
     """
     if any(spec.options.get(name) is not None for name in _PLACING):
         return False
@@ -53,58 +48,49 @@ def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variabl
     )
 
 
+_PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None)))
 _PLACING = ("in_shardings", "out_shardings", "device", "backend")
 
 
 def check_options(spec: StepSpec, args: tuple, kwargs: dict[str, Any], *, read: bool) -> None:
-    """Whether the options of a step leave the `Variables` of a call alone.
-
-    Args:
-        spec: the step.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        read: whether some of the variables are not carried.
-
-    Raises:
-        VariablesError: some are static, donated and not carried, or to be placed leaf by leaf.
+    """Raises `VariablesError` for variables that are static, placed leaf by leaf, or donated and
+    not carried; `read` says whether some are not carried.
     """
-    roles, options = spec.parameters.roles, spec.options
-    if read:
-        for name in _donated(spec):
-            _refuse(
-                *(spec, args, kwargs, name),
-                "variables are donated and not carried, and would be left without a value",
-                f"say carry={name!r} if the step returns them updated; else do not donate",
-            )
-    if roles.static_argnums or roles.static_argnames:
-        names = {spec.parameters.name_of(number) for number in roles.static_argnums}
-        for name in sorted(names.union(roles.static_argnames)):
-            _refuse(
-                *(spec, args, kwargs, name),
-                "variables cannot be static: their values are no part of a program",
-                f"take {name!r} out of static_argnames",
-            )
-    for option, entries in _placed_by_leaf(options, spec.parameters.carry):
+    for name, what, hint in _refused(spec, read):
+        for each in variables_of(argument_of(spec.parameters.positional, args, kwargs, name)):
+            where = f"{spec.name}, argument {name}"
+            raise VariablesError(what, where=where, got=repr(each), hint=hint)
+
+
+def _refused(spec: StepSpec, read: bool) -> Iterator[tuple[str, str, str]]:
+    """The arguments that may not be `Variables`, why not, and what to do."""
+    roles = spec.parameters.roles
+    for name in _donated(spec) if read else ():
+        yield (
+            name,
+            "variables are donated and not carried, and would be left without a value",
+            f"say carry={name!r} if the step returns them updated; else do not donate",
+        )
+    statics = {*map(spec.parameters.name_of, roles.static_argnums), *roles.static_argnames}
+    for name in sorted(statics):
+        yield (
+            name,
+            "variables cannot be static: their values are no part of a program",
+            f"take {name!r} out of static_argnames",
+        )
+    for option, entries in _placed_by_leaf(spec.options, spec.parameters.carry):
         for name in (_name(spec, entry) for entry in entries):
-            _refuse(
-                *(spec, args, kwargs, name),
+            yield (
+                name,
                 f"{option} speaks of leaves, and variables have been placed already",
                 f"say None for {name!r} in {option}, and placement=... where they are made",
             )
 
 
-def _refuse(
-    spec: StepSpec, args: tuple, kwargs: dict[str, Any], name: str, what: str, hint: str
-) -> None:
-    for each in variables_of(argument_of(spec.parameters.positional, args, kwargs, name)):
-        where = f"{spec.name}, argument {name}"
-        raise VariablesError(what, where=where, got=repr(each), hint=hint)
-
-
 def _donated(spec: StepSpec) -> Iterable[str]:
     """The donated arguments that are not carried."""
-    given = (spec.options.get(name) for name in ("donate_argnums", "donate_argnames"))
-    for value in given:
+    for option in ("donate_argnums", "donate_argnames"):
+        value = spec.options.get(option)
         for each in (value,) if isinstance(value, int | str) else value or ():
             name = _name(spec, each)
             if name not in spec.parameters.carry:

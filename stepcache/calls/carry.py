@@ -17,7 +17,7 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import CarryError
 from stepcache.sharding import is_in_type
 from stepcache.variables.packing import Packed
-from stepcache.variables.shares import HostedLayout
+from stepcache.variables.shares import HostLayout
 
 
 def check_carry(
@@ -102,7 +102,7 @@ def _hosted(call: Call) -> set[int]:
     )
     for node in nodes:
         own = [next(numbers) for _ in jax.tree_util.tree_leaves(node)]
-        if isinstance(node, Packed) and isinstance(node.layout, HostedLayout):
+        if isinstance(node, Packed) and isinstance(node.layout, HostLayout):
             found.update(own)
     return found
 

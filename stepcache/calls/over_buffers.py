@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from stepcache.calls.carry import refuse, refuse_outputs, refuse_tree, type_of
 from stepcache.calls.signature import Call, Leaf, Parameters, Signature
 from stepcache.calls.step_spec import StepSpec
 from stepcache.variables.packing import Layout, Packed, Slot
-from stepcache.variables.shares import HostedLayout
+from stepcache.variables.shares import HostLayout
 
 
 class Again(int):
@@ -51,11 +52,6 @@ class _OverBuffers:
     """Calls a step's function on the trees that its buffers hold.
 
     No function, so that whatever asks for code, a file or a signature finds those of the step's.
-
-    Args:
-        fun: the function of the step.
-        step: the step's name.
-        parameters: of the function.
     """
 
     def __init__(self, fun: Callable, step: str, parameters: Parameters):
@@ -81,19 +77,16 @@ class _OverBuffers:
             return packed.layout.tree.unflatten(leaves)
 
         outputs = self.__wrapped__(
-            *(_mapped(opened, argument) for argument in args),
-            **{name: _mapped(opened, argument) for name, argument in kwargs.items()},
+            *(mapped(opened, argument) for argument in args),
+            **{name: mapped(opened, argument) for name, argument in kwargs.items()},
         )
         if not any(map(is_stand_in, leaves_of(carried))):
             return outputs
-        return self._closed(outputs, carried, [_mapped(opened, tree) for tree in carried])
+        return self._closed(outputs, carried, [mapped(opened, tree) for tree in carried])
 
     def _closed(self, outputs: Any, carried: Sequence[Any], opened: Sequence[Any]) -> Any:
-        """The outputs, with buffers where a carry had some.
-
-        Raises:
-            CarryError: they do not begin with the carry. It is raised before anything is donated;
-                for a call that JAX serves itself, nothing would raise it.
+        """The outputs, with buffers where a carry had some. Raises `CarryError` if they do not
+        begin with it, before anything is donated; for a call that JAX serves itself, nothing would.
         """
         names = self._carry
         structure = jax.tree_util.tree_structure
@@ -128,12 +121,17 @@ def _packed_in(trees: Iterable[Any]) -> list[Packed]:
     return list({id(node): node for node in nodes if isinstance(node, Packed)}.values())
 
 
-def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree with its stand-ins replaced."""
-    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_stand_in)
-    if not any(map(is_stand_in, leaves)):
+def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree with some leaves changed, stand-ins being leaves; the same object where none is."""
+    if isinstance(tree, jax.Array):
         return tree
-    return structure.unflatten([change(leaf) for leaf in leaves])
+    if is_stand_in(tree):
+        return change(tree)
+    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_stand_in)
+    changed = list(map(change, leaves))
+    if all(map(operator.is_, leaves, changed)):
+        return tree
+    return structure.unflatten(changed)
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -146,7 +144,7 @@ def shapes_in(outputs: Any) -> Any:
     def opened(node: Any) -> Any:
         if not isinstance(node, Packed):
             return node
-        hosted = isinstance(node.layout, HostedLayout)
+        hosted = isinstance(node.layout, HostLayout)
         return node.layout.tree.unflatten(
             node.buffers[slot.buffer]
             if slot.offset is None and not hosted
@@ -154,16 +152,11 @@ def shapes_in(outputs: Any) -> Any:
             for slot in node.layout.slots
         )
 
-    return _mapped(opened, outputs)
+    return mapped(opened, outputs)
 
 
 def in_leaves(carry: Sequence[str], call: Call) -> Call:
-    """A call over buffers as its caller wrote it, with the leaves of `Variables`, for messages.
-
-    Args:
-        carry: names of the carried arguments.
-        call: the call, placed.
-    """
+    """A call over buffers as its caller wrote it, with the leaves of `Variables`, for messages."""
     with contextlib.suppress(Exception):  # A class may refuse to be built around shapes.
         return _in_leaves(carry, call)
     return call
@@ -194,7 +187,7 @@ def _in_leaves(carry: Sequence[str], call: Call) -> Call:
         place, buffers = places[id(packed)]
         trees.append(shapes_in(packed))
         leaves += [_leaf_at(slot, packed.layout, buffers) for slot in packed.layout.slots]
-        held = f"{HELD} in host memory" if isinstance(packed.layout, HostedLayout) else HELD
+        held = f"{HELD} in host memory" if isinstance(packed.layout, HostLayout) else HELD
         holder = held if packed is node else f"the Variables of {place}"
         holders += [holder] * len(packed.layout.slots)
     args, kwargs = structure.unflatten(trees)
@@ -207,9 +200,8 @@ def _in_leaves(carry: Sequence[str], call: Call) -> Call:
 
 def _leaf_at(slot: Slot, layout: Layout, buffers: Sequence[Leaf]) -> Leaf:
     given = buffers[slot.buffer]
-    if isinstance(layout, HostedLayout):  # As the function sees it.
-        made = layout.buffers[slot.buffer]
-        return Leaf(slot.shape, slot.dtype, made.weak_type, slot.sharding)
+    if isinstance(layout, HostLayout):  # As the function sees it.
+        return Leaf(slot.shape, slot.dtype, slot.weak_type, slot.sharding)
     if slot.offset is None:
         return given
     as_made = given.sharding == layout.buffers[slot.buffer].sharding

@@ -6,6 +6,7 @@ back into the same `Variables`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,24 +15,31 @@ from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache.calls import bound_variables
-from stepcache.calls.bound_variables import PLAIN, variables_of
+from stepcache.calls.bound_variables import variables_of
 from stepcache.calls.context import DEFAULT_SCOPE, Scope
 from stepcache.calls.host_values import check_replicas, compare
-from stepcache.calls.over_buffers import Again, argument_of, leaves_of
-from stepcache.calls.step_spec import StepSpec
+from stepcache.calls.over_buffers import Again, argument_of, leaves_of, mapped
+from stepcache.calls.placement import moved_bytes
+from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import VariablesError
 from stepcache.variables import transfer
 from stepcache.variables.describing import joined
 from stepcache.variables.masters import Reader
 from stepcache.variables.packing import Packed
-from stepcache.variables.plan import Plan
+from stepcache.variables.plan import Plan, check_bytes
 from stepcache.variables.transfer import Meter
-from stepcache.variables.variables import Variables, any_variables
+from stepcache.variables.variables import Variables
+
+NOT_A_HIT: Any = object()
+"""What a plan gets from a call over buffers that has to enter Python: the usual way is to do that.
+
+No exception: JAX's dispatcher would never again serve such a call by itself.
+"""
 
 
 def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether there are `Variables` among the arguments of a call."""
-    return any_variables() and any(
+    return Variables._made and any(
         isinstance(leaf, Variables) for leaf in jax.tree_util.tree_leaves((args, kwargs))
     )
 
@@ -39,12 +47,8 @@ def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
 class Use:
     """The `Variables` of one call.
 
-    Args:
-        spec: the step.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
     Attributes:
+        given: the arguments of the call, positional ones and others.
         variables: those there are, carried ones first.
         carried: how many of them are carried.
         meter: counts what moves.
@@ -53,39 +57,27 @@ class Use:
         VariablesError: one is carried twice, or stands where the step's options leave it no place.
     """
 
-    __slots__ = (
-        "_args",
-        "_buffer_paths",
-        "_kwargs",
-        "_session",
-        "_spec",
-        "carried",
-        "meter",
-        "variables",
-    )
-
     def __init__(self, spec: StepSpec, args: tuple, kwargs: dict[str, Any]):
-        self._spec, self._args, self._kwargs = spec, args, kwargs
+        self._spec, self.given = spec, (args, kwargs)
         self._session: Any = None
-        self._buffer_paths: set[str] | None = None
         self.meter = Meter()
         self.variables = self._find()
         bound_variables.check_options(spec, args, kwargs, read=len(self.variables) > self.carried)
 
     def _find(self) -> list[Variables]:
-        spec, args, kwargs = self._spec, self._args, self._kwargs
         found: list[Variables] = []
-        for name, argument in zip(spec.parameters.carry, self.carry_arguments(), strict=True):
-            for each in variables_of(argument):
+        for name, tree in zip(self._spec.parameters.carry, self.carry_arguments(), strict=True):
+            for each in variables_of(tree):
                 if each in found:
                     raise VariablesError(
                         "variables are carried twice, and would get two values",
-                        where=f"{spec.name}, argument {name}",
+                        where=f"{self._spec.name}, argument {name}",
                         got=repr(each),
                         hint="pass them once, or make two of them",
                     )
                 found.append(each)
         self.carried = len(found)
+        args, kwargs = self.given
         for tree in (*args, *(kwargs[name] for name in sorted(kwargs))):
             for each in variables_of(tree):
                 if each not in found:
@@ -93,11 +85,7 @@ class Use:
         return found
 
     def held(self, scope: Scope) -> Use:
-        """Context manager that locks the variables.
-
-        Raises:
-            VariablesError: they lie on another mesh than this session's.
-        """
+        """Context manager that locks the variables, after a look at their mesh and rules."""
         self._session = scope if scope is not DEFAULT_SCOPE else None
         for each in self.variables:
             each._check_usable(scope.mesh)
@@ -105,50 +93,6 @@ class Use:
                 scope.seen.add(each)
                 scope.match_rules(each._paths())
         return self
-
-    def compare_values(self, scope: Scope) -> None:
-        """Compares the initial values of the variables with the other processes of a pod, once.
-
-        Raises:
-            AgreementError: they were made of other values there.
-        """
-        new = [each for each in self.variables if each._made_of]
-        peers = scope.peers if new else None
-        if peers is None:
-            return
-        names = self._arguments()
-        tokens = {
-            joined(names[each._number][0], path): token
-            for each in new
-            for path, token in each._made_of.items()
-        }
-        spec = self._spec
-        with peers.round(
-            spec.name, f"new variables ({', '.join(each.name for each in new)})"
-        ) as round:
-            about = f"in variables that {spec.name} is called with"
-            compare(round, about, {tuple(peers.ranks): tokens})
-        for each in new:
-            each._made_of = {}
-
-    def check_replicas(self, scope: Scope, number: int) -> None:
-        """Checks that replicas on several devices or processes are equal. Requires the locks.
-
-        Args:
-            scope: says at which calls.
-            number: of the call, among those of the step.
-
-        Raises:
-            AgreementError: they do not.
-        """
-        if scope.check_replicas_every and number % scope.check_replicas_every == 0:
-            held = [each for each in self.variables if not each._master.is_lost]
-            check_replicas(
-                lambda: (part for each in held for part in each._parts_on_devices()),
-                scope.peers,
-                f"at call {number} of {self._spec.name}",
-                summed=True,
-            )
 
     def __enter__(self) -> Use:
         for each in self.in_order():
@@ -165,86 +109,148 @@ class Use:
             return self.variables
         return sorted(self.variables, key=lambda each: each._number)
 
+    def compare_values(self, scope: Scope) -> None:
+        """Raises `AgreementError`, once, if other processes made the variables of other values."""
+        new = [each for each in self.variables if each._made_of]
+        peers = scope.peers if new else None
+        if peers is None:
+            return
+        names = self._arguments()
+        tokens = {
+            joined(names[each][0], path): token
+            for each in new
+            for path, token in each._made_of.items()
+        }
+        step, made = self._spec.name, ", ".join(each.name for each in new)
+        with peers.round(step, f"new variables ({made})") as round:
+            compare(round, f"in variables that {step} is called with", {tuple(peers.ranks): tokens})
+        for each in new:
+            each._made_of = {}
+
+    def check_replicas(self, scope: Scope, number: int) -> None:
+        """Raises `AgreementError` if replicas on devices or processes differ. Under the locks.
+
+        The session says at which calls; `number` is that of this one, among those of the step.
+        """
+        if scope.check_replicas_every and number % scope.check_replicas_every == 0:
+            held = [each for each in self.variables if not each._master.is_lost]
+            check_replicas(
+                lambda: (part for each in held for part in each._parts_on_devices()),
+                scope.peers,
+                f"at call {number} of {self._spec.name}",
+                summed=True,
+            )
+
+    def carry_arguments(self) -> list[Any]:
+        """The arguments that are carried; None for one that is not passed."""
+        parameters = self._spec.parameters
+        return [argument_of(parameters.positional, *self.given, name) for name in parameters.carry]
+
+    def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
+        """Position or name of each argument, and itself: the carried ones first.
+
+        In this order, variables that are passed more than once are recognized.
+        """
+        args, kwargs = self.given
+        positional, carry = self._spec.parameters.positional, self._spec.parameters.carry
+        given: list[tuple[str, int | str, Any]] = [
+            (positional[i] if i < len(positional) else "", i, argument)
+            for i, argument in enumerate(args)
+        ]
+        given += [(name, name, kwargs[name]) for name in sorted(kwargs)]
+        for first in (True, False):
+            yield from ((key, tree) for name, key, tree in given if (name in carry) is first)
+
+    def places(self) -> Iterator[tuple[str, str, Variables]]:
+        """Where variables stand: the argument, and the path as rules read it, such as `rest/0`."""
+        args, kwargs = self.given
+        name_of = self._spec.parameters.name_of
+        named = [(name_of(index), tree) for index, tree in enumerate(args)]
+        for name, tree in (*named, *kwargs.items()):
+            base = name.replace("[", "/").rstrip("]")
+            for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                if isinstance(leaf, Variables):
+                    yield name, joined(base, keystr(keys, simple=True, separator="/")), leaf
+
+    def _arguments(self) -> dict[Variables, list[str]]:
+        """The arguments that each of the variables is in."""
+        names: dict[Variables, list[str]] = {}
+        for name, _, each in self.places():
+            if name not in names.setdefault(each, []):
+                names[each].append(name)
+        return names
+
+    def buffer_paths(self) -> set[str]:
+        """The paths, in the program's arguments, of the leaves that are buffers of variables."""
+        return {
+            f"{path}/{index}"
+            for _, path, each in self.places()
+            for index in range(len(each._layout.buffers))
+        }
+
+    def told(self) -> Iterator[str]:
+        """A line for each of the variables."""
+        for each in self.variables:
+            paths = (path for _, path, there in self.places() if there is each)
+            yield f"{' and '.join(paths)}: {each!r}"
+
+    def plan(self) -> Plan:
+        """The transfers that the call will make."""
+        names, transfers = self._arguments(), []
+        for index, each in enumerate(self.variables):
+            reader = Reader(self._session, tuple(names[each]), index < self.carried)
+            with each._lock:
+                transfers += each._master.plan(each.name, reader)
+        return Plan(tuple(transfers))
+
     def taken(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program takes them, which may write over what is carried."""
         in_program = self._in_program()
 
         def take(each: Variables, carried: bool) -> Packed:
-            packed = each._take(Reader(self._session, (), carried, in_program), self.meter)
+            each._master.check_not_lost(each.name)
+            reader = Reader(self._session, (), carried, in_program)
+            packed = each._master.take(reader, self.meter)
             return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
-        return self._given(take)
+        return self._replaced(take)
+
+    def shown(self) -> tuple[tuple, dict[str, Any]]:
+        """The arguments as a program would take them."""
+        in_program = self._in_program()
+        return self._replaced(lambda each, _: each._master.described(in_program=in_program))
 
     def _in_program(self) -> bool:
         return bool(self.carried) and bound_variables.can_cross_in_program(
             self._spec, self.given, self.variables
         )
 
-    def _arguments(self) -> dict[int, list[str]]:
-        """For each of the variables, by number, the arguments that it is in."""
-        names: dict[int, list[str]] = {}
-        name_of = self._spec.parameters.name_of
-        given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
-        for name, tree in (*given, *self._kwargs.items()):
-            for each in variables_of(tree):
-                if name not in names.setdefault(each._number, []):
-                    names[each._number].append(name)
-        return names
+    def _replaced(self, value_of: Callable[[Variables, bool], Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments with the variables replaced, given whether each is carried.
 
-    def holds(self, path: str) -> bool:
-        """Whether a leaf of the program's arguments, by its path, is a buffer of variables."""
-        if self._buffer_paths is None:
-            self._buffer_paths = {
-                f"{path}/{index}"
-                for path, each in self.places()
-                for index in range(len(each._layout.buffers))
-            }
-        return path in self._buffer_paths
+        What comes more than once is asked for once; carried arguments, the first time, have it.
+        """
+        values = [value_of(each, index < self.carried) for index, each in enumerate(self.variables)]
+        used = [False] * len(values)
 
-    def places(self) -> Iterator[tuple[str, Variables]]:
-        """The paths at which variables stand, as rules read them: `state`, `rest/0`."""
-        name_of = self._spec.parameters.name_of
-        given = [(name_of(index), tree) for index, tree in enumerate(self._args)]
-        for name, tree in (*given, *self._kwargs.items()):
-            if type(tree) in PLAIN:
-                continue
-            for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-                if isinstance(leaf, Variables):
-                    base = name.replace("[", "/").rstrip("]")
-                    path = "/".join((base, keystr(keys, simple=True, separator="/")))
-                    yield path.rstrip("/"), leaf
+        def stand_in(leaf: Any) -> Any:
+            if not isinstance(leaf, Variables):
+                return leaf
+            index = self.variables.index(leaf)
+            if used[index]:
+                return Again(index)
+            used[index] = True
+            return values[index]
 
-    def told(self) -> Iterator[str]:
-        """A line for each of the variables."""
-        for each in self.variables:
-            paths = (path for path, there in self.places() if there is each)
-            yield f"{' and '.join(paths)}: {each!r}"
-
-    def plan(self) -> Plan:
-        """The transfers that the call will make."""
-        names = self._arguments()
-        return Plan(
-            tuple(
-                planned
-                for index, each in enumerate(self.variables)
-                for planned in each._plan(
-                    Reader(self._session, tuple(names[each._number]), index < self.carried)
-                )
-            )
-        )
-
-    def shown(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments as a program would take them."""
-        in_program = self._in_program()
-        return self._given(lambda each, carried: each._described(in_program=in_program))
+        args, kwargs = list(self.given[0]), dict(self.given[1])
+        for key, argument in self.arguments_in_turn():
+            holder: Any = args if isinstance(key, int) else kwargs
+            is_one = isinstance(argument, Variables)
+            holder[key] = stand_in(argument) if is_one else mapped(stand_in, argument)
+        return tuple(args), kwargs
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments with values in place of variables, for a call inside a transformation.
-
-        Raises:
-            VariablesError: variables are carried, and cannot be written there; or the
-                transformation would keep their values as constants.
-        """
+        """The arguments with values in place of variables, for a call inside a transformation."""
         if self.carried:
             raise VariablesError(
                 "variables cannot be carried inside another transformation",
@@ -261,77 +267,29 @@ class Use:
                 hint="call the step outside of it, or pass .value as an argument of the function "
                 "that is transformed",
             )
-        args = tuple(map(_values_in, self._args))
-        return args, {name: _values_in(tree) for name, tree in self._kwargs.items()}
 
-    def _given(self, value_of: Callable[[Variables, bool], Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments with the variables replaced.
-
-        Args:
-            value_of: gives it, for variables and whether they are carried. What comes more than
-                once is asked for once; carried arguments, the first time, have the value itself.
-        """
-        values = [value_of(each, index < self.carried) for index, each in enumerate(self.variables)]
-        used = [False] * len(values)
-
-        def stand_in(leaf: Any) -> Any:
+        def value_of(leaf: Any) -> Any:
             if not isinstance(leaf, Variables):
                 return leaf
-            index = self.variables.index(leaf)
-            if used[index]:
-                return Again(index)
-            used[index] = True
-            return values[index]
+            return jax.tree.map(jax.numpy.asarray, leaf.value)  # Some are in numpy's memory.
 
-        args, kwargs = list(self._args), dict(self._kwargs)
-        for key, argument in self.arguments_in_turn():
-            if type(argument) not in PLAIN:
-                holder: Any = args if isinstance(key, int) else kwargs
-                holder[key] = _substituted(argument, stand_in)
-        return tuple(args), kwargs
-
-    @property
-    def given(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of the call."""
-        return self._args, self._kwargs
-
-    def carry_arguments(self) -> list[Any]:
-        """The arguments that are carried; None for one that is not passed."""
-        parameters = self._spec.parameters
-        return [
-            argument_of(parameters.positional, self._args, self._kwargs, name)
-            for name in parameters.carry
-        ]
-
-    def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
-        """Position or name of each argument, and itself: the carried ones first.
-
-        In this order, variables that are passed more than once are recognized.
-        """
-        positional, carry = self._spec.parameters.positional, self._spec.parameters.carry
-        given: list[tuple[str, int | str, Any]] = [
-            (positional[i] if i < len(positional) else "", i, argument)
-            for i, argument in enumerate(self._args)
-        ]
-        given += [(name, name, self._kwargs[name]) for name in sorted(self._kwargs)]
-        for first in (True, False):
-            yield from ((key, tree) for name, key, tree in given if (name in carry) is first)
+        args = tuple(mapped(value_of, tree) for tree in self.given[0])
+        return args, {name: mapped(value_of, tree) for name, tree in self.given[1].items()}
 
     def written(self, outputs: Any) -> Any:
         """Stores new values in the carried variables, and puts these into the outputs."""
-        if self.carried:
-            outputs = self._put(outputs)
-        for index, each in enumerate(self.variables):
-            each._ahead(Reader(self._session, carried=index < self.carried), self.meter)
-        return outputs
 
-    def _put(self, outputs: Any) -> Any:
         def put(each: Variables, value: Packed) -> None:
             value = transfer.copied(value) if jaxcompat.arguments_outlive_calls() else value
-            each._put(value, self._session, self.meter)
+            each._master.put(value, self._session, self.meter)
 
-        names = len(self._spec.parameters.carry)
-        return put_back(outputs, self.variables[: self.carried], names, put)
+        if self.carried:
+            names = len(self._spec.parameters.carry)
+            outputs = put_back(outputs, self.variables[: self.carried], names, put)
+        for index, each in enumerate(self.variables):
+            reader = Reader(self._session, carried=index < self.carried)
+            each._master.ahead(reader, self.meter)
+        return outputs
 
 
 def put_back(
@@ -342,11 +300,7 @@ def put_back(
 ) -> Any:
     """Stores returned values in the carried variables, and puts these into the outputs.
 
-    Args:
-        outputs: of the program.
-        carried: the variables, in the order of the outputs.
-        names: how many arguments of the step are carried.
-        put: puts a value into variables.
+    `names` counts the arguments of the step that are carried.
     """
     left = iter(carried)
 
@@ -357,44 +311,29 @@ def put_back(
         put(each, node)
         return each
 
-    if type(outputs) is Packed:
-        return commit(outputs)
     # A carry that is a list or a tuple, and comes back alone, looks like several outputs.
     if type(outputs) in (tuple, list) and len(carried) == sum(
         isinstance(leaf, Packed) for tree in outputs[:names] for leaf in leaves_of(tree)
     ):
-        news = (_substituted(tree, commit) for tree in outputs[:names])
+        news = (mapped(commit, tree) for tree in outputs[:names])
         return type(outputs)((*news, *outputs[names:]))
-    return _substituted(outputs, commit)
+    return mapped(commit, outputs)
 
 
-NOT_A_HIT: Any = object()
-"""What a plan gets from a call over buffers that has to enter Python: the usual way is to do that.
+def check_budget(scope: Scope, step: str, request: Request | None, use: Use | None = None) -> None:
+    """Raises `TransferBudgetError` for a call that would move more than its session allows.
 
-No exception: JAX's dispatcher would never again serve such a call by itself.
-"""
-
-
-def _substituted(tree: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, Variables | Packed):
-        return change(tree)
-    if isinstance(tree, jax.Array):
-        return tree
-    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_packed)
-    changed = [change(leaf) for leaf in leaves]
-    if all(old is new for old, new in zip(leaves, changed, strict=True)):
-        return tree
-    return structure.unflatten(changed)
-
-
-def _is_packed(node: Any) -> bool:
-    return isinstance(node, Packed)
-
-
-def _values_in(tree: Any) -> Any:
-    def value_of(leaf: Any) -> Any:
-        if not isinstance(leaf, Variables):
-            return leaf
-        return jax.tree.map(jax.numpy.asarray, leaf.value)  # Some are in host memory, in numpy's.
-
-    return _substituted(tree, value_of)
+    `request` is the call, as its program takes it; None if it is unknown.
+    """
+    if scope.max_step_bytes is None:
+        return
+    needed: Counter[str] = Counter()
+    if request is not None:
+        call, held = request.call, use.buffer_paths() if use is not None else ()
+        rows = zip(call.leaves, call.signature.leaves, request.placed, request.asked, strict=True)
+        for path, row in zip(call.paths, rows, strict=True):
+            if path.slashed not in held:
+                needed[path.text] += moved_bytes(*row)
+    if use is not None:
+        needed.update(use.plan().bytes_by_transfer)
+    check_bytes(step, needed, scope.max_step_bytes)

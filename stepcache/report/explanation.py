@@ -260,9 +260,8 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     program = scope.cache.peek(request.key)
     miss, stored = (None, False) if program else engine.foresee(scope, request)
     arguments = [*_leaves_of(use, parameters, request.shown)] if use else []
-    arguments += [
-        each for each in _arguments(parameters, request) if not (use and use.holds(each.path))
-    ]
+    held = use.buffer_paths() if use else ()
+    arguments += [each for each in _arguments(parameters, request) if each.path not in held]
     return Explanation(
         name,
         program is not None,
@@ -289,7 +288,7 @@ def _seconds(program: Program | None) -> tuple[float, float, float] | None:
 
 def _leaves_of(use: Use, parameters: Parameters, told: Call) -> Iterable[Argument]:
     """A row for each leaf of variables; variables that are passed twice have rows once."""
-    places = [(f"{place}/", each.name) for place, each in use.places()]
+    places = [(f"{place}/", each.name) for _, place, each in use.places()]
     for path, leaf in zip(told.paths, told.signature.leaves, strict=True):
         if not path.holder.startswith(HELD):
             continue

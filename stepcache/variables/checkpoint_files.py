@@ -39,22 +39,12 @@ def custom_metadata(path: Path) -> dict[str, Any]:
         return {}
 
 
-def is_ours(metadata: dict[str, Any]) -> bool:
-    """Whether stepcache wrote a checkpoint. The first format had no name of its own."""
-    return "stepcache" in metadata or {"version", "leaves"} <= metadata.keys()
-
-
-def _is_whole(path: Path) -> bool:
-    files = (path / name for name in ("_METADATA", "manifest.ocdbt"))
-    return is_ours(custom_metadata(path)) and all(map(Path.exists, files))
+def _is_ours(path: Path) -> bool:
+    return "stepcache" in custom_metadata(path)
 
 
 def check_replaceable(path: Path) -> None:
-    """Checks that a save to `path` destroys nothing but an earlier checkpoint of stepcache.
-
-    Raises:
-        VariablesError: there is a file, another directory, or a checkpoint with more inside it.
-    """
+    """Raises `VariablesError` if a save to `path` would destroy more than our own checkpoint."""
     try:
         names = sorted(each.name for each in path.iterdir())
     except FileNotFoundError:
@@ -70,7 +60,7 @@ def check_replaceable(path: Path) -> None:
         kind = "a checkpoint" if len(others) < len(names) else "a directory"
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise _occupied(path, f"{kind} with {', '.join(others[:3])}{more} inside")
-    if names and not is_ours(custom_metadata(path)):
+    if names and not _is_ours(path):
         raise _occupied(path, "a checkpoint that stepcache did not write, or a damaged one")
 
 
@@ -102,11 +92,7 @@ class Staging:
             unlocked.rename(self._directory / "lock")
 
     def publish(self) -> None:
-        """Replaces the target by what was written. At each moment one of them is whole.
-
-        Raises:
-            VariablesError: the target has become something that a save may not replace.
-        """
+        """Replaces the target by what was written. At each moment one of them is whole."""
         old = self._directory / "old"
         while True:
             check_replaceable(self.target)
@@ -168,11 +154,7 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """The path of a step's checkpoint.
-
-    Raises:
-        VariablesError: `directory` is a checkpoint itself, or a file.
-    """
+    """The path of a step's checkpoint. Raises `VariablesError` if `directory` is one, or a file."""
     if (directory / _METADATA).exists() or (directory.exists() and not directory.is_dir()):
         raise VariablesError(
             "numbered checkpoints need a directory of their own",
@@ -201,16 +183,14 @@ def prune(directory: Path, keep: int, staging: Staging) -> None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest whole one of the steps below it.
-
-    Raises:
-        VariablesError: there is none.
-    """
+    """The checkpoint at `path`, or the newest whole one of the steps below it."""
     recover(path)
     if (path / _METADATA).exists() or (path / "_METADATA").exists():
         return path
-    for each in _steps_in(path):
-        if _is_whole(each):
+    for each in _steps_in(path):  # The newest that is whole.
+        if _is_ours(each) and all(
+            (each / name).exists() for name in ("_METADATA", "manifest.ocdbt")
+        ):
             return each
     names = _names_in(path)[:3]
     got = f"a directory with {listed(names)}" if names else "an empty directory"

@@ -9,15 +9,12 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jax.tree_util import keystr
 
-from stepcache.distributed.global_arrays import placed
 from stepcache.errors import VariablesError
 from stepcache.sharding import current_reader
 from stepcache.variables.describing import abstract, joined
@@ -30,23 +27,6 @@ from stepcache.variables.updates import Updates
 Name = tuple[str, ...]
 NOTHING: Name = ("%nothing",)
 """The name of what is stored in a checkpoint without leaves: orbax stores no empty trees."""
-
-
-@dataclass
-class Parts:
-    """What a checkpoint holds, or will hold, of some variables.
-
-    Attributes:
-        trees: of arrays or templates: "" the value, "optimizer" its state, "pending" the sum of
-            pending updates.
-        about: the version, the write mode, and the number of pending updates; empty where what is
-            stored was no `Variables`.
-        state: the optimizer's state, to be overwritten.
-    """
-
-    trees: dict[str, Any]
-    about: dict[str, Any]
-    state: Master | None = None
 
 
 class Savable:
@@ -62,8 +42,10 @@ class Savable:
     _made_of: dict[str, str]
     _moving: Callable[..., contextlib.AbstractContextManager[Meter]]
 
-    def _parts(self) -> Parts:
-        """The parts to save. Under the lock."""
+    def _parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Trees to save ("" the value, "optimizer" its state, "pending" the updates that are), and
+        what is saved about them. Under the lock.
+        """
         master, updates = self._master, self._updates
         trees = {"": self.value}
         if (state := updates.state) is not None:
@@ -73,18 +55,16 @@ class Savable:
         if (pending := updates.pending_leaves) is not None:
             trees["pending"] = master.layout.tree.unflatten(pending)
         about = {"version": master.version, "mode": self.write.mode, "pending": updates.pending}
-        return Parts(trees, about)
+        return trees, about
 
-    def _wanted_parts(self, stored: set[str], about: dict[str, Any], partial: bool) -> Parts:
-        """Templates of the parts to restore, of those stored, and what is stored `about` them.
-
-        Raises:
-            TransferBudgetError: it would move more than the session allows.
-        """
-        wanted = Parts({"": self._master.templates()}, about)
+    def _wanted_parts(
+        self, stored: set[str], about: dict[str, Any], partial: bool
+    ) -> tuple[dict[str, Any], Master | None]:
+        """Templates of the trees to restore, of those stored, and the state to write over."""
+        wanted = {"": self._master.templates()}
         is_same_mode = about.get("mode") == self.write.mode
         if "pending" in stored and is_same_mode:
-            wanted.trees["pending"] = self._master.templates()
+            wanted["pending"] = self._master.templates()
         # A checkpoint from before the first push has no state.
         has_state = "optimizer" in stored or not (is_same_mode or partial)
         has_state = has_state and self.write.mode == "apply"
@@ -92,13 +72,15 @@ class Savable:
         written = (self._master,) if state is None else (self._master, state)
         with self._lock, self._moving("restore", *written) as meter:
             if has_state:
-                wanted.state = self._updates.ready_state(self._master, meter)
-                wanted.trees["optimizer"] = wanted.state.templates()
-        return wanted
+                state = self._updates.ready_state(self._master, meter)
+                wanted["optimizer"] = state.templates()
+        return wanted, state
 
-    def _put_parts(self, wanted: Parts, restored: dict[str, list[Any]]) -> None:
+    def _put_parts(
+        self, restored: dict[str, list[Any]], state: Master | None, about: dict[str, Any]
+    ) -> None:
         """Takes the leaves that were restored, or None for those that stay. Under the lock."""
-        about, reader, leaves = wanted.about, current_reader(), restored[""]
+        reader, leaves = current_reader(), restored[""]
         for slot, leaf in zip(self._master.layout.slots, leaves, strict=True):
             if leaf is not None:
                 self._made_of.pop(slot.path, None)
@@ -106,7 +88,7 @@ class Savable:
             if not leaves or any(leaf is not None for leaf in leaves):
                 self._master.version = max(self._master.version, about.get("version", 0) - 1)
                 self._master.assign(_filled(leaves, self._master, meter), reader, meter)
-            if (state := wanted.state) is not None:
+            if state is not None:
                 state.assign(_filled(restored["optimizer"], state, meter), reader, meter)
                 self._updates.state = state
             elif about.get("mode") == "apply":
@@ -193,24 +175,13 @@ def _text(key: Any) -> str:
     return keystr((key,), simple=True)
 
 
-def nested(values: dict[Name, Any]) -> dict[str, Any]:
-    """Values by name as nested dicts."""
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        node = tree
-        for part in name[:-1]:
-            node = node.setdefault(part, {})
-        node[name[-1]] = value
-    return tree
-
-
 def is_key(value: Any) -> bool:
     """Whether this is an array of random keys, or a template for one."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and is_key_type(dtype)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
 
 
@@ -225,13 +196,9 @@ class Kind(NamedTuple):
 
 
 def kind_of(leaf: Leaf) -> Kind:
-    """Dtype and shape of a leaf.
-
-    Raises:
-        VariablesError: it is no array and no number.
-    """
+    """Dtype and shape of a leaf. Raises `VariablesError` if it is no array and no number."""
     value: Any = leaf.value
-    if _is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
+    if is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
         return Kind(number.dtype.name, ())
     if isinstance(value, jax.ShapeDtypeStruct) or abstract(value) is not None:
         return Kind(getattr(value.dtype, "name", str(value.dtype)), tuple(value.shape))
@@ -242,72 +209,3 @@ def kind_of(leaf: Leaf) -> Kind:
         got=f"{value!r} of type {type(value).__name__}"[:100],
         hint="keep what is not an array outside of the tree",
     )
-
-
-def storable(leaf: Leaf, *, copied: bool) -> Any:
-    """A leaf as orbax takes it; with `copied`, a copy, if it could change before it is written.
-
-    Raises:
-        VariablesError: it is no array and no number, has no value, or was donated.
-    """
-    kind_of(leaf)
-    value: Any = leaf.value
-    is_template = isinstance(value, jax.ShapeDtypeStruct)
-    if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
-        raise VariablesError(
-            "a leaf of a checkpoint has no value",
-            where=leaf.path,
-            got="a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted",
-        )
-    if not isinstance(value, jax.Array):
-        return np.array(value) if copied else np.asarray(value)
-    value = jax.random.key_data(value) if is_key(value) else value
-    if jax.process_count() > 1 and value.is_fully_addressable:  # orbax writes global arrays only.
-        return np.asarray(value)
-    return value
-
-
-def compatible(stored: Kind, leaf: Leaf) -> bool:
-    """Whether what was stored can be restored as the leaf."""
-    if is_key(leaf.value):  # orbax stores keys as their data.
-        data = jax.eval_shape(jax.random.key_data, leaf.value)
-        return stored in (kind_of(leaf), Kind(data.dtype.name, data.shape))
-    if not _is_number(leaf.value):
-        return stored == kind_of(leaf)
-    if stored.shape or stored.dtype.startswith("key<"):
-        return False
-    dtype, kind = np.dtype(stored.dtype), type(leaf.value)
-    return (dtype.kind == "b") is (kind is bool) and np.can_cast(dtype, kind, "same_kind")
-
-
-def sharding_for(template: Any) -> Any:
-    """The sharding that a leaf is restored to; None for the memory of this process."""
-    if isinstance(template, jax.ShapeDtypeStruct):
-        return template.sharding or SingleDeviceSharding(jax.local_devices()[0])
-    return template.sharding if isinstance(template, jax.Array) and template.committed else None
-
-
-def like(template: Any, read: Any) -> Any:
-    """What was read, in the type and sharding of its template."""
-    if _is_number(template):
-        return type(template)(np.asarray(read).item())
-    if isinstance(template, np.generic):
-        return np.asarray(read)[()]
-    if isinstance(template, np.ndarray):
-        return np.asarray(read)
-    if is_key(template):
-        data = jax.random.key_data(read) if is_key(read) else np.asarray(read)
-        return placed(_keys(data, template), sharding_for(template))
-    return read if isinstance(read, jax.Array) else placed(read, sharding_for(template))
-
-
-def empty_like(template: Any) -> Any:
-    """The data of an array without elements, which orbax does not store."""
-    data = jax.eval_shape(jax.random.key_data, template) if is_key(template) else template
-    return np.zeros(data.shape, data.dtype)
-
-
-def _keys(data: Any, template: Any) -> Any:
-    impl = []
-    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), template)
-    return jax.random.wrap_key_data(data, impl=impl[0])

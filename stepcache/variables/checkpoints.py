@@ -11,7 +11,7 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoint_items import (
     NOTHING,
     Leaf,
+    Name,
     Savable,
     check_names,
     is_key,
@@ -32,12 +33,11 @@ from stepcache.variables.checkpoint_items import (
     kind_of,
     leaves_of,
     locked,
-    nested,
-    storable,
 )
 from stepcache.variables.describing import check_not_tracing
 
 _log = logging.getLogger("stepcache")
+_UNWRITTEN = "the checkpoint could not be written"
 _unfinished: list[Saving] = []
 _writing = threading.Lock()  # Two saves at once would wait for each other's signals in orbax.
 
@@ -72,41 +72,44 @@ class Saving:
                 self._pod.guarded(self._thread.join)
                 with contextlib.suppress(ValueError):
                     _unfinished.remove(self)
-            if not self._agreed:
-                self._agreed = True
-                _raise_together(self._pod, f"saving {self._root}", self._error)
-            elif self._error is not None:
-                raise self._error
+            agreed, self._agreed = self._agreed, True
+            label, own = f"saving {self._root}", str(self._error or "").encode()
+            received = {} if agreed else self._pod.gather(label, own)
+        if self._error is not None:
+            raise self._error
+        for rank, text in received.items():
+            if text:
+                raise VariablesError(f"rank {rank}: {text.decode()}")
 
     def _start(self, tree: Any, metadata: dict[str, Any]) -> None:
         """Copies the arrays to the host, and starts to write them."""
-        new = Path(of_leader(self._pod, self._root, self._prepare))
+        new = of_leader(self._pod, self._root, self._prepare, _UNWRITTEN)
         _writing.acquire()
         try:
-            self._checkpointer = self._pod.guarded(lambda: _write(new, tree, metadata))
-        except BaseException as error:
+            with damage_as_error(self._root, _UNWRITTEN):
+                self._checkpointer = self._pod.guarded(lambda: _write(new, tree, metadata))
+        except BaseException:
             self._close()
-            if (wrapped := _unwritten(self._root, error)) is error:
-                raise
-            raise wrapped from error
+            raise
 
-    def _prepare(self) -> str:
+    def _prepare(self) -> Path:
         target = self._root if self._keep is None else files.step_path(self._root, self._step)
         files.recover(target)
         files.check_replaceable(target)
         self._staging = files.Staging(target)
-        return str(self._staging.new)
+        return self._staging.new
 
     def _finish(self) -> None:
         """Waits until orbax has written all, and publishes it."""
         try:
-            self._checkpointer.wait_until_finished()
-            if self._staging is not None:
-                self._staging.publish()
-                if self._keep is not None:
-                    files.prune(self._root, self._keep, self._staging)
-        except Exception as error:
-            self._error = _unwritten(self._root, error)
+            with damage_as_error(self._root, _UNWRITTEN):
+                self._checkpointer.wait_until_finished()
+                if self._staging is not None:
+                    self._staging.publish()
+                    if self._keep is not None:
+                        files.prune(self._root, self._keep, self._staging)
+        except StepCacheError as error:
+            self._error = error
         finally:
             self._checkpointer.close()
             self._close()
@@ -234,20 +237,49 @@ def _collected(items: dict[str, Any], *, copied: bool) -> tuple[dict[str, Any], 
         for name, item in items.items():
             trees = {"": item}
             if isinstance(item, Savable):
-                parts = item._parts()
-                trees, about[name] = parts.trees, parts.about
+                trees, about[name] = item._parts()
             for part, tree in trees.items():
                 leaves += leaves_of(joined_part(name, part), tree)
     values, special = {}, []
     for leaf in leaves:
-        value, kind = storable(leaf, copied=copied), kind_of(leaf)
+        value, kind = _storable(leaf, copied=copied), kind_of(leaf)
         is_empty = 0 in kind.shape  # orbax stores no empty arrays.
         if not is_empty:
             values[leaf.name] = value
         if is_empty or is_key(leaf.value):
             special.append([list(leaf.name), kind.dtype, list(kind.shape)])
     metadata = {"stepcache": {"variables": about, "leaves": special}}
-    return nested(values or {NOTHING: np.zeros(1)}), metadata
+    return _nested(values or {NOTHING: np.zeros(1)}), metadata
+
+
+def _storable(leaf: Leaf, *, copied: bool) -> Any:
+    """A leaf as orbax takes it; with `copied`, a copy, if it could change before it is written."""
+    kind_of(leaf)
+    value: Any = leaf.value
+    is_template = isinstance(value, jax.ShapeDtypeStruct)
+    if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
+        raise VariablesError(
+            "a leaf of a checkpoint has no value",
+            where=leaf.path,
+            got="a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted",
+        )
+    if not isinstance(value, jax.Array):
+        return np.array(value) if copied else np.asarray(value)
+    value = jax.random.key_data(value) if is_key(value) else value
+    if jax.process_count() > 1 and value.is_fully_addressable:  # orbax writes global arrays only.
+        return np.asarray(value)
+    return value
+
+
+def _nested(values: dict[Name, Any]) -> dict[str, Any]:
+    """Values by name as nested dicts."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        node = tree
+        for part in name[:-1]:
+            node = node.setdefault(part, {})
+        node[name[-1]] = value
+    return tree
 
 
 class Alone:
@@ -267,38 +299,32 @@ def processes() -> Peers | Alone:
     return peers or peers_of(range(jax.process_count())) or Alone()
 
 
-def of_leader(pod: Peers | Alone, path: Path, work: Callable[[], str]) -> str:
-    """Does some work in the first process, and returns its text, or raises its error, in all."""
+def of_leader(
+    pod: Peers | Alone, path: Path, work: Callable[[], Path], what: str, expected: str | None = None
+) -> Path:
+    """Does some work in the first process, and returns its path, or raises its error, in all."""
     error, said = None, b""
     if jax.process_index() == 0:
         try:
-            said = b"+" + work().encode()
-        except Exception as raised:
-            error = _unwritten(path, raised)
-            said = str(error).encode()
+            with damage_as_error(path, what, expected):
+                said = b"+" + str(work()).encode()
+        except StepCacheError as raised:
+            error, said = raised, str(raised).encode()
     answer = pod.gather(f"the checkpoint {path}", said)[0].decode()
     if error is not None:
         raise error
     if not answer.startswith("+"):
         raise VariablesError(answer)
-    return answer[1:]
+    return Path(answer[1:])
 
 
-def _raise_together(pod: Peers | Alone, label: str, error: BaseException | None) -> None:
-    """Raises the error of any process in all processes."""
-    received = pod.gather(label, str(error or "").encode())
-    if error is not None:
-        raise error
-    for rank, text in received.items():
-        if text:
-            raise VariablesError(f"rank {rank}: {text.decode()}")
-
-
-def _unwritten(path: Path, error: BaseException) -> BaseException:
-    """An error of orbax or the file system as a `VariablesError`; others as they are."""
-    if isinstance(error, StepCacheError) or not isinstance(error, Exception):
-        return error
-    what = "the checkpoint could not be written"
-    wrapped = VariablesError(what, where=str(path), got=first_line(error))
-    wrapped.__cause__ = error
-    return wrapped
+@contextlib.contextmanager
+def damage_as_error(path: Path, what: str, expected: str | None = None) -> Iterator[None]:
+    """Raises `VariablesError` for errors of orbax and the file system."""
+    try:
+        yield
+    except StepCacheError:
+        raise
+    except Exception as error:
+        got = first_line(error)
+        raise VariablesError(what, where=str(path), expected=expected, got=got) from error

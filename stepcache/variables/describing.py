@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer
-from stepcache.variables.packing import Described, Layout
+from stepcache.variables.packing import Layout, Slot
 from stepcache.variables.policy import OnHost, Placement, Sharded
 
 
@@ -29,19 +29,10 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 def describe(
     name: str, tree: Any, placement: Placement, placer: Placer | None, prefix: str = ""
-) -> tuple[Any, list[Any], list[Described]]:
+) -> tuple[Any, list[Any], tuple[Slot, ...]]:
     """The structure of a tree, its leaves, and what they are and where they go on the devices.
 
-    Args:
-        name: of the variables, for errors.
-        tree: the value.
-        placement: where the master copy will live.
-        placer: the session's mesh and rules, or None.
-        prefix: what paths begin with for rules.
-
-    Raises:
-        VariablesError: a leaf is no array, or is to be split without a mesh.
-        PlacementError: a leaf cannot be placed as asked.
+    Raises `VariablesError` for a leaf that is no array, or is to be split without a mesh.
     """
     on_device = placement.on_device if isinstance(placement, OnHost) else placement
     if isinstance(on_device, Sharded):
@@ -72,8 +63,8 @@ def describe(
         is_placed = isinstance(sharding, NamedSharding) and sharding.device_set == devices
         if placer is not None and (isinstance(on_device, Sharded) or not is_placed):
             sharding = placer.place(joined(prefix, path), aval.shape, "carry").sharding
-        described.append(Described(path, aval.shape, aval.dtype, aval.weak_type, sharding))
-    return structure, [leaf for _, leaf in named], described
+        described.append(Slot(path, aval.shape, aval.dtype, aval.weak_type, sharding))
+    return structure, [leaf for _, leaf in named], tuple(described)
 
 
 def blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -93,10 +84,8 @@ def abstract(leaf: Any) -> Any:
 
 
 def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = True) -> list[Any]:
-    """The leaves of another tree, of the same structure, shapes and, if asked, dtypes.
-
-    Raises:
-        VariablesError: a leaf is missing or new, or has another shape or dtype.
+    """The leaves of another tree. Raises `VariablesError` unless structure, shapes and, if asked,
+    dtypes are the same.
     """
     named, structure = named_leaves(tree)
     if structure != layout.tree:
@@ -122,11 +111,7 @@ def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = 
 
 
 def check_not_tracing(what: str, where: str) -> None:
-    """Checks that this is outside of transformations, where arrays have values.
-
-    Raises:
-        VariablesError: it is inside one.
-    """
+    """Raises `VariablesError` inside a transformation, where arrays have no values."""
     if jaxcompat.is_tracing():
         raise VariablesError(
             f"{what} inside a transformation, where arrays have no values yet",
@@ -137,11 +122,7 @@ def check_not_tracing(what: str, where: str) -> None:
 
 
 def check_not_constant(where: str) -> None:
-    """Checks that no transformation would keep a value that is read now as a constant.
-
-    Raises:
-        VariablesError: one would.
-    """
+    """Raises `VariablesError` where a transformation would keep what is read now as a constant."""
     if jaxcompat.keeps_what_is_read():
         raise VariablesError(
             "the value is read inside a transformation, which would keep it as a constant and not "

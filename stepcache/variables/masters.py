@@ -7,7 +7,6 @@ and `leaves`.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,12 +30,7 @@ from stepcache.variables.packing import (
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Extent, Transfer, extent_of, links
 from stepcache.variables.policy import OnHost, Placement, Read, check_for_pod
 from stepcache.variables.routes import Route, choose_route
-from stepcache.variables.shares import (
-    HostedLayout,
-    HostLayout,
-    host_layout,
-    hosted_layout,
-)
+from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
 from stepcache.variables.wire import ERROR_BOUNDS
 
@@ -59,8 +53,8 @@ class Reader(NamedTuple):
     in_program: bool = False
 
 
-class Master(ABC):
-    """The master copy of a value: its `Packed` buffers, and its version."""
+class Master:
+    """A master copy in the memory of the devices: a step takes its buffers as they are."""
 
     def __init__(self, packed: Packed):
         self.packed, self.version = packed, 0
@@ -87,13 +81,18 @@ class Master(ABC):
         """The transfers of a call of a step."""
         return self.plan_take(variable, reader)
 
-    @abstractmethod
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         """The transfers of `take`."""
+        there = ("devices", "devices", "none", "it lives there", reader.arguments)
+        return (Transfer(variable, self.version, *there, extent=self._extent),)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         """The transfers of `put` or `assign`."""
         return ()
+
+    @functools.cached_property
+    def _extent(self) -> Extent:
+        return extent_of(self.arrays())
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         """The value as a program takes it."""
@@ -109,27 +108,26 @@ class Master(ABC):
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         """Starts to read what the next step will take, if the policy says so."""
-        return
 
     def looked_at(self, session: Any) -> None:
         """Records that a session has seen the current version."""
-        return
 
-    @abstractmethod
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         """Makes copies of other leaves the value, and raises the version."""
+        self.write(transfer.pack(leaves, self.layout))
 
     def on_devices(self, meter: Meter) -> Packed:
         """The value in the memory of the devices."""
         return self.packed
 
-    @abstractmethod
     def leaves(self, meter: Meter) -> list[Any]:
         """Copies of the leaves."""
+        pairs = zip(self.layout.slots, transfer.unpack(self.packed), strict=True)
+        return [transfer.copy(leaf) if slot.offset is None else leaf for slot, leaf in pairs]
 
-    @abstractmethod
     def copied(self) -> Master:
         """Another master copy of the same value, of version 0."""
+        return Master(transfer.copied(self.packed))
 
     def templates(self) -> Any:
         """The tree, with the types and shardings in which `restore` reads its leaves."""
@@ -144,42 +142,13 @@ class Master(ABC):
         return any(array.is_deleted() for array in self.arrays())
 
     def check_not_lost(self, name: str) -> None:
-        """Checks that there is a value, while no program is working on it.
-
-        Raises:
-            VariablesError: there is none.
-        """
+        """Raises `VariablesError` if there is no value, while no program is working on it."""
         if self.is_lost:
             raise VariablesError(
                 f"{LOST}: a program donated its buffers, and failed",
                 where=name,
                 hint="assign(...) or restore(...) a value that was kept",
             )
-
-
-class OnDevices(Master):
-    """A master copy in the memory of the devices that use it: a step takes it as it is."""
-
-    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        there = ("devices", "devices", "none", "it lives there", reader.arguments)
-        return (Transfer(variable, self.version, *there, extent=self._extent),)
-
-    @functools.cached_property
-    def _extent(self) -> Extent:
-        return extent_of(self.arrays())
-
-    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
-        self.write(transfer.pack(leaves, self.layout))
-
-    def leaves(self, meter: Meter) -> list[Any]:
-        leaves, own = transfer.unpack(self.packed)
-        return [
-            transfer.copy(leaf) if is_own else leaf
-            for leaf, is_own in zip(leaves, own, strict=True)
-        ]
-
-    def copied(self) -> OnDevices:
-        return OnDevices(transfer.copied(self.packed))
 
 
 class InHostMemory(Master):
@@ -195,17 +164,15 @@ class InHostMemory(Master):
         self._reads_ahead = policy.prefetch and policy.cache is None
 
     @functools.cached_property
-    def _hosted(self) -> HostedLayout | None:
-        """How a program takes the value to read it itself; None where the policy asks for another
-        way, or where a program cannot name the memory.
+    def _crosses_in_program(self) -> bool:
+        """Whether a program may read the value itself: the policy asks for no other way, and it can
+        name the memory.
         """
         policy, route = self._policy, self._exact_route.name
         if policy.cache or policy.prefetch or policy.wire or route != "gather":
-            return None
+            return False
         hosts = [host for host in self.host_layout.on_host if host is not None]
-        if any(host.sharding.memory_kind != jaxcompat.PINNED_HOST for host in hosts):  # type: ignore[union-attr]
-            return None
-        return hosted_layout(self.layout, self.host_layout)
+        return all(host.sharding.memory_kind == jaxcompat.PINNED_HOST for host in hosts)  # type: ignore[union-attr]
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         planned = self.plan_take(variable, reader)
@@ -273,12 +240,12 @@ class InHostMemory(Master):
         return Route(self.host_layout, exact.name, exact.why, wire) if wire else exact
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
-        if reader.in_program and self._hosted is not None:
+        if reader.in_program and self._crosses_in_program:
             # Committed arrays would commit the call, and all that it returns, to their device.
             self.packed = transfer.free(self.packed)
-            meter.add(HOST_LINK, self.host_layout.bytes_here[0])
-            meter.add(DEVICE_LINK, self.host_layout.bytes_here[1])
-            return Packed(self._hosted, self.packed.buffers)
+            meter[HOST_LINK] += self.host_layout.bytes_here[0]
+            meter[DEVICE_LINK] += self.host_layout.bytes_here[1]
+            return Packed(self.host_layout, self.packed.buffers)
         copy, _ = self._serving(reader)
         if copy is not None:
             self._copies.served(copy, self.version)
@@ -291,14 +258,14 @@ class InHostMemory(Master):
         return packed
 
     def described(self, *, in_program: bool) -> Packed:
-        if not (in_program and self._hosted is not None):
+        if not (in_program and self._crosses_in_program):
             return super().described(in_program=in_program)
         rows = zip(self.host_layout.on_host, self.layout.buffers, strict=True)
         buffers = (_described(made, host) for host, made in rows)
-        return Packed(self._hosted, tuple(buffers))
+        return Packed(self.host_layout, tuple(buffers))
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
-        if packed.layout is self._hosted:
+        if packed.layout is self.host_layout:
             packed = Packed(self.layout, packed.buffers)
             self._write(transfer.written(packed, self.host_layout, meter), session)
             return
@@ -330,7 +297,13 @@ class InHostMemory(Master):
 
     def on_host(self) -> Packed:
         """The value in the memory of this host, in the shapes that it has on the devices."""
-        return transfer.on_host(self.packed, self.host_layout)
+        rows = zip(
+            self.packed.buffers, self.host_layout.on_host, self.host_layout.on_device, strict=True
+        )
+        whole = transfer.in_device_shape
+        return Packed(
+            self.layout, tuple(x if host is None else whole(x, at) for x, host, at in rows)
+        )
 
     def store(self, packed: Packed, session: Any) -> None:
         """Makes what was computed on the host the value. It crosses no link."""
@@ -367,15 +340,10 @@ def hold(
     prefix: str = "",
     pack: bool = False,
 ) -> Master:
-    """Copies the arrays of a tree to where a placement says.
+    """Copies the arrays of a tree to where a placement says, and counts what moves.
 
     Args:
         name: of the variables, for errors.
-        tree: the value.
-        placement: where the master copy will live.
-        placer: the session's mesh and rules, or None.
-        policy: how it will be read.
-        meter: counts what moves.
         prefix: what paths begin with for rules.
         pack: whether small leaves share buffers.
 
@@ -387,7 +355,7 @@ def hold(
     structure, leaves, described = describe(name, tree, placement, placer, prefix)
     layout = layout_of(structure, described, PACKED_BELOW_BYTES if pack else 0)
     if not isinstance(placement, OnHost):
-        return OnDevices(transfer.pack(leaves, layout))
+        return Master(transfer.pack(leaves, layout))
     mesh = placer.mesh if placer else None
     if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
         check_for_pod(name, placement, policy)

@@ -7,13 +7,14 @@ array. Leaves that are large, split over devices, weakly typed or random keys ar
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,25 +31,16 @@ packing at 4 KiB, 0.36 at 16 KiB, 0.25 at 64 KiB and 0.41 at 256 KiB (jax 0.10.2
 """
 
 
-class Described(NamedTuple):
-    """A leaf without its value."""
+class Slot(NamedTuple):
+    """A leaf without its value, and its place in a buffer."""
 
     path: str  # Its keys, joined by `/`.
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool
     sharding: Sharding | None  # In `.value`; None where JAX chooses it.
-
-
-class Slot(NamedTuple):
-    """A leaf, and its place in a buffer."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Sharding | None
-    buffer: int  # The index of its buffer.
-    offset: int | None  # In elements, in a packed buffer; None in a buffer of its own.
+    buffer: int = 0  # The index of its buffer.
+    offset: int | None = None  # In elements, in a packed buffer; None in a buffer of its own.
 
     @property
     def size(self) -> int:
@@ -113,21 +105,27 @@ class Layout:
         return leaves
 
 
-_layouts: weakref.WeakValueDictionary[Hashable, Layout] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+Made = TypeVar("Made", bound=Callable)
 
 
-def layout_of(tree: Any, leaves: Iterable[Described], packed_below_bytes: int = 0) -> Layout:
+def interned(make: Made) -> Made:
+    """Has a function return one object for equal arguments, as long as anybody holds it."""
+    held: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+    lock = threading.Lock()
+
+    @functools.wraps(make)
+    def find(*key: Any) -> Any:
+        with lock:
+            if (found := held.get(key)) is None:
+                found = held[key] = make(*key)
+            return found
+
+    return find  # type: ignore[return-value]
+
+
+@interned
+def layout_of(tree: Any, leaves: tuple[Slot, ...], packed_below_bytes: int = 0) -> Layout:
     """The layout of a tree structure and its leaves, of which smaller ones share buffers."""
-    leaves = tuple(leaves)
-    key = (tree, leaves, packed_below_bytes)
-    with _lock:
-        if (layout := _layouts.get(key)) is None:
-            layout = _layouts[key] = _new_layout(tree, leaves, packed_below_bytes)
-        return layout
-
-
-def _new_layout(tree: Any, leaves: Sequence[Described], packed_below_bytes: int) -> Layout:
     groups: dict[tuple, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if _can_be_packed(leaf, packed_below_bytes):
@@ -146,7 +144,7 @@ def _new_layout(tree: Any, leaves: Sequence[Described], packed_below_bytes: int)
         buffer, offset = places.get(index, (len(buffers), None))
         if offset is None:
             buffers.append(Buffer(leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type))
-        slots.append(Slot(leaf.path, leaf.shape, leaf.dtype, leaf.sharding, buffer, offset))
+        slots.append(leaf._replace(buffer=buffer, offset=offset))
     return Layout(tree, tuple(slots), tuple(buffers))
 
 
@@ -158,7 +156,7 @@ def _of_flat(sharding: Sharding | None) -> Sharding | None:
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _can_be_packed(leaf: Described, packed_below_bytes: int) -> bool:
+def _can_be_packed(leaf: Slot, packed_below_bytes: int) -> bool:
     return (
         not leaf.weak_type
         and not is_key_type(leaf.dtype)

@@ -109,11 +109,7 @@ class Plan:
 
 
 def check_bytes(mover: str, needed: Mapping[str, int], max_bytes: int | None) -> None:
-    """Checks that a call moves no more than its session allows, given the bytes of each transfer.
-
-    Raises:
-        TransferBudgetError: it would move more.
-    """
+    """Raises `TransferBudgetError` if all transfers together need more than `max_bytes`."""
     total = sum(needed.values())
     if max_bytes is None or total <= max_bytes:
         return

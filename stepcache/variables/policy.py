@@ -38,12 +38,8 @@ def _check_choices(policy: Any, **choices: tuple) -> None:
         _check(value in legal, f"unknown {name}", where, expected, value)
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _is_number(value: Any, kinds: Any, least: float = 0) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and value >= least
 
 
 def _changed_fields(policy: Any) -> str:
@@ -166,9 +162,8 @@ class Read:
     def __post_init__(self):
         _check_choices(self, cache=CACHES, route=ROUTES, wire=WIRES)
         steps, seconds = self.max_staleness, self.max_age
-        _check(
-            _is_count(steps, 0), "max_staleness is a number of steps", "Read", "an int ≥ 0", steps
-        )
+        is_legal = _is_number(steps, int)
+        _check(is_legal, "max_staleness is a number of steps", "Read", "an int ≥ 0", steps)
         _check(
             isinstance(self.prefetch, int) and self.prefetch in (0, 1),
             "prefetch says whether the value for the next step is read ahead",
@@ -177,7 +172,7 @@ class Read:
         )
         object.__setattr__(self, "prefetch", bool(self.prefetch))
         _check(
-            seconds is None or _is_positive(seconds),
+            seconds is None or (_is_number(seconds, int | float) and seconds > 0),
             "max_age is a time in seconds",
             *("Read", "a number > 0, or None", seconds),
         )
@@ -216,7 +211,8 @@ class Write:
 
     def __post_init__(self):
         _check_choices(self, mode=MODES, wire=WIRES)
-        _check(_is_count(self.every, 1), "every counts updates", "Write", "an int ≥ 1", self.every)
+        is_legal = _is_number(self.every, int, 1)
+        _check(is_legal, "every counts updates", "Write", "an int ≥ 1", self.every)
         methods = (getattr(self.optimizer, name, None) for name in ("init", "update"))
         _check(
             self.mode != "apply" or all(map(callable, methods)),
@@ -241,11 +237,7 @@ class Write:
 
 
 def check_policies(placement: object, read: object, write: object) -> None:
-    """Checks that the arguments are policies, and that every option has an effect.
-
-    Raises:
-        OptionError: one of them is no policy, or has an option without effect.
-    """
+    """Raises `OptionError` for what is no policy, and for an option that has no effect."""
     rows = (("placement", placement, Placement), ("read", read, Read), ("write", write, Write))
     for name, given, kinds in rows:
         expected = " or ".join(f"{kind.__name__}(...)" for kind in get_args(kinds) or (kinds,))  # type: ignore[union-attr]

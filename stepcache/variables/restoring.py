@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from stepcache.errors import StepCacheError, VariablesError, first_line
+from stepcache.distributed.global_arrays import placed
+from stepcache.errors import VariablesError
 from stepcache.units import listed
 from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoint_items import (
@@ -22,21 +22,22 @@ from stepcache.variables.checkpoint_items import (
     Name,
     Savable,
     check_names,
-    compatible,
-    empty_like,
     escape,
     is_key,
+    is_number,
     joined_part,
     kind_of,
     leaves_of,
-    like,
     locked,
-    sharding_for,
 )
-from stepcache.variables.checkpoints import join_all, of_leader, path_of, processes
+from stepcache.variables.checkpoints import damage_as_error, join_all, of_leader, path_of, processes
 from stepcache.variables.describing import blank, check_not_tracing
 
 _log = logging.getLogger("stepcache")
+_UNREADABLE = (
+    "there is nothing that can be restored",
+    "a whole checkpoint that stepcache.save or orbax's StandardCheckpointer wrote",
+)
 
 
 def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any) -> dict[str, Any]:
@@ -71,12 +72,7 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
     root = path_of(directory)
     check_names(items)
     pod = processes()
-
-    def find() -> str:
-        with _damage_as_error(root):
-            return str(files.find(root))
-
-    found = Path(of_leader(pod, root, find))
+    found = of_leader(pod, root, lambda: files.find(root), *_UNREADABLE)
     return pod.guarded(lambda: _restore(found, items, partial))
 
 
@@ -84,7 +80,7 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        with _damage_as_error(path):
+        with damage_as_error(path, *_UNREADABLE):
             stored = _Stored(path, checkpointer.metadata(path), set(items))
         wanted = {
             name: item._wanted_parts(stored.parts_of(name), stored.about.get(name, {}), partial)
@@ -93,13 +89,13 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
         }
         leaves: dict[tuple[str, str], list[Leaf]] = {}
         for name, item in items.items():
-            for part, tree in (wanted[name].trees if name in wanted else {"": item}).items():
+            for part, tree in (wanted[name][0] if name in wanted else {"": item}).items():
                 found = leaves_of(joined_part(name, part), tree)
                 # Updates for an optimizer may be of other types than the value.
                 leaves[name, part] = [*map(stored.typed, found)] if part == "pending" else found
         every = [leaf for each in leaves.values() for leaf in each]
         _check_same(path, stored, every, partial)
-        with _damage_as_error(path):
+        with damage_as_error(path, *_UNREADABLE):
             read = stored.read(checkpointer, every)
     restored = dict(items)
     for name, item in items.items():
@@ -107,10 +103,9 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
             values = [read.get(leaf.name, leaf.value) for leaf in leaves[name, ""]]
             restored[name] = jax.tree_util.tree_structure(item).unflatten(values)
     with locked(items):
-        for name, parts in wanted.items():
-            of_part = {part: leaves[name, part] for part in parts.trees}
-            got = {part: [read.get(leaf.name) for leaf in each] for part, each in of_part.items()}
-            items[name]._put_parts(parts, got)
+        for name, (trees, state) in wanted.items():
+            got = {part: [read.get(leaf.name) for leaf in leaves[name, part]] for part in trees}
+            items[name]._put_parts(got, state, stored.about.get(name, {}))
     return restored
 
 
@@ -122,18 +117,15 @@ class _Stored:
         flat, self._structure = jax.tree_util.tree_flatten_with_path(metadata.item_metadata.tree)
         custom = files.custom_metadata(path)
         ours = custom.get("stepcache", {})
-        self.about: dict[str, Any] = ours.get("variables", {})
+        self.about: dict[str, dict[str, Any]] = ours.get("variables", {})
         names = [
             tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) for keys, _ in flat
         ]
-        if not files.is_ours(custom):
+        if "stepcache" not in custom:
             # One tree that orbax's user has saved without a name is what `Variables.restore` wants.
             is_bare = asked == {"value"} and all(name[:1] != ("value",) for name in names)
             prefix = ("value",) if is_bare else ()
             names = [(*prefix, *map(escape, name)) for name in names]
-        elif not ours:
-            names = [_name_by_number(name[0], custom["leaves"]) for name in names]
-            self.about = {"value": {"version": custom["version"], "mode": "apply", "pending": 0}}
         self._names: list[Name] = names
         rows = zip(names, flat, strict=True)
         self.kinds = {name: Kind(np.dtype(x.dtype).name, tuple(x.shape)) for name, (_, x) in rows}
@@ -163,7 +155,7 @@ class _Stored:
         targets, options = [], []
         for name in self._names:
             template = templates.get(name)
-            where = None if is_key(template) else sharding_for(template)
+            where = None if is_key(template) else _sharding_for(template)
             targets.append(np.zeros(()) if name in templates else ...)
             options.append(
                 ocp.ArrayRestoreArgs(sharding=where)
@@ -177,28 +169,14 @@ class _Stored:
             tree = checkpointer.restore(self._path, args=args)
             read = dict(zip(self._names, self._structure.flatten_up_to(tree), strict=True))
         return {
-            name: like(template, read[name] if name in read else empty_like(template))
+            name: _like(template, read[name] if name in read else _empty_like(template))
             for name, template in templates.items()
             if name in self.kinds
         }
 
 
-def _name_by_number(number: str, rows: list[Any]) -> Name:
-    """The name of a leaf in the first format, which numbered leaves and listed their paths."""
-    if not number.isdecimal():
-        return NOTHING
-    path = rows[int(number)][0]
-    item = "value:optimizer" if path.startswith("optimizer state/") else "value"
-    path = path.removeprefix("optimizer state/")
-    return (item, *path.split("/")) if path else (item,)
-
-
 def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) -> None:
-    """Checks that the leaves to restore are those that are stored.
-
-    Raises:
-        VariablesError: they are not.
-    """
+    """Raises `VariablesError` unless the leaves to restore are those that are stored."""
     what, hint = f"another value was stored in {path}", None
     names = {leaf.name for leaf in leaves}
     absent = [leaf for leaf in leaves if leaf.name not in stored.kinds]
@@ -206,7 +184,7 @@ def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) 
     rows = [
         (leaf.path, f"{kind_of(leaf)}", f"{kind}")
         for leaf in leaves
-        if (kind := stored.kinds.get(leaf.name)) is not None and not compatible(kind, leaf)
+        if (kind := stored.kinds.get(leaf.name)) is not None and not _is_compatible(kind, leaf)
     ]
     if not rows and not partial:
         hint = "restore(..., partial=True) restores what both have"
@@ -219,17 +197,47 @@ def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) 
         _log.warning(text, path, listed([leaf.path for leaf in absent]))
 
 
-@contextlib.contextmanager
-def _damage_as_error(path: Path) -> Iterator[None]:
-    """Raises `VariablesError` for errors of orbax and the file system."""
-    try:
-        yield
-    except StepCacheError:
-        raise
-    except Exception as error:
-        raise VariablesError(
-            "there is nothing that can be restored",
-            where=str(path),
-            expected="a whole checkpoint that stepcache.save or orbax's StandardCheckpointer wrote",
-            got=first_line(error),
-        ) from error
+def _is_compatible(stored: Kind, leaf: Leaf) -> bool:
+    """Whether what was stored can be restored as the leaf."""
+    if is_key(leaf.value):  # orbax stores keys as their data.
+        data = jax.eval_shape(jax.random.key_data, leaf.value)
+        return stored in (kind_of(leaf), Kind(data.dtype.name, data.shape))
+    if not is_number(leaf.value):
+        return stored == kind_of(leaf)
+    if stored.shape or stored.dtype.startswith("key<"):
+        return False
+    dtype, kind = np.dtype(stored.dtype), type(leaf.value)
+    return (dtype.kind == "b") is (kind is bool) and np.can_cast(dtype, kind, "same_kind")
+
+
+def _sharding_for(template: Any) -> Any:
+    """The sharding that a leaf is restored to; None for the memory of this process."""
+    if isinstance(template, jax.ShapeDtypeStruct):
+        return template.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return template.sharding if isinstance(template, jax.Array) and template.committed else None
+
+
+def _like(template: Any, read: Any) -> Any:
+    """What was read, in the type and sharding of its template."""
+    if is_number(template):
+        return type(template)(np.asarray(read).item())
+    if isinstance(template, np.generic):
+        return np.asarray(read)[()]
+    if isinstance(template, np.ndarray):
+        return np.asarray(read)
+    if is_key(template):
+        data = jax.random.key_data(read) if is_key(read) else np.asarray(read)
+        return placed(_keys(data, template), _sharding_for(template))
+    return read if isinstance(read, jax.Array) else placed(read, _sharding_for(template))
+
+
+def _empty_like(template: Any) -> Any:
+    """The data of an array without elements, which orbax does not store."""
+    data = jax.eval_shape(jax.random.key_data, template) if is_key(template) else template
+    return np.zeros(data.shape, data.dtype)
+
+
+def _keys(data: Any, template: Any) -> Any:
+    impl = []
+    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), template)
+    return jax.random.wrap_key_data(data, impl=impl[0])

@@ -42,14 +42,7 @@ class _Leg:
 
 
 class Route:
-    """How the buffers of a value are read from host memory to the devices.
-
-    Args:
-        layout: of the value.
-        name: "each", "fanout" or "gather".
-        why: what chose it.
-        wire: how values are coded in transit, or None.
-    """
+    """How the buffers of a value are read from host memory: by "each", "fanout" or "gather"."""
 
     def __init__(self, layout: HostLayout, name: str, why: str = "", wire: str | None = None):
         self.layout, self.name, self.why, self.wire = layout, name, why, wire
@@ -78,8 +71,8 @@ class Route:
             # What stays on the devices is copied: the step may donate what it takes.
             buffers[number] = copy(source) if target is source else target
             if host is not None:
-                meter.add(HOST_LINK, bytes_here(source))
-                meter.add(DEVICE_LINK, bytes_here(target) - bytes_here(source))
+                meter[HOST_LINK] += bytes_here(source)
+                meter[DEVICE_LINK] += bytes_here(target) - bytes_here(source)
         pairs = zip(buffers, packed.layout.buffers, strict=True)
         made = (jaxcompat.uncommitted(x) if like.sharding is None else x for x, like in pairs)
         return Packed(packed.layout, tuple(made))
@@ -94,11 +87,11 @@ class Route:
             everywhere = replicated(everywhere)
         arrived = jax.device_put(sent, self._first_stop(everywhere))
         crossed = sum(map(bytes_here, arrived))
-        meter.add(HOST_LINK, crossed)
+        meter[HOST_LINK] += crossed
         if self.name == "fanout":
             arrived = jax.device_put(arrived, everywhere)
         if self.name != "each":
-            meter.add(DEVICE_LINK, crossed * (devices - 1))
+            meter[DEVICE_LINK] += crossed * (devices - 1)
         return arrived[0] if leg.wire is None else _decoder(leg.wire, device)(arrived)
 
     def _first_stop(self, everywhere: Any) -> Any:

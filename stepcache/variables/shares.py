@@ -3,16 +3,14 @@
 One representation serves one device, many, and pods: each buffer is split evenly over the devices,
 and each device's shard lies in the memory of its host. A read is a compiled program that copies
 each shard to its device and all-gathers there; a write is the reverse. A step that carries the
-value does both inside its own program, by a `HostedLayout`.
+value does both inside its own program.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
-import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +21,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import axes_of, is_in_type
-from stepcache.variables.packing import Buffer, Layout, bytes_here, is_key_type, shards_bytes
+from stepcache.variables.packing import (
+    Buffer,
+    Layout,
+    bytes_here,
+    interned,
+    is_key_type,
+    shards_bytes,
+)
 
 
 @dataclass(frozen=True, eq=False)
-class HostLayout:
-    """Buffers on the devices, and the same on the hosts. Equal ones are one object, made by
-    `host_layout`, so that variables of one layout share compiled programs.
+class HostLayout(Layout):
+    """A layout whose buffers lie on the hosts. Equal ones are one object, so that variables of one
+    layout share compiled programs. `pack` and `unpack` are for a program that takes them there.
 
     Attributes:
-        on_device: the buffers as a program takes them.
+        on_device: the buffers as other programs take them.
         on_host: the same in host memory; flat and padded where a device buffer is replicated. None
             for random keys, which stay on the devices.
     """
@@ -47,9 +52,7 @@ class HostLayout:
 
     @functools.cached_property
     def bytes_here(self) -> tuple[int, int]:
-        """Bytes that a program which reads all buffers moves in this process: over the hosts' links
-        (as many as one that writes them), and between devices.
-        """
+        """Bytes that a read moves in this process: over the hosts' links, and between devices."""
         pairs = zip(self.on_host, self.on_device, strict=True)
         read = [(bytes_here(host), bytes_here(device)) for host, device in pairs if host]
         crossing = sum(host for host, _ in read)
@@ -58,11 +61,13 @@ class HostLayout:
     @functools.cached_property
     def read(self) -> Any:
         """The compiled program from shards on the hosts to buffers on the devices."""
+        return jax.jit(self._read, out_shardings=[buffer.sharding for buffer in self.on_device])
 
-        def read(buffers: Sequence[Any]) -> list[Any]:
-            return _read(buffers, self.on_host, self.on_device)
-
-        return jax.jit(read, out_shardings=[buffer.sharding for buffer in self.on_device])
+    def _read(self, buffers: Sequence[Any]) -> list[Any]:
+        return [
+            buffer if host is None else _restored(jax.device_put(buffer, _arrival(host)), device)
+            for buffer, host, device in zip(buffers, self.on_host, self.on_device, strict=True)
+        ]
 
     def read_ahead(self, buffers: Sequence[Any]) -> list[Any]:
         """As `read`, but starts at once, beside a step that is running. Devices run one program
@@ -75,108 +80,62 @@ class HostLayout:
     @functools.cached_property
     def _arrivals(self) -> tuple[list[Any], bool]:
         """What sharding each buffer is copied to, and whether a program has to gather any."""
-        pairs = list(zip(self.on_host, self.on_device, strict=True))
-        arrivals = [at if host is None else _shards_on_devices(host) for host, at in pairs]
-        is_split = any(
-            arrival != device._replace(weak_type=arrival.weak_type)
-            for arrival, device in zip(arrivals, self.on_device, strict=True)
-        )
-        return [arrival.sharding for arrival in arrivals], is_split
+        pairs: Any = list(zip(self.on_host, self.on_device, strict=True))
+        places = [
+            at.sharding if host is None else host.sharding.with_memory_kind("device")
+            for host, at in pairs
+        ]
+        shapes = [(host or at).shape for host, at in pairs]
+        whole = [(at.shape, at.sharding) for at in self.on_device]
+        return places, list(zip(shapes, places, strict=True)) != whole
 
     @functools.cached_property
     def _gather(self) -> Any:
         """The compiled program from shards on the devices to buffers."""
-
-        def gather(buffers: Sequence[Any]) -> list[Any]:
-            return [_restored(x, at) for x, at in zip(buffers, self.on_device, strict=True)]
-
-        return jax.jit(gather, out_shardings=[device.sharding for device in self.on_device])
+        return jax.jit(
+            lambda buffers: list(map(_restored, buffers, self.on_device)),
+            out_shardings=[device.sharding for device in self.on_device],
+        )
 
     @functools.cached_property
     def write(self) -> Any:
         """The compiled program from buffers on the devices to shards on the hosts."""
-        rows = list(zip(self.on_host, self.on_device, strict=True))
+        rows = zip(self.on_host, self.on_device, strict=True)
+        places = [(host or device).sharding for host, device in rows]
+        return jax.jit(self._write, out_shardings=places)
 
-        def write(buffers: Sequence[Any]) -> list[Any]:
-            return _write(buffers, self.on_host)
-
-        return jax.jit(write, out_shardings=[(host or device).sharding for host, device in rows])
+    def _write(self, buffers: Sequence[Any]) -> list[Any]:
+        return [
+            buffer if host is None else jax.device_put(_flat(buffer, host), _departure(host))
+            for buffer, host in zip(buffers, self.on_host, strict=True)
+        ]
 
     def part(self, numbers: Sequence[int]) -> HostLayout:
-        """The layout of some of the buffers."""
+        """Some of the buffers, without the leaves that they hold."""
         return self if len(numbers) == len(self.on_device) else _part(self, tuple(numbers))
-
-
-@functools.lru_cache(maxsize=4096)
-def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
-    on_device = tuple(layout.on_device[number] for number in numbers)
-    return HostLayout(on_device, tuple(layout.on_host[number] for number in numbers))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class HostedLayout(Layout):
-    """A layout whose buffers a program takes and returns as they lie on the hosts.
-
-    Equal ones are one object, made by `hosted_layout`. It has no program of its own, as it is a
-    part of the tree of the arguments of others.
-
-    Attributes:
-        on_device, on_host: as of a `HostLayout`.
-    """
-
-    on_device: tuple[Buffer, ...]
-    on_host: tuple[Buffer | None, ...]
 
     def pack(self, leaves: Iterable[Any], xp: Any = jnp) -> list[Any]:
         """Shards on the hosts from leaves, inside a trace."""
         buffers = Layout.pack(self, leaves, xp)
         pairs = zip(buffers, self.on_device, strict=True)
-        return _write([_constrained(buffer, at.sharding) for buffer, at in pairs], self.on_host)
+        return self._write([_constrained(buffer, at.sharding) for buffer, at in pairs])
 
     def unpack(self, buffers: Sequence[Any]) -> list[Any]:
         """Leaves on the devices from shards on the hosts, inside a trace."""
-        pairs = zip(_read(buffers, self.on_host, self.on_device), self.on_device, strict=True)
+        pairs = zip(self._read(buffers), self.on_device, strict=True)
         return Layout.unpack(self, [_constrained(buffer, at.sharding) for buffer, at in pairs])
 
 
-_hosted_layouts: weakref.WeakValueDictionary[Hashable, HostedLayout] = weakref.WeakValueDictionary()
-
-
-def hosted_layout(layout: Layout, host_layout: HostLayout) -> HostedLayout:
-    """The layout of buffers for a program that itself reads them from the hosts, and writes them
-    back.
-    """
-    key = (layout, host_layout.on_device, host_layout.on_host)
-    with _lock:
-        if (found := _hosted_layouts.get(key)) is None:
-            found = _hosted_layouts[key] = HostedLayout(
-                *(layout.tree, layout.slots, layout.buffers),
-                *(host_layout.on_device, host_layout.on_host),
-            )
-        return found
-
-
-def _read(
-    buffers: Sequence[Any], on_host: Sequence[Buffer | None], on_device: Sequence[Buffer]
-) -> list[Any]:
-    return [
-        buffer if host is None else _restored(jax.device_put(buffer, _arrival(host)), device)
-        for buffer, host, device in zip(buffers, on_host, on_device, strict=True)
-    ]
-
-
-def _write(buffers: Sequence[Any], on_host: Sequence[Buffer | None]) -> list[Any]:
-    return [
-        buffer if host is None else jax.device_put(_flat(buffer, host), _departure(host))
-        for buffer, host in zip(buffers, on_host, strict=True)
-    ]
+@functools.lru_cache(maxsize=4096)
+def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
+    on_device = tuple(layout.on_device[number] for number in numbers)
+    on_host = tuple(layout.on_host[number] for number in numbers)
+    return HostLayout(None, (), on_device, on_device, on_host)
 
 
 def _arrival(host: Any) -> Any:
     """Where a read takes a buffer: without a mesh, to whichever device the program runs on."""
-    if _is_free(host):
-        return jax.memory.Space.Device
-    return _shards_on_devices(host).sharding
+    return jax.memory.Space.Device if _is_free(host) else host.sharding.with_memory_kind("device")
 
 
 def _departure(host: Any) -> Any:
@@ -203,11 +162,6 @@ def _constrained(value: Any, sharding: Any) -> Any:
     return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(value), sharding)
 
 
-def _shards_on_devices(host: Any) -> Buffer:
-    """A buffer in the shards that it has on the hosts, in the memory of the devices."""
-    return host._replace(sharding=host.sharding.with_memory_kind("device"), weak_type=False)
-
-
 def _flat(value: Any, host: Buffer) -> Any:
     """A device buffer, flat and padded as on the hosts."""
     if value.shape == host.shape:
@@ -230,30 +184,21 @@ def replicated(sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec()) if is_named else sharding
 
 
-_host_layouts: weakref.WeakValueDictionary[Hashable, HostLayout] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
-
 def host_layout(layout: Layout, mesh: Mesh | None, memory_kind: str, where: str) -> HostLayout:
-    """How the buffers of a layout lie on the hosts of a mesh, in a memory of this kind.
-
-    Raises:
-        VariablesError: a device has no such memory.
-    """
+    """How the buffers of a layout lie on the hosts of a mesh, in a memory of this kind."""
     devices = list(mesh.devices.flat) if mesh is not None else [jax.devices()[0]]
     for device in {device.device_kind: device for device in devices}.values():
         _check_memory(device, memory_kind, where)
-    key = (layout, devices[0], memory_kind)
-    with _lock:
-        if (found := _host_layouts.get(key)) is None:
-            placed = (
-                at._replace(sharding=at.sharding or SingleDeviceSharding(devices[0]))
-                for at in layout.buffers
-            )
-            on_device = tuple(placed)
-            found = HostLayout(on_device, tuple(_on_host(at, memory_kind) for at in on_device))
-            _host_layouts[key] = found
-        return found
+    return _host_layout(layout, devices[0], memory_kind)
+
+
+@interned
+def _host_layout(layout: Layout, device: Any, memory_kind: str) -> HostLayout:
+    on_device = tuple(
+        at._replace(sharding=at.sharding or SingleDeviceSharding(device)) for at in layout.buffers
+    )
+    on_host = tuple(_on_host(at, memory_kind) for at in on_device)
+    return HostLayout(layout.tree, layout.slots, layout.buffers, on_device, on_host)
 
 
 def _check_memory(device: Any, memory_kind: str, where: str) -> None:

@@ -22,20 +22,16 @@ from stepcache.variables.shares import HostLayout, replicated
 from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 
-class Meter:
-    """Bytes that have crossed each link."""
+class Meter(dict[str, int]):
+    """Bytes that have crossed each link. Each call makes one: a `Counter` would take longer."""
 
-    def __init__(self) -> None:
-        self.link_bytes: dict[str, int] = {}
-
-    def add(self, link: str, size_bytes: int) -> None:
-        if size_bytes:
-            self.link_bytes[link] = self.link_bytes.get(link, 0) + size_bytes
+    def __missing__(self, link: str) -> int:
+        return 0
 
     def emit(self, mover: str) -> None:
         """Records what a step, or variables, have moved, if anything."""
-        if self.link_bytes:
-            recorder.emit(Moved(mover, tuple(self.link_bytes.items())))
+        if crossed := tuple((link, size) for link, size in self.items() if size):
+            recorder.emit(Moved(mover, crossed))
 
 
 def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
@@ -60,24 +56,24 @@ def _put(value: Any, buffer: Buffer) -> jax.Array:
     return placed(value, sharding, may_alias=False)
 
 
-def unpack(packed: Packed) -> tuple[list[jax.Array], list[bool]]:
-    """The leaves of a value, and whether each is a buffer of the value itself, not a copy."""
+def unpack(packed: Packed) -> list[jax.Array]:
+    """The leaves of a value: those with a buffer of their own as that buffer, others as copies."""
     slots, buffers = packed.layout.slots, packed.buffers
-    small = [number for number, slot in enumerate(slots) if slot.offset is not None]
-    flat = {slots[number].buffer for number in small}
+    flat = {slot.buffer for slot in slots if slot.offset is not None}
     leaves = packed.layout.unpack([np.array(x) if n in flat else x for n, x in enumerate(buffers)])
-    views, places = [leaves[number] for number in small], []
-    for number in small:  # A step may have moved leaves that have no sharding of their own.
-        buffer = buffers[slots[number].buffer]
-        of_buffer = replicated(buffer.sharding) if buffer.committed else None
-        places.append(slots[number].sharding or of_buffer)
-    if any(map(spans_processes, places)):
-        arrays = [placed(view, place) for view, place in zip(views, places, strict=True)]
+    places: dict[int, Any] = {}
+    for number, slot in enumerate(slots):
+        if slot.offset is not None:  # A step may have moved leaves without a sharding of their own.
+            buffer = buffers[slot.buffer]
+            of_buffer = replicated(buffer.sharding) if buffer.committed else None
+            places[number] = slot.sharding or of_buffer
+    if any(map(spans_processes, places.values())):
+        arrays = [placed(leaves[number], place) for number, place in places.items()]
     else:
-        arrays = jax.device_put(views, places)
-    for number, array in zip(small, arrays, strict=True):
+        arrays = jax.device_put([leaves[number] for number in places], [*places.values()])
+    for number, array in zip(places, arrays, strict=True):
         leaves[number] = array
-    return leaves, [slot.offset is None for slot in slots]
+    return leaves
 
 
 def copy(array: jax.Array) -> jax.Array:
@@ -100,7 +96,9 @@ def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
         else jax.device_put(value, device.sharding)
         for value, device in zip(packed.buffers, layout.on_device, strict=True)
     ]
-    return _counted(Packed(packed.layout, tuple(layout.write(at_home))), layout, meter)
+    buffers = tuple(layout.write(at_home))
+    meter[HOST_LINK] += layout.bytes_here[0]
+    return Packed(packed.layout, buffers)
 
 
 def free(packed: Packed) -> Packed:
@@ -120,13 +118,7 @@ def written(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
     home: Any = [(host or device).sharding for _, host, device in rows]
     if home and packed.buffers[0].sharding.device_set != home[0].device_set:
         packed = Packed(packed.layout, tuple(jax.device_put(list(packed.buffers), home)))
-    meter.add(HOST_LINK, layout.bytes_here[0])
-    return packed
-
-
-def _counted(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
-    pairs = zip(packed.buffers, layout.on_host, strict=True)
-    meter.add(HOST_LINK, sum(bytes_here(array) for array, host in pairs if host is not None))
+    meter[HOST_LINK] += layout.bytes_here[0]
     return packed
 
 
@@ -135,7 +127,8 @@ def pack_on_hosts(
 ) -> Packed:
     """Copies leaves into buffers in host memory. They may be changed or donated afterwards."""
     packed = store(packed_layout.pack(leaves, np), packed_layout, layout)
-    return _counted(packed, layout, meter)
+    meter[HOST_LINK] += layout.bytes_here[0]
+    return packed
 
 
 def store(values: Sequence[Any], packed_layout: Layout, layout: HostLayout) -> Packed:
@@ -220,16 +213,9 @@ def _looked_at(value: Any, number: int, layout: HostLayout, meter: Meter) -> Any
         return jax.device_put(in_device_shape(value, device).item(), sharding)
     if spans or device.weak_type:  # Only a program gives an array a weak type.
         source, (value,) = value, layout.part((number,)).read([value])
-        meter.add(HOST_LINK, bytes_here(source))
-        meter.add(DEVICE_LINK, bytes_here(value) - bytes_here(source))
+        meter[HOST_LINK] += bytes_here(source)
+        meter[DEVICE_LINK] += bytes_here(value) - bytes_here(source)
     return value if device.weak_type else in_device_shape(value, device)
-
-
-def on_host(packed: Packed, layout: HostLayout) -> Packed:
-    """A value in the memory of this host, in the shapes that it has on the devices."""
-    rows = zip(packed.buffers, layout.on_host, layout.on_device, strict=True)
-    buffers = (value if host is None else in_device_shape(value, at) for value, host, at in rows)
-    return Packed(packed.layout, tuple(buffers))
 
 
 def in_device_shape(value: jax.Array, device: Buffer) -> np.ndarray:
@@ -253,10 +239,10 @@ def to_host(array: Any, wire: str | None, meter: Meter) -> np.ndarray:
     if not isinstance(array, jax.Array):
         return np.array(array)
     if wire is None or not codes(wire, array.dtype):
-        meter.add(HOST_LINK, array.nbytes)
+        meter[HOST_LINK] += array.nbytes
         return np.array(array)
     coded = [np.asarray(each) for each in _encoder(wire)(array)]
-    meter.add(HOST_LINK, sum(each.nbytes for each in coded))
+    meter[HOST_LINK] += sum(each.nbytes for each in coded)
     return decode(wire, coded, array.shape, array.dtype, xp=np)
 
 

@@ -17,7 +17,7 @@ from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, current_max_bytes, current_reader
 from stepcache.variables import transfer
-from stepcache.variables.masters import InHostMemory, Master, OnDevices, Reader, hold
+from stepcache.variables.masters import InHostMemory, Master, Reader, hold
 from stepcache.variables.packing import Packed
 from stepcache.variables.plan import Plan, Transfer, check_bytes, links
 from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
@@ -52,10 +52,7 @@ class Updates:
     def push(self, leaves: Sequence[Any], master: Master, meter: Meter) -> None:
         """Adds an update to the pending ones, and writes the sum if it is time.
 
-        Raises:
-            VariablesError: the value, or the optimizer's state, is lost.
-            TransferBudgetError: it would move more than the session allows. Making the optimizer's
-                state counts for the meter, not for this.
+        Making the optimizer's state counts for the meter, not for the budget.
         """
         master.check_not_lost(self._name)
         if self.state is not None:
@@ -123,10 +120,9 @@ class Updates:
         name, layout, init = f"{self._name}/optimizer", master.layout, self._write.optimizer.init
         if master.is_lost:
             zeros = [np.zeros(slot.shape, slot.dtype) for slot in layout.slots]
-            master = OnDevices(transfer.pack(zeros, layout))
+            master = Master(transfer.pack(zeros, layout))
         if not self._on_host:
-            leaves, _ = transfer.unpack(master.on_devices(meter))
-            state = init(layout.tree.unflatten(leaves))
+            state = init(layout.tree.unflatten(transfer.unpack(master.on_devices(meter))))
             return hold(name, state, self._placement, self._placer, Read(), meter, pack=self._pack)
         leaves = map(np.asarray, master.leaves(meter))
         with jax.default_device(_host_device(self._name)):
@@ -174,11 +170,7 @@ def _over_packed(rule: _Rule, *, placed: bool) -> Any:
 
 
 def _host_device(where: str) -> Any:
-    """The device that computes in host memory.
-
-    Raises:
-        VariablesError: JAX was told not to use the CPU.
-    """
+    """The device that computes in host memory."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

@@ -32,21 +32,16 @@ from stepcache.variables.describing import (
     matching,
     named_leaves,
 )
-from stepcache.variables.masters import LOST, Master, OnDevices, Reader, hold
+from stepcache.variables.masters import LOST, InHostMemory, Master, Reader, hold
 from stepcache.variables.misuse import NoTree
-from stepcache.variables.packing import Layout, Packed, bytes_per_device
-from stepcache.variables.plan import Plan, Transfer, check_bytes
+from stepcache.variables.packing import Layout, bytes_per_device
+from stepcache.variables.plan import Plan, check_bytes
 from stepcache.variables.policy import Placement, Read, Replicated, Sharded, Write, check_policies
 from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
 from stepcache.variables.wire import check_wire
 
 _numbers = itertools.count(1)
-
-
-def any_variables() -> bool:
-    """Whether this process has made any yet."""
-    return Variables._made
 
 
 class Variables(NoTree, Savable):
@@ -85,7 +80,7 @@ class Variables(NoTree, Savable):
         PlacementError: a leaf cannot be placed as asked.
     """
 
-    _made = False
+    _made = False  # Whether this process has made any yet.
 
     def __init__(
         self,
@@ -247,11 +242,7 @@ class Variables(NoTree, Savable):
 
     @contextlib.contextmanager
     def _moving(self, method: str, *written: Master) -> Iterator[Meter]:
-        """Gives a meter for what a method moves, and records it at the end.
-
-        Raises:
-            TransferBudgetError: to write these masters moves more than the session allows.
-        """
+        """Judges what a method will write, gives a meter for what it moves, and records that."""
         reader, planned = Reader(current_reader()), Counter()
         for each in written:
             planned.update(Plan(each.plan_put(self.name, reader)).bytes_by_transfer)
@@ -302,38 +293,13 @@ class Variables(NoTree, Savable):
         return [joined(self._prefix, slot.path) for slot in self._layout.slots]
 
     def _parts_on_devices(self) -> Iterator[tuple[str, jax.Array, slice | None]]:
-        """Path and buffer of each leaf, and its slice of a packed one. Under the lock.
-
-        Empty where the master copy is in host memory, of which each process has a share.
-        """
-        if isinstance(self._master, OnDevices):
-            buffers = self._master.arrays()
-            for slot in self._layout.slots:
-                start = slot.offset
-                part = slice(start, start + slot.size) if start is not None else None
-                yield joined(self.name, slot.path), buffers[slot.buffer], part
-
-    def _plan(self, reader: Reader) -> tuple[Transfer, ...]:
-        """The transfers of a call."""
-        with self._lock:
-            return self._master.plan(self.name, reader)
-
-    def _take(self, reader: Reader, meter: Meter) -> Packed:
-        """The value as a program takes it. Called, and used, under the lock."""
-        self._master.check_not_lost(self.name)
-        return self._master.take(reader, meter)
-
-    def _put(self, packed: Packed, session: Any, meter: Meter) -> None:
-        """Makes what a program returned the value. Under the lock."""
-        self._master.put(packed, session, meter)
-
-    def _ahead(self, reader: Reader, meter: Meter) -> None:
-        """Starts to read what the next step will take. Under the lock."""
-        self._master.ahead(reader, meter)
-
-    def _described(self, *, in_program: bool) -> Packed:
-        """The value as a program would take it, in `jax.ShapeDtypeStruct`s."""
-        return self._master.described(in_program=in_program)
+        """Path and buffer of each leaf on the devices, and its slice of a packed one."""
+        if isinstance(self._master, InHostMemory):
+            return
+        for slot in self._layout.slots:
+            start = slot.offset
+            part = slice(start, start + slot.size) if start is not None else None
+            yield joined(self.name, slot.path), self._master.arrays()[slot.buffer], part
 
     def _check_usable(self, mesh: Mesh | None) -> None:
         """Checks that the variables were made on the mesh of a session."""

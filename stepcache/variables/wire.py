@@ -49,11 +49,7 @@ def coded_bytes(wire: str, size: int, parts: int) -> int:
 
 
 def encode(wire: str, flat: Any, parts: int = 1, xp: Any = jnp) -> tuple[Any, ...]:
-    """Codes flat floats, to be split into equal parts, by `jax.numpy` or `numpy`.
-
-    Returns:
-        The coded values and, but for "bf16", the scales of their blocks.
-    """
+    """Flat floats, coded in equal parts, and, but for "bf16", the scales of their blocks."""
     missing = padded_size(wire, flat.shape[0], parts) - flat.shape[0]
     flat = xp.pad(flat, (0, missing))
     if wire == "bf16":
@@ -77,13 +73,8 @@ def decode(wire: str, coded: Sequence[Any], shape: Sequence[int], dtype: Any, xp
 
 
 def check_wire(wire: str | None, where: str) -> None:
-    """Checks that the devices of this process have the type of a wire.
-
-    Raises:
-        VariablesError: they do not.
-    """
-    why = why_no_fp8() if wire == "fp8" else ""
-    if why:
+    """Raises `VariablesError` if the devices of this process do not have the type of a wire."""
+    if wire == "fp8" and (why := why_no_fp8()):
         expected = 'wire="bf16" or "int8"'
         raise VariablesError("the devices have no fp8", where=where, expected=expected, got=why)
 

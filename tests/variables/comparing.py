@@ -69,5 +69,5 @@ def lose(variables):
 
 def on_devices(variables):
     """The tree as the devices have it when a step takes it."""
-    leaves, _ = transfer.unpack(variables._master.on_devices(transfer.Meter()))
+    leaves = transfer.unpack(variables._master.on_devices(transfer.Meter()))
     return variables._layout.tree.unflatten(leaves)

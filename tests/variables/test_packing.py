@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from stepcache.variables import transfer
 from stepcache.variables.packing import (
     PACKED_BELOW_BYTES,
-    Described,
     Packed,
+    Slot,
     layout_of,
 )
 
@@ -57,10 +57,10 @@ def filled(kind, seed: int):
     return generator.integers(0, 8, shape).astype(jnp.dtype(dtype))
 
 
-def described(tree) -> list[Described]:
+def described(tree) -> tuple[Slot, ...]:
     named = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [
-        Described(
+    return tuple(
+        Slot(
             jax.tree_util.keystr(keys, simple=True, separator="/"),
             np.shape(leaf),
             jax.typeof(leaf).dtype,
@@ -68,7 +68,7 @@ def described(tree) -> list[Described]:
             None,
         )
         for keys, leaf in named
-    ]
+    )
 
 
 def arrays(kind_tree):
@@ -92,7 +92,7 @@ def test_unpacking_what_was_packed_gives_it_back(kind_tree, threshold):
         assert one.aval.weak_type == other.aval.weak_type == buffer.weak_type
         assert raw(one).tobytes() == raw(other).tobytes()
     for back in (
-        transfer.unpack(on_host)[0],
+        transfer.unpack(on_host),
         layout.unpack(on_host.buffers),
         layout.unpack(in_program),
         jax.tree.leaves(Packed(layout, in_program).value()),
@@ -133,7 +133,7 @@ def test_buffers_are_covered_once_and_hold_what_belongs_together(kind_tree, thre
 def test_equal_descriptions_have_one_layout_and_others_another(one, other, first, second):
     (_, structure, leaves), (_, other_structure, others) = arrays(one), arrays(other)
     layout = layout_of(structure, leaves, first)
-    assert layout_of(structure, iter(leaves), first) is layout
+    assert layout_of(structure, (*leaves,), first) is layout
     _, again, described_again = arrays(one)
     assert layout_of(again, described_again, first) is layout
     same = (structure, leaves, first) == (other_structure, others, second)
@@ -155,16 +155,16 @@ def test_equal_descriptions_have_one_layout_and_others_another(one, other, first
 )
 def test_everything_in_a_description_counts(change):
     structure = jax.tree.structure([0, 0])
-    leaf = Described("0", (2,), np.dtype("float32"), False, None)
-    layout = layout_of(structure, [leaf, leaf])
-    changed = layout_of(structure, [leaf, leaf._replace(**change)])
+    leaf = Slot("0", (2,), np.dtype("float32"), False, None)
+    layout = layout_of(structure, (leaf, leaf))
+    changed = layout_of(structure, (leaf, leaf._replace(**change)))
     assert changed is not layout
     assert jax.tree.structure(Packed(changed, ())) != jax.tree.structure(Packed(layout, ()))
 
 
 def test_what_shares_a_buffer(mesh):
     def leaf(shape=(2,), dtype="float32", weak=False, sharding=None):
-        return Described("x", shape, jnp.dtype(dtype), weak, sharding)
+        return Slot("x", shape, jnp.dtype(dtype), weak, sharding)
 
     whole, also_whole = NamedSharding(mesh, P()), NamedSharding(mesh, P(None))
     split = NamedSharding(mesh, P("data"))
@@ -186,10 +186,10 @@ def test_what_shares_a_buffer(mesh):
     assert buffers(leaf(sharding=whole), leaf((2, 2), sharding=also_whole)) == 1
     assert buffers(leaf((8,), sharding=split), leaf((8,), sharding=split)) == 2
     key = jax.random.key(0).dtype
-    described_keys = [Described("k", (), key, False, None)] * 2
+    described_keys = (Slot("k", (), key, False, None),) * 2
     structure = jax.tree.structure([0, 0])
     assert len(layout_of(structure, described_keys, PACKED_BELOW_BYTES).buffers) == 2
-    assert len(layout_of(structure, [leaf(), leaf()]).buffers) == 2, "nobody asked"
+    assert len(layout_of(structure, (leaf(), leaf())).buffers) == 2, "nobody asked"
 
 
 def test_many_threads_get_one_layout():
@@ -197,7 +197,8 @@ def test_many_threads_get_one_layout():
     start = threading.Barrier(8)
 
     def work():
-        leaves = [Described(str(n), (n, 7), np.dtype("float32"), False, None) for n in range(50)]
+        each = (Slot(str(n), (n, 7), np.dtype("float32"), False, None) for n in range(50))
+        leaves = tuple(each)
         start.wait()
         found.append(layout_of(structure, leaves, 12345))
 
@@ -211,7 +212,7 @@ def test_many_threads_get_one_layout():
 
 def test_a_layout_goes_when_nobody_has_it():
     structure = jax.tree.structure([0])
-    leaves = [Described("a leaf of its own", (31,), np.dtype("float32"), False, None)]
+    leaves = (Slot("a leaf of its own", (31,), np.dtype("float32"), False, None),)
     kept = layout_of(structure, leaves)
     assert layout_of(structure, leaves) is kept
     gone = weakref.ref(kept)

@@ -20,7 +20,7 @@ from stepcache.variables import transfer
 from stepcache.variables.masters import InHostMemory, Reader
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Plan, Transfer
 from stepcache.variables.routes import Route, choose_route
-from stepcache.variables.shares import HostedLayout
+from stepcache.variables.shares import HostLayout
 
 # ---- predicted equals measured ---------------------------------------------------------------
 
@@ -49,12 +49,12 @@ class Arrivals:
 
         def counted_take(master, reader, meter):
             packed = take(master, reader, meter)
-            if isinstance(packed.layout, HostedLayout):  # Its program reads it.
+            if isinstance(packed.layout, HostLayout):  # Its program reads it.
                 self._expect(packed, packed.layout.on_device)
             return packed
 
         def counted_put(master, packed, *rest):
-            if isinstance(packed.layout, HostedLayout):
+            if isinstance(packed.layout, HostLayout):
                 self._counted(packed, packed.layout.on_host, packed.layout)
             put(master, packed, *rest)
 

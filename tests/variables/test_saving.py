@@ -382,29 +382,6 @@ def test_what_orbax_alone_has_saved_is_read(tmp_path):
     same(variables.value, {"w": jnp.full(3, 2.0)})
 
 
-def test_the_first_format_is_still_read(tmp_path):
-    state = optax.adam(0.1).init({"a": jnp.full(2, 3.0), "b": jnp.ones(3)})
-    tree = {"a": jnp.full(2, 5.0), "b": jnp.full(3, 6.0)}
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    flat += [
-        (("optimizer state", *keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(state)
-    ]
-
-    def text(key):
-        return key if isinstance(key, str) else jax.tree_util.keystr((key,), simple=True)
-
-    rows = [["/".join(map(text, keys)), str(x.dtype), list(x.shape)] for keys, x in flat]
-    stored = {"none": np.zeros(1)} | {str(number): x for number, (_, x) in enumerate(flat)}
-    with ocp.StandardCheckpointer() as checkpointer:
-        about = {"version": 7, "leaves": rows}
-        checkpointer.save(tmp_path / "saved", stored, custom_metadata=about)
-    variables = sc.Variables(jax.tree.map(jnp.zeros_like, tree), write=ADAM)
-    variables.restore(tmp_path / "saved")
-    same(variables.value, tree)
-    assert variables.version == 7
-    variables.save(tmp_path / "saved")
-
-
 # ---- several at once -----------------------------------------------------------------------------
 
 
