@@ -32,6 +32,8 @@ def code_of_lowering(jaxpr: Any) -> dict[int, CodeType] | None:
     Returns:
         None where other code than JAX's may run.
     """
+    if not jaxcompat.CAN_STORE:
+        return None
     primitives: set[Any] = set()
     harmless: set[type] = {str, bool, int, type(None)}  # No value of these can be called.
     for equation in jaxcompat.equations_of(jaxpr):

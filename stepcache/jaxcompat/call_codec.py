@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,28 +28,15 @@ from stepcache.jaxcompat.checked_data import (
     text_or_none,
     texts_in,
 )
-from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.jaxcompat.private import CAN_STORE
 
-if PRIVATE_API:
-    from jax._src import core, sharding_impls
+if CAN_STORE:
+    from jax._src import core
     from jax._src import layout as layout_lib
-    from jax._src import lib as jax_lib
     from jax._src import mesh as mesh_lib
     from jax._src import partition_spec as spec_lib
-
-    xla_client: Any = getattr(jax_lib, "xla_client")  # noqa: B009  (a reexport, to type checkers)
-    GSPMDSharding = cast(Any, vars(sharding_impls).get("GSPMDSharding"))
-    CAN_DESCRIBE = (
-        hasattr(core, "ManualAxisType")
-        and GSPMDSharding is not None
-        and hasattr(xla_client.HloSharding, "subgroup_with_device_ordering")
-        and hasattr(core, "MemorySpace")
-        and hasattr(layout_lib, "AutoLayout")
-        and hasattr(layout_lib, "Layout")
-        and hasattr(mesh_lib, "AbstractDevice")
-    )
-else:
-    CAN_DESCRIBE = False
+    from jax._src.sharding_impls import GSPMDSharding
+    from jaxlib import xla_client
 
 _UNCONSTRAINED = True  # No axis of a mesh is named so.
 _AVALS = ("input_avals", "output_avals")
@@ -333,7 +320,7 @@ def _encode_sharding(sharding: Any, meshes: _Table) -> list[Any]:
     """
     if isinstance(sharding, SingleDeviceSharding):
         return [sharding.memory_kind]
-    if PRIVATE_API and isinstance(sharding, GSPMDSharding):
+    if isinstance(sharding, GSPMDSharding):
         return [*_encode_tiles(sharding._hlo_sharding), sharding.memory_kind]
     of_kinds(sharding, NamedSharding, "a sharding")
     return [meshes.number(sharding.mesh), encode_spec(sharding.spec), sharding.memory_kind]

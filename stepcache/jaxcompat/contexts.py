@@ -19,7 +19,9 @@ from stepcache.jaxcompat.hooks import call_on_changed_settings
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
-    from stepcache.jaxcompat.private import core, jax_config, mesh_lib
+    from jax._src import config as jax_config
+    from jax._src import core, xla_bridge
+    from jax._src import mesh as mesh_lib
 
 
 # What our contexts hold is compared in C, by identity or as a tuple. JAX's dispatcher looks a call
@@ -269,11 +271,7 @@ def carried_settings() -> contextlib.AbstractContextManager:
 
 def backends_are_initialized() -> bool:
     """True once JAX has started a backend in this process."""
-    if not PRIVATE_API:
-        return True
-    from jax._src import xla_bridge
-
-    return xla_bridge.backends_are_initialized()
+    return not PRIVATE_API or xla_bridge.backends_are_initialized()
 
 
 @contextlib.contextmanager

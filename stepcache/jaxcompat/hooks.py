@@ -13,21 +13,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
 if PRIVATE_API:
+    from jax._src import source_info_util, traceback_util, util
+if CAN_STORE:
     from jax._src import cache_key, compiler
-
-    from stepcache.jaxcompat.private import source_info_util, traceback_util, util
-
-    CAN_COMPILE_THROUGH = (
-        hasattr(cache_key, "get")
-        and hasattr(cache_key, "_hash_accelerator_config")
-        and hasattr(compiler, "compile_or_get_cached")
-        and hasattr(compiler, "backend_compile_and_load")
-    )
-else:
-    CAN_COMPILE_THROUGH = False
 
 # ---- compiling, with a store in between --------------------------------------------------------
 
@@ -97,28 +88,11 @@ class _Replacement:
 
 
 def _compile_over(found: Callable) -> Callable:
-    def compile_or_get_cached(
-        backend,
-        computation,
-        devices,
-        options,
-        host_callbacks,
-        executable_devices,
-        *rest,
-        **named,
-    ):
+    def compile_or_get_cached(*args, **named):
         find = _compiling.find
+        backend, computation, devices, options, host_callbacks, executable_devices = args[:6]
         if find is None or host_callbacks:
-            return found(
-                backend,
-                computation,
-                devices,
-                options,
-                host_callbacks,
-                executable_devices,
-                *rest,
-                **named,
-            )
+            return found(*args, **named)
 
         def load(data: bytes) -> Any:
             return backend.deserialize_executable(data, executable_devices, options)
@@ -157,7 +131,7 @@ REPLACED = frozenset(
 )
 """Module and name of the functions that are replaced while a program is compiled."""
 
-if CAN_COMPILE_THROUGH:
+if CAN_STORE:
     _compile = _Replacement(compiler, "compile_or_get_cached", _compile_over)
     _hash = _Replacement(cache_key, "_hash_accelerator_config", _hash_over)
 

@@ -1,4 +1,4 @@
-"""Looking into JAX's objects: jitted functions, pytree classes, shardings, arrays, settings."""
+"""Looking into JAX's objects: jitted functions, shardings, arrays, traces, the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,18 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from stepcache.jaxcompat.contexts import setting
-from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
 if PRIVATE_API:
     from jax._src import config as jax_config
-    from jax._src import lib as jax_lib
     from jax._src import tree_util, xla_bridge
-
-    xla_client: Any = getattr(jax_lib, "xla_client")  # noqa: B009  (a reexport, to type checkers)
+    from jaxlib import xla_client
+if CAN_STORE:
+    from jax._src.interpreters import mlir, pxla
 
 _JIT_INTERNALS = ("fun_sourceinfo", "fun_signature", "use_resource_env")
 _DEFAULTS: dict[str, Any] = {}
@@ -125,6 +126,53 @@ def array_digest(array: jax.Array) -> str:
         digest,
     )
     return digest
+
+
+# ---- traces -----------------------------------------------------------------------------------
+
+
+def captured_arrays(jaxpr: Any) -> list[Any]:
+    """The arrays that a trace captured by closure, those of nested functions included."""
+    seen: dict[int, Any] = {}
+    stack, visited = [jaxpr], set()
+    while stack:
+        current = stack.pop()
+        if id(current) in visited:
+            continue
+        visited.add(id(current))
+        seen.update((id(const), const) for const in getattr(current, "consts", ()) or ())
+        inner = getattr(current, "jaxpr", current)
+        for equation in inner.eqns:
+            if equation.params:
+                for value in equation.params.values():
+                    if hasattr(value, "consts"):
+                        stack.append(value)
+                stack.extend(jaxprs_in_params(equation.params))
+    return [const for const in seen.values() if hasattr(const, "nbytes")]
+
+
+def equations_of(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a trace, those of nested functions included, each once."""
+    stack, visited = [jaxpr], set()
+    while stack:
+        current = stack.pop()
+        current = getattr(current, "jaxpr", current)
+        if id(current) not in visited:
+            visited.add(id(current))
+            for equation in current.eqns:
+                yield equation
+                stack.extend(jaxprs_in_params(equation.params))
+
+
+def lowering_rules(primitive: Any) -> list[Any]:
+    """The functions that lower a primitive, for all platforms."""
+    tables = (mlir._lowerings, *mlir._platform_specific_lowerings.values())
+    return [table[primitive].rule for table in tables if primitive in table]
+
+
+def lowering_modules() -> tuple[Any, ...]:
+    """The modules of JAX that call these."""
+    return mlir, pxla
 
 
 # ---- the environment --------------------------------------------------------------------------

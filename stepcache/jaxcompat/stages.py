@@ -16,21 +16,23 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from stepcache.jaxcompat.arguments import uncommitted
+from stepcache.jaxcompat.arguments import ArgumentRoles, uncommitted
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
-    from stepcache.jaxcompat.private import (
+    from jax._src import (
         api_util,
         core,
         dispatch,
         dtypes,
-        mlir,
-        partial_eval,
         pjit,
         stages,
+        traceback_util,
+        tree_util,
         util,
     )
+    from jax._src.interpreters import mlir, partial_eval, pxla
+    from jaxlib import _jax  # type: ignore[attr-defined]
 
 # Bound once, so that a program which replaces `jax.jit` cannot make a step call itself.
 _jit = jax.jit
@@ -48,6 +50,34 @@ def unhide_methods(wrapper: Any) -> None:
     copied, cls = vars(wrapper), type(wrapper)
     for name in [each for each in copied if not each.startswith("__") and hasattr(cls, each)]:
         del copied[name]
+
+
+def make_dispatcher(
+    fun: Callable, name: str, miss: Callable, roles: ArgumentRoles, capacity: int
+) -> Any:
+    """JAX's own C++ dispatcher over our miss callback.
+
+    Args:
+        fun: called as it is under `jax.disable_jit`.
+        name: shown by profilers.
+        miss: `(*args, **kwargs) -> (outputs, fast path data or None, drop the entry)`.
+        roles: the static arguments.
+        capacity: signatures that the dispatcher keeps.
+    """
+    dispatcher = _jax.pjit(
+        name,
+        fun,
+        traceback_util.api_boundary(miss),
+        roles.static_argnums,
+        roles.static_argnames,
+        pxla.JitGlobalCppCacheKeys(),
+        tree_util.dispatch_registry,
+        pxla.cc_shard_arg,
+        _jax.PjitFunctionCache(capacity=capacity),
+    )
+    dispatcher._fun = fun  # Where JAX's NaN check of a hit looks for the function to call eagerly.
+    dispatcher.__name__, dispatcher.__wrapped__ = name, fun  # Where JAX looks for source and name.
+    return dispatcher
 
 
 class Runnable(NamedTuple):

@@ -27,9 +27,9 @@ from stepcache.jaxcompat.call_codec import (
     encode_spec,
 )
 from stepcache.jaxcompat.checked_data import NotStorable
-from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.jaxcompat.private import CAN_STORE
 
-if PRIVATE_API:
+if CAN_STORE:
     from jax._src import tree_util
 
 _MAX_KNOWN_SUBTREES = 4096
