@@ -6,7 +6,8 @@ import functools
 import hashlib
 import types
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from stepcache.fingerprint import instances
 from stepcache.fingerprint.classes import is_foreign
@@ -15,25 +16,11 @@ from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of, origin_of_file
 from stepcache.fingerprint.tokens import container_text, plain_text, qualified_name
 from stepcache.fingerprint.values import TRUSTED
-from stepcache.fingerprint.visitor import Walk
 
 
-class Notes:
-    """Takes the place of a `Walk` for one name, and keeps what is noted about it."""
-
-    def __init__(self) -> None:
-        self.dependencies: dict[str, str] = {}
-        self.values: list[tuple[str, Any]] = []
-
-    def once(self, path: str, text: str) -> None:
-        self.dependencies[path] = text
-
-    def value(self, path: str, value: Any) -> None:
-        self.values.append((path, value))
-
-
-class Meaning(NamedTuple):
-    """What a name of a module means.
+@dataclass(slots=True)
+class Meaning:
+    """What a name of a module means. Takes the place of a `Walk` while that is found out.
 
     Attributes:
         texts: the parts of it.
@@ -41,9 +28,15 @@ class Meaning(NamedTuple):
         values: path and value of what is the user's and has to be followed.
     """
 
-    texts: tuple[str, ...]
-    dependencies: dict[str, str]
-    values: list[tuple[str, Any]]
+    texts: list[str] = field(default_factory=list)
+    dependencies: dict[str, str] = field(default_factory=dict)
+    values: list[tuple[str, Any]] = field(default_factory=list)
+
+    def once(self, path: str, text: str) -> None:
+        self.dependencies[path] = text
+
+    def value(self, path: str, value: Any) -> None:
+        self.values.append((path, value))
 
 
 def is_held_whole(value: Any) -> bool:
@@ -91,7 +84,7 @@ def members_of(cls: type) -> list[tuple[str, Any]]:
     ]
 
 
-def class_text(walk: Any, cls: type, has_state: bool) -> str:
+def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
     if is_immutable(cls):
         return "immutable"
     keeps_state = origin_of(cls) == PYTHON  # As `weakref.finalize` keeps a registry and marks.
@@ -111,10 +104,10 @@ def class_text(walk: Any, cls: type, has_state: bool) -> str:
         if text is None:
             if isinstance(value, type):
                 continue
-            text = text_of(walk, f"{name}.{attribute}", value, has_state)
+            text = text_of(notes, f"{name}.{attribute}", value, has_state)
         if has_state and _is_of_another_module(value, cls) and text != "the user's":
             # Put there by another module of the package, as jax.shard_map's does when imported.
-            walk.once(f"{LATE}{name}.{attribute}", text)
+            notes.once(f"{LATE}{name}.{attribute}", text)
             continue
         texts.append(f"{attribute} {text}")
         if attribute.startswith("_"):
@@ -124,7 +117,7 @@ def class_text(walk: Any, cls: type, has_state: bool) -> str:
         else:
             worth = not has_state and plain_text(value) is not None
         if worth:
-            walk.once(f"{name}.{attribute}", text)
+            notes.once(f"{name}.{attribute}", text)
     return digest_of(texts)
 
 
@@ -160,14 +153,14 @@ def _name_with_defaults(function: types.FunctionType) -> str:
     return f"{defaults or ''}{function.__module__}.{function.__qualname__}"
 
 
-def text_of(walk: Any, path: str, value: Any, has_state: bool) -> str:
+def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     """What a name stands for, as far as that is the same in each process."""
     if (name := _name_of_function(value)) is not None:
         return name
     kind = type(value)
     if kind is types.FunctionType:
         if is_foreign(value):
-            walk.value(path, value)
+            notes.value(path, value)
             return "the user's"
         return _name_with_defaults(value)
     if kind is types.ModuleType:
@@ -175,12 +168,12 @@ def text_of(walk: Any, path: str, value: Any, has_state: bool) -> str:
     if (text := plain_text(value)) is not None:
         return text
     if kind in CONTAINERS:
-        return _container_text(walk, path, value, has_state)
+        return _container_text(notes, path, value, has_state)
     if is_foreign(value):
-        walk.value(path, value)
+        notes.value(path, value)
         return "the user's"
     if callable(value) or isinstance(value, staticmethod | classmethod | property):
-        return _callable_text(walk, path, value)
+        return _callable_text(notes, path, value)
     if has_state or origin_of(kind) == USER:
         return kind.__qualname__
     state = instances.attributes_of(value)
@@ -188,17 +181,17 @@ def text_of(walk: Any, path: str, value: Any, has_state: bool) -> str:
     return f"{kind.__qualname__} {digest_of(texts)}"
 
 
-def _container_text(walk: Walk, path: str, value: Any, has_state: bool) -> str:
+def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if not has_state and (text := container_text(value)) is not None:
         return text
     each_value = list(value.values()) if isinstance(value, dict) else list(value)
     for number, each in enumerate(each_value):
         if type(each) is types.FunctionType and is_foreign(each):
-            walk.value(f"{path}[{number}]", each)
+            notes.value(f"{path}[{number}]", each)
     return type(value).__name__
 
 
-def _callable_text(walk: Walk, path: str, value: Any) -> str:
+def _callable_text(notes: Meaning, path: str, value: Any) -> str:
     """A function in some wrapping: by its name where it has one, and what the user put into it."""
     inner: Any = value
     for _ in range(8):
@@ -214,12 +207,12 @@ def _callable_text(walk: Walk, path: str, value: Any) -> str:
             break
         inner = following
         if is_foreign(inner):
-            walk.value(path, value)
+            notes.value(path, value)
             return "the user's"
     if isinstance(value, functools.partial):
         given: tuple[Any, ...] = (*value.args, *value.keywords.values())
         if any(is_foreign(each) for each in given):
-            walk.value(path, value)
+            notes.value(path, value)
         texts = (container_text(each) or qualified_name(each) for each in given)
         return f"partial of {qualified_name(inner)} {tuple(value.keywords)} {digest_of(texts)}"
     kind = type(value).__qualname__
