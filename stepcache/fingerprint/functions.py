@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import functools
 import importlib.util
@@ -17,7 +18,6 @@ from stepcache.fingerprint.bytecode import (
     Import,
     Names,
     Read,
-    assigned_constants,
     code_digest,
     module_aliases,
     names_of,
@@ -31,7 +31,7 @@ from stepcache.fingerprint.provenance import (
     origin_of,
     origin_of_module,
 )
-from stepcache.fingerprint.tokens import ATOMS, plain_text, qualified_name
+from stepcache.fingerprint.tokens import ATOMS, atom, plain_text, qualified_name
 from stepcache.fingerprint.trail import Trail
 
 _MISSING = object()
@@ -82,7 +82,8 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
         if read.kind == "global":
             _follow_global(walk, label, function, read)
     for imported in names.imports:
-        _follow_import(walk, label, function, imported)
+        package = function.__globals__.get("__package__") or ""
+        _follow_module(walk, label, package, imported)
     walk.add_names(names)
 
 
@@ -226,11 +227,6 @@ def note_library_object(walk: Trail, path: str, value: Any) -> None:
 # ---- imports -----------------------------------------------------------------------------------
 
 
-def _follow_import(walk: Trail, label: str, function: types.FunctionType, imported: Import) -> None:
-    package = function.__globals__.get("__package__") or ""
-    _follow_module(walk, label, package, imported)
-
-
 def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> None:
     """Follows an import without making it: the step may never come to it."""
     try:
@@ -245,9 +241,10 @@ def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> N
         elif origin_of_module(name) == INSTALLED:
             walk.distribution(name)
         return
-    if imported.whole:
+    if imported.whole or "*" in imported.names:
         walk.value(f"import {name}", module)
-    for chain in (*((each,) for each in imported.names), *imported.attributes):
+    named = ((each,) for each in imported.names if each != "*")
+    for chain in (*named, *imported.attributes):
         if not hasattr(module, chain[0]) and file_of_module(f"{name}.{chain[0]}"):
             _follow_source(walk, label, f"{name}.{chain[0]}")
         else:
@@ -269,7 +266,8 @@ def _follow_source(walk: Trail, label: str, name: str) -> None:
         walk.note(f"import {name}", "not found")
         return
     try:
-        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        tree = ast.parse(Path(path).read_bytes(), path)
+        code = compile(tree, path, "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError):
         walk.blame(label, f"it imports {name}, whose source cannot be read")
         return
@@ -279,13 +277,15 @@ def _follow_source(walk: Trail, label: str, name: str) -> None:
     space = file_label(path, name)
     walk.codes.update(names.codes)
     walk.note(f"{space}:<module>", f"code {code_digest(code)}")
-    for variable, value in assigned_constants(code):
-        walk.value(f"{space}:{variable}", value)
-    for inner in code.co_consts:
+    for inner in code.co_consts:  # The module's code covers it too, but has no name to report.
         if isinstance(inner, types.CodeType):
             walk.note(f"{space}:{inner.co_name}", f"code {code_digest(inner)}")
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            for target in node.targets:
+                walk.note(f"{space}:{ast.unparse(target)}", atom(node.value.value))
     inside = name if Path(path).stem == "__init__" else package
-    aliases = module_aliases(code)
+    aliases = module_aliases(tree)
     for read in names.reads:
         if read.kind == "global" and read.name in aliases:
             level, module, chain = aliases[read.name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -110,11 +110,9 @@ _BUILT_IN = _OF_JAX | {"builtins", "operator", "_operator", "numpy"}
 
 @functools.lru_cache(maxsize=1)
 def _code_around_rules() -> dict[int, CodeType]:
-    return {id(code): code for code in _codes_in(jaxcompat.lowering_modules())}
-
-
-def _codes_in(modules: Iterable[Any]) -> Iterable[CodeType]:
-    for module in modules:
-        for value in vars(module).values():
-            if isinstance(value, FunctionType) and value.__module__ == module.__name__:
-                yield value.__code__
+    return {
+        id(value.__code__): value.__code__
+        for module in jaxcompat.lowering_modules()
+        for value in vars(module).values()
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__
+    }

@@ -14,7 +14,7 @@ from typing import Any
 
 from stepcache import _process_hooks
 from stepcache.fingerprint.active_recordings import any_active, current
-from stepcache.fingerprint.callers import BYSTANDERS, is_import, is_of_imports, responsible
+from stepcache.fingerprint.callers import is_of_imports, passes_by, responsible
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of_file
 
 _BLAMED_EVENTS = {
@@ -98,7 +98,7 @@ def _opened(path: Any, mode: Any = None) -> None:
         return
     frame = sys._getframe(2)
     while frame is not None and origin_of_file(frame.f_code.co_filename) == PYTHON:
-        if is_import(frame) or any(b in frame.f_code.co_filename for b in BYSTANDERS):
+        if passes_by(frame):
             return
         frame = frame.f_back
     text = os.path.normpath(os.fsdecode(path))

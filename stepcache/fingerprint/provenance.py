@@ -27,14 +27,10 @@ _OWN_PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LIBRARIES = tuple(
     {
-        os.path.realpath(path) + os.sep
+        place + os.sep
         for name in ("stdlib", "platstdlib")
         if (path := sysconfig.get_paths().get(name))
-    }
-    | {
-        path + os.sep
-        for name in ("stdlib", "platstdlib")
-        if (path := sysconfig.get_paths().get(name))
+        for place in (path, os.path.realpath(path))
     }
 )
 
