@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -77,25 +78,32 @@ def quick_switching() -> Iterator[None]:
 # ---- garbage collections ------------------------------------------------------------------------
 
 
-class CollectionHook:
-    """Tells of garbage collections: before and after everything else that they call.
+class _Collecting(threading.local):
+    collecting = False
 
-    Args:
-        begin: called in the thread that collects, before the other callbacks and finalizers.
-        end: called after them; not where another callback that removes itself has Python skip it.
+
+class CollectionHook:
+    """Tells of garbage collections, from before all that they call to after it.
+
+    Attributes:
+        thread: of this thread: `collecting`. It stays true where another callback that removes
+            itself has Python skip ours.
+        codes: the code that Python calls for it.
     """
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]):
+    def __init__(self):
+        self.thread = thread = _Collecting()
+
         def first(phase: str, info: Any) -> None:
             if phase == "start":
-                begin()
+                thread.collecting = True
 
         def last(phase: str, info: Any) -> None:
             if phase == "stop":
-                end()
+                thread.collecting = False
 
         self._first, self._last = first, last
-        self.codes = frozenset((first.__code__, last.__code__, begin.__code__, end.__code__))
+        self.codes = frozenset((first.__code__, last.__code__))
         self.reset()
         _reset_in_child.append(self.reset)
 
@@ -167,6 +175,9 @@ class ThreadProfile:
         return True
 
 
+monitoring: Any = getattr(sys, "monitoring", None)  # Of Python 3.12.
+
+
 class CallMonitor:
     """One tool of `sys.monitoring`, of Python 3.12, for all threads that watch calls.
 
@@ -230,18 +241,16 @@ class CallMonitor:
             self._kept = self._tools[0]
         else:
             self._touched[id(code)] = code
-        return sys.monitoring.DISABLE  # type: ignore[attr-defined]
+        return monitoring.DISABLE
 
     def see_calls_from(self, code: CodeType) -> None:
         """Has the calls seen that some code makes, until the last user stops."""
         if id(code) not in self._calling:
             self._touched[id(code)] = code
             self._calling.add(id(code))
-            monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
             monitoring.set_local_events(self._tools[0], code, monitoring.events.CALL)
 
     def _take(self) -> bool:
-        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         tool = self._kept if self._kept not in self._tools else None
         for number in self._TOOLS if tool is None else ():
             with contextlib.suppress(ValueError):
@@ -260,7 +269,6 @@ class CallMonitor:
     def _release(self) -> None:
         if not self._tools:
             return
-        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         events = monitoring.events
         for tool in self._tools:
             monitoring.set_events(tool, 0)
@@ -276,14 +284,10 @@ class CallMonitor:
         self._tools, self._touched, self._calling = [], {}, set()
 
 
-_audited: set[Callable] = set()
-
-
+@functools.cache
 def audit(hook: Callable[[str, tuple], None]) -> None:
     """Adds an audit hook, once. Python has no way to take it away."""
-    if hook not in _audited:
-        _audited.add(hook)
-        sys.addaudithook(hook)
+    sys.addaudithook(hook)
 
 
 # ---- the end of the process, and forks ----------------------------------------------------------

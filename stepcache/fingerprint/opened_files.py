@@ -35,12 +35,7 @@ _OPENERS = frozenset("open open_code FileIO fromfile listdir scandir Popen conne
 
 
 def watch_before(code: CodeType, module: dict[str, Any]) -> None:
-    """Watches files from now on if code speaks of what opens them.
-
-    Args:
-        code: it is about to run.
-        module: its globals.
-    """
+    """Watches files from now on if code, about to run with these globals, may open one."""
     if not is_of_imports(code) and _names_an_opener(code, module):
         _process_hooks.audit(_audit)
 
@@ -52,33 +47,26 @@ def watch_before_call(function: Any, owner: Any = None) -> None:
         function: a function written in C, or a class.
         owner: what it is a method of.
     """
-    if _may_open_files(function, owner):
-        _process_hooks.audit(_audit)
-
-
-def _may_open_files(function: Any, owner: Any) -> bool:
     if isinstance(function, type):
-        return issubclass(function, io.IOBase)
-    kind = type(owner)
-    known = function if owner is None or kind is ModuleType else owner if kind is type else kind
-    module = getattr(known, "__module__", None)
-    if not isinstance(module, str) or module.partition(".")[0] not in _OPEN_NOTHING:
-        return True
-    return module == "numpy" and known.__name__ == "fromfile"
+        opens = issubclass(function, io.IOBase)
+    else:
+        kind = type(owner)
+        known = function if owner is None or kind is ModuleType else owner if kind is type else kind
+        module = getattr(known, "__module__", None)
+        is_harmless = isinstance(module, str) and module.partition(".")[0] in _OPEN_NOTHING
+        opens = not is_harmless or (module == "numpy" and known.__name__ == "fromfile")
+    if opens:
+        _process_hooks.audit(_audit)
 
 
 def _names_an_opener(code: CodeType, module: dict[str, Any]) -> bool:
     """Whether code speaks of what opens files; calls of classes, and from C, do not show."""
     if not _OPENERS.isdisjoint(code.co_names):
         return True
-    for name in code.co_names:
-        value = module.get(name)
-        if isinstance(value, type):
-            if issubclass(value, io.IOBase):
-                return True
-        elif any(value is opener for opener in (open, os.open, io.open_code)):
-            return True
-    return False
+    values = [module.get(name) for name in code.co_names]
+    return any(isinstance(each, type) and issubclass(each, io.IOBase) for each in values) or any(
+        each is opener for each in values for opener in (open, os.open, io.open_code)
+    )
 
 
 def _audit(event: str, arguments: tuple) -> None:
