@@ -159,7 +159,7 @@ class _ModuleState:
             names = read.split()
             self._look_at([name for name in names if name not in self._meanings])
             meanings = [self._meanings[name] for name in names]
-            digest = digest_of(text for meaning in meanings for text in meaning.texts)
+            digest = digest_of(meaning.text for meaning in meanings)
             known = digest, [each for each in meanings if each.dependencies or each.values]
             if self._unsteady.isdisjoint(names):
                 self._known[read] = known
@@ -200,18 +200,21 @@ class _ModuleState:
         varies = not fixed and name in _content(self._name).varying
         meaning = self._meanings[name] = Meaning()
         if self._has_state and (varies or (self._name, name) in REPLACED):
-            meaning.texts.append(f"{name} varies")
+            meaning.text = f"{name} varies"
             return False
         self._names.append(name)
         self._values.append(value)
         if value is _GONE:
-            meaning.texts.append(f"{name} gone")
+            meaning.text = f"{name} gone"
             return False
         path = f"{self._name}.{name}"
         text = text_of(meaning, path, value, self._has_state)
-        meaning.texts.append(f"{name} {text}")
+        meaning.text = f"{name} {text}"
         if isinstance(value, type):
-            meaning.texts.append(class_text(meaning, value, self._has_state))
+            of_class = _meaning_of_class(value, self._has_state)
+            meaning.text += f"\n{of_class.text}"
+            meaning.dependencies += of_class.dependencies
+            meaning.values += of_class.values
         elif is_own_dependency(name, value, text, self._name.partition(".")[0]):
             meaning.once(path, text)
         if not self._is_steady(value):
@@ -227,6 +230,21 @@ class _ModuleState:
         return all(map(is_held_whole, values))
 
 
+def _meaning_of_class(cls: type, has_state: bool) -> Meaning:
+    """What a class means, determined once as long as nothing is replaced: many modules import it.
+
+    Of packages without state, what a class means may vary unnoticed.
+    """
+    meaning = _classes.get(cls) if has_state else None
+    if meaning is None:
+        meaning = Meaning()
+        meaning.text = class_text(meaning, cls, has_state)
+        if has_state:
+            _classes[cls] = meaning
+    return meaning
+
+
+_classes: dict[type, Meaning] = {}
 _states: dict[str, _ModuleState] = {}
 _all_held = Held()
 _replacements = 0
@@ -243,6 +261,7 @@ def look_again() -> None:
         names_hold = all(map(_ModuleState.has_its_names, _states.values()))
         if not others and names_hold and _all_held.is_same():
             return
+        _classes.clear()
         for state in _states.values():
             state.look()
         _all_held = Held()

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from stepcache.fingerprint import instances
@@ -22,21 +22,23 @@ from stepcache.fingerprint.values import TRUSTED
 class Meaning:
     """What a name of a module means. Takes the place of a `Walk` while that is found out.
 
+    There are thousands of them, nearly all without dependencies and values.
+
     Attributes:
-        texts: the parts of it.
-        dependencies: what is worth a dependency of its own.
+        text: the meaning, as far as it can be told in words.
+        dependencies: what is worth a dependency of its own: name and token.
         values: path and value of what is the user's and has to be followed.
     """
 
-    texts: list[str] = field(default_factory=list)
-    dependencies: dict[str, str] = field(default_factory=dict)
-    values: list[tuple[str, Any]] = field(default_factory=list)
+    text: str = ""
+    dependencies: tuple[tuple[str, str], ...] = ()
+    values: tuple[tuple[str, Any], ...] = ()
 
     def once(self, path: str, text: str) -> None:
-        self.dependencies[path] = text
+        self.dependencies += ((path, text),)
 
     def value(self, path: str, value: Any) -> None:
-        self.values.append((path, value))
+        self.values += ((path, value),)
 
 
 def is_held_whole(value: Any) -> bool:
@@ -80,7 +82,7 @@ def members_of(cls: type) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in vars(cls).items()
-        if name not in _UNTOLD and (value or name != "__annotations__")
+        if name not in _UNTOLD and (name != "__annotations__" or value)
     ]
 
 
@@ -88,18 +90,28 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
     if is_immutable(cls):
         return "immutable"
     keeps_state = origin_of(cls) == PYTHON  # As `weakref.finalize` keeps a registry and marks.
-    texts = []
-    name = f"{cls.__module__}.{cls.__qualname__}"
+    module, qualified = cls.__module__, cls.__qualname__
+    name = f"{module}.{qualified}"
+    texts = [name]
     for attribute, value in sorted(members_of(cls)):
+        if (
+            type(value) is types.FunctionType
+            and value.__module__ == module
+            and value.__qualname__ == f"{qualified}.{attribute}"
+            and not value.__defaults__
+            and origin_of_file(value.__code__.co_filename) != USER
+        ):
+            texts.append(attribute)  # Most are such.
+            continue
         if type(value) in _WRITTEN_IN_C:
             texts.append(f"{attribute} {value.__objclass__.__qualname__}.{value.__name__}")
             continue
         text, function = _name_of_function(value), function_in(value)
         if keeps_state and function is None and not callable(value):
             continue
-        is_own = function is not None and function.__module__ == cls.__module__
+        is_own = function is not None and function.__module__ == module
         if is_own and text is not None and text.endswith(attribute):
-            texts.append(f"{attribute} {text}")  # Most are such.
+            texts.append(f"{attribute} {text}")
             continue
         if text is None:
             if isinstance(value, type):
