@@ -235,16 +235,20 @@ def _meaning_of_class(cls: type, has_state: bool) -> Meaning:
 
     Of packages without state, what a class means may vary unnoticed.
     """
-    meaning = _classes.get(cls) if has_state else None
-    if meaning is None:
-        meaning = Meaning()
-        meaning.text = class_text(meaning, cls, has_state)
-        if has_state:
-            _classes[cls] = meaning
+    if not has_state:
+        return _new_meaning_of_class(cls, has_state)
+    if id(cls) not in _classes:  # `jnp.int64` and `np.int64` are equal.
+        _classes[id(cls)] = (cls, _new_meaning_of_class(cls, has_state))
+    return _classes[id(cls)][1]
+
+
+def _new_meaning_of_class(cls: type, has_state: bool) -> Meaning:
+    meaning = Meaning()
+    meaning.text = class_text(meaning, cls, has_state)
     return meaning
 
 
-_classes: dict[type, Meaning] = {}
+_classes: dict[int, tuple[type, Meaning]] = {}
 _states: dict[str, _ModuleState] = {}
 _all_held = Held()
 _replacements = 0
