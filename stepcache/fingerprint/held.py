@@ -6,8 +6,11 @@ the libraries that it uses, and that nothing in them was replaced is asked at ea
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import operator
+import sys
+import sysconfig
 import types
 from collections.abc import Iterable
 from itertools import chain
@@ -64,13 +67,47 @@ class Held:
     def is_same(self) -> bool:
         """Whether nothing was replaced since."""
         # A function's `__code__` is not asked for: that calls audit hooks each time.
-        inside, items = gc.get_referents(*self._owners), list(_keys_and_values(self._dicts))
-        return _are_same(inside, self._inside) and _are_same(items, self._items)
+        return are_same(gc.get_referents(*self._owners), self._inside) and are_same(
+            list(_keys_and_values(self._dicts)), self._items
+        )
 
 
-def _are_same(now: list[Any], known: list[Any]) -> bool:
+def are_same(now: list[Any], known: list[Any]) -> bool:
     """Whether two lists hold the same objects."""
-    return len(now) == len(known) and all(map(operator.is_, now, known))
+    if len(now) != len(known):
+        return False
+    if _LISTS_ARE_READABLE:
+        return _addresses(now) == _addresses(known)
+    return all(map(operator.is_, now, known))
+
+
+def _addresses(values: list[Any]) -> bytes:
+    """The addresses of the objects in a list, as they stand in CPython's memory.
+
+    To compare these takes a fiftieth of the time of asking `is` of each pair.
+    """
+    if not values:
+        return b""
+    items = ctypes.c_size_t.from_address(id(values) + _ITEMS_AT).value
+    return ctypes.string_at(items, len(values) * _WORD)
+
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_LENGTH_AT, _ITEMS_AT = 2 * _WORD, 3 * _WORD
+
+
+def _lists_are_readable() -> bool:
+    """Whether lists lie in memory as in CPython since 3.0: head, length, address of the items."""
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return False
+    tried = [object() for _ in range(5)]
+    if ctypes.c_ssize_t.from_address(id(tried) + _LENGTH_AT).value != len(tried):
+        return False
+    addresses = b"".join(id(each).to_bytes(_WORD, sys.byteorder) for each in tried)
+    return _addresses(tried) == addresses
+
+
+_LISTS_ARE_READABLE = _lists_are_readable()
 
 
 def _keys_and_values(dicts: Iterable[dict]) -> Iterable[Any]:
