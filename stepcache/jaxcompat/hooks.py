@@ -111,16 +111,13 @@ def _compile_over(found: Callable) -> Callable:
 def _hash_over(found: Callable) -> Callable:
     def hash_accelerator_config(hasher, accelerators, *rest):
         """XLA's fingerprint of the topology of a pod differs between its processes."""
-        if _compiling.find is None or not _span_processes(accelerators):
+        processes = {device.process_index for device in accelerators.flat}
+        if _compiling.find is None or len(processes) == 1:
             return found(hasher, accelerators, *rest)
         for device in accelerators.flat:
             hasher.update(f"{device.device_kind} {device.process_index};".encode())
 
     return hash_accelerator_config
-
-
-def _span_processes(devices: Any) -> bool:
-    return len({device.process_index for device in devices.flat}) > 1
 
 
 REPLACED = frozenset(
@@ -142,9 +139,7 @@ if CAN_STORE:
 def call_on_changed_settings(holders: Iterable[Any], changed: Callable[[], None]) -> None:
     """Has a function called after settings of JAX have changed, for all threads or for one.
 
-    Args:
-        holders: what JAX keeps the settings in.
-        changed: called after the hook that a setting had before.
+    The hooks that the settings had before are called first.
     """
 
     def then_changed(hook: Callable | None) -> Callable:
@@ -156,11 +151,9 @@ def call_on_changed_settings(holders: Iterable[Any], changed: Callable[[], None]
         return hooks
 
     for holder in holders:
-        if hasattr(holder, "get_local"):
-            holder._update_global_hook = then_changed(holder._update_global_hook)
-            holder._update_thread_local_hook = then_changed(holder._update_thread_local_hook)
-        else:
-            holder._update_hook = then_changed(holder._update_hook)
+        for name in ("_update_global_hook", "_update_thread_local_hook", "_update_hook"):
+            if hasattr(holder, name):
+                setattr(holder, name, then_changed(getattr(holder, name)))
 
 
 class _ClearedWithCaches:
