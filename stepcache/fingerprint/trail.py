@@ -28,11 +28,7 @@ _MAKES_ANY = frozenset("type __class__ __mro__ mro __init__ __new__ classmethod"
 
 
 def making(name: str) -> str:
-    """What stands among the names that code reads for a call of a class.
-
-    Args:
-        name: of the class, as `Trail.follow_class` returns it.
-    """
+    """What stands among the names that code reads for a call of the class with this name."""
     return f"make {name}"
 
 
@@ -67,12 +63,7 @@ class Trail(ABC):
 
     @abstractmethod
     def value(self, path: str, value: Any) -> None:
-        """Notes a value, and what it is made of.
-
-        Args:
-            path: what to call it.
-            value: any object.
-        """
+        """Notes a value under a path, and what it is made of."""
 
     @abstractmethod
     def follow_class(self, cls: type) -> str:
