@@ -13,11 +13,7 @@ import threading
 from types import CodeType
 
 from stepcache.fingerprint import installed_packages
-from stepcache.fingerprint.provenance import (
-    PYTHON,
-    origin_of_file,
-    package_of,
-)
+from stepcache.fingerprint.provenance import PYTHON, origin_of_file, package_of
 from stepcache.fingerprint.recorder import Recording
 
 _lock = threading.Lock()

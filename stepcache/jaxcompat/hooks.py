@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from stepcache._process_hooks import Shared
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
 if PRIVATE_API:
@@ -43,15 +44,20 @@ def compiling_through(find: Find) -> Iterator[None]:
             this kind from bytes. Returns the loaded executable, or None to have it compiled.
     """
     before, _compiling.find = _compiling.find, find
+    _compile.start()
+    _hash.start()
     try:
-        with _compile.replaced(), _hash.replaced():
-            yield
+        yield
     finally:
+        _hash.stop()
+        _compile.stop()
         _compiling.find = before
 
 
-class _Replacement:
-    """Replaces a function of a module of JAX, for as long as it is needed.
+class _Replacement(Shared):
+    """Replaces a function of a module of JAX; other threads get through to what was found.
+
+    If ours has been replaced in turn, the replacement stays, and calls ours.
 
     Args:
         module: of JAX.
@@ -60,31 +66,21 @@ class _Replacement:
     """
 
     def __init__(self, module: Any, name: str, over: Callable[[Callable], Callable]):
+        super().__init__()
         self._module, self._name, self._over = module, name, over
-        self._lock = threading.Lock()
-        self._users = 0
         self._found: Any = None
         self._ours: Any = None
 
-    @contextlib.contextmanager
-    def replaced(self) -> Iterator[None]:
-        """Replaces the function; other threads get through to what was found.
+    def _make(self, users: int) -> bool:
+        if not users:
+            self._found = getattr(self._module, self._name)
+            self._ours = self._over(self._found)
+            setattr(self._module, self._name, self._ours)
+        return True
 
-        If ours has been replaced in turn, the replacement stays, and calls ours.
-        """
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._found = getattr(self._module, self._name)
-                self._ours = self._over(self._found)
-                setattr(self._module, self._name, self._ours)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users and getattr(self._module, self._name) is self._ours:
-                    setattr(self._module, self._name, self._found)
+    def _undo(self) -> None:
+        if getattr(self._module, self._name) is self._ours:
+            setattr(self._module, self._name, self._found)
 
 
 def _compile_over(found: Callable) -> Callable:
