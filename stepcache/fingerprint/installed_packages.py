@@ -24,13 +24,13 @@ from stepcache.fingerprint.held import Held
 from stepcache.fingerprint.name_meanings import (
     Meaning,
     class_text,
-    digest_of,
     is_held_whole,
     is_own_dependency,
     members_of,
     text_of,
 )
 from stepcache.fingerprint.provenance import file_of_module
+from stepcache.fingerprint.tokens import digest
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.fingerprint.visitor import Walk
 from stepcache.jaxcompat.hooks import REPLACED
@@ -125,12 +125,7 @@ def _has_compiled_code(package: str) -> bool:
 
 
 class _ModuleState:
-    """What this process knows of the names in one installed module.
-
-    Args:
-        name: of the module.
-        module: the module.
-    """
+    """What this process knows of the names in one installed module."""
 
     def __init__(self, name: str, module: types.ModuleType):
         self.module = module
@@ -159,16 +154,16 @@ class _ModuleState:
             names = read.split()
             self._look_at([name for name in names if name not in self._meanings])
             meanings = [self._meanings[name] for name in names]
-            digest = digest_of(text for meaning in meanings for text in meaning.texts)
-            known = digest, [each for each in meanings if each.dependencies or each.values]
+            token = digest(text for meaning in meanings for text in meaning.texts)
+            known = token, [each for each in meanings if each.dependencies or each.values]
             if self._unsteady.isdisjoint(names):
                 self._known[read] = known
-        digest, notable = known
+        token, notable = known
         for meaning in notable:
             walk.dependencies.update(meaning.dependencies)
             for path, value in meaning.values:
                 walk.value(path, value)
-        walk.once(f"{NAMES_OF}{self._name}", digest)
+        walk.once(f"{NAMES_OF}{self._name}", token)
 
     def look(self) -> None:
         """Looks at all names anew where some object was replaced: a cache may just have grown."""

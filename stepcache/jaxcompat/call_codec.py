@@ -3,6 +3,9 @@
 Types, shardings, layouts and arrays are written as numbers, texts, bytes and lists of these, each
 kind by a function of its own. Reading them back calls the constructors named here, and no others,
 so the data can describe arrays and nothing else. Devices are positions among those of the program.
+
+What is of a kind that is not known here raises `NotStorable`. What is read back and is malformed
+raises `ValueError`, `TypeError`, `KeyError` or `IndexError`.
 """
 
 from __future__ import annotations
@@ -72,9 +75,6 @@ def encode_call(
         call: the `FIELDS` of JAX's executable.
         const_args: the arrays that the program is given beside its arguments.
         devices: of the program, in order.
-
-    Raises:
-        NotStorable: a part of it is of a kind that is not known here.
     """
     positions = {device: position for position, device in enumerate(devices)}
     meshes = _Table(functools.partial(_encode_mesh, positions=positions))
@@ -102,14 +102,7 @@ def _table_of(name: str) -> str:
 def decode_call(
     data: dict[str, Any], devices: Sequence[Any]
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Reads what `encode_call` wrote, for a program on these devices.
-
-    Returns:
-        `FIELDS`, and the arrays.
-
-    Raises:
-        ValueError, TypeError, KeyError, IndexError: it is malformed.
-    """
+    """Reads `FIELDS` and the arrays that `encode_call` wrote, for a program on these devices."""
     meshes = [_decode_mesh(row, devices) for row in data["meshes"]]
     tables = {
         "avals": [_decode_aval(row, meshes) for row in data["avals"]],
@@ -150,11 +143,7 @@ def _random_keys() -> Any:
 
 
 def encode_dtype(dtype: Any) -> Any:
-    """A type of elements: its name, or that of the generator of a random key.
-
-    Raises:
-        NotStorable: it is none of JAX's own.
-    """
+    """A type of elements: its name, or that of the generator of a random key."""
     if isinstance(dtype, np.dtype):
         name = "float0" if dtype == jax.dtypes.float0 else dtype.name
         if _dtypes().get(name) == dtype:
@@ -261,11 +250,7 @@ def _decode_mesh(row: Any, devices: Sequence[Any]) -> Any:
 
 
 def encode_spec(spec: P) -> list[Any]:
-    """[entries, unreduced axes, reduced axes, kind of reduction]
-
-    Raises:
-        NotStorable: an axis is not named by a text.
-    """
+    """[entries, unreduced axes, reduced axes, kind of reduction]"""
     entries: list[Any] = []
     for entry in spec._partitions:
         if entry is P.UNCONSTRAINED:

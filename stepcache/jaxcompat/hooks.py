@@ -60,8 +60,7 @@ class _Replacement(Shared):
     If ours has been replaced in turn, the replacement stays, and calls ours.
 
     Args:
-        module: of JAX.
-        name: of its function.
+        module, name: of the function.
         over: makes the replacement over the function that is found, which it may call.
     """
 

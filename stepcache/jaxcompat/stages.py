@@ -49,14 +49,9 @@ def unhide_methods(wrapper: Any) -> None:
 def make_dispatcher(
     fun: Callable, name: str, miss: Callable, roles: ArgumentRoles, capacity: int
 ) -> Any:
-    """JAX's own C++ dispatcher over our miss callback.
+    """JAX's own C++ dispatcher over our miss callback, which keeps `capacity` signatures.
 
-    Args:
-        fun: called as it is under `jax.disable_jit`.
-        name: shown by profilers.
-        miss: `(*args, **kwargs) -> (outputs, fast path data or None, drop the entry)`.
-        roles: the static arguments.
-        capacity: signatures that the dispatcher keeps.
+    `programs/dispatch.py` says what it is given. Profilers show `name`.
     """
     dispatcher = _jax.pjit(
         name,

@@ -4,6 +4,9 @@ A part that is a part of the arguments' tree too is named by its position there,
 node keeps beside its children, if a node of the arguments keeps the same. Other nodes are named by
 their class, which has to be loaded already and known to JAX as a node. What they keep is written
 value by value: nothing that the data names is imported or called.
+
+What is no plain data raises `NotStorable`. What is read back and is malformed, or names a class
+that is not there, raises `ValueError`, `TypeError`, `IndexError` or `KeyError`.
 """
 
 from __future__ import annotations
@@ -44,9 +47,6 @@ def encode_tree(tree: Any, known: Any) -> Any:
     Args:
         tree: of the outputs.
         known: the tree of the arguments, which the decoder has too.
-
-    Raises:
-        NotStorable: a node holds something that is not plain data, or its type is ambiguous.
     """
     try:
         code = _TreeEncoder(known).encode(tree)
@@ -124,11 +124,7 @@ def _subtrees(tree: Any) -> Iterator[tuple[list[int], Any]]:
 
 
 def decode_tree(code: Any, known: Any, depth: int = 0) -> Any:
-    """The tree structure that `encode_tree` wrote.
-
-    Raises:
-        ValueError, TypeError, IndexError, KeyError: it is malformed, or a class is not there.
-    """
+    """The tree structure that `encode_tree` wrote."""
     if code == "leaf":
         return jax.tree_util.tree_structure(0)
     if code == "none":
@@ -188,11 +184,7 @@ def _is_named_tuple(found: type) -> bool:
 
 
 def _name_of(value: type, check: Callable[[Any], None]) -> list[str]:
-    """The module and the name by which a class is found.
-
-    Raises:
-        NotStorable: it is not found so, as one that a function made is not.
-    """
+    """The module and the name by which a class is found; one that a function made is not."""
     name = [value.__module__, value.__qualname__]
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if _named(name, check) is value:
@@ -201,11 +193,7 @@ def _name_of(value: type, check: Callable[[Any], None]) -> list[str]:
 
 
 def _named(name: Any, check: Callable[[Any], None]) -> Any:
-    """A class by its module and its name. Looks into dicts alone: nothing is imported or run.
-
-    Raises:
-        ValueError, TypeError, KeyError: there is none, or not one that `check` lets pass.
-    """
+    """A class by its module and its name. Looks into dicts alone: nothing is imported or run."""
     module, path = name
     found: Any = sys.modules[module]
     for part in path.split("."):
@@ -237,11 +225,7 @@ _BUILT_IN |= {kind.__name__: kind for kind in (dict, set, frozenset)}
 
 
 def encode_value(value: Any) -> Any:
-    """What a node keeps beside its children, as plain data.
-
-    Raises:
-        NotStorable: it is, or holds, something that is no plain data.
-    """
+    """What a node keeps beside its children, as plain data."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -285,11 +269,7 @@ _LEAF: Any = jax.tree_util.tree_structure(0)
 
 
 def decode_value(code: Any, depth: int = 0) -> Any:
-    """Reads what `encode_value` wrote.
-
-    Raises:
-        ValueError, TypeError, IndexError, KeyError: it is malformed.
-    """
+    """Reads what `encode_value` wrote."""
     if type(code) is int or type(code) in _PLAIN:
         return code
     kind, content = code
