@@ -182,26 +182,28 @@ class _ModuleState:
 
     def _look_at(self, names: Iterable[str]) -> None:
         """Determines what names mean, and keeps the objects that this was derived from."""
+        found = {name: self._look_up(name) for name in names}
         held = Held()
-        held.hold([self._space[name] for name in names if self._find_meaning(name)])
+        held.hold([self._space[name] for name, (_, holds) in found.items() if holds])
         self.held.add(held)
         _all_held.add(held)
+        self._meanings |= {name: meaning for name, (meaning, _) in found.items()}
 
-    def _find_meaning(self, name: str) -> bool:
-        """Finds out what a name means. Returns whether to hold on to its value."""
+    def _look_up(self, name: str) -> tuple[Meaning, bool]:
+        """What a name means, and whether to hold on to its value."""
         value = self._space.get(name, _GONE)
         kinds: Any = (types.FunctionType, type, types.ModuleType)
         fixed = isinstance(value, kinds) and value.__name__.endswith(name)  # Its definition.
         varies = not fixed and name in _content(self._name).varying
-        meaning = self._meanings[name] = Meaning()
+        meaning = Meaning()
         if self._has_state and (varies or (self._name, name) in REPLACED):
             meaning.texts.append(f"{name} varies")
-            return False
+            return meaning, False
         self._names.append(name)
         self._values.append(value)
         if value is _GONE:
             meaning.texts.append(f"{name} gone")
-            return False
+            return meaning, False
         path = f"{self._name}.{name}"
         text = text_of(meaning, path, value, self._has_state)
         meaning.texts.append(f"{name} {text}")
@@ -209,10 +211,10 @@ class _ModuleState:
             meaning.texts.append(class_text(meaning, value, self._has_state))
         elif is_own_dependency(name, value, text, self._name.partition(".")[0]):
             meaning.once(path, text)
-        if not self._is_steady(value):
+        is_steady = self._is_steady(value)
+        if not is_steady:
             self._unsteady.add(name)
-            return False
-        return True
+        return meaning, is_steady
 
     def _is_steady(self, value: Any) -> bool:
         """Whether `hold` sees everything that could change what a value means."""
