@@ -18,9 +18,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any, TypeVar
-
-F = TypeVar("F", bound=Callable)
+from typing import Any
 
 # ---- changes that several users share ----------------------------------------------------------
 
@@ -286,10 +284,7 @@ def audit(hook: Callable[[str, tuple], None]) -> None:
 # ---- the end of the process, and forks ----------------------------------------------------------
 
 
-def at_exit(function: F) -> F:
-    """Has a function called when Python ends."""
-    atexit.register(function)
-    return function
+at_exit = atexit.register
 
 
 # Python 3.12.0 to 3.12.2 start no thread any more once the main thread has ended (python#113964).
@@ -313,25 +308,24 @@ def at_fork(before: Callable[[], None], in_child: Callable[[], None]) -> None:
 @contextlib.contextmanager
 def unreported(kind: type[BaseException]) -> Iterator[None]:
     """Keeps Python from reporting uncaught exceptions of one kind."""
-    places: list[tuple[Any, str]] = [(sys, "unraisablehook"), (threading, "excepthook")]
-    before = [getattr(owner, name) for owner, name in places]
-    hooks = [_without(kind, each) for each in before]
-    for (owner, name), hook in zip(places, hooks, strict=True):
-        setattr(owner, name, hook)
-    try:
+    with _without(kind, sys, "unraisablehook"), _without(kind, threading, "excepthook"):
         yield
-    finally:
-        for (owner, name), hook, old in zip(places, hooks, before, strict=True):
-            if getattr(owner, name) is hook:
-                setattr(owner, name, old)
 
 
-def _without(kind: type[BaseException], report: Callable[[Any], Any]) -> Callable[[Any], Any]:
+@contextlib.contextmanager
+def _without(kind: type[BaseException], owner: Any, name: str) -> Iterator[None]:
+    report = getattr(owner, name)
+
     def hook(raised: Any) -> None:
         if raised.exc_type is not kind:
             report(raised)
 
-    return hook
+    setattr(owner, name, hook)
+    try:
+        yield
+    finally:
+        if getattr(owner, name) is hook:
+            setattr(owner, name, report)
 
 
 def _reset() -> None:

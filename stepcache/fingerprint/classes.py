@@ -30,7 +30,6 @@ _INTERNALS = frozenset(
     "__dataclass_params__ __signature__ __jax_pytree__ __classdictcell__ __slotnames__".split()
 )
 _ENUM_INTERNALS = re.compile(r"_(member_map|value2member_map|member_names|unhashable\w*|use_args)_")
-_SLOT_TYPES = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
 def note_instance(walk: Trail, path: str, value: Any) -> None:
@@ -117,7 +116,7 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
     if type(matched) is tuple:
         walk.read_attributes(each for each in matched if isinstance(each, str))
     for attribute, value in sorted(vars(cls).items()):
-        if attribute in _INTERNALS or isinstance(value, _SLOT_TYPES):
+        if attribute in _INTERNALS or isinstance(value, instances.SLOT_TYPES):
             continue
         if is_enum and (isinstance(value, enum.Enum) or _ENUM_INTERNALS.fullmatch(attribute)):
             continue

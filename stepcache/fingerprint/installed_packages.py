@@ -137,8 +137,7 @@ class _ModuleState:
         self.held = Held()
         self._meanings: dict[str, Meaning] = {}
         self._unsteady: set[str] = set()
-        self._names: list[str] = []
-        self._values: list[Any] = []
+        self._values: dict[str, Any] = {}
         self._known: dict[str, tuple[str, list[Meaning]]] = {}
 
     def note(self, walk: Walk, read: str) -> None:
@@ -177,8 +176,8 @@ class _ModuleState:
 
     def has_its_names(self) -> bool:
         """Whether its names are those of the same objects as before."""
-        found = map(self._space.get, self._names, itertools.repeat(_GONE))
-        return all(map(operator.is_, found, self._values))
+        found = map(self._space.get, self._values, itertools.repeat(_GONE))
+        return all(map(operator.is_, found, self._values.values()))
 
     def _look_at(self, names: Iterable[str]) -> None:
         """Determines what names mean, and keeps the objects that this was derived from."""
@@ -199,8 +198,7 @@ class _ModuleState:
         if self._has_state and (varies or (self._name, name) in REPLACED):
             meaning.texts.append(f"{name} varies")
             return meaning, False
-        self._names.append(name)
-        self._values.append(value)
+        self._values[name] = value
         if value is _GONE:
             meaning.texts.append(f"{name} gone")
             return meaning, False

@@ -40,22 +40,11 @@ class Meaning:
 def is_held_whole(value: Any) -> bool:
     """Whether a value is what it is called; and not an object whose attributes may be set."""
     wrapping = (types.ModuleType, staticmethod, classmethod, property)
-    kinds: Any = (*wrapping, *CONTAINERS, *_DESCRIPTORS)
+    kinds: Any = (*wrapping, *CONTAINERS, *instances.SLOT_TYPES)
     if plain_text(value) is not None or callable(value) or isinstance(value, kinds):
         return True
     kind = type(value)  # A mere mark has neither attributes nor slots.
     return not kind.__dictoffset__ and kind.__basicsize__ == object.__basicsize__
-
-
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_WRITTEN_IN_C = frozenset(
-    (
-        *_DESCRIPTORS,
-        types.MethodDescriptorType,
-        types.WrapperDescriptorType,
-        types.ClassMethodDescriptorType,
-    )
-)
 
 
 def is_own_dependency(attribute: str, value: Any, text: str, package: str) -> bool:
@@ -81,7 +70,7 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
     texts = []
     name = f"{cls.__module__}.{cls.__qualname__}"
     for attribute, value in sorted(members_of(cls)):
-        if type(value) in _WRITTEN_IN_C:
+        if type(value) in instances.DESCRIPTORS:
             texts.append(f"{attribute} {value.__objclass__.__qualname__}.{value.__name__}")
             continue
         text, function = _name_of_function(value), function_in(value)

@@ -196,8 +196,6 @@ class Trail(ABC):
 
     def place(self, path: str) -> str:
         """A path as text: relative to the step's own modules where it is among them."""
-        if self._root and path.startswith((self._root + os.sep, self._root)):
-            inside = path.removeprefix(self._root)
-            if not inside or inside.startswith(os.sep):
-                return f"<source>{inside}"
+        if self._root and f"{path}{os.sep}".startswith(self._root + os.sep):
+            return f"<source>{path.removeprefix(self._root)}"
         return repr(path)
