@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
@@ -13,14 +12,8 @@ from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of_file, 
 
 # Frameworks call the clock and the like for their own logs; it does not reach the trace.
 FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
-_BYSTANDERS = tuple(
-    f"{os.sep}{name}"
-    for name in ("logging", "warnings.py", "linecache.py", "traceback.py", "abc.py")
-)
-_LISTENERS = tuple(
-    each.replace("/", os.sep)
-    for each in ("/logging/__init__.py", "/jax/_src/monitoring.py", "/stepcache/events.py")
-)
+_BYSTANDERS = ("/logging", "/warnings.py", "/linecache.py", "/traceback.py", "/abc.py")
+_LISTENERS = ("/logging/__init__.py", "/jax/_src/monitoring.py", "/stepcache/events.py")
 _FINDING = frozenset(("_find_spec", "_get_spec", "_path_hooks"))
 
 
@@ -33,11 +26,9 @@ def is_import_hook(frame: FrameType) -> bool:
     caller, filename = frame.f_back, frame.f_code.co_filename
     while caller is not None and caller.f_code.co_filename == filename:
         caller = caller.f_back
-    return (
-        caller is not None
-        and caller.f_code.co_name in _FINDING
-        and caller.f_code.co_filename.startswith("<frozen importlib")
-    )
+    if caller is None:
+        return False
+    return caller.f_code.co_name in _FINDING and is_of_imports(caller.f_code)
 
 
 def is_bystander(frame: FrameType | None) -> bool:

@@ -33,8 +33,8 @@ class _Read(NamedTuple):
     code: types.CodeType
     module: str | None  # None for a compiler's, and for others.
     names: dict[str, set[str]]
-    attributes: frozenset[str]
-    asked_for: frozenset[str]
+    attributes: set[str]
+    asked_for: set[str]
 
 
 _reads: dict[int, _Read] = {}
@@ -80,15 +80,15 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
         _add_names(found, module, vars(sys.modules[module]), code.co_names, 3)
         found[module] &= vars(sys.modules[module]).keys()
     strings = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
-    asking = not _ASKING.isdisjoint(code.co_names)
-    if module is not None and module.partition(".")[0] == _OURS:  # It asks no object of the user's.
-        return _Read(code, module, found, frozenset(), frozenset())
-    attributes = frozenset((*code.co_names, *strings))
-    return _Read(code, module, found, attributes, frozenset(strings if asking else ()))
+    if (
+        module is not None and module.partition(".")[0] == "stepcache"
+    ):  # It asks no object of the user's.
+        return _Read(code, module, found, set(), set())
+    asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings
+    return _Read(code, module, found, {*code.co_names, *strings}, asked_for)
 
 
 _ASKING = frozenset(("getattr", "hasattr"))
-_OURS = __name__.partition(".")[0]
 
 
 def _modules_by_file() -> dict[str, str]:

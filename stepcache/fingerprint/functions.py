@@ -35,6 +35,7 @@ from stepcache.fingerprint.tokens import ATOMS, atom, plain_text, qualified_name
 from stepcache.fingerprint.trail import Trail
 
 _MISSING = object()
+_NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
 
 
 def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
@@ -54,9 +55,7 @@ def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
     walk.check_pure(path, name)
     if origin == INSTALLED and module:
         walk.distribution(module)
-    defaults = "".join(
-        f", {each}" for each in (plain_text(function.__defaults__ or ()),) if each != "()"
-    )
+    defaults = f", {plain_text(function.__defaults__)}" if function.__defaults__ else ""
     if function.__module__ == module and instances.found_by_name(function):
         walk.note(path, f"function {name}{defaults}")
         return
@@ -152,7 +151,8 @@ def follow_chain(walk: Trail, path: str, value: Any, attributes: tuple[str, ...]
         value = space.get(name, _MISSING)
         if value is _MISSING:
             value = getattr(module, name, _MISSING)
-        if origin_of_module(module.__name__) == USER:
+        is_users = origin_of_module(module.__name__) == USER
+        if is_users:
             path = f"{walk.namespace(space, None, module.__name__)}:{name}"
             if name == "__dict__":
                 walk.reads_any_attribute()
@@ -165,20 +165,14 @@ def follow_chain(walk: Trail, path: str, value: Any, attributes: tuple[str, ...]
         if value is _MISSING:
             walk.note(path, "undefined")
             return
-        if origin_of_module(module.__name__) != USER and not isinstance(value, types.ModuleType):
+        if not is_users and not isinstance(value, types.ModuleType):
             _note_library_value(walk, path, module, value, remaining)
             return
-    if _origin_of(value) != USER:
+    if isinstance(value, _NAMED) and origin_of(value) != USER:
         walk.check_pure(path, ".".join((qualified_name(value), *remaining)))
     if not isinstance(value, types.ModuleType):
         _check_standard_stream(walk, path, value)
     walk.value(path, value)
-
-
-def _origin_of(value: Any) -> str:
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        return origin_of(value)
-    return USER
 
 
 def _note_library_value(
@@ -211,14 +205,12 @@ def _check_standard_stream(walk: Trail, path: str, value: Any) -> None:
 
 def is_known_kind(value: Any) -> bool:
     """A value that says itself what it is, and not only by what it does."""
-    kinds = (types.FunctionType, types.BuiltinFunctionType, type)
-    return type(value) in ATOMS or isinstance(value, kinds) or type(value) in values.HANDLERS
+    return type(value) in ATOMS or isinstance(value, _NAMED) or type(value) in values.HANDLERS
 
 
 def note_library_object(walk: Trail, path: str, value: Any) -> None:
     """Notes an object of a library by its name where it has one, else as any value."""
-    kinds = (types.FunctionType, types.BuiltinFunctionType, type)
-    if callable(value) and not isinstance(value, kinds) and instances.found_by_name(value):
+    if callable(value) and not isinstance(value, _NAMED) and instances.found_by_name(value):
         walk.once(path, f"{type(value).__name__} {qualified_name(value)}")
     else:
         walk.value(path, value)

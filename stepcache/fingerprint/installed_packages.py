@@ -24,13 +24,13 @@ from stepcache.fingerprint.held import Held
 from stepcache.fingerprint.name_meanings import (
     Meaning,
     class_text,
-    digest_of,
     is_held_whole,
     is_own_dependency,
     members_of,
     text_of,
 )
 from stepcache.fingerprint.provenance import file_of_module
+from stepcache.fingerprint.tokens import digest
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.fingerprint.visitor import Walk
 from stepcache.jaxcompat.hooks import REPLACED
@@ -125,12 +125,7 @@ def _has_compiled_code(package: str) -> bool:
 
 
 class _ModuleState:
-    """What this process knows of the names in one installed module.
-
-    Args:
-        name: of the module.
-        module: the module.
-    """
+    """What this process knows of the names in one installed module."""
 
     def __init__(self, name: str, module: types.ModuleType):
         self.module = module
@@ -142,8 +137,7 @@ class _ModuleState:
         self.held = Held()
         self._meanings: dict[str, Meaning] = {}
         self._unsteady: set[str] = set()
-        self._names: list[str] = []
-        self._values: list[Any] = []
+        self._values: dict[str, Any] = {}
         self._known: dict[str, tuple[str, list[Meaning]]] = {}
 
     def note(self, walk: Walk, read: str) -> None:
@@ -159,16 +153,16 @@ class _ModuleState:
             names = read.split()
             self._look_at([name for name in names if name not in self._meanings])
             meanings = [self._meanings[name] for name in names]
-            digest = digest_of(meaning.text for meaning in meanings)
-            known = digest, [each for each in meanings if each.dependencies or each.values]
+            token = digest(meaning.text for meaning in meanings)
+            known = token, [each for each in meanings if each.dependencies or each.values]
             if self._unsteady.isdisjoint(names):
                 self._known[read] = known
-        digest, notable = known
+        token, notable = known
         for meaning in notable:
             walk.dependencies.update(meaning.dependencies)
             for path, value in meaning.values:
                 walk.value(path, value)
-        walk.once(f"{NAMES_OF}{self._name}", digest)
+        walk.once(f"{NAMES_OF}{self._name}", token)
 
     def look(self) -> None:
         """Looks at all names anew where some object was replaced: a cache may just have grown."""
@@ -182,31 +176,36 @@ class _ModuleState:
 
     def has_its_names(self) -> bool:
         """Whether its names are those of the same objects as before."""
-        found = map(self._space.get, self._names, itertools.repeat(_GONE))
-        return all(map(operator.is_, found, self._values))
+        found = map(self._space.get, self._values, itertools.repeat(_GONE))
+        return all(map(operator.is_, found, self._values.values()))
 
     def _look_at(self, names: Iterable[str]) -> None:
         """Determines what names mean, and keeps the objects that this was derived from."""
         held = Held()
-        held.hold([self._space[name] for name in names if self._find_meaning(name)])
+        try:
+            found = {name: self._look_up(name) for name in names}
+            held.hold([self._space[name] for name, (_, holds) in found.items() if holds])
+        except BaseException:
+            _classes.clear()  # Some of them may not be held.
+            raise
         self.held.add(held)
         _all_held.add(held)
+        self._meanings |= {name: meaning for name, (meaning, _) in found.items()}
 
-    def _find_meaning(self, name: str) -> bool:
-        """Finds out what a name means. Returns whether to hold on to its value."""
+    def _look_up(self, name: str) -> tuple[Meaning, bool]:
+        """What a name means, and whether to hold on to its value."""
         value = self._space.get(name, _GONE)
         kinds: Any = (types.FunctionType, type, types.ModuleType)
         fixed = isinstance(value, kinds) and value.__name__.endswith(name)  # Its definition.
         varies = not fixed and name in _content(self._name).varying
-        meaning = self._meanings[name] = Meaning()
+        meaning = Meaning()
         if self._has_state and (varies or (self._name, name) in REPLACED):
             meaning.text = f"{name} varies"
-            return False
-        self._names.append(name)
-        self._values.append(value)
+            return meaning, False
+        self._values[name] = value
         if value is _GONE:
             meaning.text = f"{name} gone"
-            return False
+            return meaning, False
         path = f"{self._name}.{name}"
         text = text_of(meaning, path, value, self._has_state)
         meaning.text = f"{name} {text}"
@@ -217,10 +216,10 @@ class _ModuleState:
             meaning.values += of_class.values
         elif is_own_dependency(name, value, text, self._name.partition(".")[0]):
             meaning.once(path, text)
-        if not self._is_steady(value):
+        is_steady = self._is_steady(value)
+        if not is_steady:
             self._unsteady.add(name)
-            return False
-        return True
+        return meaning, is_steady
 
     def _is_steady(self, value: Any) -> bool:
         """Whether `hold` sees everything that could change what a value means."""

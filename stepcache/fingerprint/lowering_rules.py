@@ -26,11 +26,7 @@ _CALL_NOTHING = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_vjp_cal
 def code_of_lowering(jaxpr: Any) -> dict[int, CodeType] | None:
     """JAX's code that lowers a trace, by its identity: the rules, and what calls them.
 
-    Args:
-        jaxpr: the trace.
-
-    Returns:
-        None where other code than JAX's may run.
+    None where other code than JAX's may run.
     """
     if not jaxcompat.CAN_STORE:
         return None

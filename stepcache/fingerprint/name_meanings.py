@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import types
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +12,7 @@ from stepcache.fingerprint.classes import is_foreign
 from stepcache.fingerprint.dependencies import LATE
 from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of, origin_of_file
-from stepcache.fingerprint.tokens import container_text, plain_text, qualified_name
+from stepcache.fingerprint.tokens import container_text, digest, plain_text, qualified_name
 from stepcache.fingerprint.values import TRUSTED
 
 
@@ -43,31 +41,12 @@ class Meaning:
 
 def is_held_whole(value: Any) -> bool:
     """Whether a value is what it is called; and not an object whose attributes may be set."""
-    kinds: Any = (
-        types.ModuleType,
-        staticmethod,
-        classmethod,
-        property,
-        *CONTAINERS,
-        *_DESCRIPTORS,
-    )
+    wrapping = (types.ModuleType, staticmethod, classmethod, property)
+    kinds: Any = (*wrapping, *CONTAINERS, *instances.SLOT_TYPES)
     if plain_text(value) is not None or callable(value) or isinstance(value, kinds):
         return True
     kind = type(value)  # A mere mark has neither attributes nor slots.
     return not kind.__dictoffset__ and kind.__basicsize__ == object.__basicsize__
-
-
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-
-
-_WRITTEN_IN_C = frozenset(
-    (
-        *_DESCRIPTORS,
-        types.MethodDescriptorType,
-        types.WrapperDescriptorType,
-        types.ClassMethodDescriptorType,
-    )
-)
 
 
 def is_own_dependency(attribute: str, value: Any, text: str, package: str) -> bool:
@@ -103,7 +82,7 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
         ):
             texts.append(attribute)  # Most are such.
             continue
-        if type(value) in _WRITTEN_IN_C:
+        if type(value) in instances.DESCRIPTORS:
             texts.append(f"{attribute} {value.__objclass__.__qualname__}.{value.__name__}")
             continue
         text, function = _name_of_function(value), function_in(value)
@@ -130,7 +109,7 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
             worth = not has_state and plain_text(value) is not None
         if worth:
             notes.once(f"{name}.{attribute}", text)
-    return digest_of(texts)
+    return digest(texts)
 
 
 def _is_of_another_module(value: Any, cls: type) -> bool:
@@ -140,16 +119,8 @@ def _is_of_another_module(value: Any, cls: type) -> bool:
     return package == own
 
 
-def digest_of(texts: Iterable[str]) -> str:
-    """A digest of texts without line breaks."""
-    return hashlib.sha256("\n".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]
-
-
 def _name_of_function(value: Any) -> str | None:
-    """The name of a function, method or property that is an installed package's own, or None.
-
-    The usual case, fast.
-    """
+    """The name of a function, method or property that is an installed package's own, or None."""
     function = function_in(value)
     if function is None or (function is not value and function.__dict__):
         return None
@@ -190,7 +161,7 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
         return kind.__qualname__
     state = instances.attributes_of(value)
     texts = [f"{name} {container_text(each)}" for name, each in state.items()]
-    return f"{kind.__qualname__} {digest_of(texts)}"
+    return f"{kind.__qualname__} {digest(texts)}"
 
 
 def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
@@ -226,7 +197,7 @@ def _callable_text(notes: Meaning, path: str, value: Any) -> str:
         if any(is_foreign(each) for each in given):
             notes.value(path, value)
         texts = (container_text(each) or qualified_name(each) for each in given)
-        return f"partial of {qualified_name(inner)} {tuple(value.keywords)} {digest_of(texts)}"
+        return f"partial of {qualified_name(inner)} {tuple(value.keywords)} {digest(texts)}"
     kind = type(value).__qualname__
     return f"{kind} {getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', kind)}"
 

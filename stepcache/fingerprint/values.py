@@ -29,7 +29,6 @@ from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of, origin_
 from stepcache.fingerprint.tokens import (
     ATOMS,
     atom,
-    content_digest,
     digest,
     key_text,
     qualified_name,
@@ -111,7 +110,7 @@ def note_array(walk: Trail, path: str, value: Any) -> None:
         note_items(walk, path, np.ravel(value).tolist(), f"array {value.shape} of objects")
     else:
         scalar = "scalar " if isinstance(value, np.generic) else ""
-        text = f"content {content_digest(np.asarray(value))}"
+        text = f"content {inspection.content_digest(np.asarray(value))}"
         if value.ndim == 0 and value.dtype.kind in "biufc":
             text = repr(value.item())
         walk.note(path, f"{scalar}{value.dtype}{list(value.shape)} {text}")

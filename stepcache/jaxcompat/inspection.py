@@ -30,44 +30,36 @@ if CAN_STORE:
     from jax._src.interpreters import mlir, pxla
 
 _JIT_INTERNALS = ("fun_sourceinfo", "fun_signature", "use_resource_env")
-_DEFAULTS: dict[str, Any] = {}
 
 
 def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
     """The function inside a jitted one, and its options that are not the default; else None."""
     if isinstance(value, functools.partial) and type(value).__module__.startswith("stepcache."):
         return getattr(value, "_stepcache_parts", None)  # A step of ours.
-    if type(value) is not _jitted_type():  # Other objects may answer to any name.
+    plain = _plain_jit()
+    if type(value) is not type(plain):  # Other objects may answer to any name.
         return None
-    info = getattr(value, "_jit_info", None)
-    function = getattr(value, "__wrapped__", None)
+    info, function = getattr(value, "_jit_info", None), getattr(value, "__wrapped__", None)
     if info is None or function is None:
         return None
-    if not _DEFAULTS:
-        _DEFAULTS.update(jax.jit(lambda: 0)._jit_info._asdict())  # type: ignore[attr-defined]
+    defaults = plain._jit_info._asdict()
     options = {
         name: option
         for name, option in info._asdict().items()
-        if name not in _JIT_INTERNALS and not _is_default(name, option)
+        if name not in _JIT_INTERNALS
+        and (type(option), repr(option)) != (type(defaults[name]), repr(defaults[name]))
     }
     return function, options
 
 
-@functools.lru_cache(maxsize=1)
-def _jitted_type() -> type:
-    return type(jax.jit(lambda: 0))
-
-
-def _is_default(name: str, option: Any) -> bool:
-    default = _DEFAULTS.get(name)
-    return type(option) is type(default) and repr(option) == repr(default)
+@functools.cache
+def _plain_jit() -> Any:
+    return jax.jit(lambda: 0)
 
 
 def pytree_functions(cls: type) -> tuple[Callable, ...]:
     """The functions that take instances of a registered class apart and put them together."""
-    if not PRIVATE_API:
-        return ()
-    entry = tree_util._registry.get(cls)
+    entry = tree_util._registry.get(cls) if PRIVATE_API else None
     if entry is None:
         return ()
     with_paths = getattr(tree_util, "_registry_with_keypaths", {}).get(cls)
@@ -102,30 +94,26 @@ def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> st
 _digests: dict[int, tuple[weakref.ref, str]] = {}
 
 
-def _forget(key: int, _: weakref.ref) -> None:
-    _digests.pop(key, None)
-
-
 def array_digest(array: jax.Array) -> str:
     """A digest of the content of a JAX array. It never changes, so it is computed once."""
     known = _digests.get(id(array))
     if known is not None and known[0]() is array:
         return known[1]
-    values = array
-    prefix = b""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        prefix = str(jax.random.key_impl(array)).encode()
-        values = jax.random.key_data(array)
-    data = np.ascontiguousarray(np.asarray(values))
-    content = data.reshape(-1).view(np.uint8).data if data.size else b""
-    hasher = hashlib.sha256(prefix)
-    hasher.update(content)
-    digest = hasher.hexdigest()[:16]
-    _digests[id(array)] = (
-        weakref.ref(array, functools.partial(_forget, id(array))),
-        digest,
-    )
+        data = np.asarray(jax.random.key_data(array))
+        digest = f"{jax.random.key_impl(array)} {content_digest(data)}"
+    else:
+        digest = content_digest(np.asarray(array))
+    key = id(array)
+    _digests[key] = weakref.ref(array, lambda _: _digests.pop(key, None)), digest
     return digest
+
+
+def content_digest(array: np.ndarray) -> str:
+    """A digest of an array's bytes."""
+    data = np.ascontiguousarray(array)
+    content = data.reshape(-1).view(np.uint8).data if data.size else b""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 # ---- traces -----------------------------------------------------------------------------------
@@ -257,10 +245,8 @@ def _machine(backend: str) -> tuple[tuple[str, str], ...]:
         "environment device kind": own.device_kind,
     }
     if jax.process_count() > 1:  # XLA's fingerprint of a pod differs between its processes.
-        kinds = sorted({each.device_kind for each in jax.devices(backend)})
-        dependencies["environment topology"] = (
-            f"{', '.join(kinds)} in {jax.process_count()} processes"
-        )
+        kinds = ", ".join(sorted({each.device_kind for each in jax.devices(backend)}))
+        dependencies["environment topology"] = f"{kinds} in {jax.process_count()} processes"
     elif PRIVATE_API:
         try:
             topology = xla_client.get_topology_for_devices([device])

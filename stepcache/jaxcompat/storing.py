@@ -99,10 +99,7 @@ def why_not_storable(run: Runnable) -> str | None:
 
 
 def describe_call(run: Runnable) -> dict[str, Any]:
-    """What JAX knows of a program beside XLA's executable: arguments, results, where they are.
-
-    Returns:
-        Plain data, for `assemble`.
+    """What JAX knows of a program beside XLA's executable, as plain data for `assemble`.
 
     Raises:
         NotStorable: a part of it is no plain data.
@@ -122,13 +119,7 @@ def describe_call(run: Runnable) -> dict[str, Any]:
 
 
 def assemble(executable: Any, call: Any, out_tree: Any, devices: Sequence[Device]) -> Runnable:
-    """Puts a program together again.
-
-    Args:
-        executable: from `load_executable`.
-        call: from `describe_call`.
-        out_tree: the tree of the outputs.
-        devices: as for `load_executable`.
+    """A program of what `load_executable` and `describe_call` gave, on the same devices.
 
     Raises:
         ValueError, TypeError, KeyError, IndexError: `call` is malformed.
