@@ -9,16 +9,60 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import signal
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any
 
-F = TypeVar("F", bound=Callable)
+# ---- changes that several users share ----------------------------------------------------------
+
+
+class Shared(ABC):
+    """A change to the process that is made for its first user, and undone after its last.
+
+    A forked child, where the threads of the users are not, undoes it too.
+    """
+
+    def __init__(self):
+        self._lock, self._users = threading.Lock(), 0
+        _shared.append(self)
+
+    @abstractmethod
+    def _make(self, users: int) -> bool:
+        """Makes the change for one user more than these; False where that cannot be done."""
+
+    @abstractmethod
+    def _undo(self) -> None: ...
+
+    def start(self) -> bool:
+        """Begins a use; False where the change cannot be made."""
+        with self._lock:
+            made = self._make(self._users)
+            self._users += made
+            return made
+
+    def stop(self) -> bool:
+        """Ends what one `start` began; False in a process that was forked since."""
+        with self._lock:
+            used = self._users > 0
+            self._users -= used
+            if used and not self._users:
+                self._undo()
+            return used
+
+    def reset(self) -> None:
+        """Undoes the change, whoever has asked for it."""
+        self._lock, self._users = threading.Lock(), 0
+        self._undo()
+
+
+_shared: list[Shared] = []
 
 # ---- the switch interval ------------------------------------------------------------------------
 
@@ -26,31 +70,21 @@ F = TypeVar("F", bound=Callable)
 _SWITCH_SECONDS = 0.000053
 
 
-class _Switching:
-    """How many ask for quick switching, and what to go back to."""
+class _Switching(Shared):
+    _usual: float | None = None
+    _ours = 0.0
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.usual: float | None = None
-        self.ours = 0.0
-
-    def start(self) -> None:
-        self.users += 1
+    def _make(self, users: int) -> bool:
         usual = sys.getswitchinterval()
-        if self.users == 1 and usual > _SWITCH_SECONDS:
+        if not users and usual > _SWITCH_SECONDS:
             sys.setswitchinterval(_SWITCH_SECONDS)
-            self.usual, self.ours = usual, sys.getswitchinterval()
+            self._usual, self._ours = usual, sys.getswitchinterval()
+        return True
 
-    def stop(self) -> None:
-        self.users -= 1
-        if not self.users:
-            self.restore()
-
-    def restore(self) -> None:
-        if self.usual is not None and sys.getswitchinterval() == self.ours:
-            sys.setswitchinterval(self.usual)
-        self.usual = None
+    def _undo(self) -> None:
+        if self._usual is not None and sys.getswitchinterval() == self._ours:
+            sys.setswitchinterval(self._usual)
+        self._usual = None
 
 
 _switching = _Switching()
@@ -63,65 +97,52 @@ def quick_switching() -> Iterator[None]:
     The interval is restored when the last user leaves, unless other code has set it
     meanwhile.
     """
-    switching = _switching
-    with switching.lock:
-        switching.start()
+    _switching.start()
     try:
         yield
     finally:
-        if switching is _switching:  # Else this is a forked child, which has it restored already.
-            with switching.lock:
-                switching.stop()
+        _switching.stop()
 
 
 # ---- garbage collections ------------------------------------------------------------------------
 
 
-class CollectionHook:
-    """Tells of garbage collections: before and after everything else that they call.
+class _Collecting(threading.local):
+    collecting = False
 
-    Args:
-        begin: called in the thread that collects, before the other callbacks and finalizers.
-        end: called after them; not where another callback that removes itself has Python skip it.
+
+class CollectionHook(Shared):
+    """Tells of garbage collections, from before all that they call to after it.
+
+    Attributes:
+        thread: of this thread: `collecting`. It stays true where another callback that removes
+            itself has Python skip ours.
+        codes: the code that Python calls for it.
     """
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]):
+    def __init__(self):
+        super().__init__()
+        self.thread = thread = _Collecting()
+
         def first(phase: str, info: Any) -> None:
             if phase == "start":
-                begin()
+                thread.collecting = True
 
         def last(phase: str, info: Any) -> None:
             if phase == "stop":
-                end()
+                thread.collecting = False
 
         self._first, self._last = first, last
-        self.codes = frozenset((first.__code__, last.__code__, begin.__code__, end.__code__))
-        self.reset()
-        _reset_in_child.append(self.reset)
+        self.codes = frozenset((first.__code__, last.__code__))
 
-    def reset(self) -> None:
-        """Takes the callbacks away, and forgets who asked for them."""
-        self._lock = threading.Lock()
-        self._users = 0
-        self._remove()
+    def _make(self, users: int) -> bool:
+        if not users:
+            # In this order: a collection in between must not begin without an end.
+            gc.callbacks.append(self._last)
+            gc.callbacks.insert(0, self._first)
+        return True
 
-    def start(self) -> None:
-        """Puts the callbacks there, unless they are."""
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                # In this order: a collection in between must not begin without an end.
-                gc.callbacks.append(self._last)
-                gc.callbacks.insert(0, self._first)
-
-    def stop(self) -> None:
-        """Takes them away once all who started have stopped."""
-        with self._lock:
-            self._users = max(self._users - 1, 0)
-            if not self._users:
-                self._remove()
-
-    def _remove(self) -> None:
+    def _undo(self) -> None:
         for callback in (self._first, self._last):
             with contextlib.suppress(ValueError):
                 gc.callbacks.remove(callback)
@@ -167,7 +188,10 @@ class ThreadProfile:
         return True
 
 
-class CallMonitor:
+monitoring: Any = getattr(sys, "monitoring", None)  # Of Python 3.12.
+
+
+class CallMonitor(Shared):
     """One tool of `sys.monitoring`, of Python 3.12, for all threads that watch calls.
 
     A place that is disabled stays so for the tool's number, whoever has it next. Python can enable
@@ -183,39 +207,17 @@ class CallMonitor:
     _TOOLS = (4, 3)  # The other numbers belong to debuggers, coverage, profilers and optimizers.
 
     def __init__(self, on_start: Callable, on_call: Callable):
+        super().__init__()
         self._on_start, self._on_call = on_start, on_call
         self._tools: list[int] = []
         self._touched: dict[int, CodeType] = {}
         self._calling: set[int] = set()
         self._kept: int | None = None
-        self.reset()
-        _reset_in_child.append(self.reset)
 
-    def reset(self) -> None:
-        """Stops, whoever has started."""
-        self._lock = threading.Lock()
-        self._users = 0
-        self._release()
-
-    def start(self) -> bool:
-        """Has all code that is entered seen, also where that was disabled; False without a tool."""
-        with self._lock:
-            # What the first user has disabled, a second one has to see: by a second tool, which
-            # disables nothing and serves all users.
-            if len(self._tools) <= min(self._users, 1) and not self._take():
-                return False
-            self._users += 1
-            return True
-
-    def stop(self) -> bool:
-        """Ends what one `start` began; False in a process that was forked since."""
-        with self._lock:
-            if not self._users:
-                return False
-            self._users -= 1
-            if not self._users:
-                self._release()
-            return True
+    def _make(self, users: int) -> bool:
+        # What the first user has disabled, a second one has to see: by a second tool, which
+        # disables nothing and serves all users.
+        return len(self._tools) > min(users, 1) or self._take()
 
     def disable(self, code: CodeType, *, for_good: bool = False) -> Any:
         """What a callback returns for a place in `code` that it need not see again.
@@ -230,18 +232,16 @@ class CallMonitor:
             self._kept = self._tools[0]
         else:
             self._touched[id(code)] = code
-        return sys.monitoring.DISABLE  # type: ignore[attr-defined]
+        return monitoring.DISABLE
 
     def see_calls_from(self, code: CodeType) -> None:
         """Has the calls seen that some code makes, until the last user stops."""
         if id(code) not in self._calling:
             self._touched[id(code)] = code
             self._calling.add(id(code))
-            monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
             monitoring.set_local_events(self._tools[0], code, monitoring.events.CALL)
 
     def _take(self) -> bool:
-        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         tool = self._kept if self._kept not in self._tools else None
         for number in self._TOOLS if tool is None else ():
             with contextlib.suppress(ValueError):
@@ -257,10 +257,9 @@ class CallMonitor:
         monitoring.set_events(tool, events.PY_START)
         return True
 
-    def _release(self) -> None:
+    def _undo(self) -> None:
         if not self._tools:
             return
-        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         events = monitoring.events
         for tool in self._tools:
             monitoring.set_events(tool, 0)
@@ -276,23 +275,16 @@ class CallMonitor:
         self._tools, self._touched, self._calling = [], {}, set()
 
 
-_audited: set[Callable] = set()
-
-
+@functools.cache
 def audit(hook: Callable[[str, tuple], None]) -> None:
     """Adds an audit hook, once. Python has no way to take it away."""
-    if hook not in _audited:
-        _audited.add(hook)
-        sys.addaudithook(hook)
+    sys.addaudithook(hook)
 
 
 # ---- the end of the process, and forks ----------------------------------------------------------
 
 
-def at_exit(function: F) -> F:
-    """Has a function called when Python ends."""
-    atexit.register(function)
-    return function
+at_exit = atexit.register
 
 
 # Python 3.12.0 to 3.12.2 start no thread any more once the main thread has ended (python#113964).
@@ -316,37 +308,30 @@ def at_fork(before: Callable[[], None], in_child: Callable[[], None]) -> None:
 @contextlib.contextmanager
 def unreported(kind: type[BaseException]) -> Iterator[None]:
     """Keeps Python from reporting uncaught exceptions of one kind."""
-    places: list[tuple[Any, str]] = [(sys, "unraisablehook"), (threading, "excepthook")]
-    before = [getattr(owner, name) for owner, name in places]
-    hooks = [_without(kind, each) for each in before]
-    for (owner, name), hook in zip(places, hooks, strict=True):
-        setattr(owner, name, hook)
-    try:
+    with _without(kind, sys, "unraisablehook"), _without(kind, threading, "excepthook"):
         yield
-    finally:
-        for (owner, name), hook, old in zip(places, hooks, before, strict=True):
-            if getattr(owner, name) is hook:
-                setattr(owner, name, old)
 
 
-def _without(kind: type[BaseException], report: Callable[[Any], Any]) -> Callable[[Any], Any]:
+@contextlib.contextmanager
+def _without(kind: type[BaseException], owner: Any, name: str) -> Iterator[None]:
+    report = getattr(owner, name)
+
     def hook(raised: Any) -> None:
         if raised.exc_type is not kind:
             report(raised)
 
-    return hook
-
-
-_reset_in_child: list[Callable[[], None]] = []
+    setattr(owner, name, hook)
+    try:
+        yield
+    finally:
+        if getattr(owner, name) is hook:
+            setattr(owner, name, report)
 
 
 def _reset() -> None:
     """Undoes in a forked child what threads asked for that are not there."""
-    global _switching
-    _switching.restore()
-    _switching = _Switching()
-    for reset in _reset_in_child:
-        reset()
+    for each in _shared:
+        each.reset()
 
 
 at_fork(lambda: None, _reset)

@@ -5,11 +5,10 @@ Pure: bytecode in, names out. Nothing is looked up here, and nothing is run.
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import hashlib
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -177,41 +176,24 @@ def _collect_import(
 # ---- modules that are not loaded ----------------------------------------------------------------
 
 
-def assigned_constants(code: CodeType) -> Iterator[tuple[str, Any]]:
-    """Names to which the code of a module assigns a constant, with its value."""
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in _TRANSPARENT]
-    for before, instruction in itertools.pairwise(instructions):
-        assigned = (before.opname, instruction.opname) == ("LOAD_CONST", "STORE_NAME")
-        if assigned and not isinstance(before.argval, CodeType):
-            yield instruction.argval, before.argval
-
-
-def module_aliases(code: CodeType) -> dict[str, tuple[int, str, tuple[str, ...]]]:
+def module_aliases(tree: ast.Module) -> dict[str, tuple[int, str, tuple[str, ...]]]:
     """The names that the imports of a module bind: level, module and attributes of each."""
     aliases: dict[str, tuple[int, str, tuple[str, ...]]] = {}
-    level, module, whole, attribute = 0, "", True, ""
-    last: list[Any] = []
-    for instruction in dis.get_instructions(code):
-        operation, argument = instruction.opname, instruction.argval
-        if operation in _TRANSPARENT:
-            continue
-        if operation == "IMPORT_NAME":
-            level, names = last[-2:] if len(last) > 1 else (0, None)
-            module, whole, attribute = argument, not names, ""
-        elif operation == "IMPORT_FROM":
-            attribute = argument
-        elif operation == "STORE_NAME" and module:
-            if not whole:
-                aliases[argument] = (level or 0, module, (attribute,))
-                continue
-            # `import a.b` binds a, and `import a.b as c` binds a.b, by way of its name in a.
-            bound = module if attribute else module.partition(".")[0]
-            aliases[argument] = (level or 0, bound, ())
-            module = ""
-        elif operation == "POP_TOP" and not whole:
-            module = ""
-        last.append(argument)
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # It grows meanwhile.
+        if isinstance(node, ast.Import):
+            for each in node.names:  # `import a.b` binds a, and `import a.b as c` binds a.b.
+                bound = each.name if each.asname else each.name.partition(".")[0]
+                aliases[each.asname or bound] = (0, bound, ())
+        elif isinstance(node, ast.ImportFrom):
+            for each in node.names:
+                aliases[each.asname or each.name] = (node.level, node.module or "", (each.name,))
+        elif not isinstance(node, _NAMESPACES):
+            nodes += ast.iter_child_nodes(node)
     return aliases
+
+
+_NAMESPACES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 # ---- the identity of code ---------------------------------------------------------------------

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from stepcache.fingerprint.nondeterminism import why_impure
-from stepcache.fingerprint.provenance import (
-    INSTALLED,
-    PYTHON,
-    origin_of_file,
-    package_of,
-)
+from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of_file, package_of
 
 # Frameworks call the clock and the like for their own logs; it does not reach the trace.
 FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
-
-
-BYSTANDERS = tuple(
-    f"{os.sep}{name}"
-    for name in ("logging", "warnings.py", "linecache.py", "traceback.py", "abc.py")
-)
-
-
-_LISTENERS = tuple(
-    os.sep + str(Path(*parts))
-    for parts in (
-        ("logging", "__init__.py"),
-        ("jax", "_src", "monitoring.py"),
-        ("stepcache", "events.py"),
-    )
-)
-
-
+_BYSTANDERS = ("/logging", "/warnings.py", "/linecache.py", "/traceback.py", "/abc.py")
+_LISTENERS = ("/logging/__init__.py", "/jax/_src/monitoring.py", "/stepcache/events.py")
 _FINDING = frozenset(("_find_spec", "_get_spec", "_path_hooks"))
 
 
@@ -48,11 +26,9 @@ def is_import_hook(frame: FrameType) -> bool:
     caller, filename = frame.f_back, frame.f_code.co_filename
     while caller is not None and caller.f_code.co_filename == filename:
         caller = caller.f_back
-    return (
-        caller is not None
-        and caller.f_code.co_name in _FINDING
-        and caller.f_code.co_filename.startswith("<frozen importlib")
-    )
+    if caller is None:
+        return False
+    return caller.f_code.co_name in _FINDING and is_of_imports(caller.f_code)
 
 
 def is_bystander(frame: FrameType | None) -> bool:
@@ -78,21 +54,17 @@ def _name_of_builtin(function: Any) -> str | None:
         return f"{module}.{name}" if module else None
     if isinstance(owner, type):
         return f"{owner.__module__}.{owner.__qualname__}.{name}"
-    kind = type(owner)
-    if kind.__module__ == "random" and _is_hidden(owner):
-        return f"random.{name}"
-    if kind.__module__.startswith("numpy.random") and _is_hidden(owner):
-        return f"numpy.random.{name}"
+    for module, generator, public in _HIDDEN_GENERATORS:
+        if owner is getattr(sys.modules.get(module), generator, None):
+            return f"{public}.{name}"
     return None
 
 
-def _is_hidden(generator: Any) -> bool:
-    """Whether a generator of random numbers is the one that a module keeps for itself."""
-    module = sys.modules.get(
-        "random" if type(generator).__module__ == "random" else "numpy.random.mtrand"
-    )
-    hidden = getattr(module, "_inst", None) or getattr(module, "_rand", None)
-    return generator is hidden
+# The generators of random numbers that modules keep for themselves.
+_HIDDEN_GENERATORS = (
+    ("random", "_inst", "random"),
+    ("numpy.random.mtrand", "_rand", "numpy.random"),
+)
 
 
 def responsible(frame: FrameType | None) -> str | None:
@@ -104,7 +76,7 @@ def responsible(frame: FrameType | None) -> str | None:
     while frame is not None:
         filename = frame.f_code.co_filename
         origin = origin_of_file(filename)
-        if origin == PYTHON and (is_import(frame) or any(b in filename for b in BYSTANDERS)):
+        if origin == PYTHON and passes_by(frame):
             return None
         package = package_of(filename) if origin == INSTALLED else ""
         if package in FRAMEWORKS:
@@ -115,9 +87,11 @@ def responsible(frame: FrameType | None) -> str | None:
     return None
 
 
-def is_import(frame: FrameType) -> bool:
+def passes_by(frame: FrameType) -> bool:
+    """Whether code of Python's imports a module, or works for a log, and so not for a trace."""
     code = frame.f_code
-    return code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib")
+    is_import = code.co_name == "_find_and_load" and is_of_imports(code)
+    return is_import or any(each in code.co_filename for each in _BYSTANDERS)
 
 
 def is_of_imports(code: CodeType) -> bool:

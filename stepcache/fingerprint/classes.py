@@ -30,7 +30,6 @@ _INTERNALS = frozenset(
     "__dataclass_params__ __signature__ __jax_pytree__ __classdictcell__ __slotnames__".split()
 )
 _ENUM_INTERNALS = re.compile(r"_(member_map|value2member_map|member_names|unhashable\w*|use_args)_")
-_SLOT_TYPES = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
 def note_instance(walk: Trail, path: str, value: Any) -> None:
@@ -113,9 +112,11 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
     selective = is_plain(cls) and not dataclasses.is_dataclass(cls)
     order = tuple(each for each in vars(cls) if each != "__annotations__")
     walk.when_dynamic(f"{name} (order of attributes)", order)
-    walk.read_attributes(each for each in _texts(vars(cls).get("__match_args__")))
+    matched = vars(cls).get("__match_args__")
+    if type(matched) is tuple:
+        walk.read_attributes(each for each in matched if isinstance(each, str))
     for attribute, value in sorted(vars(cls).items()):
-        if attribute in _INTERNALS or isinstance(value, _SLOT_TYPES):
+        if attribute in _INTERNALS or isinstance(value, instances.SLOT_TYPES):
             continue
         if is_enum and (isinstance(value, enum.Enum) or _ENUM_INTERNALS.fullmatch(attribute)):
             continue
@@ -130,10 +131,6 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
 
 # They run when an instance is made. One that is there already does not need them.
 _CONSTRUCTORS = ("__init__", "__new__")
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(each for each in value if isinstance(each, str)) if type(value) is tuple else ()
 
 
 def _registered(cls: type) -> str:

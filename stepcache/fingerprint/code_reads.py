@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import sys
 import threading
 import types
@@ -10,24 +9,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from stepcache.fingerprint.provenance import INSTALLED, origin_of_file
-
-
-class _Read(NamedTuple):
-    """What one code object of an installed module reads.
-
-    Attributes:
-        code: itself, so that it keeps its identity.
-        module: the module that it comes from; None for a compiler's, and for others.
-        names: the names that it reads, by module.
-        attributes: all names and strings in it: what it may read of any object.
-        asked_for: those that it may ask of objects which do not have them.
-    """
-
-    code: types.CodeType
-    module: str | None
-    names: tuple[tuple[str, frozenset[str]], ...]
-    attributes: frozenset[str]
-    asked_for: frozenset[str]
 
 
 class Reads(NamedTuple):
@@ -46,9 +27,18 @@ class Reads(NamedTuple):
     asked_for: frozenset[str]
 
 
-_NOTHING = Reads([], {}, frozenset(), frozenset())
+class _Read(NamedTuple):
+    """As `Reads`, of one code object, which is held so that it keeps its identity."""
+
+    code: types.CodeType
+    module: str | None  # None for a compiler's, and for others.
+    names: dict[str, set[str]]
+    attributes: set[str]
+    asked_for: set[str]
+
+
 _reads: dict[int, _Read] = {}
-_together: collections.OrderedDict[frozenset[int], Reads] = collections.OrderedDict()
+_together: dict[frozenset[int], Reads] = {}
 _REMEMBERED = 32
 _lock = threading.RLock()
 
@@ -58,33 +48,27 @@ def reads_of(codes: Iterable[types.CodeType]) -> Reads:
     installed = [code for code in codes if origin_of_file(code.co_filename) == INSTALLED]
     key = frozenset(map(id, installed))
     with _lock:
-        known = _together.get(key)
-        if known is None:
+        if key not in _together:
             unknown = [code for code in installed if id(code) not in _reads]
             by_file = _modules_by_file() if unknown else {}
             for code in unknown:
                 _reads[id(code)] = _read_by(code, by_file)
-            # Most sets are an earlier one and a little more.
-            smaller = max((each for each in _together if each < key), key=len, default=None)
-            before = _NOTHING if smaller is None else _together[smaller]
-            more = [_reads[each] for each in key - (smaller or frozenset())]
-            known = _together[key] = _put_together(before, more)
-            if len(_together) > _REMEMBERED:
-                _together.popitem(last=False)
-        return known
+            if len(_together) >= _REMEMBERED:
+                _together.clear()
+            _together[key] = _put_together([_reads[each] for each in key])
+        return _together[key]
 
 
-def _put_together(before: Reads, more: list[_Read]) -> Reads:
+def _put_together(reads: list[_Read]) -> Reads:
     names: dict[str, set[str]] = {}
-    for read in more:
-        for owner, each in read.names:
-            names.setdefault(owner, set(before.names.get(owner, "").split())).update(each)
-    joined = {owner: " ".join(sorted(each)) for owner, each in names.items()}
+    for read in reads:
+        for owner, each in read.names.items():
+            names.setdefault(owner, set()).update(each)
     return Reads(
-        sorted({*before.modules, *(read.module for read in more if read.module is not None)}),
-        dict(sorted((before.names | joined).items())),
-        before.attributes.union(*(read.attributes for read in more)),
-        before.asked_for.union(*(read.asked_for for read in more)),
+        sorted({read.module for read in reads if read.module is not None}),
+        {owner: " ".join(sorted(each)) for owner, each in sorted(names.items())},
+        frozenset().union(*(read.attributes for read in reads)),
+        frozenset().union(*(read.asked_for for read in reads)),
     )
 
 
@@ -96,18 +80,15 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
         _add_names(found, module, vars(sys.modules[module]), code.co_names, 3)
         found[module] &= vars(sys.modules[module]).keys()
     strings = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
-    asking = not _ASKING.isdisjoint(code.co_names)
-    names = tuple((owner, frozenset(each)) for owner, each in found.items())
-    if module is not None and module.partition(".")[0] == _OURS:  # It asks no object of the user's.
-        return _Read(code, module, names, frozenset(), frozenset())
-    attributes = frozenset((*code.co_names, *strings))
-    return _Read(code, module, names, attributes, frozenset(strings if asking else ()))
+    if (
+        module is not None and module.partition(".")[0] == "stepcache"
+    ):  # It asks no object of the user's.
+        return _Read(code, module, found, set(), set())
+    asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings
+    return _Read(code, module, found, {*code.co_names, *strings}, asked_for)
 
 
 _ASKING = frozenset(("getattr", "hasattr"))
-
-
-_OURS = __name__.partition(".")[0]
 
 
 def _modules_by_file() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import functools
 import importlib.util
@@ -17,7 +18,6 @@ from stepcache.fingerprint.bytecode import (
     Import,
     Names,
     Read,
-    assigned_constants,
     code_digest,
     module_aliases,
     names_of,
@@ -31,10 +31,11 @@ from stepcache.fingerprint.provenance import (
     origin_of,
     origin_of_module,
 )
-from stepcache.fingerprint.tokens import ATOMS, plain_text, qualified_name
+from stepcache.fingerprint.tokens import ATOMS, atom, plain_text, qualified_name
 from stepcache.fingerprint.trail import Trail
 
 _MISSING = object()
+_NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
 
 
 def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
@@ -54,9 +55,7 @@ def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
     walk.check_pure(path, name)
     if origin == INSTALLED and module:
         walk.distribution(module)
-    defaults = "".join(
-        f", {each}" for each in (plain_text(function.__defaults__ or ()),) if each != "()"
-    )
+    defaults = f", {plain_text(function.__defaults__)}" if function.__defaults__ else ""
     if function.__module__ == module and instances.found_by_name(function):
         walk.note(path, f"function {name}{defaults}")
         return
@@ -82,7 +81,8 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
         if read.kind == "global":
             _follow_global(walk, label, function, read)
     for imported in names.imports:
-        _follow_import(walk, label, function, imported)
+        package = function.__globals__.get("__package__") or ""
+        _follow_module(walk, label, package, imported)
     walk.add_names(names)
 
 
@@ -151,7 +151,8 @@ def follow_chain(walk: Trail, path: str, value: Any, attributes: tuple[str, ...]
         value = space.get(name, _MISSING)
         if value is _MISSING:
             value = getattr(module, name, _MISSING)
-        if origin_of_module(module.__name__) == USER:
+        is_users = origin_of_module(module.__name__) == USER
+        if is_users:
             path = f"{walk.namespace(space, None, module.__name__)}:{name}"
             if name == "__dict__":
                 walk.reads_any_attribute()
@@ -164,20 +165,14 @@ def follow_chain(walk: Trail, path: str, value: Any, attributes: tuple[str, ...]
         if value is _MISSING:
             walk.note(path, "undefined")
             return
-        if origin_of_module(module.__name__) != USER and not isinstance(value, types.ModuleType):
+        if not is_users and not isinstance(value, types.ModuleType):
             _note_library_value(walk, path, module, value, remaining)
             return
-    if _origin_of(value) != USER:
+    if isinstance(value, _NAMED) and origin_of(value) != USER:
         walk.check_pure(path, ".".join((qualified_name(value), *remaining)))
     if not isinstance(value, types.ModuleType):
         _check_standard_stream(walk, path, value)
     walk.value(path, value)
-
-
-def _origin_of(value: Any) -> str:
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        return origin_of(value)
-    return USER
 
 
 def _note_library_value(
@@ -210,25 +205,18 @@ def _check_standard_stream(walk: Trail, path: str, value: Any) -> None:
 
 def is_known_kind(value: Any) -> bool:
     """A value that says itself what it is, and not only by what it does."""
-    kinds = (types.FunctionType, types.BuiltinFunctionType, type)
-    return type(value) in ATOMS or isinstance(value, kinds) or type(value) in values.HANDLERS
+    return type(value) in ATOMS or isinstance(value, _NAMED) or type(value) in values.HANDLERS
 
 
 def note_library_object(walk: Trail, path: str, value: Any) -> None:
     """Notes an object of a library by its name where it has one, else as any value."""
-    kinds = (types.FunctionType, types.BuiltinFunctionType, type)
-    if callable(value) and not isinstance(value, kinds) and instances.found_by_name(value):
+    if callable(value) and not isinstance(value, _NAMED) and instances.found_by_name(value):
         walk.once(path, f"{type(value).__name__} {qualified_name(value)}")
     else:
         walk.value(path, value)
 
 
 # ---- imports -----------------------------------------------------------------------------------
-
-
-def _follow_import(walk: Trail, label: str, function: types.FunctionType, imported: Import) -> None:
-    package = function.__globals__.get("__package__") or ""
-    _follow_module(walk, label, package, imported)
 
 
 def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> None:
@@ -245,9 +233,10 @@ def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> N
         elif origin_of_module(name) == INSTALLED:
             walk.distribution(name)
         return
-    if imported.whole:
+    if imported.whole or "*" in imported.names:
         walk.value(f"import {name}", module)
-    for chain in (*((each,) for each in imported.names), *imported.attributes):
+    named = ((each,) for each in imported.names if each != "*")
+    for chain in (*named, *imported.attributes):
         if not hasattr(module, chain[0]) and file_of_module(f"{name}.{chain[0]}"):
             _follow_source(walk, label, f"{name}.{chain[0]}")
         else:
@@ -269,7 +258,8 @@ def _follow_source(walk: Trail, label: str, name: str) -> None:
         walk.note(f"import {name}", "not found")
         return
     try:
-        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        tree = ast.parse(Path(path).read_bytes(), path)
+        code = compile(tree, path, "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError):
         walk.blame(label, f"it imports {name}, whose source cannot be read")
         return
@@ -279,13 +269,15 @@ def _follow_source(walk: Trail, label: str, name: str) -> None:
     space = file_label(path, name)
     walk.codes.update(names.codes)
     walk.note(f"{space}:<module>", f"code {code_digest(code)}")
-    for variable, value in assigned_constants(code):
-        walk.value(f"{space}:{variable}", value)
-    for inner in code.co_consts:
+    for inner in code.co_consts:  # The module's code covers it too, but has no name to report.
         if isinstance(inner, types.CodeType):
             walk.note(f"{space}:{inner.co_name}", f"code {code_digest(inner)}")
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            for target in node.targets:
+                walk.note(f"{space}:{ast.unparse(target)}", atom(node.value.value))
     inside = name if Path(path).stem == "__init__" else package
-    aliases = module_aliases(code)
+    aliases = module_aliases(tree)
     for read in names.reads:
         if read.kind == "global" and read.name in aliases:
             level, module, chain = aliases[read.name]

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,26 +23,24 @@ from stepcache.fingerprint.dependencies import NAMES_OF
 from stepcache.fingerprint.held import Held
 from stepcache.fingerprint.name_meanings import (
     Meaning,
-    Notes,
     class_text,
-    digest_of,
     is_held_whole,
     is_own_dependency,
     members_of,
     text_of,
 )
 from stepcache.fingerprint.provenance import file_of_module
+from stepcache.fingerprint.tokens import digest
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.fingerprint.visitor import Walk
 from stepcache.jaxcompat.hooks import REPLACED
 
 # They keep counters and caches in their modules, which differ from process to process.
 _WITH_STATE = frozenset(("jax", "jaxlib", "numpy", "stepcache"))
-_REMEMBERED = 32
 _GONE = object()
 
 
-def note_modules(walk: Walk, modules: Sequence[str], names: dict[str, str]) -> None:
+def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> None:
     """Notes the content of installed modules, and what was put into them since.
 
     What one process has looked at once is not looked at again as long as it holds the same objects.
@@ -56,43 +54,31 @@ def note_modules(walk: Walk, modules: Sequence[str], names: dict[str, str]) -> N
     with _lock:
         if names:
             look_again()
-        not_loaded = tuple(name for name in names if name not in sys.modules)
-        key = (tuple(modules), tuple(names.items()), not_loaded)
-        dependencies = _noted.get(key)
-        if dependencies is None:
-            notes = Walk()
-            if not _note(notes, modules, names) or notes.untrackable:
-                _note(walk, modules, names)
-                return
-            if len(_noted) >= _REMEMBERED:
-                _noted.clear()
-            dependencies = _noted[key] = notes.dependencies
-        walk.dependencies.update(dependencies)
-
-
-def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
-    """See `note_modules`. Returns whether it stays so until something is found replaced."""
-    for name in modules:
-        walk.once(f"module {name}", _content(name).digest)
-        walk.distribution(name)
-        package = name.partition(".")[0]
-        if package not in TRUSTED and _has_compiled_code(package):
-            walk.blame(f"package {package}", "it has compiled code, which may read anything")
-    lasting = True
-    for name, read in names.items():
-        module = sys.modules.get(name)
-        if module is None:
-            continue
-        found = _states.get(name)
-        if found is None:
-            found = _states[name] = _ModuleState(name, module)
-        lasting = found.note(walk, read) and lasting
-    return lasting
+        for name in modules:
+            walk.once(f"module {name}", _content(name).digest)
+            walk.distribution(name)
+            package = name.partition(".")[0]
+            if package not in TRUSTED and _has_compiled_code(package):
+                walk.blame(f"package {package}", "it has compiled code, which may read anything")
+        for name, read in names.items():
+            module = sys.modules.get(name)
+            if module is None:
+                continue
+            if name not in _states:
+                _states[name] = _ModuleState(name, module)
+            _states[name].note(walk, read)
 
 
 def look_at_modules(modules: Iterable[str], names: dict[str, str]) -> None:
     """Examines modules in advance; `note_modules` then uses the result."""
     note_modules(Walk(), [name for name in modules if name in sys.modules], names)
+
+
+class _Content(NamedTuple):
+    """A digest of a module's file, and the globals that its own functions assign."""
+
+    digest: str
+    varying: frozenset[str]
 
 
 def _content(name: str) -> _Content:
@@ -103,13 +89,6 @@ def _content(name: str) -> _Content:
             path = getattr(sys.modules.get(name), "__file__", None) or file_of_module(name) or ""
             known = _contents[name] = _read(path)
         return known
-
-
-class _Content(NamedTuple):
-    """A digest of a module's file, and the globals that its own functions assign."""
-
-    digest: str
-    varying: frozenset[str]
 
 
 def _read(path: str) -> _Content:
@@ -125,16 +104,13 @@ def _read(path: str) -> _Content:
 
 def _assigned_globals(source: bytes) -> Iterator[str]:
     """The names in the `global` statements of a module. They stand at the begin of a line."""
-    at = source.find(_GLOBAL)
-    while at >= 0:
-        if not source[source.rfind(b"\n", 0, at) + 1 : at].strip():
-            names = re.match(rb"[\w, ]*", source[at + len(_GLOBAL) :][:_LONGEST_STATEMENT])
-            for name in names[0].split(b",") if names else ():
-                yield name.strip().decode(errors="replace")
-        at = source.find(_GLOBAL, at + 1)
+    for found in _GLOBAL.finditer(source):
+        if not source[source.rfind(b"\n", 0, found.start()) + 1 : found.start()].strip():
+            for name in found[1].split(b","):
+                yield name.strip().decode()
 
 
-_GLOBAL, _LONGEST_STATEMENT = b"global ", 1 << 12
+_GLOBAL = re.compile(rb"global ([\w, ]+)")
 _lock = threading.RLock()
 _contents: dict[str, _Content] = {}
 
@@ -149,12 +125,7 @@ def _has_compiled_code(package: str) -> bool:
 
 
 class _ModuleState:
-    """What this process knows of the names in one installed module.
-
-    Args:
-        name: of the module.
-        module: the module.
-    """
+    """What this process knows of the names in one installed module."""
 
     def __init__(self, name: str, module: types.ModuleType):
         self.module = module
@@ -166,39 +137,32 @@ class _ModuleState:
         self.held = Held()
         self._meanings: dict[str, Meaning] = {}
         self._unsteady: set[str] = set()
-        self._names: list[str] = []
-        self._values: list[Any] = []
-        self._digests: dict[str, str] = {}
-        self._notable: dict[str, tuple[Meaning, ...]] = {}
+        self._values: dict[str, Any] = {}
+        self._known: dict[str, tuple[str, list[Meaning]]] = {}
 
-    def note(self, walk: Walk, read: str) -> bool:
+    def note(self, walk: Walk, read: str) -> None:
         """Notes what some names of the module mean, given with spaces between.
 
         To be called after `look_again`.
-
-        Returns:
-            Whether that lasts until something is found replaced.
         """
         for name in self._unsteady:
             self._meanings.pop(name, None)
         self._unsteady.clear()
-        known = self._digests.get(read)
+        known = self._known.get(read)
         if known is None:
             names = read.split()
             self._look_at([name for name in names if name not in self._meanings])
             meanings = [self._meanings[name] for name in names]
-            known = digest_of(text for meaning in meanings for text in meaning.texts)
-            notable = tuple(each for each in meanings if each.dependencies or each.values)
+            token = digest(meaning.text for meaning in meanings)
+            known = token, [each for each in meanings if each.dependencies or each.values]
             if self._unsteady.isdisjoint(names):
-                self._digests[read], self._notable[read] = known, notable
-        else:
-            notable = self._notable[read]
+                self._known[read] = known
+        token, notable = known
         for meaning in notable:
             walk.dependencies.update(meaning.dependencies)
             for path, value in meaning.values:
                 walk.value(path, value)
-        walk.once(f"{NAMES_OF}{self._name}", known)
-        return read in self._digests and not any(meaning.values for meaning in notable)
+        walk.once(f"{NAMES_OF}{self._name}", token)
 
     def look(self) -> None:
         """Looks at all names anew where some object was replaced: a cache may just have grown."""
@@ -212,43 +176,50 @@ class _ModuleState:
 
     def has_its_names(self) -> bool:
         """Whether its names are those of the same objects as before."""
-        found = map(self._space.get, self._names, itertools.repeat(_GONE))
-        return all(map(operator.is_, found, self._values))
+        found = map(self._space.get, self._values, itertools.repeat(_GONE))
+        return all(map(operator.is_, found, self._values.values()))
 
     def _look_at(self, names: Iterable[str]) -> None:
         """Determines what names mean, and keeps the objects that this was derived from."""
         held = Held()
-        held.hold([self._space[name] for name in names if self._find_meaning(name)])
+        try:
+            found = {name: self._look_up(name) for name in names}
+            held.hold([self._space[name] for name, (_, holds) in found.items() if holds])
+        except BaseException:
+            _classes.clear()  # Some of them may not be held.
+            raise
         self.held.add(held)
         _all_held.add(held)
+        self._meanings |= {name: meaning for name, (meaning, _) in found.items()}
 
-    def _find_meaning(self, name: str) -> bool:
-        """Finds out what a name means. Returns whether to hold on to its value."""
-        notes: Any = Notes()
+    def _look_up(self, name: str) -> tuple[Meaning, bool]:
+        """What a name means, and whether to hold on to its value."""
         value = self._space.get(name, _GONE)
         kinds: Any = (types.FunctionType, type, types.ModuleType)
         fixed = isinstance(value, kinds) and value.__name__.endswith(name)  # Its definition.
         varies = not fixed and name in _content(self._name).varying
+        meaning = Meaning()
         if self._has_state and (varies or (self._name, name) in REPLACED):
-            self._meanings[name] = Meaning((f"{name} varies",), {}, [])
-            return False
-        self._names.append(name)
-        self._values.append(value)
+            meaning.text = f"{name} varies"
+            return meaning, False
+        self._values[name] = value
         if value is _GONE:
-            self._meanings[name] = Meaning((f"{name} gone",), {}, [])
-            return False
+            meaning.text = f"{name} gone"
+            return meaning, False
         path = f"{self._name}.{name}"
-        text = text_of(notes, path, value, self._has_state)
-        texts = [f"{name} {text}"]
+        text = text_of(meaning, path, value, self._has_state)
+        meaning.text = f"{name} {text}"
         if isinstance(value, type):
-            texts.append(class_text(notes, value, self._has_state))
+            of_class = _meaning_of_class(value, self._has_state)
+            meaning.text += f"\n{of_class.text}"
+            meaning.dependencies += of_class.dependencies
+            meaning.values += of_class.values
         elif is_own_dependency(name, value, text, self._name.partition(".")[0]):
-            notes.once(path, text)
-        self._meanings[name] = Meaning(tuple(texts), notes.dependencies, notes.values)
-        if not self._is_steady(value):
+            meaning.once(path, text)
+        is_steady = self._is_steady(value)
+        if not is_steady:
             self._unsteady.add(name)
-            return False
-        return True
+        return meaning, is_steady
 
     def _is_steady(self, value: Any) -> bool:
         """Whether `hold` sees everything that could change what a value means."""
@@ -258,9 +229,27 @@ class _ModuleState:
         return all(map(is_held_whole, values))
 
 
+def _meaning_of_class(cls: type, has_state: bool) -> Meaning:
+    """What a class means, determined once as long as nothing is replaced: many modules import it.
+
+    Of packages without state, what a class means may vary unnoticed.
+    """
+    if not has_state:
+        return _new_meaning_of_class(cls, has_state)
+    if id(cls) not in _classes:  # `jnp.int64` and `np.int64` are equal.
+        _classes[id(cls)] = (cls, _new_meaning_of_class(cls, has_state))
+    return _classes[id(cls)][1]
+
+
+def _new_meaning_of_class(cls: type, has_state: bool) -> Meaning:
+    meaning = Meaning()
+    meaning.text = class_text(meaning, cls, has_state)
+    return meaning
+
+
+_classes: dict[int, tuple[type, Meaning]] = {}
 _states: dict[str, _ModuleState] = {}
 _all_held = Held()
-_noted: dict[Hashable, dict[str, str]] = {}
 _replacements = 0
 
 
@@ -275,7 +264,7 @@ def look_again() -> None:
         names_hold = all(map(_ModuleState.has_its_names, _states.values()))
         if not others and names_hold and _all_held.is_same():
             return
-        _noted.clear()
+        _classes.clear()
         for state in _states.values():
             state.look()
         _all_held = Held()

@@ -6,6 +6,7 @@ apart as `pickle` would take them; any other is for the caller to refuse.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -17,12 +18,12 @@ from stepcache.fingerprint.held import is_immutable
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of
 
 _MISSING = object()
-_DESCRIPTORS = (
+SLOT_TYPES = (types.GetSetDescriptorType, types.MemberDescriptorType)
+DESCRIPTORS = (
+    *SLOT_TYPES,
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
     types.ClassMethodDescriptorType,
-    types.GetSetDescriptorType,
-    types.MemberDescriptorType,
 )
 _NATIVE_METHODS = frozenset(("nb_method", "nb_func", "cython_function_or_method"))
 # Their content is looked at by itself.
@@ -35,16 +36,12 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes kept in an instance itself, in slots and in its `__dict__`."""
     state: dict[str, Any] = {}
     for name, descriptor in _slot_descriptors(type(value)):
-        try:
+        with contextlib.suppress(AttributeError):  # It is empty.
             state[name] = descriptor.__get__(value, type(value))
-        except AttributeError:
-            continue  # It is empty.
-    try:
+    with contextlib.suppress(AttributeError):
         found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        found = None
-    if isinstance(found, dict):
-        state.update(found)
+        if isinstance(found, dict):
+            state.update(found)
     return state
 
 
@@ -81,7 +78,7 @@ def _is_native(cls: type) -> bool:
         return True
     slots = slots_of(cls)
     for name, value in list(vars(cls).items()):
-        if isinstance(value, _DESCRIPTORS):
+        if isinstance(value, DESCRIPTORS):
             if value.__objclass__ is cls and name not in slots and not _is_pythons(name, value):
                 return True
         elif (isinstance(value, types.BuiltinFunctionType) and value.__self__ is cls) or type(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -26,12 +26,10 @@ _CALL_NOTHING = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_vjp_cal
 def code_of_lowering(jaxpr: Any) -> dict[int, CodeType] | None:
     """JAX's code that lowers a trace, by its identity: the rules, and what calls them.
 
-    Args:
-        jaxpr: the trace.
-
-    Returns:
-        None where other code than JAX's may run.
+    None where other code than JAX's may run.
     """
+    if not jaxcompat.CAN_STORE:
+        return None
     primitives: set[Any] = set()
     harmless: set[type] = {str, bool, int, type(None)}  # No value of these can be called.
     for equation in jaxcompat.equations_of(jaxpr):
@@ -108,11 +106,9 @@ _BUILT_IN = _OF_JAX | {"builtins", "operator", "_operator", "numpy"}
 
 @functools.lru_cache(maxsize=1)
 def _code_around_rules() -> dict[int, CodeType]:
-    return {id(code): code for code in _codes_in(jaxcompat.lowering_modules())}
-
-
-def _codes_in(modules: Iterable[Any]) -> Iterable[CodeType]:
-    for module in modules:
-        for value in vars(module).values():
-            if isinstance(value, FunctionType) and value.__module__ == module.__name__:
-                yield value.__code__
+    return {
+        id(value.__code__): value.__code__
+        for module in jaxcompat.lowering_modules()
+        for value in vars(module).values()
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__
+    }

@@ -3,76 +3,50 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import types
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from stepcache.fingerprint import instances
 from stepcache.fingerprint.classes import is_foreign
 from stepcache.fingerprint.dependencies import LATE
 from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of, origin_of_file
-from stepcache.fingerprint.tokens import container_text, plain_text, qualified_name
+from stepcache.fingerprint.tokens import container_text, digest, plain_text, qualified_name
 from stepcache.fingerprint.values import TRUSTED
-from stepcache.fingerprint.visitor import Walk
 
 
-class Notes:
-    """Takes the place of a `Walk` for one name, and keeps what is noted about it."""
+@dataclass(slots=True)
+class Meaning:
+    """What a name of a module means. Takes the place of a `Walk` while that is found out.
 
-    def __init__(self) -> None:
-        self.dependencies: dict[str, str] = {}
-        self.values: list[tuple[str, Any]] = []
-
-    def once(self, path: str, text: str) -> None:
-        self.dependencies[path] = text
-
-    def value(self, path: str, value: Any) -> None:
-        self.values.append((path, value))
-
-
-class Meaning(NamedTuple):
-    """What a name of a module means.
+    There are thousands of them, nearly all without dependencies and values.
 
     Attributes:
-        texts: the parts of it.
-        dependencies: what is worth a dependency of its own.
+        text: the meaning, as far as it can be told in words.
+        dependencies: what is worth a dependency of its own: name and token.
         values: path and value of what is the user's and has to be followed.
     """
 
-    texts: tuple[str, ...]
-    dependencies: dict[str, str]
-    values: list[tuple[str, Any]]
+    text: str = ""
+    dependencies: tuple[tuple[str, str], ...] = ()
+    values: tuple[tuple[str, Any], ...] = ()
+
+    def once(self, path: str, text: str) -> None:
+        self.dependencies += ((path, text),)
+
+    def value(self, path: str, value: Any) -> None:
+        self.values += ((path, value),)
 
 
 def is_held_whole(value: Any) -> bool:
     """Whether a value is what it is called; and not an object whose attributes may be set."""
-    kinds: Any = (
-        types.ModuleType,
-        staticmethod,
-        classmethod,
-        property,
-        *CONTAINERS,
-        *_DESCRIPTORS,
-    )
+    wrapping = (types.ModuleType, staticmethod, classmethod, property)
+    kinds: Any = (*wrapping, *CONTAINERS, *instances.SLOT_TYPES)
     if plain_text(value) is not None or callable(value) or isinstance(value, kinds):
         return True
     kind = type(value)  # A mere mark has neither attributes nor slots.
     return not kind.__dictoffset__ and kind.__basicsize__ == object.__basicsize__
-
-
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-
-
-_WRITTEN_IN_C = frozenset(
-    (
-        *_DESCRIPTORS,
-        types.MethodDescriptorType,
-        types.WrapperDescriptorType,
-        types.ClassMethodDescriptorType,
-    )
-)
 
 
 def is_own_dependency(attribute: str, value: Any, text: str, package: str) -> bool:
@@ -87,34 +61,44 @@ def members_of(cls: type) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in vars(cls).items()
-        if name not in _UNTOLD and (value or name != "__annotations__")
+        if name not in _UNTOLD and (name != "__annotations__" or value)
     ]
 
 
-def class_text(walk: Any, cls: type, has_state: bool) -> str:
+def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
     if is_immutable(cls):
         return "immutable"
     keeps_state = origin_of(cls) == PYTHON  # As `weakref.finalize` keeps a registry and marks.
-    texts = []
-    name = f"{cls.__module__}.{cls.__qualname__}"
+    module, qualified = cls.__module__, cls.__qualname__
+    name = f"{module}.{qualified}"
+    texts = [name]
     for attribute, value in sorted(members_of(cls)):
-        if type(value) in _WRITTEN_IN_C:
+        if (
+            type(value) is types.FunctionType
+            and value.__module__ == module
+            and value.__qualname__ == f"{qualified}.{attribute}"
+            and not value.__defaults__
+            and origin_of_file(value.__code__.co_filename) != USER
+        ):
+            texts.append(attribute)  # Most are such.
+            continue
+        if type(value) in instances.DESCRIPTORS:
             texts.append(f"{attribute} {value.__objclass__.__qualname__}.{value.__name__}")
             continue
         text, function = _name_of_function(value), function_in(value)
         if keeps_state and function is None and not callable(value):
             continue
-        is_own = function is not None and function.__module__ == cls.__module__
+        is_own = function is not None and function.__module__ == module
         if is_own and text is not None and text.endswith(attribute):
-            texts.append(f"{attribute} {text}")  # Most are such.
+            texts.append(f"{attribute} {text}")
             continue
         if text is None:
             if isinstance(value, type):
                 continue
-            text = text_of(walk, f"{name}.{attribute}", value, has_state)
+            text = text_of(notes, f"{name}.{attribute}", value, has_state)
         if has_state and _is_of_another_module(value, cls) and text != "the user's":
             # Put there by another module of the package, as jax.shard_map's does when imported.
-            walk.once(f"{LATE}{name}.{attribute}", text)
+            notes.once(f"{LATE}{name}.{attribute}", text)
             continue
         texts.append(f"{attribute} {text}")
         if attribute.startswith("_"):
@@ -124,8 +108,8 @@ def class_text(walk: Any, cls: type, has_state: bool) -> str:
         else:
             worth = not has_state and plain_text(value) is not None
         if worth:
-            walk.once(f"{name}.{attribute}", text)
-    return digest_of(texts)
+            notes.once(f"{name}.{attribute}", text)
+    return digest(texts)
 
 
 def _is_of_another_module(value: Any, cls: type) -> bool:
@@ -135,16 +119,8 @@ def _is_of_another_module(value: Any, cls: type) -> bool:
     return package == own
 
 
-def digest_of(texts: Iterable[str]) -> str:
-    """A digest of texts without line breaks."""
-    return hashlib.sha256("\n".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]
-
-
 def _name_of_function(value: Any) -> str | None:
-    """The name of a function, method or property that is an installed package's own, or None.
-
-    The usual case, fast.
-    """
+    """The name of a function, method or property that is an installed package's own, or None."""
     function = function_in(value)
     if function is None or (function is not value and function.__dict__):
         return None
@@ -160,14 +136,14 @@ def _name_with_defaults(function: types.FunctionType) -> str:
     return f"{defaults or ''}{function.__module__}.{function.__qualname__}"
 
 
-def text_of(walk: Any, path: str, value: Any, has_state: bool) -> str:
+def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     """What a name stands for, as far as that is the same in each process."""
     if (name := _name_of_function(value)) is not None:
         return name
     kind = type(value)
     if kind is types.FunctionType:
         if is_foreign(value):
-            walk.value(path, value)
+            notes.value(path, value)
             return "the user's"
         return _name_with_defaults(value)
     if kind is types.ModuleType:
@@ -175,30 +151,30 @@ def text_of(walk: Any, path: str, value: Any, has_state: bool) -> str:
     if (text := plain_text(value)) is not None:
         return text
     if kind in CONTAINERS:
-        return _container_text(walk, path, value, has_state)
+        return _container_text(notes, path, value, has_state)
     if is_foreign(value):
-        walk.value(path, value)
+        notes.value(path, value)
         return "the user's"
     if callable(value) or isinstance(value, staticmethod | classmethod | property):
-        return _callable_text(walk, path, value)
+        return _callable_text(notes, path, value)
     if has_state or origin_of(kind) == USER:
         return kind.__qualname__
     state = instances.attributes_of(value)
     texts = [f"{name} {container_text(each)}" for name, each in state.items()]
-    return f"{kind.__qualname__} {digest_of(texts)}"
+    return f"{kind.__qualname__} {digest(texts)}"
 
 
-def _container_text(walk: Walk, path: str, value: Any, has_state: bool) -> str:
+def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if not has_state and (text := container_text(value)) is not None:
         return text
     each_value = list(value.values()) if isinstance(value, dict) else list(value)
     for number, each in enumerate(each_value):
         if type(each) is types.FunctionType and is_foreign(each):
-            walk.value(f"{path}[{number}]", each)
+            notes.value(f"{path}[{number}]", each)
     return type(value).__name__
 
 
-def _callable_text(walk: Walk, path: str, value: Any) -> str:
+def _callable_text(notes: Meaning, path: str, value: Any) -> str:
     """A function in some wrapping: by its name where it has one, and what the user put into it."""
     inner: Any = value
     for _ in range(8):
@@ -214,14 +190,14 @@ def _callable_text(walk: Walk, path: str, value: Any) -> str:
             break
         inner = following
         if is_foreign(inner):
-            walk.value(path, value)
+            notes.value(path, value)
             return "the user's"
     if isinstance(value, functools.partial):
         given: tuple[Any, ...] = (*value.args, *value.keywords.values())
         if any(is_foreign(each) for each in given):
-            walk.value(path, value)
+            notes.value(path, value)
         texts = (container_text(each) or qualified_name(each) for each in given)
-        return f"partial of {qualified_name(inner)} {tuple(value.keywords)} {digest_of(texts)}"
+        return f"partial of {qualified_name(inner)} {tuple(value.keywords)} {digest(texts)}"
     kind = type(value).__qualname__
     return f"{kind} {getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', kind)}"
 

@@ -85,14 +85,8 @@ _INSPECT_PURE = frozenset(
 
 
 def why_impure(name: str) -> str | None:
-    """What the result of a call depends on that cannot be checked; None where there is nothing.
-
-    Args:
-        name: the full name of a function, or of something that leads to it.
-    """
-    what = _FUNCTIONS.get(name)
-    if what is None:
-        what = _by_module(name)
+    """What the result of a call of this name depends on that cannot be checked, or None."""
+    what = _FUNCTIONS.get(name) or _by_module(name)
     return f"it calls {name}, which depends on {what}" if what else None
 
 

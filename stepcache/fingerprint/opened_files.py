@@ -14,7 +14,7 @@ from typing import Any
 
 from stepcache import _process_hooks
 from stepcache.fingerprint.active_recordings import any_active, current
-from stepcache.fingerprint.callers import BYSTANDERS, is_import, is_of_imports, responsible
+from stepcache.fingerprint.callers import is_of_imports, passes_by, responsible
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of_file
 
 _BLAMED_EVENTS = {
@@ -35,12 +35,7 @@ _OPENERS = frozenset("open open_code FileIO fromfile listdir scandir Popen conne
 
 
 def watch_before(code: CodeType, module: dict[str, Any]) -> None:
-    """Watches files from now on if code speaks of what opens them.
-
-    Args:
-        code: it is about to run.
-        module: its globals.
-    """
+    """Watches files from now on if code, about to run with these globals, may open one."""
     if not is_of_imports(code) and _names_an_opener(code, module):
         _process_hooks.audit(_audit)
 
@@ -52,33 +47,26 @@ def watch_before_call(function: Any, owner: Any = None) -> None:
         function: a function written in C, or a class.
         owner: what it is a method of.
     """
-    if _may_open_files(function, owner):
-        _process_hooks.audit(_audit)
-
-
-def _may_open_files(function: Any, owner: Any) -> bool:
     if isinstance(function, type):
-        return issubclass(function, io.IOBase)
-    kind = type(owner)
-    known = function if owner is None or kind is ModuleType else owner if kind is type else kind
-    module = getattr(known, "__module__", None)
-    if not isinstance(module, str) or module.partition(".")[0] not in _OPEN_NOTHING:
-        return True
-    return module == "numpy" and known.__name__ == "fromfile"
+        opens = issubclass(function, io.IOBase)
+    else:
+        kind = type(owner)
+        known = function if owner is None or kind is ModuleType else owner if kind is type else kind
+        module = getattr(known, "__module__", None)
+        is_harmless = isinstance(module, str) and module.partition(".")[0] in _OPEN_NOTHING
+        opens = not is_harmless or (module == "numpy" and known.__name__ == "fromfile")
+    if opens:
+        _process_hooks.audit(_audit)
 
 
 def _names_an_opener(code: CodeType, module: dict[str, Any]) -> bool:
     """Whether code speaks of what opens files; calls of classes, and from C, do not show."""
     if not _OPENERS.isdisjoint(code.co_names):
         return True
-    for name in code.co_names:
-        value = module.get(name)
-        if isinstance(value, type):
-            if issubclass(value, io.IOBase):
-                return True
-        elif any(value is opener for opener in (open, os.open, io.open_code)):
-            return True
-    return False
+    values = [module.get(name) for name in code.co_names]
+    return any(isinstance(each, type) and issubclass(each, io.IOBase) for each in values) or any(
+        each is opener for each in values for opener in (open, os.open, io.open_code)
+    )
 
 
 def _audit(event: str, arguments: tuple) -> None:
@@ -98,7 +86,7 @@ def _opened(path: Any, mode: Any = None) -> None:
         return
     frame = sys._getframe(2)
     while frame is not None and origin_of_file(frame.f_code.co_filename) == PYTHON:
-        if is_import(frame) or any(b in frame.f_code.co_filename for b in BYSTANDERS):
+        if passes_by(frame):
             return
         frame = frame.f_back
     text = os.path.normpath(os.fsdecode(path))

@@ -27,14 +27,10 @@ _OWN_PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LIBRARIES = tuple(
     {
-        os.path.realpath(path) + os.sep
+        place + os.sep
         for name in ("stdlib", "platstdlib")
         if (path := sysconfig.get_paths().get(name))
-    }
-    | {
-        path + os.sep
-        for name in ("stdlib", "platstdlib")
-        if (path := sysconfig.get_paths().get(name))
+        for place in (path, os.path.realpath(path))
     }
 )
 
@@ -78,18 +74,14 @@ def origin_of_module(name: str | None) -> str:
         return origin_of_module(top)
     if module is None:
         return _origin_if_imported(name)
-    return USER if _is_made_by_hand(module) else INSTALLED
+    is_made_by_hand = getattr(module, "__spec__", None) is None  # And not an extension's.
+    return USER if is_made_by_hand else INSTALLED
 
 
 @functools.lru_cache(maxsize=1024)
 def _origin_if_imported(name: str) -> str:
     path = file_of_module(name)
     return origin_of_file(path) if path else USER
-
-
-def _is_made_by_hand(module: ModuleType) -> bool:
-    """A module without a file: one that a program made, and not an extension's."""
-    return getattr(module, "__spec__", None) is None
 
 
 def origin_of(value: Any) -> str:

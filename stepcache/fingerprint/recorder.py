@@ -59,25 +59,22 @@ class Recording:
     variables: set[str] = field(default_factory=set)
     impure: dict[str, None] = field(default_factory=dict)
     unavailable: str | None = None
-    _stop: Callable[[], str | None] | None = field(default=None, init=False, repr=False)
+    _stop: Callable[[], bool] | None = field(default=None, init=False, repr=False)
+    _why_not: str = field(default="", init=False, repr=False)
 
     def __enter__(self) -> Recording:
-        stack = active.state.__dict__.setdefault("stack", [])
-        if not stack:
-            active.state.collecting = False
+        if not active.any_active():
+            active.collections.thread.collecting = False
         active.collections.start()
-        stack.append(self)
-        try:
-            self._stop = _start()
-        except _NotWatched as error:
-            self.unavailable = str(error)
+        active.state.__dict__.setdefault("stack", []).append(self)
+        self._stop, self._why_not = _start()
         return self
 
     def __exit__(self, *exception) -> None:
         active.state.stack.pop()
-        if self._stop is not None:
-            self.unavailable = self._stop() or self.unavailable
-        if active.state.collecting:
+        if self._stop is None or not self._stop():
+            self.unavailable = self._why_not
+        if active.collections.thread.collecting:
             self.unavailable = "the end of a garbage collection was not seen while it was traced"
         active.collections.stop()
         self.of_jax |= _of_jax
@@ -97,10 +94,6 @@ class Recording:
             self.impure | other.impure,
             other.unavailable or self.unavailable,
         )
-
-
-class _NotWatched(Exception):
-    """A trace cannot be watched; the message says why."""
 
 
 _counted: dict[int, CodeType] = {}
@@ -154,7 +147,9 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
 def _note_variables(code: CodeType, frame: FrameType) -> None:
     key = _ENVIRON[code]
     name = frame.f_locals.get(key) if key else None
-    names = list(os.environ._data) if not key else [name] if isinstance(name, str | bytes) else []  # type: ignore[attr-defined]
+    names = [name] if isinstance(name, str | bytes) else []
+    if not key:
+        names = list(os.environ._data)  # type: ignore[attr-defined]
     for recording in active.current():
         recording.variables.update(os.fsdecode(name) for name in names)
 
@@ -171,25 +166,21 @@ def _call(function: Any, frame: FrameType | None) -> None:
 # ---- the two ways to see calls ----------------------------------------------------------------
 
 
-def _start() -> Callable[[], str | None]:
+def _start() -> tuple[Callable[[], bool] | None, str]:
     """Begins to watch this thread.
 
     Returns:
-        What ends that, and says why this thread was not watched to the end, or None.
-
-    Raises:
-        _NotWatched: it cannot be watched at all.
+        What ends that and says whether it came to its end, or None where it cannot begin; and why
+        that may be.
     """
     if sys.version_info >= (3, 12):
-        if not _monitor.start():
-            raise _NotWatched(
-                "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
-            )
-        return lambda: None if _monitor.stop() else "the process was forked while it was traced"
+        if _monitor.start():
+            return _monitor.stop, "the process was forked while it was traced"
+        return None, "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
     profile = _process_hooks.ThreadProfile(_profiler())
-    if not profile.start():
-        raise _NotWatched("a profiler written in C is active, so that its trace cannot be watched")
-    return lambda: None if profile.stop() else _ANOTHER_PROFILER
+    if profile.start():
+        return profile.stop, _ANOTHER_PROFILER
+    return None, "a profiler written in C is active, so that its trace cannot be watched"
 
 
 _ANOTHER_PROFILER = "another profiler was set while it was traced, and may have hidden a part of it"
@@ -252,13 +243,9 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
 
 
 _seen_for_good: dict[int, Any] = {}
-
-
 _SUSPECT_MODULES = frozenset(
     ("time", "posix", "nt", "_thread", "_socket", "_random", "_posixsubprocess", "_uuid")
 )
-
-
 _SUSPECT_CLASSES = frozenset(("random", "datetime", "numpy.random.mtrand"))
 
 

@@ -13,11 +13,7 @@ import threading
 from types import CodeType
 
 from stepcache.fingerprint import installed_packages
-from stepcache.fingerprint.provenance import (
-    PYTHON,
-    origin_of_file,
-    package_of,
-)
+from stepcache.fingerprint.provenance import PYTHON, origin_of_file, package_of
 from stepcache.fingerprint.recorder import Recording
 
 _lock = threading.Lock()
@@ -41,10 +37,10 @@ def begin() -> tuple[str, int, int] | None:
 
 
 def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
-    """Whether an object of a library has been replaced since the shared traces were made.
+    """Whether an object of a library has been replaced since `begin` gave a token.
 
     Args:
-        token: from `begin`.
+        token: the token.
         looked: whether the libraries that the step used have been examined since then.
     """
     if not looked:

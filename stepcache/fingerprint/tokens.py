@@ -10,8 +10,6 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 
 _SHOWN = 60
@@ -67,19 +65,8 @@ def short(text: str) -> str:
 
 def digest(texts: Iterable[str]) -> str:
     """A digest of texts, one after the other."""
-    hasher = hashlib.sha256()
-    for text in texts:
-        data = text.encode(errors="surrogatepass")
-        hasher.update(len(data).to_bytes(8, "little"))
-        hasher.update(data)
-    return hasher.hexdigest()[:16]
-
-
-def content_digest(array: np.ndarray) -> str:
-    """A digest of an array's bytes."""
-    data = np.ascontiguousarray(array)
-    content = data.view(np.uint8).reshape(-1).data if data.size else b""
-    return hashlib.sha256(content).hexdigest()[:16]
+    whole = "".join(f"{len(text)} {text}" for text in texts)
+    return hashlib.sha256(whole.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def key_text(key: Any) -> str:

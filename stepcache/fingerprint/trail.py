@@ -28,11 +28,7 @@ _MAKES_ANY = frozenset("type __class__ __mro__ mro __init__ __new__ classmethod"
 
 
 def making(name: str) -> str:
-    """What stands among the names that code reads for a call of a class.
-
-    Args:
-        name: of the class, as `Trail.follow_class` returns it.
-    """
+    """What stands among the names that code reads for a call of the class with this name."""
     return f"make {name}"
 
 
@@ -67,12 +63,7 @@ class Trail(ABC):
 
     @abstractmethod
     def value(self, path: str, value: Any) -> None:
-        """Notes a value, and what it is made of.
-
-        Args:
-            path: what to call it.
-            value: any object.
-        """
+        """Notes a value under a path, and what it is made of."""
 
     @abstractmethod
     def follow_class(self, cls: type) -> str:
@@ -205,8 +196,6 @@ class Trail(ABC):
 
     def place(self, path: str) -> str:
         """A path as text: relative to the step's own modules where it is among them."""
-        if self._root and path.startswith((self._root + os.sep, self._root)):
-            inside = path.removeprefix(self._root)
-            if not inside or inside.startswith(os.sep):
-                return f"<source>{inside}"
+        if self._root and f"{path}{os.sep}".startswith(self._root + os.sep):
+            return f"<source>{path.removeprefix(self._root)}"
         return repr(path)

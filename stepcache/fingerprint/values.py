@@ -15,7 +15,7 @@ import threading
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from pathlib import PurePath
 from typing import Any
@@ -29,7 +29,6 @@ from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of, origin_
 from stepcache.fingerprint.tokens import (
     ATOMS,
     atom,
-    content_digest,
     digest,
     key_text,
     qualified_name,
@@ -111,7 +110,7 @@ def note_array(walk: Trail, path: str, value: Any) -> None:
         note_items(walk, path, np.ravel(value).tolist(), f"array {value.shape} of objects")
     else:
         scalar = "scalar " if isinstance(value, np.generic) else ""
-        text = f"content {content_digest(np.asarray(value))}"
+        text = f"content {inspection.content_digest(np.asarray(value))}"
         if value.ndim == 0 and value.dtype.kind in "biufc":
             text = repr(value.item())
         walk.note(path, f"{scalar}{value.dtype}{list(value.shape)} {text}")
@@ -138,13 +137,6 @@ def note_enum_member(walk: Trail, path: str, value: enum.Enum) -> None:
     walk.note(path, f"{type(value).__name__}.{value.name}")
     walk.value(f"{path}.value", value.value)
     walk.follow_class(type(value))
-
-
-def note_method(walk: Trail, path: str, value: types.MethodType) -> None:
-    """Notes a bound method."""
-    walk.note(path, f"method {qualified_name(value.__func__)}")
-    walk.value(f"{path} (function)", value.__func__)
-    walk.value(f"{path}.__self__", value.__self__)
 
 
 def note_builtin(walk: Trail, path: str, value: Any) -> None:
@@ -188,20 +180,21 @@ def note_jitted(walk: Trail, path: str, parts: tuple[Any, dict[str, Any]]) -> No
         walk.value(f"{path} ({name})", option)
 
 
-def _note_property(walk: Trail, path: str, value: property) -> None:
-    walk.note(path, "property")
-    for name in ("fget", "fset"):
-        walk.value(f"{path}.{name}", getattr(value, name))
+def _of_parts(*names: str) -> Callable[[Trail, str, Any], None]:
+    """A handler for objects that some of their attributes say everything of."""
 
+    def note(walk: Trail, path: str, value: Any) -> None:
+        walk.note(path, type(value).__name__)
+        for name in names:
+            walk.value(f"{path}.{name}", getattr(value, name))
 
-def _note_wrapped_function(walk: Trail, path: str, value: Any) -> None:
-    walk.note(path, type(value).__name__)
-    walk.value(f"{path} (function)", value.__func__)
+    return note
 
 
 def _note_class_method(walk: Trail, path: str, value: classmethod) -> None:
-    _note_wrapped_function(walk, path, value)
-    walk.read_attributes((classmethod.__name__,))  # It may call the class that it is given.
+    walk.note(path, "classmethod")
+    walk.value(f"{path}.__func__", value.__func__)
+    walk.read_attributes(("classmethod",))  # It may call the class that it is given.
 
 
 def note_remembering(walk: Trail, path: str, value: Any) -> None:
@@ -216,22 +209,12 @@ def note_remembering(walk: Trail, path: str, value: Any) -> None:
     walk.value(f"{path} (function)", function)
 
 
-def _note_opaque(walk: Trail, path: str, value: Any) -> None:
-    walk.note(path, type(value).__name__)
-
-
-def _note_local_data(walk: Trail, path: str, value: Any) -> None:
-    walk.note(path, "thread-local data")
-    walk.value(f"{path}.__dict__", dict(vars(value)))
-
-
 def _note_pattern(walk: Trail, path: str, value: re.Pattern) -> None:
     walk.note(path, f"Pattern {value.flags} {short(repr(value.pattern))}")
 
 
-def _note_slice(walk: Trail, path: str, value: slice) -> None:
-    walk.note(path, "slice")
-    walk.value(f"{path} (bounds)", (value.start, value.stop, value.step))
+def _note_repr(walk: Trail, path: str, value: Any) -> None:
+    walk.note(path, short(repr(value)))
 
 
 def _note_field(walk: Trail, path: str, value: Any) -> None:
@@ -242,10 +225,6 @@ def _note_field(walk: Trail, path: str, value: Any) -> None:
 def _note_weak(walk: Trail, path: str, value: weakref.ref) -> None:
     walk.note(path, "weak reference")
     walk.value(f"{path}()", value())
-
-
-def _note_struct(walk: Trail, path: str, value: Any) -> None:
-    walk.note(path, f"Struct {value.format}")
 
 
 def note_special(walk: Trail, path: str, value: Any) -> bool:
@@ -337,26 +316,26 @@ HANDLERS: dict[Any, Any] = {
     types.MappingProxyType: note_mapping,
     set: note_set,
     frozenset: note_set,
-    types.MethodType: note_method,
+    types.MethodType: _of_parts("__func__", "__self__"),
     types.BuiltinFunctionType: note_builtin,
     types.MethodDescriptorType: note_builtin,
     types.WrapperDescriptorType: note_builtin,
     types.MethodWrapperType: note_builtin,
     types.ClassMethodDescriptorType: note_builtin,
     functools.partialmethod: note_partial,
-    property: _note_property,
-    staticmethod: _note_wrapped_function,
+    property: _of_parts("fget", "fset"),
+    staticmethod: _of_parts("__func__"),
     classmethod: _note_class_method,
-    threading.local: _note_local_data,
-    type(threading.Lock()): _note_opaque,
-    type(threading.RLock()): _note_opaque,
-    object: _note_opaque,
+    threading.local: _of_parts("__dict__"),
+    type(threading.Lock()): _of_parts(),
+    type(threading.RLock()): _of_parts(),
+    object: _of_parts(),
     re.Pattern: _note_pattern,
-    slice: _note_slice,
-    struct.Struct: _note_struct,
+    slice: _of_parts("start", "stop", "step"),
+    struct.Struct: _of_parts("format"),
     type(vars(namedtuple("_", "field"))["field"]): _note_field,
     weakref.ref: _note_weak,
-    range: lambda walk, path, value: walk.note(path, repr(value)),
-    types.GenericAlias: lambda walk, path, value: walk.note(path, short(repr(value))),
-    types.UnionType: lambda walk, path, value: walk.note(path, short(repr(value))),
+    range: _note_repr,
+    types.GenericAlias: _note_repr,
+    types.UnionType: _note_repr,
 }

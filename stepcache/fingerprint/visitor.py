@@ -58,12 +58,6 @@ class Walk(Trail):
     # ---- values --------------------------------------------------------------------------------
 
     def value(self, path: str, value: Any) -> None:
-        """Notes a value, and what it is made of.
-
-        Args:
-            path: what to call it.
-            value: any object.
-        """
         if type(value) in ATOMS:
             self.note(path, atom(value))
             return
@@ -106,7 +100,6 @@ class Walk(Trail):
     # ---- classes and trees ---------------------------------------------------------------------
 
     def follow_class(self, cls: type) -> str:
-        """Notes what instances of a class can do; returns the name of the class."""
         known = self.seen.get(id(cls))
         if known is not None and known.startswith("class "):
             return known.removeprefix("class ")
@@ -126,7 +119,6 @@ class Walk(Trail):
         return name
 
     def tree(self, path: str, tree: Any) -> None:
-        """Notes the structure of a tree, with what its nodes keep beside their children."""
         shape: list[str] = []
         kept: list[tuple[str, str]] = []
         self._subtree(path, tree, shape, kept)

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
-    from stepcache.jaxcompat.private import array as array_lib
-    from stepcache.jaxcompat.private import core, pxla, tree_util
+    from jax._src import array as array_lib
+    from jax._src import core, tree_util
+    from jax._src.interpreters import pxla
 
 Tracer = jax.core.Tracer
 PINNED_HOST = "pinned_host"

@@ -3,6 +3,9 @@
 Types, shardings, layouts and arrays are written as numbers, texts, bytes and lists of these, each
 kind by a function of its own. Reading them back calls the constructors named here, and no others,
 so the data can describe arrays and nothing else. Devices are positions among those of the program.
+
+What is of a kind that is not known here raises `NotStorable`. What is read back and is malformed
+raises `ValueError`, `TypeError`, `KeyError` or `IndexError`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,35 +31,20 @@ from stepcache.jaxcompat.checked_data import (
     text_or_none,
     texts_in,
 )
-from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.jaxcompat.private import CAN_STORE
 
-if PRIVATE_API:
-    from jax._src import core, sharding_impls
+if CAN_STORE:
+    from jax._src import core
     from jax._src import layout as layout_lib
-    from jax._src import lib as jax_lib
     from jax._src import mesh as mesh_lib
     from jax._src import partition_spec as spec_lib
-
-    xla_client: Any = getattr(jax_lib, "xla_client")  # noqa: B009  (a reexport, to type checkers)
-    GSPMDSharding = cast(Any, vars(sharding_impls).get("GSPMDSharding"))
-    CAN_DESCRIBE = (
-        hasattr(core, "ManualAxisType")
-        and GSPMDSharding is not None
-        and hasattr(xla_client.HloSharding, "subgroup_with_device_ordering")
-        and hasattr(core, "MemorySpace")
-        and hasattr(layout_lib, "AutoLayout")
-        and hasattr(layout_lib, "Layout")
-        and hasattr(mesh_lib, "AbstractDevice")
-    )
-else:
-    CAN_DESCRIBE = False
+    from jax._src.sharding_impls import GSPMDSharding
+    from jaxlib import xla_client
 
 _UNCONSTRAINED = True  # No axis of a mesh is named so.
-_AVALS = ("input_avals", "output_avals")
-_SHARDINGS = ("input_shardings", "output_shardings")
-_LAYOUTS = ("xla_in_layouts", "dispatch_in_layouts", "xla_out_layouts")
-_LISTS = (*_AVALS, *_SHARDINGS, *_LAYOUTS)
-FIELDS = (*_LISTS, "committed", "name", "kept_var_idx")
+_IN = ("input_avals", "input_shardings", "xla_in_layouts", "dispatch_in_layouts")
+_OUT = ("output_avals", "output_shardings", "xla_out_layouts")
+FIELDS = (*_IN, *_OUT, "committed", "name", "kept_var_idx")
 
 
 class _Table:
@@ -87,60 +75,49 @@ def encode_call(
         call: the `FIELDS` of JAX's executable.
         const_args: the arrays that the program is given beside its arguments.
         devices: of the program, in order.
-
-    Raises:
-        NotStorable: a part of it is of a kind that is not known here.
     """
     positions = {device: position for position, device in enumerate(devices)}
     meshes = _Table(functools.partial(_encode_mesh, positions=positions))
     avals = _Table(functools.partial(_encode_aval, meshes=meshes))
     shardings = _Table(functools.partial(_encode_sharding, meshes=meshes))
-    layouts = _Table(_encode_layout)
-    data: dict[str, Any] = {}
-    for names, table in ((_AVALS, avals), (_SHARDINGS, shardings), (_LAYOUTS, layouts)):
-        data |= {name: table.numbers(call[name]) for name in names}
-    data["meshes"], data["avals"] = meshes.rows, avals.rows
-    data["shardings"], data["layouts"] = shardings.rows, layouts.rows
+    tables = {"avals": avals, "shardings": shardings, "layouts": _Table(_encode_layout)}
+    data: dict[str, Any] = {
+        name: tables[_table_of(name)].numbers(call[name]) for name in (*_IN, *_OUT)
+    }
+    data |= {name: table.rows for name, table in tables.items()} | {"meshes": meshes.rows}
     data["committed"], data["name"] = bool(call["committed"]), str(call["name"])
     data["kept_var_idx"] = sorted(call["kept_var_idx"])
     data["const_args"] = [encode_array(each) for each in const_args]
     read, _ = decode_call(data, devices)
     for name in FIELDS:
-        if read[name] != (list(call[name]) if name in _LISTS else call[name]):
+        if read[name] != (list(call[name]) if name in (*_IN, *_OUT) else call[name]):
             raise NotStorable(f"its {name} would be read back as something else")
     return data
+
+
+def _table_of(name: str) -> str:
+    return name.rpartition("_")[2]
 
 
 def decode_call(
     data: dict[str, Any], devices: Sequence[Any]
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Reads what `encode_call` wrote, for a program on these devices.
-
-    Returns:
-        `FIELDS`, and the arrays.
-
-    Raises:
-        ValueError, TypeError, KeyError, IndexError: it is malformed.
-    """
+    """Reads `FIELDS` and the arrays that `encode_call` wrote, for a program on these devices."""
     meshes = [_decode_mesh(row, devices) for row in data["meshes"]]
-    tables = (
-        (_AVALS, [_decode_aval(row, meshes) for row in data["avals"]]),
-        (_SHARDINGS, [_decode_sharding(row, meshes, devices) for row in data["shardings"]]),
-        (_LAYOUTS, [_decode_layout(row) for row in data["layouts"]]),
-    )
+    tables = {
+        "avals": [_decode_aval(row, meshes) for row in data["avals"]],
+        "shardings": [_decode_sharding(row, meshes, devices) for row in data["shardings"]],
+        "layouts": [_decode_layout(row) for row in data["layouts"]],
+    }
     call: dict[str, Any] = {}
-    for names, table in tables:
-        for name in names:
-            numbers = data[name]
-            if numbers and not 0 <= min(numbers) <= max(numbers) < len(table):
-                raise ValueError(f"{name} refer to what is not there")
-            call[name] = [table[number] for number in numbers]
-    for part in ("in", "out"):
-        if (
-            len({len(call[name]) for name in _LISTS if f"{part}put" in name or f"_{part}_" in name})
-            > 1
-        ):
-            raise ValueError(f"some of the {part}puts are not described to the end")
+    for name in (*_IN, *_OUT):
+        table, numbers = tables[_table_of(name)], data[name]
+        if numbers and not 0 <= min(numbers) <= max(numbers) < len(table):
+            raise ValueError(f"{name} refer to what is not there")
+        call[name] = [table[number] for number in numbers]
+    for part, names in (("inputs", _IN), ("outputs", _OUT)):
+        if len({len(call[name]) for name in names}) > 1:
+            raise ValueError(f"some of the {part} are not described to the end")
     call["committed"], call["name"] = of_kind(bool, data["committed"]), of_kind(str, data["name"])
     call["kept_var_idx"] = set(sizes_in(data["kept_var_idx"]))
     return call, [decode_array(each) for each in data["const_args"]]
@@ -159,30 +136,21 @@ def _dtypes() -> dict[str, np.dtype]:
     return {"float0": jax.dtypes.float0} | {dtype.name: dtype for dtype in scalars}
 
 
-def generators() -> dict[str, Any]:
-    """The implementations of random keys, by name."""
-    return getattr(_random_keys(), "prngs", {})
-
-
 def _random_keys() -> Any:
-    """JAX's module of random keys."""
+    """JAX's module of random keys, with their type and their generators by name."""
     places = (sys.modules.get(name) for name in ("jax._src.random.prng", "jax._src.prng"))
     return next((module for module in places if hasattr(module, "prngs")), None)
 
 
 def encode_dtype(dtype: Any) -> Any:
-    """A type of elements: its name, or that of the generator of a random key.
-
-    Raises:
-        NotStorable: it is none of JAX's own.
-    """
+    """A type of elements: its name, or that of the generator of a random key."""
     if isinstance(dtype, np.dtype):
         name = "float0" if dtype == jax.dtypes.float0 else dtype.name
         if _dtypes().get(name) == dtype:
             return name
     elif isinstance(dtype, getattr(_random_keys(), "KeyTy", ())):
         name = dtype._impl.name
-        if generators().get(name) is dtype._impl:
+        if _random_keys().prngs.get(name) is dtype._impl:
             return ["key", name]
     raise NotStorable(f"it has elements of the unknown type {dtype}")
 
@@ -194,7 +162,7 @@ def decode_dtype(data: Any) -> Any:
     kind, name = data
     if kind != "key":
         raise ValueError(f"unknown type {kind!r:.80}")
-    return _random_keys().KeyTy(generators()[name])
+    return _random_keys().KeyTy(_random_keys().prngs[name])
 
 
 def _encode_aval(aval: Any, meshes: _Table) -> list[Any]:
@@ -282,11 +250,7 @@ def _decode_mesh(row: Any, devices: Sequence[Any]) -> Any:
 
 
 def encode_spec(spec: P) -> list[Any]:
-    """[entries, unreduced axes, reduced axes, kind of reduction]
-
-    Raises:
-        NotStorable: an axis is not named by a text.
-    """
+    """[entries, unreduced axes, reduced axes, kind of reduction]"""
     entries: list[Any] = []
     for entry in spec._partitions:
         if entry is P.UNCONSTRAINED:
@@ -333,7 +297,7 @@ def _encode_sharding(sharding: Any, meshes: _Table) -> list[Any]:
     """
     if isinstance(sharding, SingleDeviceSharding):
         return [sharding.memory_kind]
-    if PRIVATE_API and isinstance(sharding, GSPMDSharding):
+    if isinstance(sharding, GSPMDSharding):
         return [*_encode_tiles(sharding._hlo_sharding), sharding.memory_kind]
     of_kinds(sharding, NamedSharding, "a sharding")
     return [meshes.number(sharding.mesh), encode_spec(sharding.spec), sharding.memory_kind]

@@ -19,7 +19,9 @@ from stepcache.jaxcompat.hooks import call_on_changed_settings
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
-    from stepcache.jaxcompat.private import core, jax_config, mesh_lib
+    from jax._src import config as jax_config
+    from jax._src import core, xla_bridge
+    from jax._src import mesh as mesh_lib
 
 
 # What our contexts hold is compared in C, by identity or as a tuple. JAX's dispatcher looks a call
@@ -96,16 +98,13 @@ def setting(name: str) -> Any:
 
 
 def _settings(names: Iterable[str]) -> tuple[tuple[str, Hashable], ...]:
-    values = ((name, setting(name)) for name in names)
-    return tuple((name, value) for name, value in values if value is not _MISSING)
+    return tuple((name, value) for name in names if (value := setting(name)) is not _MISSING)
 
 
 def _watch_settings() -> tuple[tuple[str, ...], ValueToken]:
     """Puts the watched settings into JAX's dispatch key, by a hook on each that says it changed.
 
-    Returns:
-        The names of the watched settings, and their values now. Settings as they are now leave no
-        mark in JAX's keys.
+    Returns their names and their values now; settings as they are now leave no mark in JAX's keys.
     """
     by_name: dict[str, Any] = jax_config.config._value_holders
     names = tuple(name for name in _WATCHED if name in by_name)
@@ -137,11 +136,8 @@ _watched_names, _watched_defaults = _watch_settings() if PRIVATE_API else ((), V
 def environment() -> tuple[tuple[str, Hashable], ...]:
     """Name and value of every setting that changes what a trace or a compilation gives."""
     if not PRIVATE_API:
-        return (
-            *_settings(_TRACE_SETTINGS),
-            ("mesh", jax.sharding.get_mesh()),
-            *_settings(_WATCHED),
-        )
+        mesh = ("mesh", jax.sharding.get_mesh())
+        return (*_settings(_TRACE_SETTINGS), mesh, *_settings(_WATCHED))
     watched = _settings_context.value
     watched = _watched_defaults if watched is None else watched
     return _named(jax_config.trace_context(), mesh_lib.get_concrete_mesh(), watched)
@@ -149,17 +145,12 @@ def environment() -> tuple[tuple[str, Hashable], ...]:
 
 @functools.lru_cache(maxsize=128)
 def _named(context: tuple, mesh: Any, watched: ValueToken) -> tuple[tuple[str, Hashable], ...]:
-    settings = zip(jax_config.trace_context_names(), context, strict=True)
-    return (
-        # What our own contexts hold is no setting: a key says apart what of it decides a program.
-        *(
-            (name, None if isinstance(value, ContextToken | ValueToken) else value)
-            for name, value in settings
-            if name != "axis_env_state"
-        ),
-        ("mesh", mesh),
-        *zip(_watched_names, watched, strict=True),
-    )
+    settings = dict(zip(jax_config.trace_context_names(), context, strict=True))
+    settings.pop("axis_env_state", None)
+    # What our own contexts hold is no setting: a key says apart what of it decides a program.
+    ours = (ContextToken, ValueToken)
+    traced = ((name, None if isinstance(x, ours) else x) for name, x in settings.items())
+    return (*traced, ("mesh", mesh), *zip(_watched_names, watched, strict=True))
 
 
 _TOP_TRACE_STATE = get_opaque_trace_state(convention="flax")
@@ -224,12 +215,7 @@ def entered_session() -> Any:
 
 @contextlib.contextmanager
 def entering(session: Any, token: ContextToken | None):
-    """Enters a session in this thread.
-
-    Args:
-        session: what `entered_session` gives.
-        token: identifies it in JAX's keys; None if it changes nothing there.
-    """
+    """Enters a session in this thread; `token` identifies it in JAX's keys, unless it is None."""
     before = _entered.session, _entered.token
     try:
         with _session_context(token):
@@ -248,7 +234,7 @@ def _in_settings(values: dict[Any, Any], mesh: Any, session: Any, token: Context
         with contextlib.ExitStack() as stack:
             if session is not None:
                 stack.enter_context(entering(session, token))
-            if mesh is not None:
+            if not mesh.empty:
                 stack.enter_context(jax.set_mesh(mesh))
             yield
     finally:
@@ -262,27 +248,17 @@ def carried_settings() -> contextlib.AbstractContextManager:
     everything: dict[str, Any] = jax_config.config._value_holders
     holders = [holder for holder in everything.values() if hasattr(holder, "get_local")]
     values = {h: value for h in holders if (value := h.get_local()) is not unset}
-    mesh = mesh_lib.get_concrete_mesh()
-    mesh = None if mesh.empty else mesh
-    return _in_settings(values, mesh, _entered.session, _entered.token)
+    return _in_settings(values, mesh_lib.get_concrete_mesh(), _entered.session, _entered.token)
 
 
 def backends_are_initialized() -> bool:
     """True once JAX has started a backend in this process."""
-    if not PRIVATE_API:
-        return True
-    from jax._src import xla_bridge
-
-    return xla_bridge.backends_are_initialized()
+    return not PRIVATE_API or xla_bridge.backends_are_initialized()
 
 
 @contextlib.contextmanager
 def tracing_context(mesh: Any):
-    """What holds while a program is traced and lowered.
-
-    Args:
-        mesh: the context mesh, unless it is None or the caller has set one.
-    """
+    """What holds while a program is traced and lowered: a mesh, unless the caller has set one."""
     with contextlib.ExitStack() as stack:
         if mesh is not None and not has_concrete_mesh():
             stack.enter_context(jax.set_mesh(mesh))

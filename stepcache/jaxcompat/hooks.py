@@ -13,21 +13,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache._process_hooks import Shared
+from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
 if PRIVATE_API:
+    from jax._src import source_info_util, traceback_util, util
+if CAN_STORE:
     from jax._src import cache_key, compiler
-
-    from stepcache.jaxcompat.private import source_info_util, traceback_util, util
-
-    CAN_COMPILE_THROUGH = (
-        hasattr(cache_key, "get")
-        and hasattr(cache_key, "_hash_accelerator_config")
-        and hasattr(compiler, "compile_or_get_cached")
-        and hasattr(compiler, "backend_compile_and_load")
-    )
-else:
-    CAN_COMPILE_THROUGH = False
 
 # ---- compiling, with a store in between --------------------------------------------------------
 
@@ -52,73 +44,50 @@ def compiling_through(find: Find) -> Iterator[None]:
             this kind from bytes. Returns the loaded executable, or None to have it compiled.
     """
     before, _compiling.find = _compiling.find, find
+    _compile.start()
+    _hash.start()
     try:
-        with _compile.replaced(), _hash.replaced():
-            yield
+        yield
     finally:
+        _hash.stop()
+        _compile.stop()
         _compiling.find = before
 
 
-class _Replacement:
-    """Replaces a function of a module of JAX, for as long as it is needed.
+class _Replacement(Shared):
+    """Replaces a function of a module of JAX; other threads get through to what was found.
+
+    If ours has been replaced in turn, the replacement stays, and calls ours.
 
     Args:
-        module: of JAX.
-        name: of its function.
+        module, name: of the function.
         over: makes the replacement over the function that is found, which it may call.
     """
 
     def __init__(self, module: Any, name: str, over: Callable[[Callable], Callable]):
+        super().__init__()
         self._module, self._name, self._over = module, name, over
-        self._lock = threading.Lock()
-        self._users = 0
         self._found: Any = None
         self._ours: Any = None
 
-    @contextlib.contextmanager
-    def replaced(self) -> Iterator[None]:
-        """Replaces the function; other threads get through to what was found.
+    def _make(self, users: int) -> bool:
+        if not users:
+            self._found = getattr(self._module, self._name)
+            self._ours = self._over(self._found)
+            setattr(self._module, self._name, self._ours)
+        return True
 
-        If ours has been replaced in turn, the replacement stays, and calls ours.
-        """
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._found = getattr(self._module, self._name)
-                self._ours = self._over(self._found)
-                setattr(self._module, self._name, self._ours)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users and getattr(self._module, self._name) is self._ours:
-                    setattr(self._module, self._name, self._found)
+    def _undo(self) -> None:
+        if getattr(self._module, self._name) is self._ours:
+            setattr(self._module, self._name, self._found)
 
 
 def _compile_over(found: Callable) -> Callable:
-    def compile_or_get_cached(
-        backend,
-        computation,
-        devices,
-        options,
-        host_callbacks,
-        executable_devices,
-        *rest,
-        **named,
-    ):
+    def compile_or_get_cached(*args, **named):
         find = _compiling.find
+        backend, computation, devices, options, host_callbacks, executable_devices = args[:6]
         if find is None or host_callbacks:
-            return found(
-                backend,
-                computation,
-                devices,
-                options,
-                host_callbacks,
-                executable_devices,
-                *rest,
-                **named,
-            )
+            return found(*args, **named)
 
         def load(data: bytes) -> Any:
             return backend.deserialize_executable(data, executable_devices, options)
@@ -137,16 +106,13 @@ def _compile_over(found: Callable) -> Callable:
 def _hash_over(found: Callable) -> Callable:
     def hash_accelerator_config(hasher, accelerators, *rest):
         """XLA's fingerprint of the topology of a pod differs between its processes."""
-        if _compiling.find is None or not _span_processes(accelerators):
+        processes = {device.process_index for device in accelerators.flat}
+        if _compiling.find is None or len(processes) == 1:
             return found(hasher, accelerators, *rest)
         for device in accelerators.flat:
             hasher.update(f"{device.device_kind} {device.process_index};".encode())
 
     return hash_accelerator_config
-
-
-def _span_processes(devices: Any) -> bool:
-    return len({device.process_index for device in devices.flat}) > 1
 
 
 REPLACED = frozenset(
@@ -157,7 +123,7 @@ REPLACED = frozenset(
 )
 """Module and name of the functions that are replaced while a program is compiled."""
 
-if CAN_COMPILE_THROUGH:
+if CAN_STORE:
     _compile = _Replacement(compiler, "compile_or_get_cached", _compile_over)
     _hash = _Replacement(cache_key, "_hash_accelerator_config", _hash_over)
 
@@ -168,9 +134,7 @@ if CAN_COMPILE_THROUGH:
 def call_on_changed_settings(holders: Iterable[Any], changed: Callable[[], None]) -> None:
     """Has a function called after settings of JAX have changed, for all threads or for one.
 
-    Args:
-        holders: what JAX keeps the settings in.
-        changed: called after the hook that a setting had before.
+    The hooks that the settings had before are called first.
     """
 
     def then_changed(hook: Callable | None) -> Callable:
@@ -182,11 +146,9 @@ def call_on_changed_settings(holders: Iterable[Any], changed: Callable[[], None]
         return hooks
 
     for holder in holders:
-        if hasattr(holder, "get_local"):
-            holder._update_global_hook = then_changed(holder._update_global_hook)
-            holder._update_thread_local_hook = then_changed(holder._update_thread_local_hook)
-        else:
-            holder._update_hook = then_changed(holder._update_hook)
+        for name in ("_update_global_hook", "_update_thread_local_hook", "_update_hook"):
+            if hasattr(holder, name):
+                setattr(holder, name, then_changed(getattr(holder, name)))
 
 
 class _ClearedWithCaches:

@@ -1,4 +1,4 @@
-"""Looking into JAX's objects: jitted functions, pytree classes, shardings, arrays, settings."""
+"""Looking into JAX's objects: jitted functions, shardings, arrays, traces, the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +16,50 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from stepcache.jaxcompat.contexts import setting
-from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
 if PRIVATE_API:
     from jax._src import config as jax_config
-    from jax._src import lib as jax_lib
     from jax._src import tree_util, xla_bridge
-
-    xla_client: Any = getattr(jax_lib, "xla_client")  # noqa: B009  (a reexport, to type checkers)
+    from jaxlib import xla_client
+if CAN_STORE:
+    from jax._src.interpreters import mlir, pxla
 
 _JIT_INTERNALS = ("fun_sourceinfo", "fun_signature", "use_resource_env")
-_DEFAULTS: dict[str, Any] = {}
 
 
 def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
     """The function inside a jitted one, and its options that are not the default; else None."""
     if isinstance(value, functools.partial) and type(value).__module__.startswith("stepcache."):
         return getattr(value, "_stepcache_parts", None)  # A step of ours.
-    if type(value) is not _jitted_type():  # Other objects may answer to any name.
+    plain = _plain_jit()
+    if type(value) is not type(plain):  # Other objects may answer to any name.
         return None
-    info = getattr(value, "_jit_info", None)
-    function = getattr(value, "__wrapped__", None)
+    info, function = getattr(value, "_jit_info", None), getattr(value, "__wrapped__", None)
     if info is None or function is None:
         return None
-    if not _DEFAULTS:
-        _DEFAULTS.update(jax.jit(lambda: 0)._jit_info._asdict())  # type: ignore[attr-defined]
+    defaults = plain._jit_info._asdict()
     options = {
         name: option
         for name, option in info._asdict().items()
-        if name not in _JIT_INTERNALS and not _is_default(name, option)
+        if name not in _JIT_INTERNALS
+        and (type(option), repr(option)) != (type(defaults[name]), repr(defaults[name]))
     }
     return function, options
 
 
-@functools.lru_cache(maxsize=1)
-def _jitted_type() -> type:
-    return type(jax.jit(lambda: 0))
-
-
-def _is_default(name: str, option: Any) -> bool:
-    default = _DEFAULTS.get(name)
-    return type(option) is type(default) and repr(option) == repr(default)
+@functools.cache
+def _plain_jit() -> Any:
+    return jax.jit(lambda: 0)
 
 
 def pytree_functions(cls: type) -> tuple[Callable, ...]:
     """The functions that take instances of a registered class apart and put them together."""
-    if not PRIVATE_API:
-        return ()
-    entry = tree_util._registry.get(cls)
+    entry = tree_util._registry.get(cls) if PRIVATE_API else None
     if entry is None:
         return ()
     with_paths = getattr(tree_util, "_registry_with_keypaths", {}).get(cls)
@@ -101,30 +94,73 @@ def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> st
 _digests: dict[int, tuple[weakref.ref, str]] = {}
 
 
-def _forget(key: int, _: weakref.ref) -> None:
-    _digests.pop(key, None)
-
-
 def array_digest(array: jax.Array) -> str:
     """A digest of the content of a JAX array. It never changes, so it is computed once."""
     known = _digests.get(id(array))
     if known is not None and known[0]() is array:
         return known[1]
-    values = array
-    prefix = b""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        prefix = str(jax.random.key_impl(array)).encode()
-        values = jax.random.key_data(array)
-    data = np.ascontiguousarray(np.asarray(values))
-    content = data.reshape(-1).view(np.uint8).data if data.size else b""
-    hasher = hashlib.sha256(prefix)
-    hasher.update(content)
-    digest = hasher.hexdigest()[:16]
-    _digests[id(array)] = (
-        weakref.ref(array, functools.partial(_forget, id(array))),
-        digest,
-    )
+        data = np.asarray(jax.random.key_data(array))
+        digest = f"{jax.random.key_impl(array)} {content_digest(data)}"
+    else:
+        digest = content_digest(np.asarray(array))
+    key = id(array)
+    _digests[key] = weakref.ref(array, lambda _: _digests.pop(key, None)), digest
     return digest
+
+
+def content_digest(array: np.ndarray) -> str:
+    """A digest of an array's bytes."""
+    data = np.ascontiguousarray(array)
+    content = data.reshape(-1).view(np.uint8).data if data.size else b""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+# ---- traces -----------------------------------------------------------------------------------
+
+
+def captured_arrays(jaxpr: Any) -> list[Any]:
+    """The arrays that a trace captured by closure, those of nested functions included."""
+    seen: dict[int, Any] = {}
+    stack, visited = [jaxpr], set()
+    while stack:
+        current = stack.pop()
+        if id(current) in visited:
+            continue
+        visited.add(id(current))
+        seen.update((id(const), const) for const in getattr(current, "consts", ()) or ())
+        inner = getattr(current, "jaxpr", current)
+        for equation in inner.eqns:
+            if equation.params:
+                for value in equation.params.values():
+                    if hasattr(value, "consts"):
+                        stack.append(value)
+                stack.extend(jaxprs_in_params(equation.params))
+    return [const for const in seen.values() if hasattr(const, "nbytes")]
+
+
+def equations_of(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a trace, those of nested functions included, each once."""
+    stack, visited = [jaxpr], set()
+    while stack:
+        current = stack.pop()
+        current = getattr(current, "jaxpr", current)
+        if id(current) not in visited:
+            visited.add(id(current))
+            for equation in current.eqns:
+                yield equation
+                stack.extend(jaxprs_in_params(equation.params))
+
+
+def lowering_rules(primitive: Any) -> list[Any]:
+    """The functions that lower a primitive, for all platforms."""
+    tables = (mlir._lowerings, *mlir._platform_specific_lowerings.values())
+    return [table[primitive].rule for table in tables if primitive in table]
+
+
+def lowering_modules() -> tuple[Any, ...]:
+    """The modules of JAX that call these."""
+    return mlir, pxla
 
 
 # ---- the environment --------------------------------------------------------------------------
@@ -209,10 +245,8 @@ def _machine(backend: str) -> tuple[tuple[str, str], ...]:
         "environment device kind": own.device_kind,
     }
     if jax.process_count() > 1:  # XLA's fingerprint of a pod differs between its processes.
-        kinds = sorted({each.device_kind for each in jax.devices(backend)})
-        dependencies["environment topology"] = (
-            f"{', '.join(kinds)} in {jax.process_count()} processes"
-        )
+        kinds = ", ".join(sorted({each.device_kind for each in jax.devices(backend)}))
+        dependencies["environment topology"] = f"{kinds} in {jax.process_count()} processes"
     elif PRIVATE_API:
         try:
             topology = xla_client.get_topology_for_devices([device])

@@ -7,30 +7,26 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
-from stepcache.jaxcompat.arguments import uncommitted
+from stepcache.jaxcompat.arguments import ArgumentRoles, uncommitted
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
-    from stepcache.jaxcompat.private import (
+    from jax._src import (
         api_util,
         core,
         dispatch,
         dtypes,
-        mlir,
-        partial_eval,
         pjit,
         stages,
+        traceback_util,
+        tree_util,
         util,
     )
+    from jax._src.interpreters import mlir, partial_eval, pxla
+    from jaxlib import _jax  # type: ignore[attr-defined]
 
 # Bound once, so that a program which replaces `jax.jit` cannot make a step call itself.
 _jit = jax.jit
@@ -48,6 +44,29 @@ def unhide_methods(wrapper: Any) -> None:
     copied, cls = vars(wrapper), type(wrapper)
     for name in [each for each in copied if not each.startswith("__") and hasattr(cls, each)]:
         del copied[name]
+
+
+def make_dispatcher(
+    fun: Callable, name: str, miss: Callable, roles: ArgumentRoles, capacity: int
+) -> Any:
+    """JAX's own C++ dispatcher over our miss callback, which keeps `capacity` signatures.
+
+    `programs/dispatch.py` says what it is given. Profilers show `name`.
+    """
+    dispatcher = _jax.pjit(
+        name,
+        fun,
+        traceback_util.api_boundary(miss),
+        roles.static_argnums,
+        roles.static_argnames,
+        pxla.JitGlobalCppCacheKeys(),
+        tree_util.dispatch_registry,
+        pxla.cc_shard_arg,
+        _jax.PjitFunctionCache(capacity=capacity),
+    )
+    dispatcher._fun = fun  # Where JAX's NaN check of a hit looks for the function to call eagerly.
+    dispatcher.__name__, dispatcher.__wrapped__ = name, fun  # Where JAX looks for source and name.
+    return dispatcher
 
 
 class Runnable(NamedTuple):
@@ -70,8 +89,7 @@ class Runnable(NamedTuple):
 
         Args:
             leaves: the flat dynamic arguments.
-            args: the dynamic positional arguments, for the public API.
-            kwargs: the dynamic keyword arguments, for the public API.
+            args, kwargs: the dynamic arguments, for the public API.
 
         Returns:
             The outputs, and what the C++ dispatcher needs to serve the same call by itself (None
@@ -86,16 +104,8 @@ class Runnable(NamedTuple):
         # for jax.jit counts them for a step.
         util.test_event("jit_cpp_cache_miss")
         out_leaves = self.executable.unsafe_call(*self.const_args, *leaves)
-        fast_path = pjit._get_fastpath_data(
-            self.executable,
-            self.out_tree,
-            leaves,
-            out_leaves,
-            self.effects,
-            [],
-            None,
-            self.const_args,
-        )
+        about = (self.executable, self.out_tree, leaves, out_leaves, self.effects)
+        fast_path = pjit._get_fastpath_data(*about, [], None, self.const_args)
         return jax.tree_util.tree_unflatten(self.out_tree, out_leaves), fast_path
 
     @property
@@ -127,15 +137,13 @@ def uncommitted_outputs(outputs: Any, fast_path: Any) -> tuple[Any, Any]:
     A program that moves something between memories commits all that it returns.
     """
 
-    def is_free(sharding: Any) -> bool:
-        return isinstance(sharding, SingleDeviceSharding)
+    def freed(x: Any) -> Any:
+        return uncommitted(x) if isinstance(x.sharding, SingleDeviceSharding) else x
 
-    outputs = jax.tree_util.tree_map(
-        lambda x: uncommitted(x) if is_free(x.sharding) else x, outputs
-    )
+    outputs = jax.tree_util.tree_map(freed, outputs)
     if fast_path is not None:
         pairs = zip(fast_path.out_committed, fast_path.out_shardings, strict=True)
-        committed = [given and not is_free(sharding) for given, sharding in pairs]
+        committed = [given and not isinstance(at, SingleDeviceSharding) for given, at in pairs]
         fast_path = fast_path._replace(out_committed=committed)
     return outputs, fast_path
 
@@ -153,10 +161,8 @@ class Staged:
 
     Args:
         jitted: `jax.jit(fun, **options)`.
-        fun: the user's function.
-        options: of `jax.jit`.
-        args: positional arguments, static ones included.
-        kwargs: keyword arguments.
+        fun, options: of `jitted`.
+        args, kwargs: the arguments, static ones included.
 
     Attributes:
         jaxpr: the trace.
@@ -182,16 +188,13 @@ class Staged:
     def pin_outputs(self, pins: Sequence[Any]) -> None:
         """Says where outputs go: one sharding for each flat output, None to leave it open."""
         if PRIVATE_API:
-            self._params = dict(self._params, out_shardings=self._pinned(self._params, pins))
+            both = zip(pins, self._params["out_shardings"], strict=True)
+            pinned = tuple(old if pin is None else pin for pin, old in both)
+            self._params = dict(self._params, out_shardings=pinned)
         else:
             _, fun, options, args, kwargs = self._given
             tree = jax.tree_util.tree_unflatten(self.out_tree, pins)
             self._traced = jit(fun, **options, out_shardings=tree).trace(*args, **kwargs)
-
-    @staticmethod
-    def _pinned(params: dict, pins: Sequence[Any]) -> tuple:
-        both = zip(pins, params["out_shardings"], strict=True)
-        return tuple(old if pin is None else pin for pin, old in both)
 
     def keep_arguments(self, numbers: Collection[int]) -> None:
         """Says which flat arguments are not donated, whatever the options say of the others."""
@@ -230,7 +233,7 @@ class Staged:
         def somewhere(aval: Any) -> NamedSharding | None:
             if AxisType.Explicit in aval.sharding.mesh.axis_types:
                 return None  # Its type says.
-            spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * aval.ndim)
+            spec = P(*[P.UNCONSTRAINED] * aval.ndim)
             kind = core.mem_space_to_kind(aval.memory_space)
             return NamedSharding(mesh, spec, memory_kind=kind)
 
@@ -274,10 +277,8 @@ class Staged:
             fun = self._given[1]
             name = getattr(fun, "__qualname__", getattr(fun, "__name__", str(fun)))
             names = self.jaxpr.debug_info.safe_arg_names(len(types))
-            message = stages._device_assignment_mismatch_error(
-                name, error.args[0], types, "jit", names
-            )
-            raise ValueError(message) from None
+            about = (name, error.args[0], types, "jit", names)
+            raise ValueError(stages._device_assignment_mismatch_error(*about)) from None
 
     def compile(self) -> Runnable:
         """Compiles what was lowered."""
@@ -347,7 +348,7 @@ _SOURCE = re.compile(r'"([^"]+)":(\d+):')
 
 
 class _Unraised(Exception):
-    """Never raised; stands for JAX's error where the private API is out of reach."""
+    """Stands for an error of JAX where the private API is out of reach."""
 
 
 FloatingPointCheckError = api_util.InternalFloatingPointError if PRIVATE_API else _Unraised

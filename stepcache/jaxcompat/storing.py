@@ -15,50 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepcache.jaxcompat.call_codec import (
-    CAN_DESCRIBE,
-    FIELDS,
-    decode_call,
-    encode_call,
-)
+from stepcache.jaxcompat.call_codec import FIELDS, decode_call, encode_call
 from stepcache.jaxcompat.checked_data import NotStorable
-from stepcache.jaxcompat.hooks import CAN_COMPILE_THROUGH, Find, Load, compiling_through
-from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.jaxcompat.hooks import Find, Load, compiling_through
+from stepcache.jaxcompat.private import CAN_STORE
 from stepcache.jaxcompat.stages import Runnable, Staged, outline
 from stepcache.jaxcompat.tree_codec import decode_tree, encode_tree
 
-__all__ = [
-    "CAN_STORE",
-    "Find",
-    "NotStorable",
-    "assemble",
-    "compiling_through",
-    "decode_tree",
-    "describe_call",
-    "encode_tree",
-    "load_executable",
-    "lowered_digest",
-    "program_devices",
-    "serialize_executable",
-    "why_not_storable",
-]
-
-if PRIVATE_API:
+if CAN_STORE:
     from jax._src import compiler
-    from jax._src import lib as jax_lib
     from jax._src.interpreters import pxla
-
-    xla_client: Any = getattr(jax_lib, "xla_client")  # noqa: B009  (a reexport, to type checkers)
-
-    CAN_STORE = (
-        CAN_COMPILE_THROUGH
-        and hasattr(compiler, "get_compile_options")
-        and hasattr(pxla, "UnloadedMeshExecutable")
-        and hasattr(jax.tree_util.PyTreeDef, "from_node_data_and_children")
-        and CAN_DESCRIBE
-    )
-else:
-    CAN_STORE = False
+    from jaxlib import xla_client
 
 
 # ---- compiling, with a store in between --------------------------------------------------------
@@ -132,10 +99,7 @@ def why_not_storable(run: Runnable) -> str | None:
 
 
 def describe_call(run: Runnable) -> dict[str, Any]:
-    """What JAX knows of a program beside XLA's executable: arguments, results, where they are.
-
-    Returns:
-        Plain data, for `assemble`.
+    """What JAX knows of a program beside XLA's executable, as plain data for `assemble`.
 
     Raises:
         NotStorable: a part of it is no plain data.
@@ -155,13 +119,7 @@ def describe_call(run: Runnable) -> dict[str, Any]:
 
 
 def assemble(executable: Any, call: Any, out_tree: Any, devices: Sequence[Device]) -> Runnable:
-    """Puts a program together again.
-
-    Args:
-        executable: from `load_executable`.
-        call: from `describe_call`.
-        out_tree: the tree of the outputs.
-        devices: as for `load_executable`.
+    """A program of what `load_executable` and `describe_call` gave, on the same devices.
 
     Raises:
         ValueError, TypeError, KeyError, IndexError: `call` is malformed.

@@ -4,6 +4,9 @@ A part that is a part of the arguments' tree too is named by its position there,
 node keeps beside its children, if a node of the arguments keeps the same. Other nodes are named by
 their class, which has to be loaded already and known to JAX as a node. What they keep is written
 value by value: nothing that the data names is imported or called.
+
+What is no plain data raises `NotStorable`. What is read back and is malformed, or names a class
+that is not there, raises `ValueError`, `TypeError`, `IndexError` or `KeyError`.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ from stepcache.jaxcompat.call_codec import (
     encode_dtype,
     encode_spec,
 )
-from stepcache.jaxcompat.checked_data import NotStorable
-from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.jaxcompat.checked_data import NotStorable, item_at
+from stepcache.jaxcompat.private import CAN_STORE
 
-if PRIVATE_API:
+if CAN_STORE:
     from jax._src import tree_util
 
 _MAX_KNOWN_SUBTREES = 4096
@@ -44,9 +47,6 @@ def encode_tree(tree: Any, known: Any) -> Any:
     Args:
         tree: of the outputs.
         known: the tree of the arguments, which the decoder has too.
-
-    Raises:
-        NotStorable: a node holds something that is not plain data, or its type is ambiguous.
     """
     try:
         code = _TreeEncoder(known).encode(tree)
@@ -124,11 +124,7 @@ def _subtrees(tree: Any) -> Iterator[tuple[list[int], Any]]:
 
 
 def decode_tree(code: Any, known: Any, depth: int = 0) -> Any:
-    """The tree structure that `encode_tree` wrote.
-
-    Raises:
-        ValueError, TypeError, IndexError, KeyError: it is malformed, or a class is not there.
-    """
+    """The tree structure that `encode_tree` wrote."""
     if code == "leaf":
         return jax.tree_util.tree_structure(0)
     if code == "none":
@@ -163,9 +159,7 @@ def decode_tree(code: Any, known: Any, depth: int = 0) -> Any:
 
 def _subtree_at(tree: Any, position: Any) -> Any:
     for index in position:
-        if type(index) is not int or index < 0:
-            raise ValueError(f"expected a position, got {index!r:.80}")
-        tree = tree.children()[index]
+        tree = item_at(tree.children(), index)
     return tree
 
 
@@ -190,11 +184,7 @@ def _is_named_tuple(found: type) -> bool:
 
 
 def _name_of(value: type, check: Callable[[Any], None]) -> list[str]:
-    """The module and the name by which a class is found.
-
-    Raises:
-        NotStorable: it is not found so, as one that a function made is not.
-    """
+    """The module and the name by which a class is found; one that a function made is not."""
     name = [value.__module__, value.__qualname__]
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if _named(name, check) is value:
@@ -203,11 +193,7 @@ def _name_of(value: type, check: Callable[[Any], None]) -> list[str]:
 
 
 def _named(name: Any, check: Callable[[Any], None]) -> Any:
-    """A class by its module and its name. Looks into dicts alone: nothing is imported or run.
-
-    Raises:
-        ValueError, TypeError, KeyError: there is none, or not one that `check` lets pass.
-    """
+    """A class by its module and its name. Looks into dicts alone: nothing is imported or run."""
     module, path = name
     found: Any = sys.modules[module]
     for part in path.split("."):
@@ -221,16 +207,16 @@ def _named(name: Any, check: Callable[[Any], None]) -> Any:
 # ---- values -----------------------------------------------------------------------------------
 
 _PLAIN = (type(None), bool, float, str, bytes)
-_MADE_OF_ITEMS: dict[str, Callable[[list], Any]] = {
-    "tuple": tuple,
-    "list": list,
-    "set": set,
-    "frozenset": frozenset,
-}
-_MADE_OF_PARTS: dict[str, tuple[type, Callable[[Any], list]]] = {
-    "complex": (complex, lambda value: [value.real, value.imag]),
-    "slice": (slice, lambda value: [value.start, value.stop, value.step]),
-    "range": (range, lambda value: [value.start, value.stop, value.step]),
+# By name: the class, what takes an object of it apart, and what makes one of its parts.
+_MADE_OF_PARTS: dict[str, tuple[type, Callable[[Any], list], Callable[[list], Any]]] = {
+    "tuple": (tuple, list, tuple),
+    "list": (list, list, list),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "dict": (dict, lambda value: list(value.items()), dict),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "slice": (slice, lambda value: [value.start, value.stop, value.step], lambda p: slice(*p)),
+    "range": (range, lambda value: [value.start, value.stop, value.step], lambda p: range(*p)),
 }
 # Flax's dicts that can be hashed, by module and name.
 _MAPPINGS = {"flax.typing": "HashableMapping", "flax.core.frozen_dict": "FrozenDict"}
@@ -239,11 +225,7 @@ _BUILT_IN |= {kind.__name__: kind for kind in (dict, set, frozenset)}
 
 
 def encode_value(value: Any) -> Any:
-    """What a node keeps beside its children, as plain data.
-
-    Raises:
-        NotStorable: it is, or holds, something that is no plain data.
-    """
+    """What a node keeps beside its children, as plain data."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -251,14 +233,11 @@ def encode_value(value: Any) -> Any:
         small = -(1 << 63) <= value < 1 << 63
         size_bytes = value.bit_length() // 8 + 1
         return value if small else ["int", value.to_bytes(size_bytes, "little", signed=True)]
-    if kind.__name__ in _MADE_OF_ITEMS and kind is _MADE_OF_ITEMS[kind.__name__]:
-        return [kind.__name__, [encode_value(each) for each in value]]
-    if kind is dict:
-        return ["dict", [[encode_value(key), encode_value(value[key])] for key in value]]
+    cls, take_apart, _ = _MADE_OF_PARTS.get(kind.__name__, (None, list, list))
+    if kind is cls:
+        return [kind.__name__, [encode_value(each) for each in take_apart(value)]]
     if _MAPPINGS.get(kind.__module__) == kind.__qualname__ and kind is _mapping(kind.__module__):
         return ["mapping", [kind.__module__, encode_value(dict(value))]]
-    if kind.__name__ in _MADE_OF_PARTS and kind is _MADE_OF_PARTS[kind.__name__][0]:
-        return [kind.__name__, [encode_value(e) for e in _MADE_OF_PARTS[kind.__name__][1](value)]]
     if kind is P:
         return ["spec", encode_spec(value)]
     if kind is jax.tree_util.PyTreeDef:
@@ -290,23 +269,14 @@ _LEAF: Any = jax.tree_util.tree_structure(0)
 
 
 def decode_value(code: Any, depth: int = 0) -> Any:
-    """Reads what `encode_value` wrote.
-
-    Raises:
-        ValueError, TypeError, IndexError, KeyError: it is malformed.
-    """
+    """Reads what `encode_value` wrote."""
     if type(code) is int or type(code) in _PLAIN:
         return code
     kind, content = code
     if depth > _MAX_DEPTH:
         raise ValueError(f"a value is more than {_MAX_DEPTH} containers deep")
-    if kind in _MADE_OF_ITEMS:
-        return _MADE_OF_ITEMS[kind]([decode_value(each, depth + 1) for each in content])
     if kind in _MADE_OF_PARTS:
-        return _MADE_OF_PARTS[kind][0](*[decode_value(each, depth + 1) for each in content])
-    if kind == "dict":
-        pairs = [(decode_value(a, depth + 1), decode_value(b, depth + 1)) for a, b in content]
-        return dict(pairs)
+        return _MADE_OF_PARTS[kind][2]([decode_value(each, depth + 1) for each in content])
     if kind == "mapping":
         module, pairs = content
         return _mapping(module)(dict(decode_value(pairs, depth + 1)))

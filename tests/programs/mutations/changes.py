@@ -233,6 +233,21 @@ CODE = [
         "RATE",
     ),
     Kind(
+        "import_of_all_inside",
+        """
+        import import_of_all_values
+        def step(x):
+            import import_of_all_user
+            return x * import_of_all_user.scale()
+        # --- import_of_all_user.py
+        from import_of_all_values import *
+        def scale(): return RATE
+        # --- import_of_all_values.py
+        RATE = «2.0¦3.0»
+        """,
+        "RATE",
+    ),
+    Kind(
         "import_as_inside",
         """
         def step(x):
