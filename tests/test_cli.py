@@ -524,7 +524,7 @@ def test_the_fields_are_documented():
     from stepcache.report import doctor, environment, inventory, moving, runs
 
     records = [inventory.Item, inventory.Inventory, inventory.Build, inventory.Details]
-    records += [inventory.Checked, runs.Happening, runs.Rank, runs.Run, moving.Exported]
+    records += [inventory.Checked, Row, runs.Rank, runs.Run, moving.Exported]
     records += [moving.Imported, environment.Part, doctor.Check, doctor.Diagnosis]
     for record in records:
         for field in dataclasses.fields(record):
