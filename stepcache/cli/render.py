@@ -91,7 +91,7 @@ def _table(
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     columns = list(rows[0])
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in columns]
-    excess = sum(widths) + 2 * (len(columns) - 1) - terminal_width()
+    excess = sum(widths) + 2 * len(columns) - terminal_width()
     for name, width in zip(columns, widths, strict=True):
         justify = "right" if name in right else "left"
         overflow = "fold" if name in wrap else "ellipsis"
@@ -304,20 +304,15 @@ def exported(result: Exported) -> Rendered:
 
 
 def imported(result: Imported) -> Rendered:
-    """What was stored from a bundle, and which processes will find it."""
+    """What was stored from a bundle, and what was not."""
     there = f" ({result.already_there} more were there)" if result.already_there else ""
     yield (
         f"{counted(len(result.steps), 'step')} and {counted(result.programs, 'program')} "
         f"imported{there}."
     )
     if result.foreign:
-        refused = f"refused: {counted(len(result.refused), 'step')}"
-        what = refused if result.refused else "Stored, although"
-        yield f"{what} built for another environment:"
+        yield f"refused: {counted(len(result.refused), 'step')} built for another environment:"
         yield records(result.foreign)
-    if result.settings:
-        yield "A process finds them if it has these settings, which differ here:"
-        yield records(result.settings)
 
 
 def diagnosis(found: Diagnosis) -> Rendered:

@@ -3,30 +3,42 @@
 Programs are code, so importing a bundle means trusting its maker. A valid HMAC proves that the same
 directory wrote it; any other bundle needs `trust=True`. Nothing is stored before all steps of the
 bundle have been read and checked.
+
+The machine and the installed packages decide whether a program can serve here at all. Settings that
+each process chooses (JAX's configuration, XLA's flags, the number of CPU devices) are not compared:
+where a process lacks one of them, `stepcache cache why` names it as the reason of the miss.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import os
+import re
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import jax
+
 from stepcache.errors import StepCacheError
-from stepcache.programs.archive import RECORDS_KEPT, Archive
-from stepcache.report import environment
+from stepcache.fingerprint.dependencies import kind_of
+from stepcache.fingerprint.provenance import distribution_of
+from stepcache.jaxcompat import inspection
+from stepcache.programs.archive import RECORDS_KEPT, Archive, open_archive
 from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
-from stepcache.report.environment import Part
 from stepcache.report.inventory import label_of, means
 from stepcache.storage.dependency_record import DependencyRecord, pack_records, unpack_records
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import DamagedEntryError
 from stepcache.storage.entry_info import EntryInfo
+
+
+_OF_THE_MACHINE = ("python", "system", "backend", "device kind", "CPU")
 
 
 class BundleError(StepCacheError):
@@ -35,6 +47,21 @@ class BundleError(StepCacheError):
 
 class UntrustedBundleError(BundleError):
     """The bundle comes from another directory, and `trust` was not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A difference between two environments.
+
+    Attributes:
+        part: name of the dependency.
+        bundle: value that the programs were built for.
+        here: value in this process, or "absent".
+    """
+
+    part: str
+    bundle: str
+    here: str
 
 
 class ForeignBundleError(BundleError):
@@ -79,7 +106,6 @@ class Imported:
         already_there: number of programs that the directory already had.
         refused: labels of the steps that were built for another environment.
         foreign: how that environment differs from this one: part, bundle, here.
-        settings: settings that a process must change to find the stored steps.
         trusted: "own key", or "as asked".
     """
 
@@ -89,7 +115,6 @@ class Imported:
     already_there: int
     refused: tuple[str, ...]
     foreign: tuple[Part, ...]
-    settings: tuple[Part, ...]
     trusted: str
 
 
@@ -190,16 +215,13 @@ def _sound_entries(
 # ---- import -------------------------------------------------------------------------------------
 
 
-def take(
-    open_archive: Callable[[], Archive], file: Path, *, trust: bool = False, anyway: bool = False
-) -> Imported:
+def take(directory: Path, file: Path, *, trust: bool = False) -> Imported:
     """Stores the programs of a bundle in a directory.
 
     Args:
-        open_archive: opens the directory; called once the bundle is known to be whole.
+        directory: made if it is not there, once the bundle is known to be whole.
         file: path of the bundle.
         trust: accept a bundle of another directory, whose maker can then run code here.
-        anyway: also store steps of another environment. They do no harm: no lookup finds them.
 
     Raises:
         UntrustedBundleError: another directory made it, and `trust` is false.
@@ -209,7 +231,7 @@ def take(
     try:
         with file.open("rb") as opened:
             bundle = Bundle(opened)
-            disk = open_archive().disk
+            disk = open_archive(directory, None, "off", 0.0).disk
             trusted = hmac.compare_digest(disk.vouch(PURPOSE + bundle.sha256), bundle.signature)
             if not trusted and not trust:
                 raise UntrustedBundleError(
@@ -219,30 +241,28 @@ def take(
                     hint="if you trust its maker and the way it reached you, add --trust",
                 )
             bundle.read_headers()
-            return _store(bundle, disk, file, "own key" if trusted else "as asked", anyway)
+            return _store(bundle, disk, file, "own key" if trusted else "as asked")
     except (DamagedEntryError, OSError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise BundleError(f"The bundle is refused: {why}", where=str(file)) from None
 
 
-def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bool) -> Imported:
+def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str) -> Imported:
     steps = bundle.steps()
-    own = environment.here() if steps else {}
-    # For each step, what keeps its builds from serving here; of the build that differs least.
-    foreign = {
-        step.digest: min(
-            (environment.foreign_parts(c.dependencies, own) for c in step.records), key=len
-        )
-        for step in steps
-    }
-    taken = [step for step in steps if anyway or not foreign[step.digest]]
-    refused = [step for step in steps if step not in taken]
-    if steps and not taken:
+    own = inspection.process_environment() if steps else {}  # Starts JAX's default backend.
+    taken, refused, foreign = [], [], []
+    for step in steps:
+        # What keeps its builds from serving here; of the build that differs least.
+        parts = min((foreign_parts(each.dependencies, own) for each in step.records), key=len)
+        (refused if parts else taken).append(step)
+        if parts:
+            foreign.append(parts)
+    if refused and not taken:
         raise ForeignBundleError(
             "The bundle was built for another environment: no lookup here would find its programs",
-            min(foreign.values(), key=len),
+            min(foreign, key=len),
             where=str(file),
-            hint="--anyway stores them nevertheless",
+            hint="export it where the parts below are as they are here",
         )
     unneeded = _programs(refused) - _programs(taken)
     needed = {name for name in bundle.headers if name[0] == "program" and name[1] not in unneeded}
@@ -251,23 +271,42 @@ def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bo
         _publish(disk, *name, *bundle.read(*name))
     for step in taken:
         _publish(disk, "step", step.digest, *_merged(disk, step))
-    settings = (
-        environment.settings_that_differ(step.records[0].dependencies, own) for step in taken
-    )
     return Imported(
         str(file),
         tuple(step.label for step in taken),
         len(missing),
         len(needed) - len(missing),
         tuple(step.label for step in refused),
-        _distinct(foreign.values()),
-        _distinct(settings),
+        tuple(dict.fromkeys(itertools.chain.from_iterable(foreign))),
         trusted,
     )
 
 
-def _distinct(parts: Iterable[Iterable[Part]]) -> tuple[Part, ...]:
-    return tuple(dict.fromkeys(part for some in parts for part in some))
+def foreign_parts(dependencies: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
+    """Differences because of which a program can never serve on this machine.
+
+    Args:
+        dependencies: dependencies of the build.
+        own: the environment of this process.
+    """
+    names, own = [f"environment {name}" for name in _OF_THE_MACHINE], dict(own)
+    # A CPU's topology is only the number of its devices, and each process chooses that number.
+    if not dependencies.get("environment backend", "").startswith("cpu"):
+        names.append("environment topology")
+        # An executable names its devices by position, so any devices serve if there are enough.
+        count = re.fullmatch(r"\d+, (\d+) local", dependencies.get("environment devices", ""))
+        if count and int(count[1]) > jax.local_device_count():
+            names.append("environment devices")
+    for name in dependencies:
+        if kind_of(name) == "package":
+            names.append(name)
+            version = own.get(name) or distribution_of(name.removeprefix("package "))[1]
+            own[name] = version or "absent"
+    return [
+        Part(name, dependencies[name], own.get(name, "absent"))
+        for name in names
+        if name in dependencies and dependencies[name] != own.get(name)
+    ]
 
 
 def _programs(steps: Iterable[Step]) -> set[str]:
