@@ -37,7 +37,6 @@ from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import DamagedEntryError
 from stepcache.storage.entry_info import EntryInfo
 
-
 _OF_THE_MACHINE = ("python", "system", "backend", "device kind", "CPU")
 
 
