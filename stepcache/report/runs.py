@@ -127,9 +127,9 @@ def _happenings(rows: list[Row]) -> list[Row]:
 
 
 def _rank(rank: int, rows: list[Row]) -> Rank:
-    seconds = Counter[str]()
-    for row in rows:
-        seconds.update(row.seconds)  # type: ignore[arg-type]  (it adds up any numbers)
+    seconds: dict[str, float] = {}
+    for stage, taken in itertools.chain.from_iterable(row.seconds.items() for row in rows):
+        seconds[stage] = seconds.get(stage, 0.0) + taken
     rounded = {stage: round(seconds[stage], 4) for stage in in_order(seconds)}
     total = sum(value for stage, value in rounded.items() if stage != "verify")
     return Rank(rank, rounded, total, dict(Counter(row.event for row in rows)))
