@@ -18,7 +18,7 @@ import os
 import re
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +31,7 @@ from stepcache.fingerprint.provenance import distribution_of
 from stepcache.jaxcompat import inspection
 from stepcache.programs.archive import RECORDS_KEPT, Archive, open_archive
 from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
-from stepcache.report.inventory import label_of, means
+from stepcache.report.inventory import find, label_of
 from stepcache.storage.dependency_record import DependencyRecord, pack_records, unpack_records
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import DamagedEntryError
@@ -169,22 +169,17 @@ def _add_entries(
     tar: tarfile.TarFile, disk: DiskStore, wanted: Sequence[str], left_out: list[str]
 ) -> tuple[int, list[str]]:
     """Adds the programs, then the steps that have any. Returns their number and their labels."""
-
-    def is_wanted(entry: EntryInfo) -> bool:
-        named = any(means(label_of(entry), each) for each in wanted)
-        return not wanted or named or entry.digest.startswith(tuple(wanted))
-
-    def is_program_wanted(entry: EntryInfo) -> bool:
-        return entry.digest in named or is_wanted(entry)
-
+    entries = list(disk.entries())
+    chosen = [each for name in wanted for each in find(entries, name)] if wanted else entries
     steps: list[Step] = []
-    for entry, payload in _sound_entries(disk, "step", is_wanted, left_out):
+    for entry, payload in _sound_entries(disk, "step", _digests(chosen, "step"), left_out):
         try:
             steps.append(Step(entry.digest, label_of(entry), unpack_records(payload)))
         except ValueError as error:
             left_out.append(f"{label_of(entry)}: it is malformed: {error}")
-    named, added, labels = _programs(steps), set(), []
-    for entry, payload in _sound_entries(disk, "program", is_program_wanted, left_out):
+    named = _digests(entries, "program") & (_programs(steps) | _digests(chosen, "program"))
+    added, labels = set(), []
+    for entry, payload in _sound_entries(disk, "program", named, left_out):
         add_entry(tar, "program", entry.digest, entry.header or {}, payload)
         added.add(entry.digest)
     for digest, label, records in steps:
@@ -198,17 +193,21 @@ def _add_entries(
     return len(added), labels
 
 
+def _digests(entries: Iterable[EntryInfo], kind: str) -> set[str]:
+    return {each.digest for each in entries if each.kind == kind}
+
+
 def _sound_entries(
-    disk: DiskStore, kind: str, is_wanted: Callable[[EntryInfo], bool], left_out: list[str]
+    disk: DiskStore, kind: str, digests: Iterable[str], left_out: list[str]
 ) -> Iterator[tuple[EntryInfo, bytes]]:
-    """Yields the wanted entries and their payloads; explains in `left_out` which are damaged."""
-    for entry in filter(is_wanted, disk.entries(kind)):
-        info, payload = disk.peek(kind, entry.digest)
-        problem = info.problem if info is not None else "it is gone"
-        if info is not None and problem is None:
+    """Yields entries and their payloads; explains in `left_out` which are damaged."""
+    for digest in sorted(digests):
+        info, payload = disk.peek(kind, digest)
+        if info is not None and info.problem is None:
             yield info, payload
         else:
-            left_out.append(f"{kind} {entry.digest[:12]}: {problem}")
+            problem = info.problem if info is not None else "it is gone"
+            left_out.append(f"{kind} {digest[:12]}: {problem}")
 
 
 # ---- import -------------------------------------------------------------------------------------
