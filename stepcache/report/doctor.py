@@ -91,13 +91,7 @@ class Diagnosis:
 
 
 def examine(directory: Path, max_bytes: int, round_trip: bool = True) -> Diagnosis:
-    """Makes all checks, without changing the directory.
-
-    Args:
-        directory: the cache directory; it need not exist.
-        max_bytes: the intended bound on its size.
-        round_trip: build a small step, and load it in another process.
-    """
+    """Makes all checks, without changing the directory, which need not exist."""
     checks = [*_versions(), *_directory(directory)]
     if all(check.status != "fault" for check in checks):
         checks += _contents(directory, max_bytes)

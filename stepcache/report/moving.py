@@ -121,12 +121,7 @@ class Imported:
 
 
 def export(archive: Archive, file: Path, wanted: Sequence[str] = ()) -> Exported:
-    """Writes a bundle, whole or not at all.
-
-    Args:
-        archive: the programs of a directory.
-        file: path of the bundle; an existing file is replaced.
-        wanted: names, labels or digests of steps; empty for everything.
+    """Writes a bundle of the wanted steps, or of everything; whole or not at all.
 
     Raises:
         BundleError: there is nothing to export, or the file cannot be written.
@@ -281,12 +276,7 @@ def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str) -> Importe
 
 
 def foreign_parts(dependencies: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
-    """Differences because of which a program can never serve on this machine.
-
-    Args:
-        dependencies: dependencies of the build.
-        own: the environment of this process.
-    """
+    """Differences because of which a build can never serve here, where the environment is `own`."""
     names, own = [f"environment {name}" for name in _OF_THE_MACHINE], dict(own)
     # A CPU's topology is only the number of its devices, and each process chooses that number.
     if not dependencies.get("environment backend", "").startswith("cpu"):

@@ -83,13 +83,7 @@ def _slug(script: str) -> str:
 
 
 class RunLog:
-    """The runs that used one directory of programs.
-
-    Args:
-        directory: where the files of the runs are.
-        writable: whether this run may write one.
-        clock: tells the time in seconds since the epoch.
-    """
+    """The runs that used one directory of programs, with a file for each."""
 
     def __init__(
         self, directory: Path, writable: bool = True, clock: Callable[[], float] = time.time
