@@ -11,7 +11,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import jax.monitoring
@@ -308,22 +308,19 @@ class StepStats:
 
 
 RecordedEvent = TypeVar("RecordedEvent", bound=Event)
+_EVENTS_KEPT = 1024
 
 
-@dataclass(slots=True)
 class Recorder:
     """Keeps the latest events and passes each on to the subscribers and to `jax.monitoring`.
 
     A subscriber that raises is logged and does not disturb the step.
     """
 
-    capacity: int = 1024
-    _events: collections.deque[Event] = field(init=False)
-    _subscribers: tuple[Subscriber, ...] = field(default=(), init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-
-    def __post_init__(self):
-        self._events = collections.deque(maxlen=self.capacity)
+    def __init__(self):
+        self._events = collections.deque[Event](maxlen=_EVENTS_KEPT)
+        self._subscribers: tuple[Subscriber, ...] = ()
+        self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
         self._events.append(event)

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 def readable_bytes(size: int) -> str:
     """`1.5 MB`, in powers of 1000."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB"):
+        if value >= 1000:
+            value, unit = value / 1000, larger
+    return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def readable_time(seconds: float | None) -> str:

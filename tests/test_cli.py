@@ -521,11 +521,11 @@ for command in {commands!r}:
 
 def test_the_fields_are_documented():
     """The JSON is that of the records, whose docstrings name every field."""
-    from stepcache.report import doctor, environment, inventory, moving, runs
+    from stepcache.report import doctor, inventory, moving, runs
 
     records = [inventory.Item, inventory.Inventory, inventory.Build, inventory.Details]
-    records += [inventory.Checked, runs.Happening, runs.Rank, runs.Run, moving.Exported]
-    records += [moving.Imported, environment.Part, doctor.Check, doctor.Diagnosis]
+    records += [inventory.Checked, Row, runs.Rank, runs.Run, moving.Exported]
+    records += [moving.Imported, moving.Part, doctor.Check, doctor.Diagnosis]
     for record in records:
         for field in dataclasses.fields(record):
             assert f"{field.name}: " in (record.__doc__ or ""), (record, field.name)

@@ -11,7 +11,7 @@ import click
 
 import stepcache.cli.render as render
 from stepcache.cli.directories import DURATION, SIZE, Result, on_directory
-from stepcache.programs.archive import Archive, open_archive
+from stepcache.programs.archive import Archive
 from stepcache.report import inventory as inventories
 from stepcache.report import moving, runs
 from stepcache.storage.entry_info import EntryInfo
@@ -174,12 +174,7 @@ def export_command(directory: Path, file: Path, steps: tuple[str, ...]) -> Resul
 @on_directory
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.option("--trust", is_flag=True, help="Let the maker of the bundle run code as you.")
-@click.option("--anyway", is_flag=True, help="Also import programs for another environment.")
-def import_command(directory: Path, file: Path, trust: bool, anyway: bool) -> Result:
+def import_command(directory: Path, file: Path, trust: bool) -> Result:
     """Imports the programs of a bundle FILE that `export` wrote."""
-
-    def opened() -> Archive:
-        return open_archive(directory, None, "off", 0.0)
-
-    result = moving.take(opened, file, trust=trust, anyway=anyway)
+    result = moving.take(directory, file, trust=trust)
     return Result(result, render.imported(result))

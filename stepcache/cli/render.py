@@ -20,7 +20,8 @@ from rich.text import Text
 from stepcache.report.doctor import Diagnosis
 from stepcache.report.inventory import Checked, Details, Inventory, Item
 from stepcache.report.moving import Exported, Imported
-from stepcache.report.runs import Happening, Run, change_in_words, in_order
+from stepcache.report.runs import Run, change_in_words, in_order
+from stepcache.storage.run_log import Row
 from stepcache.units import counted, readable_bytes, readable_time, terminal_width
 
 Rendered = Iterator[str | Text | Table]
@@ -90,7 +91,7 @@ def _table(
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     columns = list(rows[0])
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in columns]
-    excess = sum(widths) + 2 * (len(columns) - 1) - terminal_width()
+    excess = sum(widths) + 2 * len(columns) - terminal_width()
     for name, width in zip(columns, widths, strict=True):
         justify = "right" if name in right else "left"
         overflow = "fold" if name in wrap else "ellipsis"
@@ -150,8 +151,8 @@ def inventory(found: Inventory) -> Rendered:
     if not found.items:
         yield f"{found.directory} holds no programs."
         return
-    rows = [_cells(item, narrow=terminal_width() < 100) for item in found.items]
-    yield _table(rows, right=("builds", "size", "took"), cut="what")
+    rows = list(map(_cells, found.items))
+    yield _table(rows, right=("size", "took"), cut="what")
     yield (
         f"{counted(found.steps, 'step')}, {counted(found.programs, 'program')}, "
         f"{readable_bytes(found.size_bytes)} in {found.directory}"
@@ -163,26 +164,19 @@ def inventory(found: Inventory) -> Rendered:
         yield "stepcache cache verify puts damaged entries in quarantine."
 
 
-def _cells(item: Item, narrow: bool) -> dict[str, str]:
+def _cells(item: Item) -> dict[str, str]:
     name = item.label or "?"
     what = name if item.kind == "step" else f"{item.kind} of {name}"
-    cells = {
+    gone = f", {len(item.missing)} gone" if item.missing else ""
+    return {
         "what": f"damaged: {what}" if item.problem else what,
         "digest": item.digest[:12],
-        "builds": str(item.builds or ""),
+        "programs": f"{len(item.programs)}{gone}" if item.programs else "",
         "size": readable_bytes(item.size_bytes),
         "built": _ago(item.built_time),
         "took": _field("built_seconds", item.built_seconds),
         "last used": _ago(item.used_time),
     }
-    if narrow:
-        return cells
-    programs = ", ".join(digest[:8] for digest in item.programs[:1])
-    if len(item.programs) > 1:
-        programs += f" + {len(item.programs) - 1}"
-    if item.missing:
-        programs += f", {len(item.missing)} gone"
-    return cells | {"programs": programs}
 
 
 def details(found: Details, *, everything: bool) -> Rendered:
@@ -235,7 +229,7 @@ def _of(run: Run) -> str:
     return f"{run.script}, run of {readable_time(run.started_time)}"
 
 
-def _happening(each: Happening) -> Iterator[str]:
+def _happening(each: Row) -> Iterator[str]:
     yield f"{sum(each.seconds.values()):.2f} s: {_stages(each.seconds)}"
     if each.changes or each.event != "loaded":
         yield from each.reason.splitlines()
@@ -310,20 +304,15 @@ def exported(result: Exported) -> Rendered:
 
 
 def imported(result: Imported) -> Rendered:
-    """What was stored from a bundle, and which processes will find it."""
+    """What was stored from a bundle, and what was not."""
     there = f" ({result.already_there} more were there)" if result.already_there else ""
     yield (
         f"{counted(len(result.steps), 'step')} and {counted(result.programs, 'program')} "
         f"imported{there}."
     )
     if result.foreign:
-        refused = f"refused: {counted(len(result.refused), 'step')}"
-        what = refused if result.refused else "Stored, although"
-        yield f"{what} built for another environment:"
+        yield f"refused: {counted(len(result.refused), 'step')} built for another environment:"
         yield records(result.foreign)
-    if result.settings:
-        yield "A process finds them if it has these settings, which differ here:"
-        yield records(result.settings)
 
 
 def diagnosis(found: Diagnosis) -> Rendered:

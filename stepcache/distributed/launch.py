@@ -18,10 +18,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from stepcache._process_hooks import signals_handled
 from stepcache.distributed.output import Output
@@ -131,14 +130,9 @@ def launch(
         raise StepCacheError("There is no script to launch", where=target, got=found)
     port = _free_port(port)
     environments = [rank_environment(rank, ranks, port, devices) for rank in range(ranks)]
-    events: SimpleQueue[Event] = SimpleQueue()
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-
-    def ask(number: int, _: object) -> None:
-        events.put(Event("asked", -1, number))
-
-    with signals_handled(numbers, ask), _guarded() as guard:
-        run = _Run(events, grace_seconds)
+    run = _Run(grace_seconds)
+    with signals_handled(numbers, lambda number, _: run.ask(number)), _guarded() as guard:
         try:
             run.start(guard, environments, [str(int(module)), target, *arguments])
             run.wait()
@@ -159,16 +153,9 @@ _FOREIGN = re.compile(
 def rank_environment(
     rank: int, ranks: int, port: int, devices: int | None, around: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Returns the environment variables of one rank.
+    """The environment variables of one rank of a launcher that has those `around`.
 
     They describe a Slurm step, which all versions of JAX read, and no MPI library.
-
-    Args:
-        rank: its number.
-        ranks: how many there are.
-        port: of the coordinator.
-        devices: of each rank, None if that was not said.
-        around: the variables of the launcher.
     """
     found = {name: value for name, value in around.items() if not _FOREIGN.match(name)}
     found.setdefault("SLURM_JOB_ID", "0")
@@ -207,8 +194,7 @@ def _free_port(asked: int | None) -> int:
 # ---- the processes ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A rank raised or ended, or a signal (the code) asked the launcher to end."""
 
     what: Literal["raised", "ended", "asked"]
@@ -253,15 +239,20 @@ def _guarded() -> Iterator[int]:
 class _Run:
     """The processes of one launch, from start to end."""
 
-    def __init__(self, events: SimpleQueue[Event], grace_seconds: float):
-        self._events, self._grace_seconds = events, grace_seconds
-        self._output = Output(lambda: events.put(Event("asked", -1, signal.SIGPIPE)))
+    def __init__(self, grace_seconds: float):
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._grace_seconds = grace_seconds
+        self._output = Output(lambda: self.ask(signal.SIGPIPE))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()
         self._failures: list[Event] = []
-        self._asked: Event | None = None
+        self._asked = 0  # The first signal that asked the launch to end.
         self._is_ending = False  # From then on ranks do not fail, but are ended.
         self._due: deque[tuple[float, signal.Signals]] = deque()  # Signals, and when to send them.
+
+    def ask(self, number: int) -> None:
+        """Asks the launch to end, as a signal does."""
+        self._events.put(Event("asked", -1, number))
 
     def start(self, guard: int, environments: Sequence[dict[str, str]], what: list[str]) -> None:
         """Starts a rank for each environment."""
@@ -294,9 +285,7 @@ class _Run:
                 self._events.put(Event("raised", int(rank), int(code)))
 
     def _wait_for(self, rank: int) -> None:
-        """Waits for a rank, and leaves it unreaped where possible, so that no other process can get
-        the number of its group, which may have other members.
-        """
+        """Waits for a rank, and does not reap it: no other process may get its group's number."""
         process = self._processes[rank]
         if hasattr(os, "waitid"):
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -318,7 +307,7 @@ class _Run:
                 self._signal(number)
                 continue
             if event.what == "asked":
-                self._obey(event)
+                self._obey(event.code)
             else:
                 self._note(event)
 
@@ -333,15 +322,14 @@ class _Run:
         if event.code and not self._due:
             self._send_later(signal.SIGTERM, signal.SIGKILL)
 
-    def _obey(self, event: Event) -> None:
-        again = self._asked is not None and event.code == signal.SIGINT
-        self._asked = self._asked or event
-        if event.code == signal.SIGINT:
-            self._signal(signal.SIGKILL if again else signal.SIGINT)
+    def _obey(self, number: int) -> None:
+        if number == signal.SIGINT:
+            self._signal(signal.SIGKILL if self._asked else signal.SIGINT)
         else:
             self._signal(signal.SIGTERM)
             self._due.clear()
             self._send_later(signal.SIGKILL)
+        self._asked = self._asked or number
 
     def _send_later(self, *numbers: signal.Signals) -> None:
         for turn, number in enumerate(numbers, 1):
@@ -375,9 +363,9 @@ class _Run:
             self._output.show_tail(first.rank)
             self._output.say(str(first))
             return first.code if first.code > 0 else 128 - first.code
-        if self._asked is not None and any(process.returncode for process in self._processes):
-            self._output.say(f"ended by {_signal_name(self._asked.code)}")
-            return 128 + self._asked.code
+        if self._asked and any(process.returncode for process in self._processes):
+            self._output.say(f"ended by {_signal_name(self._asked)}")
+            return 128 + self._asked
         return 0
 
 

@@ -53,12 +53,7 @@ class Step(NamedTuple):
 
 @contextlib.contextmanager
 def signed_tar(file: BinaryIO, disk: DiskStore) -> Iterator[tarfile.TarFile]:
-    """Opens a tar file for the entries of a bundle, and signs it at the end.
-
-    Args:
-        file: open for reading and writing.
-        disk: the directory whose key signs.
-    """
+    """Opens a tar file for the entries of a bundle; signs it at the end with the key of `disk`."""
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         add_member(tar, _FIRST, _FORMAT.encode())
         yield tar
@@ -67,7 +62,6 @@ def signed_tar(file: BinaryIO, disk: DiskStore) -> Iterator[tarfile.TarFile]:
 
 
 def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    """Appends a member to a tar file."""
     tar.addfile(_tar_info(name, len(data)), io.BytesIO(data))
 
 
@@ -101,9 +95,6 @@ def _sha256(file: BinaryIO, size_bytes: int) -> bytes:
 
 class Bundle:
     """The entries of an open bundle file.
-
-    Args:
-        file: the file.
 
     Attributes:
         sha256: of the tar file.

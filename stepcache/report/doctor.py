@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -92,16 +91,10 @@ class Diagnosis:
 
 
 def examine(directory: Path, max_bytes: int, round_trip: bool = True) -> Diagnosis:
-    """Makes all checks, without changing the directory.
-
-    Args:
-        directory: the cache directory; it need not exist.
-        max_bytes: the intended bound on its size.
-        round_trip: build a small step, and load it in another process.
-    """
+    """Makes all checks, without changing the directory, which need not exist."""
     checks = [*_versions(), *_directory(directory)]
     if all(check.status != "fault" for check in checks):
-        checks += [*_space(directory, max_bytes), *_entries(directory)]
+        checks += _contents(directory, max_bytes)
         if round_trip:
             checks.append(_round_trip(directory))
     worst = _ORDER[max(_ORDER.index(check.status) for check in checks)]
@@ -172,9 +165,10 @@ def _directory(directory: Path) -> Iterator[Check]:
         yield Check("key", "fault", detail, "stepcache cache clear, to start anew")
 
 
-def _space(directory: Path, max_bytes: int) -> Iterator[Check]:
+def _contents(directory: Path, max_bytes: int) -> Iterator[Check]:
+    entries = entries_of(open_existing(directory))
     free_bytes = shutil.disk_usage(_existing(directory)).free
-    used_bytes = sum(each.size_bytes for each in entries_of(open_existing(directory)))
+    used_bytes = sum(each.size_bytes for each in entries)
     detail = (
         f"{readable_bytes(used_bytes)} used of at most {readable_bytes(max_bytes)}; "
         f"{readable_bytes(free_bytes)} free"
@@ -186,10 +180,6 @@ def _space(directory: Path, max_bytes: int) -> Iterator[Check]:
         yield Check("space", "warning", detail, hint)
     else:
         yield Check("space", "ok", detail)
-
-
-def _entries(directory: Path) -> Iterator[Check]:
-    entries = entries_of(open_existing(directory))
     damaged = sum(each.problem is not None for each in entries)
     if damaged:
         detail = f"{damaged} of {len(entries)} have a damaged header"
@@ -197,14 +187,10 @@ def _entries(directory: Path) -> Iterator[Check]:
     else:
         yield Check("entries", "ok", f"{len(entries)}, no damaged header")
     quarantine = directory / "v1" / "quarantine"
-    size_bytes, left = 0, private_files.listed(quarantine)
-    for path in left:
-        with contextlib.suppress(OSError):
-            size_bytes += path.lstat().st_size
+    left = private_files.listed(quarantine)
     if left:
-        detail = f"{counted(len(left), 'damaged entry')}, {readable_bytes(size_bytes)}"
         hint = f"look into {quarantine}; remove its files, or run stepcache cache clear"
-        yield Check("quarantine", "warning", detail, hint)
+        yield Check("quarantine", "warning", counted(len(left), "damaged entry"), hint)
     else:
         yield Check("quarantine", "ok", "empty")
 

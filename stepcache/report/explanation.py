@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import secrets
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,14 +19,14 @@ from stepcache import jaxcompat
 from stepcache.calls.over_buffers import HELD
 from stepcache.calls.placement import moved_bytes
 from stepcache.calls.residence import Use
-from stepcache.calls.signature import Call, Leaf, Parameters, Path, Unreadable, short_sharding
+from stepcache.calls.signature import Call, Parameters, Unreadable, short_sharding
 from stepcache.calls.step_spec import Request
 from stepcache.engine import Engine
 from stepcache.events import Captured, Miss
-from stepcache.programs.build import Program
-from stepcache.sharding import Placed, Role
 from stepcache.units import counted, readable_bytes, terminal_width
 from stepcache.variables.plan import Plan
+
+_STAGES = ("trace", "lower", "compile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class Explanation:
         """Writes an HTML page with a picture of the plan and this text.
 
         Args:
-            path: path of the file, which is replaced once the page is complete.
+            path: path of the file, which is replaced.
 
         Raises:
             OSError: the file cannot be written.
@@ -129,21 +128,14 @@ class Explanation:
             train_step.explain(state, batch).save_html("plan.html")
             ```
         """
-        target = pathlib.Path(path)
-        unfinished = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-        try:
-            unfinished.write_text(self._page(), encoding="utf-8")
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-    def _page(self) -> str:
         from stepcache.report.picture import draw
         from stepcache.report.svg import printable
 
         picture = draw(self.step, self.mesh, self.plan, self.moved_bytes)
         text = "\n".join(map(printable, str(self).splitlines()))
-        return _PAGE.format(title=escape(printable(self.step)), picture=picture, text=escape(text))
+        title = escape(printable(self.step))
+        page = _PAGE.format(title=title, picture=picture, text=escape(text))
+        pathlib.Path(path).write_text(page, encoding="utf-8")
 
     def _headline(self) -> str:
         if self.delegated:
@@ -153,7 +145,7 @@ class Explanation:
         if not self.hit:
             return f"{self.step}: miss. A call would trace, lower and compile a program."
         assert self.build_seconds is not None
-        stages = zip(("trace", "lower", "compile"), self.build_seconds, strict=True)
+        stages = zip(_STAGES, self.build_seconds, strict=True)
         times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages)
         return f"{self.step}: hit. The program is in memory; building it took {times}."
 
@@ -259,9 +251,11 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         return Explanation(name, False, None, None, delegated=why)
     program = scope.cache.peek(request.key)
     miss, stored = (None, False) if program else engine.foresee(scope, request)
-    arguments = [*_leaves_of(use, parameters, request.shown)] if use else []
-    held = use.buffer_paths() if use else ()
-    arguments += [each for each in _arguments(parameters, request) if each.path not in held]
+    arguments = [*_arguments(parameters, request)]
+    if use:
+        held = use.buffer_paths()
+        passed = [each for each in arguments if each.path not in held]
+        arguments = [*_leaves_of(use, parameters, request.shown), *passed]
     return Explanation(
         name,
         program is not None,
@@ -269,7 +263,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         dict(scope.mesh.shape) if scope.mesh is not None else None,
         tuple(arguments),
         tuple((static.name, repr(static.value)) for static in request.call.signature.statics),
-        _seconds(program),
+        program and tuple(program.seconds.get(stage, 0.0) for stage in _STAGES),
         program.captured if program else (),
         stored=stored,
         variables=tuple(use.told()) if use else (),
@@ -280,12 +274,6 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     )
 
 
-def _seconds(program: Program | None) -> tuple[float, float, float] | None:
-    if program is None:
-        return None
-    return tuple(program.seconds.get(stage, 0.0) for stage in ("trace", "lower", "compile"))  # type: ignore[return-value]
-
-
 def _leaves_of(use: Use, parameters: Parameters, told: Call) -> Iterable[Argument]:
     """A row for each leaf of variables; variables that are passed twice have rows once."""
     places = [(f"{place}/", each.name) for _, place, each in use.places()]
@@ -294,52 +282,46 @@ def _leaves_of(use: Use, parameters: Parameters, told: Call) -> Iterable[Argumen
             continue
         name = next(name for place, name in places if f"{path.slashed}/".startswith(place))
         role = parameters.role_of(path.argument)
-        target = short_sharding(leaf.sharding).removeprefix("@ ")
         yield Argument(
             *(path.argument, path.slashed, str(leaf), leaf.size_bytes),
-            *("variables", target, role or "read", 0, name),
+            *("variables", _spec(leaf.sharding), role or "read", 0, name),
         )
 
 
 def _arguments(parameters: Parameters, request: Request) -> Iterable[Argument]:
+    """A row for each leaf that the call itself passes."""
     call = request.call
-    given, placed = call.signature.leaves, request.placed
-    for path, *row in zip(
-        call.paths, call.leaves, given, request.leaves, placed, request.asked, strict=True
-    ):
-        yield _argument(path, parameters.role_of(path.argument), *row)
-
-
-def _argument(
-    path: Path,
-    role: Role,
-    value: Any,
-    given: Leaf,
-    leaf: Leaf,
-    placed: Placed | None,
-    asked: Sharding | None,
-) -> Argument:
-    if isinstance(value, jax.Array) and given.sharding is None:
-        device = next(iter(value.devices()))
-        source = f"{device.platform}:{device.id}"
-    elif given.sharding is None:
-        source = "abstract" if isinstance(value, jax.ShapeDtypeStruct) else "host"
-    else:
-        source = short_sharding(given.sharding).removeprefix("@ ")
-    if placed is not None:
-        target, why = short_sharding(placed.sharding).removeprefix("@ "), placed.why
-    elif asked is not None and leaf.sharding == given.sharding:
-        target, why = short_sharding(asked).removeprefix("@ "), "the step's in_shardings"
-    elif given.sharding is not None:
-        target, why = "stays", "already placed"
-    else:
-        target, why = "as jax.jit", "not placed by a session"
-    if role and placed is None:
-        why = f"{role}, {why}"
-    moved = moved_bytes(value, given, placed, asked)
-    return Argument(
-        path.argument, path.slashed, str(leaf), given.size_bytes, source, target, why, moved
+    leaves = zip(
+        *(call.paths, call.leaves, call.signature.leaves, request.leaves),
+        *(request.placed, request.asked),
+        strict=True,
     )
+    for path, value, given, leaf, placed, asked in leaves:
+        if given.sharding is not None:
+            source = _spec(given.sharding)
+        elif isinstance(value, jax.Array):
+            device = next(iter(value.devices()))
+            source = f"{device.platform}:{device.id}"
+        else:
+            source = "abstract" if isinstance(value, jax.ShapeDtypeStruct) else "host"
+        if placed is not None:
+            target, why = _spec(placed.sharding), placed.why
+        elif asked is not None and leaf.sharding == given.sharding:
+            target, why = _spec(asked), "the step's in_shardings"
+        elif given.sharding is not None:
+            target, why = "stays", "already placed"
+        else:
+            target, why = "as jax.jit", "not placed by a session"
+        role = parameters.role_of(path.argument)
+        if role and placed is None:
+            why = f"{role}, {why}"
+        moved = moved_bytes(value, given, placed, asked)
+        size = given.size_bytes
+        yield Argument(path.argument, path.slashed, str(leaf), size, source, target, why, moved)
+
+
+def _spec(sharding: Sharding | None) -> str:
+    return short_sharding(sharding).removeprefix("@ ")
 
 
 def _abbreviated(path: str, limit: int = 36) -> str:

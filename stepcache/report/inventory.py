@@ -141,7 +141,7 @@ def entries_of(archive: Archive | None, *, whole: bool = False) -> list[EntryInf
 
 
 def take_inventory(directory: Path) -> Inventory:
-    """Lists the steps, and the programs that no step names, the last used first."""
+    """Lists the steps, and the programs that no step names."""
     entries = entries_of(open_existing(directory))
     programs = {each.digest: each for each in entries if each.kind == "program"}
     steps = [each for each in entries if each.kind == "step"]
@@ -150,7 +150,7 @@ def take_inventory(directory: Path) -> Inventory:
     items = [*(_item(each, programs) for each in steps), *(_item(each, {}) for each in alone)]
     return Inventory(
         str(directory),
-        tuple(sorted(items, key=lambda item: -item.used_time)),
+        tuple(items),
         len(steps),
         len(programs),
         sum(each.problem is not None for each in entries),
@@ -219,11 +219,7 @@ def details(archive: Archive, entry: EntryInfo) -> Details:
     info = info or entry
     records, problem = _records(info, payload)
     sizes = {each.digest: each.size_bytes for each in archive.disk.entries("program")}
-    builds = tuple(_build(each, records[0], sizes) for each in records)
-    used_by = ()
-    if info.kind == "program":
-        steps = archive.disk.entries("step")
-        used_by = tuple(each.digest for each in steps if info.digest in _programs_of(each))
+    steps = archive.disk.entries("step") if info.kind == "program" else ()
     return Details(
         info.kind,
         info.digest,
@@ -232,8 +228,8 @@ def details(archive: Archive, entry: EntryInfo) -> Details:
         info.created_time,
         info.used_time,
         problem,
-        builds,
-        used_by,
+        tuple(_build(each, records[0], sizes) for each in records),
+        tuple(each.digest for each in steps if info.digest in _programs_of(each)),
     )
 
 
@@ -250,12 +246,15 @@ def _records(info: EntryInfo, payload: bytes) -> tuple[list[DependencyRecord], s
 def _build(record: DependencyRecord, latest: DependencyRecord, sizes: dict[str, int]) -> Build:
     used = asdict(record.used)
     del used["names"]
+    groups: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+    for name, token in record.dependencies.items():
+        groups[kind_of(name, token)][name] = token
     return Build(
         record.program,
         sizes.get(record.program),
         record.created_time,
         record.seconds,
-        grouped(record.dependencies),
+        {kind: group for kind, group in groups.items() if group},
         used,
         record.devices,
         [dict(zip(("name", "type", "size_bytes"), each, strict=True)) for each in record.captured],
@@ -264,14 +263,6 @@ def _build(record: DependencyRecord, latest: DependencyRecord, sizes: dict[str, 
             for each in differences(record.dependencies, latest.dependencies)
         ],
     )
-
-
-def grouped(dependencies: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Dependencies by their kind: argument, mesh, environment, package, config, code, value, …"""
-    groups: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
-    for name, token in dependencies.items():
-        groups[kind_of(name, token)][name] = token
-    return {kind: group for kind, group in groups.items() if group}
 
 
 # ---- checking ----------------------------------------------------------------------------------
@@ -303,27 +294,24 @@ def verify(archive: Archive | None) -> tuple[int, list[Checked]]:
     Returns:
         The number of entries, and the problems.
     """
+    if archive is None:
+        return 0, []
     entries = entries_of(archive, whole=True)
-    found = [
-        Checked(each.kind, each.digest, label_of(each), each.problem, "damaged")
-        for each in entries
-        if each.problem is not None
-    ]
-    sound = [each for each in entries if each.problem is None]
-    programs = {each.digest for each in sound if each.kind == "program"}
-    for each in sound:
-        if archive is None or each.kind != "step":
-            continue
-        info, payload = archive.disk.peek("step", each.digest)
-        if info is None:  # It was removed in the meantime.
-            continue
-        records, problem = _records(info, payload)
-        missing = {record.program for record in records} - programs
+    programs = {each.digest for each in entries if each.kind == "program" and not each.problem}
+    found = []
+    for each in entries:
+        problem, state = each.problem, "damaged"
+        if each.kind == "step" and problem is None:
+            info, payload = archive.disk.peek("step", each.digest)
+            if info is None:  # It was removed in the meantime.
+                continue
+            records, problem = _records(info, payload)
+            missing = {record.program for record in records} - programs
+            if problem is not None:
+                archive.disk.discard("step", each.digest, problem)
+            elif missing:
+                builds, state = counted(len(records), "build"), "incomplete"
+                problem = f"{counted(len(missing), 'program')} of its {builds} not there"
         if problem is not None:
-            archive.disk.discard("step", each.digest, problem)
-            found.append(Checked("step", each.digest, label_of(each), problem, "damaged"))
-        elif missing:
-            builds = counted(len(records), "build")
-            problem = f"{counted(len(missing), 'program')} of its {builds} not there"
-            found.append(Checked("step", each.digest, label_of(each), problem, "incomplete"))
+            found.append(Checked(each.kind, each.digest, label_of(each), problem, state))
     return len(entries), found

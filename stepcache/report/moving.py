@@ -3,30 +3,41 @@
 Programs are code, so importing a bundle means trusting its maker. A valid HMAC proves that the same
 directory wrote it; any other bundle needs `trust=True`. Nothing is stored before all steps of the
 bundle have been read and checked.
+
+The machine and the installed packages decide whether a program can serve here at all. Settings that
+each process chooses (JAX's configuration, XLA's flags, the number of CPU devices) are not compared:
+where a process lacks one of them, `stepcache cache why` names it as the reason of the miss.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import os
+import re
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import jax
+
 from stepcache.errors import StepCacheError
-from stepcache.programs.archive import RECORDS_KEPT, Archive
-from stepcache.report import environment
+from stepcache.fingerprint.dependencies import kind_of
+from stepcache.fingerprint.provenance import distribution_of
+from stepcache.jaxcompat import inspection
+from stepcache.programs.archive import RECORDS_KEPT, Archive, open_archive
 from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
-from stepcache.report.environment import Part
-from stepcache.report.inventory import label_of, means
+from stepcache.report.inventory import find, label_of
 from stepcache.storage.dependency_record import DependencyRecord, pack_records, unpack_records
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import DamagedEntryError
 from stepcache.storage.entry_info import EntryInfo
+
+_OF_THE_MACHINE = ("python", "system", "backend", "device kind", "CPU")
 
 
 class BundleError(StepCacheError):
@@ -35,6 +46,21 @@ class BundleError(StepCacheError):
 
 class UntrustedBundleError(BundleError):
     """The bundle comes from another directory, and `trust` was not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A difference between two environments.
+
+    Attributes:
+        part: name of the dependency.
+        bundle: value that the programs were built for.
+        here: value in this process, or "absent".
+    """
+
+    part: str
+    bundle: str
+    here: str
 
 
 class ForeignBundleError(BundleError):
@@ -79,7 +105,6 @@ class Imported:
         already_there: number of programs that the directory already had.
         refused: labels of the steps that were built for another environment.
         foreign: how that environment differs from this one: part, bundle, here.
-        settings: settings that a process must change to find the stored steps.
         trusted: "own key", or "as asked".
     """
 
@@ -89,7 +114,6 @@ class Imported:
     already_there: int
     refused: tuple[str, ...]
     foreign: tuple[Part, ...]
-    settings: tuple[Part, ...]
     trusted: str
 
 
@@ -97,12 +121,7 @@ class Imported:
 
 
 def export(archive: Archive, file: Path, wanted: Sequence[str] = ()) -> Exported:
-    """Writes a bundle, whole or not at all.
-
-    Args:
-        archive: the programs of a directory.
-        file: path of the bundle; an existing file is replaced.
-        wanted: names, labels or digests of steps; empty for everything.
+    """Writes a bundle of the wanted steps, or of everything; whole or not at all.
 
     Raises:
         BundleError: there is nothing to export, or the file cannot be written.
@@ -145,22 +164,17 @@ def _add_entries(
     tar: tarfile.TarFile, disk: DiskStore, wanted: Sequence[str], left_out: list[str]
 ) -> tuple[int, list[str]]:
     """Adds the programs, then the steps that have any. Returns their number and their labels."""
-
-    def is_wanted(entry: EntryInfo) -> bool:
-        named = any(means(label_of(entry), each) for each in wanted)
-        return not wanted or named or entry.digest.startswith(tuple(wanted))
-
-    def is_program_wanted(entry: EntryInfo) -> bool:
-        return entry.digest in named or is_wanted(entry)
-
+    entries = list(disk.entries())
+    chosen = [each for name in wanted for each in find(entries, name)] if wanted else entries
     steps: list[Step] = []
-    for entry, payload in _sound_entries(disk, "step", is_wanted, left_out):
+    for entry, payload in _sound_entries(disk, "step", _digests(chosen, "step"), left_out):
         try:
             steps.append(Step(entry.digest, label_of(entry), unpack_records(payload)))
         except ValueError as error:
             left_out.append(f"{label_of(entry)}: it is malformed: {error}")
-    named, added, labels = _programs(steps), set(), []
-    for entry, payload in _sound_entries(disk, "program", is_program_wanted, left_out):
+    named = _digests(entries, "program") & (_programs(steps) | _digests(chosen, "program"))
+    added, labels = set(), []
+    for entry, payload in _sound_entries(disk, "program", named, left_out):
         add_entry(tar, "program", entry.digest, entry.header or {}, payload)
         added.add(entry.digest)
     for digest, label, records in steps:
@@ -174,32 +188,33 @@ def _add_entries(
     return len(added), labels
 
 
+def _digests(entries: Iterable[EntryInfo], kind: str) -> set[str]:
+    return {each.digest for each in entries if each.kind == kind}
+
+
 def _sound_entries(
-    disk: DiskStore, kind: str, is_wanted: Callable[[EntryInfo], bool], left_out: list[str]
+    disk: DiskStore, kind: str, digests: Iterable[str], left_out: list[str]
 ) -> Iterator[tuple[EntryInfo, bytes]]:
-    """Yields the wanted entries and their payloads; explains in `left_out` which are damaged."""
-    for entry in filter(is_wanted, disk.entries(kind)):
-        info, payload = disk.peek(kind, entry.digest)
-        problem = info.problem if info is not None else "it is gone"
-        if info is not None and problem is None:
+    """Yields entries and their payloads; explains in `left_out` which are damaged."""
+    for digest in sorted(digests):
+        info, payload = disk.peek(kind, digest)
+        if info is not None and info.problem is None:
             yield info, payload
         else:
-            left_out.append(f"{kind} {entry.digest[:12]}: {problem}")
+            problem = info.problem if info is not None else "it is gone"
+            left_out.append(f"{kind} {digest[:12]}: {problem}")
 
 
 # ---- import -------------------------------------------------------------------------------------
 
 
-def take(
-    open_archive: Callable[[], Archive], file: Path, *, trust: bool = False, anyway: bool = False
-) -> Imported:
+def take(directory: Path, file: Path, *, trust: bool = False) -> Imported:
     """Stores the programs of a bundle in a directory.
 
     Args:
-        open_archive: opens the directory; called once the bundle is known to be whole.
+        directory: made if it is not there, once the bundle is known to be whole.
         file: path of the bundle.
         trust: accept a bundle of another directory, whose maker can then run code here.
-        anyway: also store steps of another environment. They do no harm: no lookup finds them.
 
     Raises:
         UntrustedBundleError: another directory made it, and `trust` is false.
@@ -209,7 +224,7 @@ def take(
     try:
         with file.open("rb") as opened:
             bundle = Bundle(opened)
-            disk = open_archive().disk
+            disk = open_archive(directory, None, "off", 0.0).disk
             trusted = hmac.compare_digest(disk.vouch(PURPOSE + bundle.sha256), bundle.signature)
             if not trusted and not trust:
                 raise UntrustedBundleError(
@@ -219,30 +234,28 @@ def take(
                     hint="if you trust its maker and the way it reached you, add --trust",
                 )
             bundle.read_headers()
-            return _store(bundle, disk, file, "own key" if trusted else "as asked", anyway)
+            return _store(bundle, disk, file, "own key" if trusted else "as asked")
     except (DamagedEntryError, OSError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise BundleError(f"The bundle is refused: {why}", where=str(file)) from None
 
 
-def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bool) -> Imported:
+def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str) -> Imported:
     steps = bundle.steps()
-    own = environment.here() if steps else {}
-    # For each step, what keeps its builds from serving here; of the build that differs least.
-    foreign = {
-        step.digest: min(
-            (environment.foreign_parts(c.dependencies, own) for c in step.records), key=len
-        )
-        for step in steps
-    }
-    taken = [step for step in steps if anyway or not foreign[step.digest]]
-    refused = [step for step in steps if step not in taken]
-    if steps and not taken:
+    own = inspection.process_environment() if steps else {}  # Starts JAX's default backend.
+    taken, refused, foreign = [], [], []
+    for step in steps:
+        # What keeps its builds from serving here; of the build that differs least.
+        parts = min((foreign_parts(each.dependencies, own) for each in step.records), key=len)
+        (refused if parts else taken).append(step)
+        if parts:
+            foreign.append(parts)
+    if refused and not taken:
         raise ForeignBundleError(
             "The bundle was built for another environment: no lookup here would find its programs",
-            min(foreign.values(), key=len),
+            min(foreign, key=len),
             where=str(file),
-            hint="--anyway stores them nevertheless",
+            hint="export it where the parts below are as they are here",
         )
     unneeded = _programs(refused) - _programs(taken)
     needed = {name for name in bundle.headers if name[0] == "program" and name[1] not in unneeded}
@@ -251,23 +264,37 @@ def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bo
         _publish(disk, *name, *bundle.read(*name))
     for step in taken:
         _publish(disk, "step", step.digest, *_merged(disk, step))
-    settings = (
-        environment.settings_that_differ(step.records[0].dependencies, own) for step in taken
-    )
     return Imported(
         str(file),
         tuple(step.label for step in taken),
         len(missing),
         len(needed) - len(missing),
         tuple(step.label for step in refused),
-        _distinct(foreign.values()),
-        _distinct(settings),
+        tuple(dict.fromkeys(itertools.chain.from_iterable(foreign))),
         trusted,
     )
 
 
-def _distinct(parts: Iterable[Iterable[Part]]) -> tuple[Part, ...]:
-    return tuple(dict.fromkeys(part for some in parts for part in some))
+def foreign_parts(dependencies: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
+    """Differences because of which a build can never serve here, where the environment is `own`."""
+    names, own = [f"environment {name}" for name in _OF_THE_MACHINE], dict(own)
+    # A CPU's topology is only the number of its devices, and each process chooses that number.
+    if not dependencies.get("environment backend", "").startswith("cpu"):
+        names.append("environment topology")
+        # An executable names its devices by position, so any devices serve if there are enough.
+        count = re.fullmatch(r"\d+, (\d+) local", dependencies.get("environment devices", ""))
+        if count and int(count[1]) > jax.local_device_count():
+            names.append("environment devices")
+    for name in dependencies:
+        if kind_of(name) == "package":
+            names.append(name)
+            version = own.get(name) or distribution_of(name.removeprefix("package "))[1]
+            own[name] = version or "absent"
+    return [
+        Part(name, dependencies[name], own.get(name, "absent"))
+        for name in names
+        if name in dependencies and dependencies[name] != own.get(name)
+    ]
 
 
 def _programs(steps: Iterable[Step]) -> set[str]:

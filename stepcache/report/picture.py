@@ -154,14 +154,7 @@ def _naive(transfer: Transfer, is_prefetched: bool) -> Flow:
 
 
 def draw(step: str, mesh: Mapping[str, int] | None, plan: Plan, moved_bytes: int) -> str:
-    """Draws a plan as an SVG element; see `stepcache.report.plan_svg`.
-
-    Args:
-        step: name of the step.
-        mesh: axes and sizes of the mesh.
-        plan: the transfers of the call.
-        moved_bytes: bytes that the call moves for its variables and for other arguments.
-    """
+    """Draws a plan as an SVG element; `moved_bytes` are those of all arguments of the call."""
     return _Picture(plan).drawn(printable(step), mesh, moved_bytes - plan.bytes)
 
 

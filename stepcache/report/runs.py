@@ -16,40 +16,8 @@ from stepcache.storage.run_log import Row
 
 STAGES = tuple("import hash read agree wait load trace lower compile give execute verify".split())
 _BROUGHT = ("built", "loaded", "relinked")
-_CHANGE: tuple[str, ...] = ("part", "path", "before", "after")
+_CHANGE = ("part", "path", "before", "after")
 _POD_SECONDS = 600  # The processes of one pod write their first rows within this time.
-
-
-@dataclass(frozen=True, slots=True)
-class Happening:
-    """One event of a step in a run.
-
-    Attributes:
-        step: name of the step.
-        label: file and name of the step.
-        event: "built", "loaded" (without a trace), "relinked" (traced, not compiled), "verified",
-            "stale" or "failed".
-        time: seconds since the epoch.
-        seconds: duration of each stage, including the first execution.
-        reason: why the call missed.
-        changes: what changed since an earlier run: part, path, before, after.
-        untrackable: untrackable dependencies, because of which every run must trace the step.
-        program: digest of the executable; empty if it is not on disk.
-        lookup: digest of the step's entry.
-        rank: index of the process in its pod.
-    """
-
-    step: str
-    label: str
-    event: str
-    time: float
-    seconds: dict[str, float]
-    reason: str
-    changes: tuple[dict[str, str], ...]
-    untrackable: tuple[str, ...]
-    program: str
-    lookup: str
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +46,15 @@ class Run:
         started_time: time of the first event, in seconds since the epoch.
         ranks: the processes, by rank.
         slowest: the rank that took longest in each stage.
-        happenings: the events, in order of time.
+        happenings: the rows of the run log in order of time: each change with its names, and the
+            seconds with those of the first execution, but without the import.
     """
 
     script: str
     started_time: float
     ranks: tuple[Rank, ...]
     slowest: dict[str, int]
-    happenings: tuple[Happening, ...]
+    happenings: tuple[Row, ...]
 
 
 def latest_runs(archive: Archive | None, step: str | None = None) -> Iterator[Run]:
@@ -117,10 +86,11 @@ def _pods(files: Iterable[list[Row]]) -> Iterator[list[Row]]:
 
 
 def _belongs(row: Row, pod: list[list[Row]]) -> bool:
+    """Whether a file with this first row belongs to a pod; a leader's file has rows of others."""
     first = pod[0][0]
     return (
         (row.script, row.processes) == (first.script, first.processes)
-        and row.rank not in {each[0].rank for each in pod}
+        and row.rank not in {rows[0].rank for rows in pod}
         and abs(row.time - first.time) < _POD_SECONDS
     )
 
@@ -130,24 +100,23 @@ def _by_time(pod: list[list[Row]]) -> list[Row]:
 
 
 def _run(rows: list[Row]) -> Run:
-    by_rank: dict[int, list[Row]] = {}
-    for row in rows:
-        by_rank.setdefault(row.rank, []).append(row)
-    ranks = tuple(_rank(rank, by_rank[rank]) for rank in sorted(by_rank))
+    numbers = sorted({row.rank for row in rows})
+    ranks = tuple(_rank(number, [row for row in rows if row.rank == number]) for number in numbers)
     slowest = {
         stage: max(ranks, key=lambda rank: rank.seconds.get(stage, 0.0)).rank
         for stage in in_order({stage for rank in ranks for stage in rank.seconds})
     }
-    happenings = tuple(map(_happening, _with_executions(rows)))
-    return Run(rows[0].script, rows[0].time, ranks, slowest, happenings)
+    return Run(rows[0].script, rows[0].time, ranks, slowest, tuple(_happenings(rows)))
 
 
-def _with_executions(rows: list[Row]) -> list[Row]:
-    """Adds the seconds of each first execution to the event that made the program available."""
+def _happenings(rows: list[Row]) -> list[Row]:
+    """Rows as `Run` has them."""
     kept: list[Row] = []
     for row in rows:
         if row.event != "executed":
-            kept.append(row)
+            seconds = {stage: value for stage, value in row.seconds.items() if stage != "import"}
+            changes = [dict(zip(_CHANGE, each, strict=False)) for each in row.changes]
+            kept.append(replace(row, seconds=seconds, changes=changes))
             continue
         for index, each in enumerate(kept):
             same = (each.rank, each.label) == (row.rank, row.label)
@@ -170,22 +139,6 @@ def in_order(stages: Iterable[str]) -> list[str]:
     """Stages in the order in which a miss passes through them."""
     known = {stage: number for number, stage in enumerate(STAGES)}
     return sorted(stages, key=lambda stage: (known.get(stage, len(known)), stage))
-
-
-def _happening(row: Row) -> Happening:
-    return Happening(
-        row.step,
-        row.label,
-        row.event,
-        row.time,
-        {stage: value for stage, value in row.seconds.items() if stage != "import"},
-        row.reason,
-        tuple(dict(zip(_CHANGE, each, strict=False)) for each in row.changes),
-        tuple(row.untrackable),
-        row.program,
-        row.lookup,
-        row.rank,
-    )
 
 
 def change_in_words(change: dict[str, str]) -> str:

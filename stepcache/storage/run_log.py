@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +38,20 @@ class Row:
         event: "built", "loaded" (without a trace), "relinked" (traced, not compiled), "executed"
             (for the first time), "verified" or "stale".
         time: seconds since the epoch.
-        script: the name of the main program's file.
-        step: the step's name.
-        label: the step by file and name.
-        lookup: names the step's signature, mesh and environment.
-        program: digest of the executable.
-        devices: of the program, by number.
-        seconds: by stage: "import" (in the first row of a run), "hash", "read", "load", "trace",
-            "lower", "compile", "execute", "verify"; in a pod "agree", "wait" and "give".
-        reason: why it was not simply there, as a sentence.
-        changes: (what, before, after) since an earlier run.
-        untrackable: what keeps the step from being started without a trace.
-        rank: the process's index in its pod.
-        processes: how many processes the pod has.
+        script: name of the main program's file.
+        step: name of the step.
+        label: file and name of the step.
+        lookup: digest of the step's entry.
+        program: digest of the executable; empty if it is not on disk.
+        devices: devices of the program, by number.
+        seconds: duration of each stage: "import" (in the first row of a run), "hash", "read",
+            "load", "trace", "lower", "compile", "execute", "verify"; in a pod "agree", "wait" and
+            "give".
+        reason: why the call missed.
+        changes: part, path, before and after of each change since an earlier run.
+        untrackable: untrackable dependencies, because of which every run must trace the step.
+        rank: index of the process in its pod.
+        processes: number of processes of the pod.
     """
 
     event: str
@@ -63,7 +64,7 @@ class Row:
     devices: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     reason: str = ""
-    changes: list[list[str]] = field(default_factory=list)
+    changes: list[Any] = field(default_factory=list)
     untrackable: list[str] = field(default_factory=list)
     rank: int = 0
     processes: int = 1
@@ -82,13 +83,7 @@ def _slug(script: str) -> str:
 
 
 class RunLog:
-    """The runs that used one directory of programs.
-
-    Args:
-        directory: where the files of the runs are.
-        writable: whether this run may write one.
-        clock: tells the time in seconds since the epoch.
-    """
+    """The runs that used one directory of programs, with a file for each."""
 
     def __init__(
         self, directory: Path, writable: bool = True, clock: Callable[[], float] = time.time
@@ -99,7 +94,7 @@ class RunLog:
         self._writable = writable
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._earlier: list[Path] | None = None  # As they were when they were first asked for.
-        self._read: dict[Path, dict[str, list[Row]]] = {}
+        self._read: dict[Path, list[Row]] = {}
         self._pid = os.getpid()
         self._name = self._new_name()
         self._rows = 0
@@ -117,13 +112,10 @@ class RunLog:
             self._rows += 1
             if self._rows == 1:
                 row = replace(row, seconds={"import": round(import_seconds, 4), **row.seconds})
-            line = (
-                json.dumps({each.name: getattr(row, each.name) for each in fields(row)}) + "\n"
-            ).encode()
             if not self._writable or self._rows > _ROWS_A_RUN:
                 return
             try:
-                self._append(line)
+                self._append(f"{json.dumps(asdict(row))}\n".encode())
             except OSError as error:
                 self._writable = False
                 _log.info("stepcache does not write its run log any more: %s", error)
@@ -165,18 +157,12 @@ class RunLog:
             own = [path for path in self._earlier if f"-{_slug(script_name())}-" in path.name]
             others = [path for path in self._earlier if path not in own]
             for path in (*own[:_RUNS_SEARCHED], *others[:_RUNS_SEARCHED]):
-                rows = self._rows_by_label(path).get(label)
+                if path not in self._read:
+                    self._read[path] = list(_read(path))
+                rows = [row for row in self._read[path] if row.label == label]
                 if rows:
                     return rows
         return []
-
-    def _rows_by_label(self, path: Path) -> dict[str, list[Row]]:
-        known = self._read.get(path)
-        if known is None:
-            known = self._read[path] = {}
-            for row in _read(path):
-                known.setdefault(row.label, []).append(row)
-        return known
 
 
 def _read(path: Path) -> Iterator[Row]:
@@ -187,8 +173,7 @@ def _read(path: Path) -> Iterator[Row]:
         return
     for line in lines:
         try:
-            data: dict[str, Any] = json.loads(line)
-            row = Row(**data)
+            row = Row(**json.loads(line))
             if isinstance(row.label, str) and isinstance(row.time, float | int):
                 yield row
         except (ValueError, TypeError):

@@ -16,12 +16,7 @@ _MAX_EVENTS = 1 << 16
 
 
 class Starts:
-    """The starts of the records of one directory of programs.
-
-    Args:
-        directory: where the files are.
-        writable: whether this process may write there.
-    """
+    """The starts of the records of one directory of programs."""
 
     def __init__(self, directory: Path, writable: bool = True):
         self._directory, self._writable = directory, writable
