@@ -117,6 +117,8 @@ class LimitedService:
         return self._limited(lambda: self._service.listed(directory))
 
     def _limited(self, call: Callable[[], T]) -> T:
+        if not threading.main_thread().is_alive():  # Python starts no threads at its end.
+            return call()
         try:
             return call_in_thread(call).result(self._limit_seconds)
         except TimeoutError:
