@@ -7,6 +7,7 @@ name that the entered code reads from modules and classes by what the name means
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -84,22 +85,15 @@ class _Content(NamedTuple):
 def _content(name: str) -> _Content:
     """What there is in the file that a module was, or would be, imported from."""
     with _lock:
-        known = _contents.get(name)
-        if known is None:
+        if name not in _contents:
             path = getattr(sys.modules.get(name), "__file__", None) or file_of_module(name) or ""
-            known = _contents[name] = _read(path)
-        return known
-
-
-def _read(path: str) -> _Content:
-    try:
-        content = Path(path).read_bytes() if path else b""
-    except OSError:
-        content = b""
-    if not content:
-        return _Content("absent", frozenset())
-    varying = frozenset(_assigned_globals(content)) if path.endswith(".py") else frozenset()
-    return _Content(hashlib.sha256(content).hexdigest()[:16], varying)
+            content = b""
+            with contextlib.suppress(OSError):
+                content = Path(path).read_bytes()
+            varying = frozenset(_assigned_globals(content)) if path.endswith(".py") else frozenset()
+            token = hashlib.sha256(content).hexdigest()[:16] if content else "absent"
+            _contents[name] = _Content(token, varying)
+        return _contents[name]
 
 
 def _assigned_globals(source: bytes) -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -78,7 +77,9 @@ def _code_of_rule(rule: Any) -> dict[int, CodeType] | None:
             if package_of(value.__code__.co_filename) not in _OF_JAX:
                 return None
             found[id(value.__code__)] = value.__code__
-            waiting += _captured_by(value)
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # It is empty.
+                    waiting.append(cell.cell_contents)
             waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         elif isinstance(value, functools.partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
@@ -93,12 +94,6 @@ def _code_of_rule(rule: Any) -> dict[int, CodeType] | None:
             elif (getattr(value, "__module__", None) or "").partition(".")[0] not in _BUILT_IN:
                 return None
     return found
-
-
-def _captured_by(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # An empty cell.
-            yield cell.cell_contents
 
 
 _BUILT_IN = _OF_JAX | {"builtins", "operator", "_operator", "numpy"}

@@ -16,7 +16,6 @@ import re
 import sys
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from stepcache import errors
@@ -121,28 +120,25 @@ def file_of_module(name: str) -> str | None:
 
     Imports nothing, not even the packages that the module is in.
     """
-    top, *parts = name.split(".")
-    path, places = _file_and_places(sys.modules.get(top))
-    if top not in sys.modules:
-        try:
-            spec = importlib.machinery.PathFinder.find_spec(top)
-        except Exception:  # A third-party finder.
-            spec = None
-        if spec is None:
-            return None
-        path, places = spec.origin, list(spec.submodule_search_locations or ())
-    for number, part in enumerate(parts, start=2):
-        module = sys.modules.get(".".join((top, *parts[: number - 1])))
+    path: str | None = None
+    places: list[str] = []
+    parts = name.split(".")
+    for number, part in enumerate(parts, start=1):
+        module = sys.modules.get(".".join(parts[:number]))
         if module is not None:
-            path, places = _file_and_places(module)
-        else:
+            path = getattr(module, "__file__", None)
+            places = list(getattr(module, "__path__", None) or ())
+        elif number > 1:
             path, places = _find_in(places, part)
+        else:
+            try:
+                spec = importlib.machinery.PathFinder.find_spec(part)
+            except Exception:  # A third-party finder.
+                spec = None
+            if spec is None:
+                return None
+            path, places = spec.origin, list(spec.submodule_search_locations or ())
     return path
-
-
-def _file_and_places(module: ModuleType | None) -> tuple[str | None, list[str]]:
-    """The file of a loaded module, and where modules inside it are looked for."""
-    return getattr(module, "__file__", None), list(getattr(module, "__path__", None) or ())
 
 
 def _find_in(places: list[str], name: str) -> tuple[str | None, list[str]]:

@@ -102,7 +102,8 @@ _counted: dict[int, CodeType] = {}
 _of_jax: dict[int, CodeType] = {}
 """JAX's own among it. All traces enter much of it, so it is seen once and counts in each."""
 
-_ALWAYS_THERE = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes"))
+OF_JAX = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes"))
+"""The packages that count as JAX."""
 
 
 def count_in(codes: dict[int, CodeType]) -> None:
@@ -112,7 +113,7 @@ def count_in(codes: dict[int, CodeType]) -> None:
 
 def _note(code: CodeType) -> bool:
     """Notes that code counts. Returns whether it need not be seen again, as JAX's own."""
-    if id(code) in _counted and package_of(code.co_filename) in _ALWAYS_THERE:
+    if id(code) in _counted and package_of(code.co_filename) in OF_JAX:
         _of_jax[id(code)] = code
         return True
     for recording in active.current():

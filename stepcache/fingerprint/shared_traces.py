@@ -14,7 +14,7 @@ from types import CodeType
 
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.provenance import PYTHON, origin_of_file, package_of
-from stepcache.fingerprint.recorder import Recording
+from stepcache.fingerprint.recorder import OF_JAX, Recording
 
 _lock = threading.Lock()
 _active = False
@@ -68,7 +68,7 @@ def _is_of_jax(recording: Recording, own: set[CodeType]) -> bool:
         return False
     entered = recording.entered.values()
     others = (code for code in entered if origin_of_file(code.co_filename) != PYTHON)
-    return all(package_of(code.co_filename) in _OF_JAX or code in own for code in others)
+    return all(package_of(code.co_filename) in _SHARED or code in own for code in others)
 
 
-_OF_JAX = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes", "stepcache"))
+_SHARED = OF_JAX | {"stepcache"}

@@ -36,10 +36,8 @@ def argument_roles(jitted: Any, fun: Callable, options: dict[str, Any]) -> Argum
     if PRIVATE_API:
         info = jitted._jit_info
         return ArgumentRoles(tuple(info.static_argnums), tuple(info.static_argnames))
-    numbers, names = (
-        _as_tuple(options.get("static_argnums")),
-        _as_tuple(options.get("static_argnames")),
-    )
+    numbers = _as_tuple(options.get("static_argnums"))
+    names = _as_tuple(options.get("static_argnames"))
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
@@ -127,7 +125,7 @@ def stand_in(
         shape, dtype, weak_type, sharding: of the array.
         on_host: whether it lies in the host's memory, where no sharding says so.
     """
-    is_there = on_host or (sharding is not None and sharding.memory_kind == PINNED_HOST)
+    is_there = on_host or getattr(sharding, "memory_kind", None) == PINNED_HOST
     if not is_there or isinstance(sharding, NamedSharding):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak_type)
     there = sharding or SingleDeviceSharding(default_device(), memory_kind=PINNED_HOST)

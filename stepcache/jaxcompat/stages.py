@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -295,14 +296,12 @@ def forget_traces(jitted: Any, fun: Callable) -> None:
     JAX keeps each trace as long as the function lives; a bounded cache of programs over an
     unbounded cache of traces would still grow.
     """
-    if not PRIVATE_API:
-        jitted.clear_cache()
-        return
-    try:
-        partial_eval.trace_to_jaxpr.evict_weakref(fun)
-        pjit._infer_params_cached.evict_weakref(fun)
-    except TypeError:  # A callable without weak references: JAX kept nothing for it.
-        jitted.clear_cache()
+    if PRIVATE_API:
+        with contextlib.suppress(TypeError):  # A callable without weak references.
+            partial_eval.trace_to_jaxpr.evict_weakref(fun)
+            pjit._infer_params_cached.evict_weakref(fun)
+            return
+    jitted.clear_cache()
 
 
 def outline(lowered: Any) -> str:
