@@ -113,11 +113,8 @@ class RunLog:
                 with contextlib.suppress(OSError):
                     old.unlink()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        descriptor = os.open(self.directory / self._name, flags, 0o600)
-        try:
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(self.directory / self._name, flags, 0o600), "wb", 0) as file:
+            file.write(line)
 
     def _files(self) -> list[Path]:
         try:
