@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import jax
 
@@ -121,19 +121,17 @@ def export(archive: Archive, file: Path, wanted: Sequence[str] = ()) -> Exported
 
 
 @contextlib.contextmanager
-def _replacing(file: Path) -> Iterator[BinaryIO]:
+def _replacing(file: Path) -> Iterator[IO[bytes]]:
     """Opens a temporary file that replaces `file` when the block ends without an error."""
-    descriptor, temporary = tempfile.mkstemp(prefix=".stepcache-", dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "w+b") as out:
-            yield out
+    with tempfile.NamedTemporaryFile(prefix=".stepcache-", dir=file.parent, delete=False) as out:
+        try:
+            yield out.file
             out.flush()
             os.fsync(out.fileno())
-        Path(temporary).replace(file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
+            Path(out.name).replace(file)
+        except BaseException:
+            Path(out.name).unlink(missing_ok=True)
+            raise
 
 
 def _add_entries(
