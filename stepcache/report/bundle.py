@@ -22,7 +22,7 @@ import re
 import stat
 import tarfile
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 from stepcache.fingerprint.dependencies import digest_dependencies
 from stepcache.programs.archive import RECORDS_KEPT
@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 
 @contextlib.contextmanager
-def signed_tar(file: BinaryIO, disk: DiskStore) -> Iterator[tarfile.TarFile]:
+def signed_tar(file: IO[bytes], disk: DiskStore) -> Iterator[tarfile.TarFile]:
     """Opens a tar file for the entries of a bundle; signs it at the end with the key of `disk`."""
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         add_member(tar, _FIRST, _FORMAT.encode())
@@ -80,7 +80,7 @@ def _tar_info(name: str, size_bytes: int) -> tarfile.TarInfo:
     return info
 
 
-def _sha256(file: BinaryIO, size_bytes: int) -> bytes:
+def _sha256(file: IO[bytes], size_bytes: int) -> bytes:
     """SHA-256 of the first bytes of a file, which it leaves at their end."""
     hasher = hashlib.sha256()
     file.seek(0)

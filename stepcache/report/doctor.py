@@ -60,34 +60,21 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        name: what was checked.
-        status: "ok", "warning" or "fault".
-        detail: what was found.
-        hint: what to try; empty if all is well.
-    """
-
-    name: str
-    status: Status
-    detail: str
-    hint: str = ""
+    name: str  # What was checked.
+    status: Status  # "ok", "warning" or "fault".
+    detail: str  # What was found.
+    hint: str = ""  # What to try; empty if all is well.
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The results of all checks.
+    """The results of all checks."""
 
-    Attributes:
-        directory: path of the cache directory.
-        status: the worst status of a check.
-        checks: the checks, in the order in which they were made.
-    """
-
-    directory: str
-    status: Status
-    checks: tuple[Check, ...]
+    directory: str  # Path of the cache directory.
+    status: Status  # The worst status of a check.
+    checks: tuple[Check, ...]  # The checks, in the order in which they were made.
 
 
 def examine(directory: Path, max_bytes: int, round_trip: bool = True) -> Diagnosis:

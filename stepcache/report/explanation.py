@@ -85,7 +85,7 @@ class Explanation:
     mesh: dict[str, int] | None
     arguments: tuple[Argument, ...] = ()
     statics: tuple[tuple[str, str], ...] = ()
-    build_seconds: tuple[float, float, float] | None = None
+    build_seconds: tuple[float, ...] | None = None
     captured: tuple[Captured, ...] = ()
     delegated: str | None = None
     stored: bool = False

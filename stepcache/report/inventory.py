@@ -20,108 +20,65 @@ from stepcache.units import counted
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A row of `ls`: a step's entry, or a program that no step's entry names.
+    """A row of `ls`: a step's entry, or a program that no step's entry names."""
 
-    Attributes:
-        kind: "step" or "program".
-        digest: name of the entry.
-        label: file and name of the step; empty for a damaged entry.
-        builds: number of builds of the step; 0 for a program.
-        programs: digests of their programs.
-        missing: those of them that are no longer there.
-        size_bytes: size of its file and of its programs' files.
-        built_time: time of the latest build, in seconds since the epoch; None if unknown.
-        used_time: time of the last use, likewise, to the minute.
-        built_seconds: duration of that build, all stages; None if unknown.
-        problem: what is wrong with the entry, or None.
-    """
-
-    kind: str
-    digest: str
-    label: str
-    builds: int
-    programs: tuple[str, ...]
-    missing: tuple[str, ...]
-    size_bytes: int
+    kind: str  # "step" or "program".
+    digest: str  # Name of the entry.
+    label: str  # File and name of the step; empty for a damaged entry.
+    builds: int  # Number of builds of the step; 0 for a program.
+    programs: tuple[str, ...]  # Digests of their programs.
+    missing: tuple[str, ...]  # Those of them that are no longer there.
+    size_bytes: int  # Size of its file and of its programs' files.
+    # Time of the latest build, in seconds since the epoch; None if unknown.
     built_time: float | None
-    used_time: float
-    built_seconds: float | None
-    problem: str | None
+    used_time: float  # Time of the last use, likewise, to the minute.
+    built_seconds: float | None  # Duration of that build, all stages; None if unknown.
+    problem: str | None  # What is wrong with the entry, or None.
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All entries of a directory.
+    """All entries of a directory."""
 
-    Attributes:
-        directory: path of the cache directory.
-        items: the rows of `ls`.
-        steps: number of steps' entries.
-        programs: number of programs, including those of steps.
-        damaged: number of entries with a damaged header.
-        size_bytes: size of all entries.
-    """
-
-    directory: str
-    items: tuple[Item, ...]
-    steps: int
-    programs: int
-    damaged: int
-    size_bytes: int
+    directory: str  # Path of the cache directory.
+    items: tuple[Item, ...]  # The rows of `ls`.
+    steps: int  # Number of steps' entries.
+    programs: int  # Number of programs, including those of steps.
+    damaged: int  # Number of entries with a damaged header.
+    size_bytes: int  # Size of all entries.
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One build of a step.
+    """One build of a step."""
 
-    Attributes:
-        program: digest of its executable.
-        program_bytes: size of the executable's file; None if it is no longer there.
-        built_time: time of the build, in seconds since the epoch.
-        seconds: duration of each stage.
-        dependencies: its dependencies by name, in groups.
-        used: what its trace read beyond the code: attributes, modules, files, variables.
-        devices: devices of the executable, as positions among those of the call.
-        captured: arrays inside the program: name, type, size_bytes.
-        differs: differences from the latest build: part, path, before (here), after (there).
-    """
-
-    program: str
-    program_bytes: int | None
-    built_time: float
-    seconds: dict[str, float]
-    dependencies: dict[str, dict[str, str]]
+    program: str  # Digest of its executable.
+    program_bytes: int | None  # Size of the executable's file; None if it is no longer there.
+    built_time: float  # Time of the build, in seconds since the epoch.
+    seconds: dict[str, float]  # Duration of each stage.
+    dependencies: dict[str, dict[str, str]]  # Its dependencies by name, in groups.
+    # What its trace read beyond the code: attributes, modules, files, variables.
     used: dict[str, list[Any]]
-    devices: list[int]
-    captured: list[dict[str, Any]]
+    devices: list[int]  # Devices of the executable, as positions among those of the call.
+    captured: list[dict[str, Any]]  # Arrays inside the program: name, type, size_bytes.
+    # Differences from the latest build: part, path, before (here), after (there).
     differs: list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """One entry.
+    """One entry."""
 
-    Attributes:
-        kind: "step" or "program".
-        digest: name of the entry.
-        label: file and name of the step.
-        size_bytes: size of its own file.
-        created_time: when it was stored, in seconds since the epoch; None for a damaged entry.
-        used_time: time of the last use, likewise, to the minute.
-        problem: what is wrong with the entry, or None.
-        builds: builds of a step, the latest first.
-        used_by: digests of the steps' entries that name a program.
-    """
-
-    kind: str
-    digest: str
-    label: str
-    size_bytes: int
+    kind: str  # "step" or "program".
+    digest: str  # Name of the entry.
+    label: str  # File and name of the step.
+    size_bytes: int  # Size of its own file.
+    # When it was stored, in seconds since the epoch; None for a damaged entry.
     created_time: float | None
-    used_time: float
-    problem: str | None
-    builds: tuple[Build, ...]
-    used_by: tuple[str, ...]
+    used_time: float  # Time of the last use, likewise, to the minute.
+    problem: str | None  # What is wrong with the entry, or None.
+    builds: tuple[Build, ...]  # Builds of a step, the latest first.
+    used_by: tuple[str, ...]  # Digests of the steps' entries that name a program.
 
 
 def open_existing(directory: Path) -> Archive | None:
@@ -270,21 +227,14 @@ def _build(record: DependencyRecord, latest: DependencyRecord, sizes: dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A problem that `verify` found.
+    """A problem that `verify` found."""
 
-    Attributes:
-        kind: "step" or "program".
-        digest: name of the entry.
-        label: file and name of the step; empty for a damaged entry.
-        problem: what is wrong with the entry.
-        state: "damaged", and quarantined now; or "incomplete": a program of the step is gone, and
-            will be rebuilt when it is needed.
-    """
-
-    kind: str
-    digest: str
-    label: str
-    problem: str
+    kind: str  # "step" or "program".
+    digest: str  # Name of the entry.
+    label: str  # File and name of the step; empty for a damaged entry.
+    problem: str  # What is wrong with the entry.
+    # "damaged", and quarantined now; or "incomplete": a program of the step is gone, and will be
+    # rebuilt when it is needed.
     state: str
 
 

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import jax
 
@@ -50,17 +50,11 @@ class UntrustedBundleError(BundleError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A difference between two environments.
+    """A difference between two environments."""
 
-    Attributes:
-        part: name of the dependency.
-        bundle: value that the programs were built for.
-        here: value in this process, or "absent".
-    """
-
-    part: str
-    bundle: str
-    here: str
+    part: str  # Name of the dependency.
+    bundle: str  # Value that the programs were built for.
+    here: str  # Value in this process, or "absent".
 
 
 class ForeignBundleError(BundleError):
@@ -77,44 +71,26 @@ class ForeignBundleError(BundleError):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `export` wrote.
+    """What `export` wrote."""
 
-    Attributes:
-        file: path of the bundle.
-        steps: labels of the steps, one for each entry.
-        programs: number of programs.
-        size_bytes: size of the file.
-        left_out: entries that were not exported, and why.
-    """
-
-    file: str
-    steps: tuple[str, ...]
-    programs: int
-    size_bytes: int
-    left_out: tuple[str, ...]
+    file: str  # Path of the bundle.
+    steps: tuple[str, ...]  # Labels of the steps, one for each entry.
+    programs: int  # Number of programs.
+    size_bytes: int  # Size of the file.
+    left_out: tuple[str, ...]  # Entries that were not exported, and why.
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What `take` stored.
+    """What `take` stored."""
 
-    Attributes:
-        file: path of the bundle.
-        steps: labels of the steps that were stored, one for each entry.
-        programs: number of programs that were stored.
-        already_there: number of programs that the directory already had.
-        refused: labels of the steps that were built for another environment.
-        foreign: how that environment differs from this one: part, bundle, here.
-        trusted: "own key", or "as asked".
-    """
-
-    file: str
-    steps: tuple[str, ...]
-    programs: int
-    already_there: int
-    refused: tuple[str, ...]
-    foreign: tuple[Part, ...]
-    trusted: str
+    file: str  # Path of the bundle.
+    steps: tuple[str, ...]  # Labels of the steps that were stored, one for each entry.
+    programs: int  # Number of programs that were stored.
+    already_there: int  # Number of programs that the directory already had.
+    refused: tuple[str, ...]  # Labels of the steps that were built for another environment.
+    foreign: tuple[Part, ...]  # How that environment differs from this one: part, bundle, here.
+    trusted: str  # "own key", or "as asked".
 
 
 # ---- export -------------------------------------------------------------------------------------
@@ -145,19 +121,17 @@ def export(archive: Archive, file: Path, wanted: Sequence[str] = ()) -> Exported
 
 
 @contextlib.contextmanager
-def _replacing(file: Path) -> Iterator[BinaryIO]:
+def _replacing(file: Path) -> Iterator[IO[bytes]]:
     """Opens a temporary file that replaces `file` when the block ends without an error."""
-    descriptor, temporary = tempfile.mkstemp(prefix=".stepcache-", dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "w+b") as out:
-            yield out
+    with tempfile.NamedTemporaryFile(prefix=".stepcache-", dir=file.parent, delete=False) as out:
+        try:
+            yield out.file
             out.flush()
             os.fsync(out.fileno())
-        Path(temporary).replace(file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
+            Path(out.name).replace(file)
+        except BaseException:
+            Path(out.name).unlink(missing_ok=True)
+            raise
 
 
 def _add_entries(

@@ -22,38 +22,24 @@ _POD_SECONDS = 600  # The processes of one pod write their first rows within thi
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process of a run.
+    """One process of a run."""
 
-    Attributes:
-        rank: index of the process in its pod.
-        seconds: duration of each stage over all steps, and "import".
-        total_seconds: their sum, without background verification.
-        events: number of events of each kind.
-    """
-
-    rank: int
-    seconds: dict[str, float]
-    total_seconds: float
-    events: dict[str, int]
+    rank: int  # Index of the process in its pod.
+    seconds: dict[str, float]  # Duration of each stage over all steps, and "import".
+    total_seconds: float  # Their sum, without background verification.
+    events: dict[str, int]  # Number of events of each kind.
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a script: one process, or all processes of a pod.
+    """One run of a script: one process, or all processes of a pod."""
 
-    Attributes:
-        script: file name of the main program.
-        started_time: time of the first event, in seconds since the epoch.
-        ranks: the processes, by rank.
-        slowest: the rank that took longest in each stage.
-        happenings: the rows of the run log in order of time: each change with its names, and the
-            seconds with those of the first execution, but without the import.
-    """
-
-    script: str
-    started_time: float
-    ranks: tuple[Rank, ...]
-    slowest: dict[str, int]
+    script: str  # File name of the main program.
+    started_time: float  # Time of the first event, in seconds since the epoch.
+    ranks: tuple[Rank, ...]  # The processes, by rank.
+    slowest: dict[str, int]  # The rank that took longest in each stage.
+    # The rows of the run log in order of time: each change with its names, and the seconds with
+    # those of the first execution, but without the import.
     happenings: tuple[Row, ...]
 
 

@@ -99,11 +99,6 @@ def wrapped(text: str, width: float, size: float, bold: bool = False, most: int 
     return lines or [""]
 
 
-def line_height(size: float) -> float:
-    """The distance between two lines of text."""
-    return round(size * 1.35)
-
-
 # ---- shapes -------------------------------------------------------------------------------------
 
 
@@ -142,7 +137,7 @@ class Canvas:
         x, y = at
         for line in wrapped(text, width, size, bold):
             self.text(kind, (x, y + size), line, size, bold)
-            y += line_height(size)
+            y += round(size * 1.35)
         return y
 
     def arrow(self, kind: str, start: Point, end: Point, width: float, head: bool = True) -> None:

@@ -32,42 +32,28 @@ import_seconds = 0.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that happened to a program.
+    """One thing that happened to a program."""
 
-    Attributes:
-        event: "built", "loaded" (without a trace), "relinked" (traced, not compiled), "executed"
-            (for the first time), "verified" or "stale".
-        time: seconds since the epoch.
-        script: name of the main program's file.
-        step: name of the step.
-        label: file and name of the step.
-        lookup: digest of the step's entry.
-        program: digest of the executable; empty if it is not on disk.
-        devices: devices of the program, by number.
-        seconds: duration of each stage: "import" (in the first row of a run), "hash", "read",
-            "load", "trace", "lower", "compile", "execute", "verify"; in a pod "agree", "wait" and
-            "give".
-        reason: why the call missed.
-        changes: part, path, before and after of each change since an earlier run.
-        untrackable: untrackable dependencies, because of which every run must trace the step.
-        rank: index of the process in its pod.
-        processes: number of processes of the pod.
-    """
-
+    # "built", "loaded" (without a trace), "relinked" (traced, not compiled), "executed" (for the
+    # first time), "verified" or "stale".
     event: str
-    time: float
-    script: str
-    step: str
-    label: str
-    lookup: str = ""
-    program: str = ""
-    devices: list[int] = field(default_factory=list)
+    time: float  # Seconds since the epoch.
+    script: str  # Name of the main program's file.
+    step: str  # Name of the step.
+    label: str  # File and name of the step.
+    lookup: str = ""  # Digest of the step's entry.
+    program: str = ""  # Digest of the executable; empty if it is not on disk.
+    devices: list[int] = field(default_factory=list)  # Devices of the program, by number.
+    # Duration of each stage: "import" (in the first row of a run), "hash", "read", "load", "trace",
+    # "lower", "compile", "execute", "verify"; in a pod "agree", "wait" and "give".
     seconds: dict[str, float] = field(default_factory=dict)
-    reason: str = ""
+    reason: str = ""  # Why the call missed.
+    # Part, path, before and after of each change since an earlier run.
     changes: list[Any] = field(default_factory=list)
+    # Untrackable dependencies, because of which every run must trace the step.
     untrackable: list[str] = field(default_factory=list)
-    rank: int = 0
-    processes: int = 1
+    rank: int = 0  # Index of the process in its pod.
+    processes: int = 1  # Number of processes of the pod.
 
 
 @functools.cache  # At the end of the process `__main__` may be gone.
@@ -127,11 +113,8 @@ class RunLog:
                 with contextlib.suppress(OSError):
                     old.unlink()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        descriptor = os.open(self.directory / self._name, flags, 0o600)
-        try:
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(self.directory / self._name, flags, 0o600), "wb", 0) as file:
+            file.write(line)
 
     def _files(self) -> list[Path]:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stepcache.storage.private_files import CREATE_FLAGS, READ_FLAGS, listed
 
-_MAX_FILES, _COUNTED_EVERY = 8192, 256
+_MAX_FILES = 8192
 _MAX_EVENTS = 1 << 16
 
 
@@ -20,7 +20,6 @@ class Starts:
 
     def __init__(self, directory: Path, writable: bool = True):
         self._directory, self._writable = directory, writable
-        self._room = 0  # So many files may be made before they are counted again.
 
     def note_start(self, name: str) -> bool:
         """Counts a start. Returns whether it should be verified.
@@ -43,15 +42,10 @@ class Starts:
 
     def _events(self, name: str) -> bytes:
         try:
-            descriptor = os.open(self._directory / name, READ_FLAGS)
+            with os.fdopen(os.open(self._directory / name, READ_FLAGS), "rb") as file:
+                return file.read(_MAX_EVENTS)
         except OSError:
             return b""
-        try:
-            return os.read(descriptor, _MAX_EVENTS)
-        except OSError:
-            return b""
-        finally:
-            os.close(descriptor)
 
     def _append(self, name: str, event: bytes) -> None:
         if not self._writable:
@@ -64,17 +58,11 @@ class Starts:
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._make_room()
                 descriptor = os.open(path, CREATE_FLAGS | os.O_APPEND, 0o600)
-            try:
-                os.write(descriptor, event)
-            finally:
-                os.close(descriptor)
+            with os.fdopen(descriptor, "wb", buffering=0) as file:
+                file.write(event)
 
     def _make_room(self) -> None:
-        self._room -= 1
-        if self._room >= 0:
-            return
         paths = listed(self._directory)
         if len(paths) >= _MAX_FILES:
             for path in sorted(paths, key=lambda each: each.stat().st_mtime)[: _MAX_FILES // 2]:
                 path.unlink(missing_ok=True)
-        self._room = _COUNTED_EVERY
