@@ -311,7 +311,8 @@ def imported(result: Imported) -> Rendered:
         f"imported{there}."
     )
     if result.foreign:
-        yield f"refused: {counted(len(result.refused), 'step')} built for another environment:"
+        refused = f"refused: {counted(len(result.refused), 'step')}"
+        yield f"{refused if result.refused else 'Stored, although'} built for another environment:"
         yield records(result.foreign)
 
 

@@ -182,13 +182,14 @@ def _sound_entries(
 # ---- import -------------------------------------------------------------------------------------
 
 
-def take(directory: Path, file: Path, *, trust: bool = False) -> Imported:
+def take(directory: Path, file: Path, *, trust: bool = False, anyway: bool = False) -> Imported:
     """Stores the programs of a bundle in a directory.
 
     Args:
         directory: made if it is not there, once the bundle is known to be whole.
         file: path of the bundle.
         trust: accept a bundle of another directory, whose maker can then run code here.
+        anyway: also store steps of another environment, for a directory that is an image's, say.
 
     Raises:
         UntrustedBundleError: another directory made it, and `trust` is false.
@@ -208,20 +209,20 @@ def take(directory: Path, file: Path, *, trust: bool = False) -> Imported:
                     hint="if you trust its maker and the way it reached you, add --trust",
                 )
             bundle.read_headers()
-            return _store(bundle, disk, file, "own key" if trusted else "as asked")
+            return _store(bundle, disk, file, "own key" if trusted else "as asked", anyway)
     except (DamagedEntryError, OSError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise BundleError(f"The bundle is refused: {why}", where=str(file)) from None
 
 
-def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str) -> Imported:
+def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bool) -> Imported:
     steps = bundle.steps()
     own = inspection.process_environment() if steps else {}  # Starts JAX's default backend.
     taken, refused, foreign = [], [], []
     for step in steps:
         # What keeps its builds from serving here; of the build that differs least.
         parts = min((foreign_parts(each.dependencies, own) for each in step.records), key=len)
-        (refused if parts else taken).append(step)
+        (refused if parts and not anyway else taken).append(step)
         if parts:
             foreign.append(parts)
     if refused and not taken:
@@ -229,7 +230,8 @@ def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str) -> Importe
             "The bundle was built for another environment: no lookup here would find its programs",
             min(foreign, key=len),
             where=str(file),
-            hint="export it where the parts below are as they are here",
+            hint="export it where the parts below are as they are here; or, if another machine will "
+            "use this directory, add --anyway",
         )
     unneeded = _programs(refused) - _programs(taken)
     needed = {name for name in bundle.headers if name[0] == "program" and name[1] not in unneeded}

@@ -409,7 +409,7 @@ def test_a_foreign_environment_is_refused_with_what_differs(directory, tmp_path)
     path, other = tmp_path / "a.bundle", tmp_path / "other"
     moving.export(opened(directory), path)
     refused = run("cache", "import", path, "--trust", "--dir", other, code=1)
-    assert "another environment" in refused.stderr
+    assert "another environment" in refused.stderr and "--anyway" in refused.stderr
     assert "package jaxlib" in refused.stdout and "0.0.1" in refused.stdout
     assert "Plan9 mips" in refused.stdout and "package jax " not in refused.stdout
     assert not names(other)
@@ -417,6 +417,9 @@ def test_a_foreign_environment_is_refused_with_what_differs(directory, tmp_path)
     parts = {each["part"]: each for each in json.loads(result.stdout)["foreign"]}
     assert parts.keys() == {"package jaxlib", "environment system"}
     assert parts["package jaxlib"]["here"] == importlib.metadata.version("jaxlib")
+    result = run("cache", "import", path, "--trust", "--anyway", "--dir", other)
+    assert "2 steps and 2 programs imported" in result.stdout and "Plan9" in result.stdout
+    assert len(names(other)) == 4
 
 
 def test_steps_of_this_environment_come_without_the_others(directory, tmp_path):
