@@ -230,8 +230,8 @@ def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bo
             "The bundle was built for another environment: no lookup here would find its programs",
             min(foreign, key=len),
             where=str(file),
-            hint="export it where the parts below are as they are here; or, if another machine will "
-            "use this directory, add --anyway",
+            hint="export it where the parts below are as they are here; add --anyway if the "
+            "directory is for another machine",
         )
     unneeded = _programs(refused) - _programs(taken)
     needed = {name for name in bundle.headers if name[0] == "program" and name[1] not in unneeded}
