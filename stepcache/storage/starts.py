@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stepcache.storage.private_files import CREATE_FLAGS, READ_FLAGS, listed
 
-_MAX_FILES = 8192
+_MAX_FILES, _COUNTED_EVERY = 8192, 256
 _MAX_EVENTS = 1 << 16
 
 
@@ -20,6 +20,7 @@ class Starts:
 
     def __init__(self, directory: Path, writable: bool = True):
         self._directory, self._writable = directory, writable
+        self._room = 0  # So many files may be made before they are counted again.
 
     def note_start(self, name: str) -> bool:
         """Counts a start. Returns whether it should be verified.
@@ -62,6 +63,10 @@ class Starts:
                 file.write(event)
 
     def _make_room(self) -> None:
+        self._room -= 1
+        if self._room >= 0:
+            return
+        self._room = _COUNTED_EVERY
         paths = listed(self._directory)
         if len(paths) >= _MAX_FILES:
             for path in sorted(paths, key=lambda each: each.stat().st_mtime)[: _MAX_FILES // 2]:
