@@ -174,7 +174,8 @@ def export_command(directory: Path, file: Path, steps: tuple[str, ...]) -> Resul
 @on_directory
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.option("--trust", is_flag=True, help="Let the maker of the bundle run code as you.")
-def import_command(directory: Path, file: Path, trust: bool) -> Result:
+@click.option("--anyway", is_flag=True, help="Also import programs for another environment.")
+def import_command(directory: Path, file: Path, trust: bool, anyway: bool) -> Result:
     """Imports the programs of a bundle FILE that `export` wrote."""
-    result = moving.take(directory, file, trust=trust)
+    result = moving.take(directory, file, trust=trust, anyway=anyway)
     return Result(result, render.imported(result))
