@@ -27,7 +27,7 @@ from stepcache.units import counted, readable_bytes, readable_time, terminal_wid
 Rendered = Iterator[str | Text | Table]
 
 _ROWS_SHOWN = 4
-_CUT_WIDTH = 20
+_CUT_WIDTH = 16
 _CHANGES_SHOWN = 12
 _LEAST_SECONDS = 0.005
 _COLORS = {"ok": "green", "warning": "yellow", "fault": "red"}
@@ -304,7 +304,7 @@ def exported(result: Exported) -> Rendered:
 
 
 def imported(result: Imported) -> Rendered:
-    """What was stored from a bundle, and what was not."""
+    """What was stored from a bundle, and which processes will find it."""
     there = f" ({result.already_there} more were there)" if result.already_there else ""
     yield (
         f"{counted(len(result.steps), 'step')} and {counted(result.programs, 'program')} "
@@ -312,8 +312,12 @@ def imported(result: Imported) -> Rendered:
     )
     if result.foreign:
         refused = f"refused: {counted(len(result.refused), 'step')}"
-        yield f"{refused if result.refused else 'Stored, although'} built for another environment:"
+        what = refused if result.refused else "Stored, although"
+        yield f"{what} built for another environment:"
         yield records(result.foreign)
+    if result.settings:
+        yield "A process finds them if it has these settings, which differ here:"
+        yield records(result.settings)
 
 
 def diagnosis(found: Diagnosis) -> Rendered:

@@ -5,8 +5,8 @@ directory wrote it; any other bundle needs `trust=True`. Nothing is stored befor
 bundle have been read and checked.
 
 The machine and the installed packages decide whether a program can serve here at all. Settings that
-each process chooses (JAX's configuration, XLA's flags, the number of CPU devices) are not compared:
-where a process lacks one of them, `stepcache cache why` names it as the reason of the miss.
+each process chooses (JAX's configuration, XLA's flags, the number of CPU devices) are reported, but
+do not make a program foreign.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import DamagedEntryError
 from stepcache.storage.entry_info import EntryInfo
 
-_OF_THE_MACHINE = ("python", "system", "backend", "device kind", "CPU")
+_OF_THE_MACHINE = tuple(
+    f"environment {name}" for name in ("python", "system", "backend", "device kind", "CPU")
+)
+_DEVICES, _TOPOLOGY = "environment devices", "environment topology"
 
 
 class BundleError(StepCacheError):
@@ -53,7 +56,7 @@ class Part:
     """A difference between two environments."""
 
     part: str  # Name of the dependency.
-    bundle: str  # Value that the programs were built for.
+    bundle: str  # Value that the programs were built for, or "absent".
     here: str  # Value in this process, or "absent".
 
 
@@ -90,6 +93,7 @@ class Imported:
     already_there: int  # Number of programs that the directory already had.
     refused: tuple[str, ...]  # Labels of the steps that were built for another environment.
     foreign: tuple[Part, ...]  # How that environment differs from this one: part, bundle, here.
+    settings: tuple[Part, ...]  # Settings that a process must change to find the stored steps.
     trusted: str  # "own key", or "as asked".
 
 
@@ -189,7 +193,7 @@ def take(directory: Path, file: Path, *, trust: bool = False, anyway: bool = Fal
         directory: made if it is not there, once the bundle is known to be whole.
         file: path of the bundle.
         trust: accept a bundle of another directory, whose maker can then run code here.
-        anyway: also store steps of another environment, for a directory that is an image's, say.
+        anyway: also store steps of another environment. They do no harm: no lookup finds them.
 
     Raises:
         UntrustedBundleError: another directory made it, and `trust` is false.
@@ -218,20 +222,19 @@ def take(directory: Path, file: Path, *, trust: bool = False, anyway: bool = Fal
 def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bool) -> Imported:
     steps = bundle.steps()
     own = inspection.process_environment() if steps else {}  # Starts JAX's default backend.
-    taken, refused, foreign = [], [], []
-    for step in steps:
-        # What keeps its builds from serving here; of the build that differs least.
-        parts = min((foreign_parts(each.dependencies, own) for each in step.records), key=len)
-        (refused if parts and not anyway else taken).append(step)
-        if parts:
-            foreign.append(parts)
+    # For each step, what keeps its builds from serving here; of the build that differs least.
+    foreign = {
+        step.digest: min((foreign_parts(each.dependencies, own) for each in step.records), key=len)
+        for step in steps
+    }
+    taken = [step for step in steps if anyway or not foreign[step.digest]]
+    refused = [step for step in steps if step not in taken]
     if refused and not taken:
         raise ForeignBundleError(
             "The bundle was built for another environment: no lookup here would find its programs",
-            min(foreign, key=len),
+            min(foreign.values(), key=len),
             where=str(file),
-            hint="export it where the parts below are as they are here; add --anyway if the "
-            "directory is for another machine",
+            hint="--anyway stores them nevertheless",
         )
     unneeded = _programs(refused) - _programs(taken)
     needed = {name for name in bundle.headers if name[0] == "program" and name[1] not in unneeded}
@@ -246,31 +249,58 @@ def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bo
         len(missing),
         len(needed) - len(missing),
         tuple(step.label for step in refused),
-        tuple(dict.fromkeys(itertools.chain.from_iterable(foreign))),
+        _distinct(foreign.values()),
+        _distinct(settings_that_differ(step.records[0].dependencies, own) for step in taken),
         trusted,
     )
 
 
+def _distinct(parts: Iterable[Iterable[Part]]) -> tuple[Part, ...]:
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
+
+
 def foreign_parts(dependencies: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
     """Differences because of which a build can never serve here, where the environment is `own`."""
-    names, own = [f"environment {name}" for name in _OF_THE_MACHINE], dict(own)
-    # A CPU's topology is only the number of its devices, and each process chooses that number.
-    if not dependencies.get("environment backend", "").startswith("cpu"):
-        names.append("environment topology")
-        # An executable names its devices by position, so any devices serve if there are enough.
-        count = re.fullmatch(r"\d+, (\d+) local", dependencies.get("environment devices", ""))
-        if count and int(count[1]) > jax.local_device_count():
-            names.append("environment devices")
+    names, own = [each for each in _machine(dependencies) if each in dependencies], dict(own)
     for name in dependencies:
         if kind_of(name) == "package":
             names.append(name)
             version = own.get(name) or distribution_of(name.removeprefix("package "))[1]
             own[name] = version or "absent"
-    return [
-        Part(name, dependencies[name], own.get(name, "absent"))
-        for name in names
-        if name in dependencies and dependencies[name] != own.get(name)
+    # An executable names its devices by position, so any devices serve if there are enough.
+    count = re.fullmatch(r"\d+, (\d+) local", dependencies.get(_DEVICES, ""))
+    if _TOPOLOGY in _machine(dependencies) and count and int(count[1]) > jax.local_device_count():
+        names.append(_DEVICES)
+    return _differing(names, dependencies, own)
+
+
+def settings_that_differ(dependencies: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
+    """Settings that the process which runs the step must change, compared with this process."""
+    both, machine = dependencies.keys() & own.keys(), {*_machine(dependencies), _TOPOLOGY}
+    names = [
+        name
+        for name in dict.fromkeys((*dependencies, *own))
+        # Another version of JAX has other settings.
+        if (kind_of(name) == "config" and name in both)
+        or (kind_of(name) == "environment" and name not in machine)
     ]
+    return _differing(names, dependencies, own)
+
+
+def _machine(dependencies: Mapping[str, str]) -> list[str]:
+    """The parts of the environment that a process cannot choose."""
+    # The topology of a CPU is only the number of its devices, which each process chooses.
+    is_for_cpu = dependencies.get("environment backend", "").startswith("cpu")
+    return [*_OF_THE_MACHINE] if is_for_cpu else [*_OF_THE_MACHINE, _TOPOLOGY]
+
+
+def _differing(
+    names: Iterable[str], dependencies: Mapping[str, str], own: Mapping[str, str]
+) -> list[Part]:
+    parts = [
+        Part(each, dependencies.get(each, "absent"), own.get(each, "absent")) for each in names
+    ]
+    return [each for each in parts if each.bundle != each.here]
 
 
 def _programs(steps: Iterable[Step]) -> set[str]:

@@ -24,7 +24,7 @@ from stepcache.fingerprint.dependencies import digest_dependencies
 from stepcache.programs.archive import open_archive
 from stepcache.report import bundle as bundles
 from stepcache.report import moving
-from stepcache.report.moving import foreign_parts
+from stepcache.report.moving import foreign_parts, settings_that_differ
 from stepcache.storage import entry as entries
 from stepcache.storage.dependency_record import pack_records, unpack_records
 from stepcache.storage.disk_store import DiskStore
@@ -465,6 +465,23 @@ def test_the_number_of_cpu_devices_is_a_process_own_affair():
     here = FACTS | {"environment backend": "cpu cpu"}
     there = here | {"environment devices": "64, 64 local", "environment topology": "cd"}
     assert foreign_parts(there, here) == []
+    (part,) = settings_that_differ(there, here)
+    assert (part.part, part.bundle, part.here) == (
+        "environment devices",
+        "64, 64 local",
+        "8, 8 local",
+    )
+
+
+def test_settings_that_a_process_has_to_make():
+    there = FACTS | {"environment XLA_FLAGS": "--xla_fast", "config jax_enable_x64": "True"}
+    here = FACTS | {"config jax_enable_x64": "False", "environment LIBTPU_INIT_ARGS": "--a"}
+    parts = {each.part: (each.bundle, each.here) for each in settings_that_differ(there, here)}
+    assert parts == {
+        "environment XLA_FLAGS": ("--xla_fast", "absent"),
+        "environment LIBTPU_INIT_ARGS": ("absent", "--a"),
+        "config jax_enable_x64": ("True", "False"),
+    }
 
 
 # ---- what it is for -----------------------------------------------------------------------------
