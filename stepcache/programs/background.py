@@ -25,6 +25,7 @@ from stepcache.weak_objects import WeakObjects
 _POLL_SECONDS = 0.005
 _IDLE_SECONDS = 0.5
 _STOP_SECONDS = 2.0
+_INTERRUPT_SECONDS = 0.5  # Another one could end the cleaning up after the first.
 
 T = TypeVar("T")
 
@@ -288,26 +289,32 @@ class Worker:
                 self._changed.wait(_IDLE_SECONDS)
         return job.outcome
 
-    def stop(self) -> None:
-        """Stops the worker: runs the remaining jobs, or drops them."""
-        if os.getpid() != self._pid:
-            return
-        if not self._droppable:
-            self.flush()
+    def drop_jobs(self) -> None:
+        """Takes no more jobs, and drops those that it has not begun, where they may be dropped."""
         with self._changed:
             self._stopping = True
             if self._droppable:
                 for job in tuple(self._jobs):
                     self._drop(job)
             self._changed.notify_all()
-            thread = self._thread
-        limit = time.monotonic() + _STOP_SECONDS
+
+    def stop(self) -> None:
+        """Stops the worker: runs the remaining jobs, or drops them."""
+        if os.getpid() != self._pid:
+            return
+        if not self._droppable:
+            self.flush()
+        self.drop_jobs()
+        thread, now = self._thread, time.monotonic()
+        limit, interrupt_at = now + _STOP_SECONDS, now
         # Raised in a callback of the garbage collector, it is not caught.
         with _process_hooks.unreported(_Interrupted):
-            while thread is not None and thread.is_alive() and time.monotonic() < limit:
-                if self._droppable:
+            while thread is not None and thread.is_alive() and now < limit:
+                if self._droppable and now >= interrupt_at:
                     _interrupt(thread)
+                    interrupt_at = now + _INTERRUPT_SECONDS
                 thread.join(0.05)
+                now = time.monotonic()
 
 
 class _Interrupted(BaseException):
@@ -325,7 +332,13 @@ _workers: WeakObjects[Worker] = WeakObjects()
 
 @_process_hooks.at_exit
 def _stop_all() -> None:
-    for worker in sorted(_workers, key=lambda worker: worker._droppable, reverse=True):
+    workers = sorted(_workers, key=lambda worker: worker._droppable)
+    for worker in workers:
+        if worker._droppable and worker._pid == os.getpid():
+            worker.drop_jobs()
+    # Those that may be interrupted come last: a thread that is interrupted while it takes a lock
+    # may end with it, and whoever needs that lock then waits for ever.
+    for worker in workers:
         worker.stop()
     load_markers.take_own_away()
 

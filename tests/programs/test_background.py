@@ -175,6 +175,37 @@ def test_an_interruption_outside_a_job_is_not_reported(monkeypatch, capfd):
     assert threading.excepthook is threading.__excepthook__
 
 
+def test_jobs_that_have_to_be_done_do_not_need_an_interrupted_worker(worker, monkeypatch):
+    """A thread that is interrupted while it takes a lock may end with it."""
+    droppable = Worker("stepcache test droppable", droppable=True)
+    begun, interrupted = threading.Event(), threading.Event()
+
+    def run_long():
+        begun.set()
+        while not interrupted.is_set():
+            time.sleep(0.001)
+
+    def end_with_the_lock(thread):
+        taking = threading.Thread(target=droppable._changed.acquire)
+        taking.start()
+        taking.join()
+        interrupted.set()
+
+    monkeypatch.setattr(background, "_interrupt", end_with_the_lock)
+    monkeypatch.setattr(background, "_workers", [droppable, worker])
+    droppable.submit(run_long)
+    assert begun.wait(LIMIT_SECONDS)
+
+    def hand_on():
+        interrupted.wait(0.3)
+        droppable.submit(lambda: None)
+        return 7
+
+    job = worker.submit(hand_on)
+    within_limit(lambda: background._stop_all() or True)
+    assert job.outcome == 7
+
+
 # ---- a step where no thread can be started -----------------------------------------------------
 
 SOURCE = """
