@@ -20,6 +20,7 @@ from stepcache.errors import (
     RankLostError,
     RecompileError,
     RecompileWarning,
+    ServerLostError,
     SessionClosedError,
     StaleProgramError,
     StaleProgramWarning,
@@ -33,6 +34,7 @@ from stepcache.events import Change, Miss, StepStats, recorder
 from stepcache.programs.cache import CacheInfo, ProgramCache
 from stepcache.report import progress as _progress  # noqa: F401  (subscribes to the recorder)
 from stepcache.report.explanation import Explanation
+from stepcache.serving.connecting import connect
 from stepcache.session import Session, current_session, no_recompile
 from stepcache.sharding import Rules
 from stepcache.step import Step, step
@@ -63,6 +65,7 @@ __all__ = [
     "RecompileWarning",
     "Replicated",
     "Rules",
+    "ServerLostError",
     "Session",
     "SessionClosedError",
     "Sharded",
@@ -77,6 +80,7 @@ __all__ = [
     "Variables",
     "VariablesError",
     "Write",
+    "connect",
     "current_session",
     "no_recompile",
     "recorder",

@@ -124,6 +124,10 @@ class RankLostError(StepCacheError, RuntimeError):
         self.ranks = tuple(ranks)
 
 
+class ServerLostError(StepCacheError, RuntimeError):
+    """The host of served variables has not answered in time. Nothing is known to be lost."""
+
+
 class SessionClosedError(StepCacheError, RuntimeError):
     """A step was called in a session that has been closed."""
 

@@ -31,7 +31,7 @@ class Change:
             "package", "environment" or "module" (of an installed package).
         path: the argument path (`batch['tokens']`), or the name of the setting.
         before: what the known program was built for.
-        after: what the call resolution.
+        after: what the call needs.
         note: what exactly differs, such as "axis 0", in words.
         kinds: the same for programs: of "shape", "dtype", "weak_type", "committed", "sharding",
             "layout"; for a static argument "number", "callable",

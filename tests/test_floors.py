@@ -26,6 +26,7 @@ FLOORS = {
     "programs": 6,
     "resident_calls": 7,
     "engine": 7,
+    "serving": 7,
     "report": 8,
     "session": 9,
     "step": 9,

@@ -19,7 +19,6 @@ from jax.tree_util import tree_leaves, tree_structure
 
 from stepcache.calls.over_buffers import Again, is_stand_in
 from stepcache.calls.residence import NOT_A_HIT, Use, put_back
-from stepcache.variables.masters import InHostMemory
 from stepcache.variables.packing import Packed
 from stepcache.variables.variables import Variables
 
@@ -86,7 +85,7 @@ class CallPlans:
             plan already, a value does not live on its devices, or variables are inside something
             else than dicts, lists and tuples.
         """
-        if any(isinstance(each._master, InHostMemory) for each in use.variables):
+        if not all(each._master.is_resident for each in use.variables):
             return None
         names: dict[str, Any] = {"NOT_A_HIT": NOT_A_HIT, "Packed": Packed}
         names |= {"__name__": __name__, "call": call, "put_back": put_back, "write": _write}

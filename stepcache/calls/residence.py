@@ -24,7 +24,7 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import VariablesError
 from stepcache.variables import transfer
 from stepcache.variables.describing import joined
-from stepcache.variables.masters import Reader
+from stepcache.variables.masters import Reader, Source
 from stepcache.variables.packing import Packed
 from stepcache.variables.plan import Plan, check_bytes
 from stepcache.variables.transfer import Meter
@@ -197,6 +197,7 @@ class Use:
     def plan(self) -> Plan:
         """The transfers that the call will make."""
         names, transfers = self._arguments(), []
+        self._read_together(values=False)
         for index, each in enumerate(self.variables):
             reader = Reader(self._session, tuple(names[each]), index < self.carried)
             with each._lock:
@@ -206,6 +207,7 @@ class Use:
     def taken(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program takes them, which may write over what is carried."""
         in_program = self._in_program()
+        self._read_together(values=True)
 
         def take(each: Variables, carried: bool) -> Packed:
             each._master.check_not_lost(each.name)
@@ -214,6 +216,16 @@ class Use:
             return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
         return self._replaced(take)
+
+    def _read_together(self, *, values: bool) -> None:
+        """Has variables of one source looked at, or fetched, as they are at one moment."""
+        groups: dict[Source, list[tuple[Any, Reader]]] = {}
+        for index, each in enumerate(self.variables):
+            if (source := each._master.source) is not None:
+                reader = Reader(self._session, (), index < self.carried)
+                groups.setdefault(source, []).append((each._master, reader))
+        for source, readers in groups.items():
+            source.read_together(readers, values=values)
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program would take them."""

@@ -1,4 +1,4 @@
-"""The command line: `stepcache cache ...`, `stepcache doctor` and `stepcache launch`.
+"""The command line: `stepcache cache ...`, `doctor`, `launch`, `serve` and `status`.
 
 Commands about a cache directory take `--dir` and `--json`. The JSON is made of the records in
 `stepcache/report/`: sizes in bytes, durations in seconds, times in seconds since the epoch. Exit
@@ -16,6 +16,7 @@ import click
 from stepcache.cli.cache import cache
 from stepcache.cli.directories import SIZE, Result, on_directory
 from stepcache.cli.render import diagnosis
+from stepcache.cli.serve import serve, status
 from stepcache.distributed.launch import GRACE_SECONDS
 from stepcache.distributed.launch import launch as launch_pod
 from stepcache.errors import StepCacheError
@@ -26,10 +27,11 @@ from stepcache.report.doctor import examine
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(distribution_of("stepcache")[1], prog_name="stepcache")
 def main() -> None:
-    """Inspects and maintains the programs that stepcache keeps on disk."""
+    """Inspects the programs that stepcache keeps on disk, runs pods, and serves variables."""
 
 
-main.add_command(cache)
+for command in (cache, serve, status):
+    main.add_command(command)
 
 
 @main.command()

@@ -329,3 +329,24 @@ def diagnosis(found: Diagnosis) -> Rendered:
         yield status.append(f"{check.name:<{width}}  {detail}", "default")
         more += [f"try: {check.hint}"] if check.hint else []
         yield from (f"{'':{width + 10}}{line}" for line in more)
+
+
+# ---- served variables ---------------------------------------------------------------------------
+
+
+def served(found: Any) -> Rendered:
+    """The `Status` of a server of variables."""
+    yield f"epoch {found.epoch}; last snapshot: {found.snapshot or 'none'}"
+    if found.variables:
+        names = ("name", "version", "size_bytes", "optimizer_bytes", "leaves")
+        rows = [dict(zip(names, row, strict=True)) for row in found.variables]
+        texts = [{name: _field(name, value) for name, value in row.items()} for row in rows]
+        yield _table(texts, right=names[1:], cut="name")
+    if found.clients:
+        names = ("client", "process", "writes", "in a snapshot")
+        rows = [dict(zip(names, map(str, row), strict=True)) for row in found.clients]
+        yield _table([row | {"client": row["client"][:8]} for row in rows], right=names[2:])
+    for name, value in sorted(found.counts.items()):
+        shown = readable_bytes(int(value)) if name.startswith("bytes") else f"{value:g}"
+        shown = f"{value * 1e3:.3f} ms" if name.endswith("seconds") else shown
+        yield f"{name.removesuffix(' seconds')}: {shown}"

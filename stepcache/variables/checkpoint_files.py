@@ -166,7 +166,7 @@ def step_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08}"
 
 
-def _steps_in(directory: Path) -> list[Path]:
+def steps_in(directory: Path) -> list[Path]:
     """The checkpoints of steps below a directory, the newest first."""
     matches = [match for name in _names_in(directory) if (match := _STEP.fullmatch(name))]
     matches.sort(key=lambda match: int(match[1]), reverse=True)
@@ -175,7 +175,7 @@ def _steps_in(directory: Path) -> list[Path]:
 
 def prune(directory: Path, keep: int, staging: Staging) -> None:
     """Removes all checkpoints of steps but the newest, and never the one that was just written."""
-    rest = [path for path in _steps_in(directory) if path != staging.target]
+    rest = [path for path in steps_in(directory) if path != staging.target]
     for path in rest[keep - 1 :]:
         with contextlib.suppress(VariablesError):  # What is not ours stays.
             check_replaceable(path)
@@ -187,7 +187,7 @@ def find(path: Path) -> Path:
     recover(path)
     if (path / _METADATA).exists() or (path / "_METADATA").exists():
         return path
-    for each in _steps_in(path):  # The newest that is whole.
+    for each in steps_in(path):  # The newest that is whole.
         if _is_ours(each) and all(
             (each / name).exists() for name in ("_METADATA", "manifest.ocdbt")
         ):

@@ -67,7 +67,7 @@ class Savable:
             wanted["pending"] = self._master.templates()
         # A checkpoint from before the first push has no state.
         has_state = "optimizer" in stored or not (is_same_mode or partial)
-        has_state = has_state and self.write.mode == "apply"
+        has_state = has_state and self.write.mode == "apply" and not self._master.applies_updates
         state = self._updates.state if has_state else None
         written = (self._master,) if state is None else (self._master, state)
         with self._lock, self._moving("restore", *written) as meter:

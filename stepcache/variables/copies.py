@@ -51,8 +51,11 @@ class Copies:
         else:
             self._known[reader] = max(version, self._known.get(reader, 0))
 
-    def serving(self, reader: Any, current: int) -> tuple[Copy | None, str]:
-        """The copy that may serve a session, or None, now; or None, and why none may."""
+    def serving(self, reader: Any, current: int | None) -> tuple[Copy | None, str]:
+        """The copy that may serve a session, or None, now; or None, and why none may.
+
+        `current` is the version of the value; None if it has not been asked for.
+        """
         if self._ahead is not None and self._ahead.version == current:
             return self._ahead, "it was fetched ahead"
         copy, policy = self._kept, self._policy
@@ -60,7 +63,8 @@ class Copies:
             return None, "no copy is kept" if policy.cache is None else "there is no copy yet"
         if copy.version == current:
             return copy, f"a copy of version {current} is there"
-        behind = f"the copy has version {copy.version}, and {current} is current"
+        now = "it has not been compared" if current is None else f"{current} is current"
+        behind = f"the copy has version {copy.version}, and {now}"
         known = self._known_outside if reader is None else self._known.get(reader, 0)
         if known > copy.version:
             return None, f"{behind}: this session wrote it, or has seen it"
@@ -73,7 +77,7 @@ class Copies:
             return None, f"{behind}: it is {age:.3g} s old"
         return copy, f"{behind}, which max_staleness or max_age allows"
 
-    def served(self, copy: Copy, current: int) -> None:
+    def served(self, copy: Copy, current: int | None) -> None:
         """Records that a copy serves a step. A current one starts a new period of staleness."""
         if copy is self._ahead:
             self._ahead = None
@@ -97,3 +101,9 @@ class Copies:
     def drop(self) -> None:
         """Drops all copies."""
         self._kept = self._ahead = None
+
+    def begin_anew(self) -> None:
+        """Drops all copies, and what sessions have seen: versions are counted anew."""
+        self.drop()
+        self._known.clear()
+        self._known_outside = 0

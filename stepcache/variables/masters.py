@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -53,8 +53,30 @@ class Reader(NamedTuple):
     in_program: bool = False
 
 
+class Source(Protocol):
+    """Where the values of several variables come from."""
+
+    def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
+        """Finds out which versions some masters have, of one moment, and fetches what is needed.
+
+        Args:
+            readers: the masters, and who reads them.
+            values: whether to fetch, or only to look.
+        """
+        ...
+
+
 class Master:
-    """A master copy in the memory of the devices: a step takes its buffers as they are."""
+    """A master copy in the memory of the devices: a step takes its buffers as they are.
+
+    Attributes:
+        is_resident: whether the buffers that a step takes are the master copy.
+        applies_updates: whether it lives in another process, which applies updates by itself.
+        source: where several masters are read from in one go; None where each is read by itself.
+    """
+
+    is_resident, applies_updates = True, False
+    source: Source | None = None
 
     def __init__(self, packed: Packed):
         self.packed, self.version = packed, 0
@@ -116,6 +138,14 @@ class Master:
         """Makes copies of other leaves the value, and raises the version."""
         self.write(transfer.pack(leaves, self.layout))
 
+    def apply(self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter) -> None:
+        """Has an update added, or applied, where the master lives."""
+        raise NotImplementedError
+
+    def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
+        """The transfers of `apply`."""
+        raise NotImplementedError
+
     def on_devices(self, meter: Meter) -> Packed:
         """The value in the memory of the devices."""
         return self.packed
@@ -156,6 +186,8 @@ class InHostMemory(Master):
 
     Or its program takes the buffers as they are, and does both itself.
     """
+
+    is_resident = False
 
     def __init__(self, packed: Packed, host_layout: HostLayout, policy: Read):
         super().__init__(packed)

@@ -15,14 +15,18 @@ from typing import Any
 from stepcache.errors import TransferBudgetError
 from stepcache.variables.packing import shards_bytes
 
-HOST_LINK, DEVICE_LINK = "host ↔ device", "device ↔ device"
+HOST_LINK, DEVICE_LINK, SERVER_LINK = "host ↔ device", "device ↔ device", "server ↔ process"
 
 Links = tuple[tuple[str, int], ...]
 """Bytes that cross each link, without the links that nothing crosses."""
 
 
-def links(host_bytes: int, device_bytes: int = 0) -> Links:
-    crossed = ((HOST_LINK, host_bytes), (DEVICE_LINK, device_bytes))
+def links(host_bytes: int, device_bytes: int = 0, server_bytes: int = 0) -> Links:
+    crossed = (
+        (SERVER_LINK, server_bytes),
+        (HOST_LINK, host_bytes),
+        (DEVICE_LINK, device_bytes),
+    )
     return tuple((link, size) for link, size in crossed if size)
 
 

@@ -236,13 +236,18 @@ class Write:
         return _changed_fields(self)
 
 
-def check_policies(placement: object, read: object, write: object) -> None:
-    """Raises `OptionError` for what is no policy, and for an option that has no effect."""
+def check_kinds(placement: object, read: object, write: object) -> None:
+    """Raises `OptionError` for what is no policy."""
     rows = (("placement", placement, Placement), ("read", read, Read), ("write", write, Write))
     for name, given, kinds in rows:
         expected = " or ".join(f"{kind.__name__}(...)" for kind in get_args(kinds) or (kinds,))  # type: ignore[union-attr]
         is_one = isinstance(given, kinds)
         _check(is_one, f"{name} is no policy", f"Variables({name}=...)", expected, given)
+
+
+def check_policies(placement: object, read: object, write: object) -> None:
+    """Raises `OptionError` for what is no policy, and for an option that has no effect."""
+    check_kinds(placement, read, write)
     assert isinstance(read, Read) and isinstance(write, Write)
     on_host = isinstance(placement, OnHost)
     if read.cache == "host":

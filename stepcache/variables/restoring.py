@@ -109,6 +109,15 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
     return restored
 
 
+def stored_kinds(path: Path) -> dict[Name, Kind]:
+    """Dtype and shape of each leaf of a checkpoint. Raises `VariablesError` if there is none."""
+    import orbax.checkpoint as ocp
+
+    reading = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    with reading as checkpointer, damage_as_error(path, *_UNREADABLE):
+        return _Stored(path, checkpointer.metadata(path), set()).kinds
+
+
 class _Stored:
     """What a checkpoint holds: dtype and shape of each leaf, and what is stored about variables."""
 

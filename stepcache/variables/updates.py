@@ -60,15 +60,21 @@ class Updates:
         reader = Reader(current_reader(), carried=True)
         is_last = self.pending + 1 >= self._write.every
         self._check_budget(leaves, master, reader, is_last)
-        if self._write.mode == "apply" and is_last and self.state is None:
+        needs_state = self._write.mode == "apply" and is_last and not master.applies_updates
+        if needs_state and self.state is None:
             self.state = self.ready_state(master, meter)
             self._check_budget(leaves, master, reader, is_last)
-        summed = self._summed(leaves, meter)
-        if is_last:
-            self.resume(None, 0)
-            self._apply(master.layout.tree.unflatten(summed), master, reader, meter)
-        else:
+        # An update that leaves this process at once is not copied before.
+        is_sent = master.applies_updates and is_last and self.pending_leaves is None
+        summed = list(leaves) if is_sent else self._summed(leaves, meter)
+        if not is_last:
             self.resume(summed, self.pending + 1)
+            return
+        self.resume(None, 0)
+        if master.applies_updates:
+            master.apply(summed, self._write.mode, reader.session, meter)
+        else:
+            self._apply(master.layout.tree.unflatten(summed), master, reader, meter)
 
     def _summed(self, leaves: Sequence[Any], meter: Meter) -> list[Any]:
         """An update added to the pending ones, in memory of its own."""
@@ -101,7 +107,9 @@ class Updates:
         self, leaves: Sequence[Any], master: Master, reader: Reader, is_last: bool
     ) -> None:
         planned = []
-        if self._on_host:
+        if master.applies_updates:
+            planned += master.plan_apply(self._name, leaves) if is_last else ()
+        elif self._on_host:
             way = ("devices", "host", "update", "the host computes", ())
             moved = links(transfer.to_host_bytes(leaves, self._write.wire))
             planned.append(Transfer(self._name, master.version + 1, *way, moved))

@@ -32,7 +32,7 @@ from stepcache.variables.describing import (
     matching,
     named_leaves,
 )
-from stepcache.variables.masters import LOST, InHostMemory, Master, Reader, hold
+from stepcache.variables.masters import LOST, Master, Reader, hold
 from stepcache.variables.misuse import NoTree
 from stepcache.variables.packing import Layout, bytes_per_device
 from stepcache.variables.plan import Plan, check_bytes
@@ -96,6 +96,15 @@ class Variables(NoTree, Savable):
         check_policies(placement, read, write)
         for wire in (read.wire, write.wire):
             check_wire(wire, name or "Variables")
+        self._set_up(placement, read, write, name, pack)
+        made = Meter()  # Not recorded: no budget and no statistics cover making variables.
+        self._begin(hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack))
+        self._made_of = self._tokens(tree)
+        self._warn_of_unmatched_rules()
+
+    def _set_up(
+        self, placement: Placement, read: Read, write: Write, name: str | None, pack: bool
+    ) -> None:
         Variables._made = True
         self._number = next(_numbers)
         self.name = name or f"variables{self._number}"
@@ -104,10 +113,17 @@ class Variables(NoTree, Savable):
         self._placer = current_placer()
         self._mesh: Mesh | None = self._placer.mesh if self._placer else None
         self._prefix, self._pack = name or "", pack
-        made = Meter()  # Not recorded: no budget and no statistics cover making variables.
-        self._begin(hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack))
-        self._made_of = self._tokens(tree)
-        self._warn_of_unmatched_rules()
+
+    @classmethod
+    def _over(
+        cls, master: Master, name: str, placement: Placement, read: Read, write: Write
+    ) -> Variables:
+        """Variables over a master copy that another module has made."""
+        made = cls.__new__(cls)
+        made._set_up(placement, read, write, name, pack=False)
+        made._begin(master)
+        made._warn_of_unmatched_rules()
+        return made
 
     def _begin(self, master: Master) -> None:
         """Takes a value, without pending updates or optimizer state."""
@@ -294,7 +310,7 @@ class Variables(NoTree, Savable):
 
     def _parts_on_devices(self) -> Iterator[tuple[str, jax.Array, slice | None]]:
         """Path and buffer of each leaf on the devices, and its slice of a packed one."""
-        if isinstance(self._master, InHostMemory):
+        if not self._master.is_resident:
             return
         for slot in self._layout.slots:
             start = slot.offset

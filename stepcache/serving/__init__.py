@@ -1,0 +1,1 @@
+"""How another process holds variables: one state machine, and engines that carry its messages."""

@@ -1,0 +1,363 @@
+"""`Client`: numbers the writes of one process, and repeats those that the host may have lost.
+
+A write is kept until a snapshot of the host has it. Whoever joins a host that was started again
+sends, in order, what that host does not have; the host does each write once.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from stepcache.errors import ServerLostError, VariablesError
+from stepcache.serving.host import Block
+from stepcache.serving.messages import (
+    BlockLayout,
+    Described,
+    DescribeRequest,
+    Joined,
+    JoinRequest,
+    LeafType,
+    ReadRequest,
+    Refused,
+    Request,
+    SnapshotRequest,
+    Status,
+    StatusRequest,
+    Values,
+    WriteRequest,
+    Written,
+)
+from stepcache.storage.load_markers import Process
+from stepcache.units import readable_bytes
+
+_log = logging.getLogger("stepcache")
+
+
+class Reply(Protocol):
+    """A reply that has come, and the blocks with it."""
+
+    message: Any
+    blocks: list[np.ndarray]
+
+
+class Transport(Protocol):
+    """Carries requests to a host."""
+
+    def allocate(self, size_bytes: int) -> Block: ...
+
+    def request(self, message: Request, block: Any, deadline: float) -> Any:
+        """The reply to a request; None if none came in time."""
+        ...
+
+    def release(self, received: Any) -> None:
+        """Gives the blocks of a reply back."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Sent(NamedTuple):
+    """A write that no snapshot is known to have."""
+
+    request: WriteRequest
+    block: Block
+
+
+class Version(NamedTuple):
+    """A version of served variables.
+
+    Attributes:
+        number: the number of writes.
+        token: stands for their sequence.
+        moment: the number of all writes of the host, when this version was the newest.
+        epoch: of the host then.
+    """
+
+    number: int
+    token: int
+    moment: int = 0
+    epoch: int = 0
+
+
+class Client:
+    """The client of one host. Thread-safe: one request is under way at a time.
+
+    Args:
+        connect: makes the transport of a client, given its name.
+        where: the address, for errors.
+        timeout: how long a request may take in seconds, a restart of the host included.
+        max_unsaved_bytes: bound on the writes that are kept because no snapshot has them. A write
+            that would need more waits for a snapshot.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[str], Transport],
+        where: str,
+        timeout: float = 60.0,
+        max_unsaved_bytes: int = 1 << 30,
+    ):
+        self.name = secrets.token_hex(16)
+        self.where, self._timeout = where, timeout
+        self._max_unsaved_bytes = max_unsaved_bytes
+        self._transport = connect(self.name)
+        self._lock = threading.RLock()
+        self._epoch: int | None = None
+        self._next, self._confirmed = 1, 0
+        self._unsaved: collections.deque[_Sent] = collections.deque()
+        self._unsaved_bytes = 0
+        self._is_closed = False
+
+    # ---- writes --------------------------------------------------------------------------------
+
+    def write(
+        self,
+        name: str,
+        mode: str,
+        layout: BlockLayout,
+        leaves: Sequence[Any],
+        base: int = 0,
+        types: Sequence[LeafType] = (),
+        rule: bytes = b"",
+    ) -> Version:
+        """Has a write done exactly once.
+
+        Args:
+            name, mode, base, types, rule: as in `WriteRequest`.
+            layout: of the block that is sent.
+            leaves: the leaves in it. They are copied.
+
+        Raises:
+            VariablesError: the host refused it.
+            ServerLostError: it did not answer in time. The write will be done if this process
+                makes another request, and may have been done already.
+        """
+        with self._lock:
+            deadline = time.monotonic() + self._timeout
+            self._make_room(layout.size_bytes, deadline)
+            block = self._transport.allocate(layout.size_bytes)
+            layout.fill(block.data, leaves)
+            if self._epoch is None or self._confirmed < self._next - 1:
+                self._join(deadline)
+            row = (self.name, self._next, 0, name, mode, base, list(types), rule)
+            self._unsaved.append(_Sent(WriteRequest(*row), block))
+            self._unsaved_bytes += block.data.size
+            self._next += 1
+            while True:
+                sent, epoch = self._unsaved[-1], self._epoch
+                assert epoch is not None
+                request = replace(sent.request, epoch=epoch)
+                reply = self._request(request, block, deadline).message
+                if isinstance(reply, Written):
+                    self._confirmed = sent.request.sequence
+                    self._forget(reply.saved)
+                    row = (reply.number, reply.token, reply.moment, reply.epoch)
+                    return Version(*row)
+                if not isinstance(reply, Refused) or reply.kind not in ("epoch", "gap"):
+                    break
+                self._join(deadline, until=sent.request.sequence)
+            self._unsaved.pop()  # It is the last one, and was not done.
+            self._unsaved_bytes -= block.data.size
+            self._next -= 1
+            raise self._refusal(name, reply)
+
+    def _make_room(self, size_bytes: int, deadline: float) -> None:
+        """Waits until a snapshot has so much that another write may be kept."""
+        while self._unsaved and self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
+            self._request(SnapshotRequest(), None, deadline)
+            self._join(deadline)
+            if self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
+                time.sleep(0.01)
+
+    def _join(self, deadline: float, until: int | None = None) -> None:
+        """Joins the host as it is now, and sends what it does not have.
+
+        Args:
+            deadline: by `time.monotonic`.
+            until: the number of a write that the caller sends, with all after it.
+        """
+        while True:
+            first = self._unsaved[0].request.sequence if self._unsaved else self._next
+            message = JoinRequest(self.name, str(Process.current()), first)
+            joined = self._request(message, None, deadline).message
+            if not isinstance(joined, Joined):
+                raise self._refusal(None, joined)
+            self._epoch = joined.epoch
+            if joined.lost:
+                text = "%s was started from an older snapshot: %d writes of this process are lost"
+                _log.error(text, self.where, joined.lost)
+            self._forget(joined.saved)
+            if self._repeat(joined, deadline, until):
+                return
+
+    def _repeat(self, joined: Joined, deadline: float, until: int | None) -> bool:
+        """Sends what the host does not have. Returns False if it has been started again."""
+        for sent in self._unsaved:
+            sequence = sent.request.sequence
+            if sequence <= joined.applied:
+                continue
+            if until is not None and sequence >= until:
+                break
+            # What was confirmed before is done again, whatever others wrote meanwhile.
+            base = 0 if sequence <= self._confirmed else sent.request.base
+            request = replace(sent.request, epoch=joined.epoch, base=base)
+            reply = self._request(request, sent.block, deadline).message
+            if isinstance(reply, Refused) and reply.kind == "epoch":
+                return False
+            if isinstance(reply, Refused):
+                self._give_up(sent, reply)
+                return False  # Those after it have other numbers now.
+            self._confirmed = max(self._confirmed, sequence)
+        return True
+
+    def _give_up(self, sent: _Sent, refused: Refused) -> None:
+        """Drops a write that the host refuses to repeat; those after it move up."""
+        _log.error("%s: a write of %s is lost: %s", self.where, sent.request.name, refused.why)
+        self._unsaved_bytes -= sent.block.data.size
+        moved: collections.deque[_Sent] = collections.deque()
+        for each in self._unsaved:
+            if each.request.sequence > sent.request.sequence:
+                request = replace(each.request, sequence=each.request.sequence - 1)
+                moved.append(each._replace(request=request))
+            elif each is not sent:
+                moved.append(each)
+        self._unsaved, self._next = moved, self._next - 1
+        if self._confirmed >= sent.request.sequence:
+            self._confirmed -= 1
+
+    def _forget(self, saved: int) -> None:
+        while self._unsaved and self._unsaved[0].request.sequence <= saved:
+            self._unsaved_bytes -= self._unsaved.popleft().block.data.size
+
+    # ---- reads ---------------------------------------------------------------------------------
+
+    def read(
+        self, names: Sequence[str], known: Sequence[int], *, values: bool = True
+    ) -> tuple[list[Version], dict[str, np.ndarray], Callable[[], None]]:
+        """Looks at variables, as they are at one moment, after all writes of this client.
+
+        Args:
+            names: of the variables.
+            known: the token of the version that the caller has of each; 0 for none.
+            values: whether to get the values of other versions.
+
+        Returns:
+            The versions, the blocks of those that the caller lacks, and a function that gives the
+            blocks back, which must not be read after it.
+
+        Raises:
+            VariablesError: the host does not have them.
+            ServerLostError: it did not answer in time.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._lock:
+            while True:
+                if self._epoch is None or self._confirmed < self._next - 1:
+                    self._join(deadline)
+                message = ReadRequest([*names], [*known], values)
+                received = self._request(message, None, deadline)
+                reply = received.message
+                if not isinstance(reply, Values):
+                    raise self._refusal(", ".join(names), reply)
+                if reply.epoch == self._epoch:
+                    break
+                self._transport.release(received)
+                self._join(deadline)
+        sent = [name for name, is_sent in zip(names, reply.sent, strict=True) if is_sent]
+        blocks = dict(zip(sent, received.blocks, strict=True))
+        rows = zip(reply.numbers, reply.tokens, strict=True)
+        versions = [Version(*row, reply.moment, reply.epoch) for row in rows]
+
+        def release() -> None:
+            with self._lock:
+                blocks.clear()
+                self._transport.release(received)
+
+        return versions, blocks, release
+
+    def describe(self, name: str) -> Described | None:
+        """What some variables are; None if the host does not have them."""
+        with self._lock:
+            deadline = time.monotonic() + self._timeout
+            if self._epoch is None:
+                self._join(deadline)
+            reply = self._request(DescribeRequest(name), None, deadline).message
+        if isinstance(reply, Refused) and reply.kind == "unknown":
+            return None
+        if not isinstance(reply, Described):
+            raise self._refusal(name, reply)
+        return reply
+
+    def status(self) -> Status:
+        """What the host holds, and what it has done."""
+        with self._lock:
+            reply = self._request(StatusRequest(), None, time.monotonic() + self._timeout).message
+        if not isinstance(reply, Status):
+            raise self._refusal(None, reply)
+        return reply
+
+    def flush(self) -> None:
+        """Waits until a snapshot has all writes of this client.
+
+        Raises:
+            ServerLostError: there was none in time.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            with self._lock:
+                if not self._unsaved:
+                    return
+                self._request(SnapshotRequest(), None, deadline)
+                self._join(deadline)
+            if time.monotonic() > deadline:
+                raise self._lost()
+            time.sleep(0.01)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def _request(self, message: Request, block: Block | None, deadline: float) -> Any:
+        if self._is_closed:
+            raise VariablesError("the connection has been closed", where=self.where)
+        received = self._transport.request(message, block, deadline)
+        if received is None:
+            raise self._lost()
+        return received
+
+    def _lost(self) -> ServerLostError:
+        kept = ""
+        if self._unsaved:
+            kept = f"; {len(self._unsaved)} writes ({readable_bytes(self._unsaved_bytes)}) are kept"
+        return ServerLostError(
+            f"the host of the variables has not answered in {self._timeout:g} s{kept}",
+            where=self.where,
+            hint="start it again with `stepcache serve`: what no snapshot has is sent again",
+        )
+
+    def _refusal(self, name: str | None, reply: Any) -> VariablesError:
+        why = reply.why if isinstance(reply, Refused) else f"a {type(reply).__name__} came back"
+        hints = {
+            "conflict": "push updates, which the host adds or applies, where several processes "
+            "write; only one may carry",
+        }
+        kind = reply.kind if isinstance(reply, Refused) else ""
+        return VariablesError(
+            f"the host of the variables refuses: {why}",
+            where=name or self.where,
+            hint=hints.get(kind),
+        )
+
+    def close(self) -> None:
+        """Ends the connection. What no snapshot has is not sent again."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._transport.close()

@@ -1,0 +1,337 @@
+"""`Host`: the state machine of served variables. It knows no transport, no clock and no JAX.
+
+It is given one message after the other, and answers each at once. Every version of a value is a
+block of its own that is never written to again, so that readers and snapshots may hold on to it.
+
+Each write of a client is done exactly once, in order: writes are numbered, and a table of the last
+number done for each client belongs to the state, and to its snapshots. A client repeats what it has
+no answer for, and after a restart what no snapshot has.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from stepcache.serving.messages import (
+    MAX_NAMES,
+    BlockLayout,
+    Described,
+    DescribeRequest,
+    Joined,
+    JoinRequest,
+    LeafType,
+    MalformedMessageError,
+    ReadRequest,
+    Refused,
+    Reply,
+    Request,
+    SnapshotRequest,
+    Status,
+    StatusRequest,
+    Values,
+    WriteRequest,
+    Written,
+)
+
+MAX_CLIENTS = 65_536
+"""So many clients are remembered, those that wrote last."""
+
+
+class Block(Protocol):
+    """Memory of a value; freed, or used again, when nothing refers to it."""
+
+    data: np.ndarray  # Flat, of bytes.
+
+
+class Rule(Protocol):
+    """An optimizer."""
+
+    state_types: list[LeafType]
+
+    def init(self, value: Sequence[np.ndarray]) -> Sequence[Any]:
+        """The leaves of its state for a value."""
+        ...
+
+    def update(
+        self, value: Sequence[Any], state: Sequence[Any], update: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The leaves of a new value and state."""
+        ...
+
+
+@dataclass(slots=True)
+class Held:
+    """Variables of the host.
+
+    Attributes:
+        layout: of the block of the value.
+        number: the version.
+        token: stands for the sequence of writes that led to it. After a restart clients may repeat
+            their writes in another order: the same number is another value then.
+        value: its block.
+        rule: the optimizer as it was sent; empty for none.
+        state: the block of the optimizer's state.
+    """
+
+    layout: BlockLayout
+    number: int
+    token: int
+    value: Block
+    rule: bytes = b""
+    state: Block | None = None
+
+
+class HostState(NamedTuple):
+    """All that a snapshot keeps, as of one moment. Its blocks do not change."""
+
+    variables: dict[str, Held]
+    applied: dict[str, int]
+    moment: int
+
+
+def _token(before: int, request: WriteRequest) -> int:
+    """The token of the version that a write makes of another one."""
+    text = f"{before} {request.client} {request.sequence} {request.name}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") | 1
+
+
+class _RefusalError(Exception):
+    def __init__(self, kind: str, why: str):
+        super().__init__(why)
+        self.kind = kind
+
+
+def _refused(kind: str, why: str) -> _RefusalError:
+    return _RefusalError(kind, why)
+
+
+class Host:
+    """Holds named variables, and applies writes to them.
+
+    Args:
+        epoch: of this incarnation: higher than that of any earlier one.
+        allocate: gives a block of so many bytes.
+        load_rule: makes an optimizer of what was sent.
+        state: what to begin with.
+
+    Attributes:
+        epoch: as given.
+        moment: the number of writes done, over all incarnations that snapshots connect.
+        saved: the last write of each client that is in a snapshot.
+        created: whether variables were created that no snapshot has.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        allocate: Callable[[int], Block],
+        load_rule: Callable[[bytes], Rule],
+        state: HostState | None = None,
+    ):
+        self.epoch, self._allocate = epoch, allocate
+        self._load_rule = functools.lru_cache(maxsize=64)(load_rule)
+        state = state or HostState({}, {}, 0)
+        self._held, self.moment = dict(state.variables), state.moment
+        self._applied = OrderedDict(state.applied)
+        self._processes: dict[str, str] = {}
+        self.saved = dict(state.applied)
+        self.created = False
+
+    def handle(self, request: Request, payload: np.ndarray | None) -> tuple[Reply, list[Block]]:
+        """Serves a request.
+
+        Args:
+            request: what is asked for.
+            payload: the block that came with it; read here, and not kept.
+
+        Returns:
+            The reply, and the blocks to send with it.
+        """
+        try:
+            match request:
+                case ReadRequest():
+                    return self._read(request)
+                case WriteRequest():
+                    return self._write(request, payload), []
+                case JoinRequest():
+                    return self._join(request), []
+                case DescribeRequest():
+                    held = self._find(request.name)
+                    rows = (self.epoch, held.number, held.layout.types, bool(held.rule))
+                    return Described(*rows), []
+                case StatusRequest() | SnapshotRequest():
+                    return self.status(), []
+        except _RefusalError as error:
+            return Refused(error.kind, str(error), self.epoch), []
+        except MalformedMessageError as error:
+            return Refused("malformed", str(error), self.epoch), []
+
+    # ---- reads ---------------------------------------------------------------------------------
+
+    def _read(self, request: ReadRequest) -> tuple[Reply, list[Block]]:
+        if len(request.names) != len(request.known) or len(request.names) > MAX_NAMES:
+            raise MalformedMessageError("names and versions do not match")
+        held = [self._find(name) for name in request.names]
+        sent = [
+            request.values and each.token != known
+            for each, known in zip(held, request.known, strict=True)
+        ]
+        blocks = [each.value for each, is_sent in zip(held, sent, strict=True) if is_sent]
+        numbers, tokens = [each.number for each in held], [each.token for each in held]
+        return Values(self.epoch, self.moment, numbers, tokens, sent), blocks
+
+    def _find(self, name: str) -> Held:
+        held = self._held.get(name)
+        if held is None:
+            known = ", ".join(sorted(self._held)[:8]) or "none"
+            raise _refused("unknown", f"there are no variables {name!r} here; known: {known}")
+        return held
+
+    # ---- writes --------------------------------------------------------------------------------
+
+    def _join(self, request: JoinRequest) -> Joined:
+        if request.first < 1 or not request.client:
+            raise MalformedMessageError("a client without a name, or writes without numbers")
+        applied, before = self._applied.get(request.client, 0), request.first - 1
+        lost = max(before - applied, 0)
+        self._applied[request.client] = max(applied, before)
+        self._processes[request.client] = request.process
+        self._applied.move_to_end(request.client)
+        while len(self._applied) > MAX_CLIENTS:
+            client, _ = self._applied.popitem(last=False)
+            self.saved.pop(client, None)
+            self._processes.pop(client, None)
+        saved = self.saved.get(request.client, 0)
+        return Joined(self.epoch, self._applied[request.client], saved, lost)
+
+    def _write(self, request: WriteRequest, payload: np.ndarray | None) -> Reply:
+        applied = self._applied.get(request.client)
+        if request.epoch != self.epoch or applied is None:
+            raise _refused("epoch", f"this is epoch {self.epoch}: join it first")
+        if request.sequence > applied + 1:
+            raise _refused("gap", f"write {applied + 1} comes before write {request.sequence}")
+        created = False
+        if request.sequence == applied + 1:
+            created = self._do(request, payload)
+            self._applied[request.client] = request.sequence
+            self._applied.move_to_end(request.client)
+        saved = self.saved.get(request.client, 0)
+        held = self._find(request.name)
+        return Written(self.epoch, self.moment, held.number, held.token, saved, created)
+
+    def _do(self, request: WriteRequest, payload: np.ndarray | None) -> bool:
+        """Does a write, or raises and changes nothing. Returns whether it created variables."""
+        if payload is None or payload.ndim != 1 or payload.dtype != np.uint8:
+            raise MalformedMessageError("a write without a value")
+        if request.mode == "create":
+            return self._create(request, payload)
+        held = self._find(request.name)
+        if payload.size != held.layout.size_bytes:
+            expected = held.layout.size_bytes
+            raise _refused("type", f"{request.name} has {expected} bytes, and not {payload.size}")
+        if request.base not in (0, held.token):
+            raise _refused(
+                "conflict", f"somebody has written version {held.number} of {request.name}"
+            )
+        match request.mode:
+            case "assign":
+                value, state = self._copy(payload), held.state
+            case "add":
+                value, state = self._allocate(held.layout.size_bytes), held.state
+                views = map(held.layout.views, (held.value.data, payload, value.data))
+                for old, update, new in zip(*views, strict=True):
+                    np.add(old, update, out=new)
+            case "apply":
+                value, state = self._updated(request.name, held, payload)
+            case _:
+                raise MalformedMessageError(f"there is no mode {request.mode!r}")
+        held.number, held.value, held.state = held.number + 1, value, state
+        held.token = _token(held.token, request)
+        self.moment += 1
+        return False
+
+    def _create(self, request: WriteRequest, payload: np.ndarray) -> bool:
+        layout, name = BlockLayout(request.types), request.name
+        if payload.size != layout.size_bytes:
+            raise MalformedMessageError("the value has another size than its leaves")
+        held = self._held.get(name)
+        if held is not None:
+            if held.layout != layout:
+                pairs = zip(held.layout.types, layout.types, strict=False)
+                other = next((a for a, b in pairs if a != b), "of other leaves")
+                raise _refused("type", f"{name} is there already, and another: {other}")
+            if bool(held.rule) != bool(request.rule):
+                has = "has an optimizer" if held.rule else "has no optimizer"
+                raise _refused("type", f"{name} is there already, and {has}")
+            return False
+        if not name or len(self._held) >= MAX_NAMES:
+            raise MalformedMessageError(f"no name, or more than {MAX_NAMES} variables")
+        made = Held(layout, 0, _token(0, request), self._copy(payload), request.rule)
+        if request.rule:
+            rule = self._rule(made)
+            made.state = self._filled(rule.state_types, rule.init(layout.views(made.value.data)))
+        self._held[name] = made
+        self.created = True
+        self.moment += 1
+        return True
+
+    def _updated(self, name: str, held: Held, payload: np.ndarray) -> tuple[Block, Block]:
+        if held.state is None:
+            raise _refused("type", f"{name} was created without an optimizer")
+        rule = self._rule(held)
+        old_state = BlockLayout(rule.state_types).views(held.state.data)
+        views = (held.layout.views(held.value.data), old_state, held.layout.views(payload))
+        try:
+            value, state = rule.update(*views)
+        except Exception as error:
+            raise _refused("failed", f"the optimizer of {name}: {error}") from None
+        return self._filled(held.layout.types, value), self._filled(rule.state_types, state)
+
+    def _rule(self, held: Held) -> Rule:
+        try:
+            return self._load_rule(held.rule)
+        except Exception as error:
+            raise MalformedMessageError(f"the optimizer cannot be loaded: {error}") from None
+
+    def _copy(self, payload: np.ndarray) -> Block:
+        block = self._allocate(payload.size)
+        block.data[:] = payload
+        return block
+
+    def _filled(self, types: Sequence[LeafType], leaves: Sequence[Any]) -> Block:
+        layout = BlockLayout(types)
+        block = self._allocate(layout.size_bytes)
+        layout.fill(block.data, leaves)
+        return block
+
+    # ---- what it holds -------------------------------------------------------------------------
+
+    def state(self) -> HostState:
+        """All of it, as it is now. Nothing is copied."""
+        held = {name: replace(each) for name, each in self._held.items()}
+        return HostState(held, dict(self._applied), self.moment)
+
+    def is_saved(self, state: HostState) -> None:
+        """Notes that a state is in a snapshot."""
+        self.saved = {name: state.applied.get(name, 0) for name in self._applied}
+        self.created = self.created and not self._held.keys() <= state.variables.keys()
+
+    def status(self) -> Status:
+        """What the host holds, and what it has done."""
+        variables = []
+        for name, held in sorted(self._held.items()):
+            state_bytes = held.state.data.size if held.state is not None else 0
+            sizes = (held.value.data.size, state_bytes, len(held.layout.types))
+            variables.append((name, held.number, *sizes))
+        clients = [
+            (client, self._processes.get(client, ""), applied, self.saved.get(client, 0))
+            for client, applied in self._applied.items()
+        ]
+        return Status(self.epoch, variables, clients[-1000:], {"writes": self.moment})

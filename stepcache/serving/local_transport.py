@@ -1,0 +1,161 @@
+"""A client's way to the server of a directory on this machine, over ZeroMQ; see `local_server`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import time
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from stepcache.errors import VariablesError
+from stepcache.serving.messages import from_plain, to_plain
+from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
+from stepcache.storage import plain
+from stepcache.storage.load_markers import Process
+
+ADDRESS_FILE = "server.json"
+_SHORTEST_WAIT_SECONDS = 0.02
+
+
+def address(directory: Path) -> dict[str, Any] | None:
+    """Where the latest server of a directory listens, and its process; None for none."""
+    try:
+        found = json.loads((directory / ADDRESS_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    is_whole = isinstance(found, dict) and {"address", "epoch", "process"} <= found.keys()
+    return found if is_whole else None
+
+
+class Received:
+    """A reply, and the blocks that came with it. Their memory is leased until `release`."""
+
+    def __init__(self, message: Any, blocks: list[np.ndarray], lease: int):
+        self.message, self.blocks, self.lease = message, blocks, lease
+
+
+class LocalTransport:
+    """Carries the requests of one client to the server of a directory. Not thread-safe.
+
+    Args:
+        directory: of the server.
+        client: the name of the client.
+    """
+
+    def __init__(self, directory: Path, client: str):
+        self._directory, self._client = directory.expanduser().resolve(), client
+        self._context = zmq.Context()
+        self._socket: Any = None
+        self._server: dict[str, Any] | None = None
+        self._number = 0
+        self._released: list[int] = []
+        self._opened = Opened()
+        self._pool = Pool()
+
+    def allocate(self, size_bytes: int) -> SharedBlock:
+        """A block that can be sent."""
+        return self._pool.allocate(size_bytes)
+
+    def request(self, message: Any, block: SharedBlock | None, deadline: float) -> Received | None:
+        """Sends a request, again to each new server, and waits for its reply.
+
+        Args:
+            message: the request.
+            block: the value that goes with it, unchanged until this returns.
+            deadline: by `time.monotonic`.
+
+        Returns:
+            The reply; None if there was none in time.
+        """
+        self._number += 1
+        place = astuple(block.place) if block is not None and block.place is not None else None
+        released, self._released = self._released, []
+        header = plain.pack([self._number, self._client, released, place, to_plain(message)])
+        frames: list[Any] = [header]
+        if block is not None and place is None:
+            frames.append(block.data)
+        is_sent, wait = False, _SHORTEST_WAIT_SECONDS
+        is_connected = self._socket is not None  # The server is looked for when it is late.
+        while True:
+            if not is_connected:
+                is_sent = self._follow_server() and is_sent
+            if not is_sent and self._socket is not None:
+                with contextlib.suppress(zmq.Again):
+                    self._socket.send_multipart(frames, zmq.NOBLOCK)
+                    is_sent = True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            if self._socket is None:
+                time.sleep(min(wait, left))
+            elif self._socket.poll(int(min(wait, left) * 1000) + 1):
+                received = self._receive()
+                if received is not None:
+                    return received
+                continue
+            is_connected, wait = False, min(wait * 2, 1.0)
+
+    def _follow_server(self) -> bool:
+        """Connects to the latest server. Returns whether it is the one that is connected."""
+        if self._socket is not None and self._server is not None:
+            process = Process.parse(self._server["process"])
+            if process is not None and not process.has_ended():
+                return True
+        server = address(self._directory)
+        if server is None or server == self._server:
+            return self._socket is not None
+        self.close_socket()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(server["address"])
+        self._server = server
+        return False
+
+    def _receive(self) -> Received | None:
+        frames = self._socket.recv_multipart(copy=False)
+        number, lease, places, message = plain.unpack(bytes(frames[0].buffer))
+        if number != self._number:
+            if lease:
+                self._released.append(lease)  # Of a request that was given up.
+            return None
+        inline = iter(frames[1:])
+        try:
+            blocks = [
+                self._opened.open(Place(*place))
+                if place
+                else np.frombuffer(next(inline).buffer, np.uint8)
+                for place in places
+            ]
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                return None  # The server has just ended.
+            raise VariablesError(
+                "the memory of the host's process cannot be mapped",
+                where=str(self._directory),
+                got=str(error),
+                hint="run both processes as one user, in one space of process numbers",
+            ) from error
+        return Received(from_plain(message), blocks, lease)
+
+    def release(self, received: Received) -> None:
+        """Says that the blocks of a reply are not read any more."""
+        received.blocks = []
+        if received.lease:
+            self._released.append(received.lease)
+
+    def close_socket(self) -> None:
+        """Drops the connection."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        """Ends the use of the transport."""
+        self.close_socket()
+        self._context.term()

@@ -1,0 +1,103 @@
+"""Optimizers of served variables: they travel as programs (StableHLO by `jax.export`), not as code.
+
+The client exports what its optax optimizer does to the leaves of a value, and the host runs that on
+its CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from stepcache.errors import VariablesError, first_line
+from stepcache.serving.messages import LeafType
+from stepcache.storage import plain
+from stepcache.variables.describing import named_leaves
+
+_PLATFORM = "cpu"
+
+
+def types_of(named: Sequence[tuple[str, Any]]) -> list[LeafType]:
+    """The types of leaves with their paths, for a message."""
+    return [(path, list(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in named]
+
+
+def export_rule(name: str, optimizer: Any, tree: Any, leaves: Sequence[Any]) -> bytes:
+    """An optimizer as a program.
+
+    Args:
+        name: of the variables, for errors.
+        optimizer: an `optax.GradientTransformation`.
+        tree: the structure of the value.
+        leaves: what the value's leaves are, as `jax.ShapeDtypeStruct`s.
+
+    Raises:
+        VariablesError: it does something that only this process can, such as a callback.
+    """
+    import optax
+
+    structures = []
+
+    def init(leaves: Sequence[Any]) -> list[Any]:
+        named, structure = named_leaves(optimizer.init(tree.unflatten(leaves)))
+        structures.append((structure, [path for path, _ in named]))
+        return [jax.numpy.asarray(leaf) for _, leaf in named]
+
+    def update(
+        leaves: Sequence[Any], state: Sequence[Any], gradients: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        value = tree.unflatten(leaves)
+        old = structures[0][0].unflatten(state)
+        updates, new = optimizer.update(tree.unflatten(gradients), old, value)
+        news = (optax.apply_updates(value, updates), new)
+        return tuple(jax.tree_util.tree_leaves(each) for each in news)  # type: ignore[return-value]
+
+    given = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    try:
+        state = jax.eval_shape(init, given)
+        rows = zip(structures[0][1], state, strict=True)
+        programs = [
+            jax.export.export(jax.jit(function), platforms=[_PLATFORM])(*arguments).serialize()
+            for function, arguments in ((init, [given]), (update, [given, state, given]))
+        ]
+        return plain.pack([types_of(list(rows)), *map(bytes, programs)])
+    except Exception as error:
+        raise VariablesError(
+            "the optimizer cannot be sent to the host of the variables",
+            where=name,
+            expected="one that jax.export can write as a program",
+            got=first_line(error),
+        ) from error
+
+
+class ExportedRule:
+    """An optimizer that was sent. Attributes: state_types, as in `Rule`.
+
+    Raises:
+        ValueError: it is none.
+    """
+
+    def __init__(self, sent: bytes):
+        types, *programs = plain.unpack(sent)
+        self.state_types: list[LeafType] = [tuple(each) for each in types]
+        self._init, self._update = (
+            jax.jit(jax.export.deserialize(bytearray(program)).call) for program in programs
+        )
+
+    def init(self, value: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """The leaves of the optimizer's state for a value."""
+        return self._run(self._init, list(value))
+
+    def update(
+        self, value: Sequence[Any], state: Sequence[Any], update: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The leaves of a new value and state."""
+        return self._run(self._update, list(value), list(state), list(update))
+
+    @staticmethod
+    def _run(program: Any, *leaves: list[Any]) -> Any:
+        with jax.default_device(jax.local_devices(backend=_PLATFORM)[0]):
+            return jax.tree.map(np.asarray, program(*leaves))

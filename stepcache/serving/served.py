@@ -1,0 +1,396 @@
+"""`Served`: a master copy in another process. `Connection`: leads to such a process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from stepcache import jaxcompat
+from stepcache.errors import OptionError, VariablesError
+from stepcache.serving.client import Client, Version
+from stepcache.serving.messages import DTYPES, BlockLayout, Status
+from stepcache.serving.optimizers import export_rule, types_of
+from stepcache.sharding import current_placer, processes_of
+from stepcache.units import readable_bytes
+from stepcache.variables import transfer
+from stepcache.variables.copies import Copies, Copy
+from stepcache.variables.describing import blank, check_not_tracing, describe, joined
+from stepcache.variables.masters import Master, Reader
+from stepcache.variables.packing import Layout, Packed, Slot, layout_of
+from stepcache.variables.plan import HOST_LINK, SERVER_LINK, Extent, Transfer, extent_of, links
+from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write, check_kinds
+from stepcache.variables.transfer import Meter
+from stepcache.variables.variables import Variables
+
+
+class Served(Master):
+    """A master copy that a host in another process holds.
+
+    A step takes a copy, by the policy; what it returns for it is assigned, if nobody else has
+    written meanwhile. Updates are applied there.
+
+    Args:
+        client: of the host.
+        name: of the variables there.
+        layout: of the value on the devices of this process.
+        policy: which copies may serve.
+        version: of the value.
+    """
+
+    is_resident, applies_updates = False, True
+
+    def __init__(
+        self, connection: Connection, name: str, layout: Layout, policy: Read, version: Version
+    ):
+        super().__init__(Packed(layout, ()))
+        self.source, self._connection, self._client = connection, connection, connection.client
+        self._name, self._policy = name, policy
+        self._types = types_of([(slot.path, slot) for slot in layout.slots])
+        self._block = BlockLayout(self._types)
+        self._copies = Copies(policy)
+        self.version, self._current = version.number, version
+        self._is_asked = False  # Whether `_current` is that of the call under way.
+        self._fetched: Any = None  # The current value, as copies are kept.
+        self._seen = 0  # The version that `leaves` returned last.
+
+    # ---- which copy serves ---------------------------------------------------------------------
+
+    def _serving(self, reader: Reader) -> tuple[Copy | None, str]:
+        current = self.version if self._is_asked else None
+        copy, why = self._copies.serving(reader.session, current)
+        if copy is not None and reader.carried and copy.version != current:
+            return None, "a carried value has to be current"
+        return copy, why
+
+    def question(self, reader: Reader) -> tuple[str, int, int | None]:
+        """What to ask the host before a step.
+
+        Returns:
+            The name, the token of the version that the reader needs no copy of, or 0, and the
+            moment of the host from which a copy may serve without asking, or None.
+        """
+        self._is_asked = False
+        may_serve = self._serving(reader)[0] is not None
+        self._is_asked = True
+        copy, _ = self._serving(reader)
+        is_current = copy is not None and copy.version == self.version
+        moment = self._current.moment if may_serve else None
+        return self._name, self._current.token if is_current else 0, moment
+
+    def answered(self, version: Version | None, data: np.ndarray | None) -> None:
+        """Takes what the host has said.
+
+        Args:
+            version: the current one; None if nothing was asked.
+            data: the block of its value, which is copied; None if the reader needs none.
+        """
+        self._is_asked, self._fetched = version is not None, None
+        if version is not None:
+            self._is_now(version)
+        if data is not None:
+            self._fetched = self._kept(self._block.views(data))
+
+    def _is_now(self, version: Version) -> None:
+        before = self._current
+        if version.epoch != before.epoch and version.token != before.token:
+            self._copies.begin_anew()  # Writes may have been repeated in another order.
+        self._current, self.version = version, version.number
+
+    def _kept(self, leaves: Sequence[np.ndarray]) -> Any:
+        """A copy of the value: on the devices, or in memory of this process."""
+        if self._policy.cache == "host":
+            return [np.array(leaf) for leaf in leaves]
+        return transfer.pack(leaves, self.layout)
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        planned = self.plan_take(variable, reader)
+        return planned + self.plan_put(variable, reader) if reader.carried else planned
+
+    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        copy, why = self._serving(reader)
+        there = ("server", "devices")
+        if copy is not None and self._policy.cache == "device":
+            rest = ("none", why, reader.arguments)
+            return (Transfer(variable, copy.version, *there, *rest, extent=self._extent),)
+        server_bytes = self.layout.size_bytes if copy is None else 0
+        moved = links(self._extent.held_bytes, 0, server_bytes)
+        rest = ("each", why, reader.arguments, moved)
+        return (Transfer(variable, self.version, *there, *rest, extent=self._extent),)
+
+    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        way = ("devices", "server", "scatter", "the new value is assigned", reader.arguments)
+        moved = links(self.layout.size_bytes, 0, self.layout.size_bytes)
+        return (Transfer(variable, self.version + 1, *way, moved, extent=self._extent),)
+
+    @functools.cached_property
+    def _extent(self) -> Extent:
+        here = SingleDeviceSharding(jax.devices()[0])
+        buffers = self.layout.buffers
+        return extent_of([each._replace(sharding=each.sharding or here) for each in buffers])
+
+    def take(self, reader: Reader, meter: Meter) -> Packed:
+        fetched, self._fetched = self._fetched, None
+        copy, _ = self._serving(reader)
+        if fetched is None and copy is None:  # Nobody has asked, or another call took the copy.
+            self._connection.read_together([(self, reader)], values=True)
+            fetched, self._fetched = self._fetched, None
+            copy, _ = self._serving(reader)
+        if fetched is not None:
+            meter[SERVER_LINK] += self.layout.size_bytes
+            self._copies.keep(self.version, fetched)
+            kept = fetched
+        else:
+            assert copy is not None
+            self._copies.served(copy, self.version if self._is_asked else None)
+            kept = copy.value
+        self._is_asked = False
+        if reader.carried:
+            self._copies.drop()  # The program will donate it.
+        is_on_host = not isinstance(kept, Packed)
+        if is_on_host or fetched is not None:
+            meter[HOST_LINK] += self._extent.held_bytes
+        return transfer.pack(kept, self.layout) if is_on_host else kept
+
+    def described(self, *, in_program: bool) -> Packed:
+        buffers = (
+            jaxcompat.stand_in(each.shape, each.dtype, each.weak_type, each.sharding)
+            for each in self.layout.buffers
+        )
+        return Packed(self.layout, tuple(buffers))
+
+    def put(self, packed: Packed, session: Any, meter: Meter) -> None:
+        meter[HOST_LINK] += self.layout.size_bytes
+        leaves = packed.layout.unpack([np.asarray(each) for each in packed.buffers])
+        self._write("assign", leaves, session, meter, base=self._current.token)
+        kept = packed if self._policy.cache == "device" else [np.array(leaf) for leaf in leaves]
+        self._copies.keep(self.version, kept, exact=True)
+
+    def _write(
+        self, mode: str, leaves: Sequence[Any], session: Any, meter: Meter, base: int = 0
+    ) -> None:
+        self._is_now(self._client.write(self._name, mode, self._block, leaves, base))
+        meter[SERVER_LINK] += self.layout.size_bytes
+        self._copies.wrote(session, self.version)
+
+    # ---- the methods of `Variables` ------------------------------------------------------------
+
+    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
+        meter[HOST_LINK] += transfer.to_host_bytes(leaves, None)
+        self._write("assign", list(map(np.asarray, leaves)), session, meter)
+
+    def apply(self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter) -> None:
+        meter[HOST_LINK] += transfer.to_host_bytes(leaves, None)
+        self._write(mode, list(map(np.asarray, leaves)), session, meter)
+
+    def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
+        way = ("devices", "server", "update", "the host computes", ())
+        moved = links(transfer.to_host_bytes(leaves, None), 0, self.layout.size_bytes)
+        return (Transfer(variable, self.version + 1, *way, moved),)
+
+    def leaves(self, meter: Meter) -> list[Any]:
+        (version,), blocks, release = self._client.read([self._name], [0])
+        try:
+            leaves = [np.array(view) for view in self._block.views(blocks[self._name])]
+        finally:
+            release()
+        meter[SERVER_LINK] += self.layout.size_bytes
+        self._seen = version.number
+        return leaves
+
+    def looked_at(self, session: Any) -> None:
+        self._copies.saw(session, self._seen)
+
+    def on_devices(self, meter: Meter) -> Packed:
+        return transfer.pack(self.leaves(meter), self.layout)
+
+    def arrays(self) -> Sequence[jax.Array]:
+        return ()
+
+    def copied(self) -> Master:
+        return Master(transfer.pack(self.leaves(Meter()), self.layout))
+
+    def is_on_one_device(self) -> bool:
+        return self._extent.devices == 1
+
+    def _template(self, slot: Slot) -> Any:
+        return blank(slot.shape, slot.dtype)
+
+    @property
+    def is_lost(self) -> bool:
+        return False
+
+
+class Connection:
+    """A connection to a host of variables. Made by `connect`; a context manager.
+
+    Attributes:
+        address: as given.
+        client: sends the requests.
+    """
+
+    def __init__(self, address: str, client: Client):
+        self.address, self.client = address, client
+
+    def variables(
+        self,
+        name: str,
+        tree: Any,
+        *,
+        placement: Placement = Replicated(),
+        read: Read = Read(cache="device"),
+        write: Write = Write(),
+    ) -> Variables:
+        """Variables that the host holds; made there of `tree` if it has none of this name.
+
+            params = connection.variables("params", init(), write=sc.Write(mode="add"))
+
+        A step that gets them reads the newest version, and moves it only if it is new. A step that
+        carries them assigns what it returns, and raises if another process has written meanwhile;
+        where several write, they `push`.
+
+        Args:
+            name: of the variables, the same in all processes.
+            tree: a pytree of arrays: the value, if the host has none yet; else only its structure,
+                shapes and dtypes count.
+            placement: where the copies that steps read are: `Replicated()` or `Sharded(rules)`.
+            read: which copies may serve a step. By default the copy on the devices serves while its
+                version is the newest, which costs a message of a few bytes a call to find out.
+                `max_staleness` and `max_age` save that too.
+            write: what `push` does. An optimizer is sent as a program, and runs on the host's CPU.
+
+        Raises:
+            VariablesError: the host has other variables of this name, or a leaf is no array that
+                can be sent; or the optimizer cannot be sent.
+            OptionError: a policy has an option without effect here.
+            ServerLostError: the host did not answer in time.
+        """
+        check_not_tracing("variables cannot be made", name)
+        _check_policies(placement, read, write)
+        structure, leaves, slots = describe(name, tree, placement, current_placer(), name)
+        _check_leaves(name, slots)
+        _check_alone(name)
+        layout = layout_of(structure, slots)
+        types = types_of([(slot.path, slot) for slot in slots])
+        known = self.client.describe(name)
+        rule = b""
+        if write.mode == "apply" and (known is None or not known.has_rule):
+            rule = export_rule(name, write.optimizer, structure, slots)
+        if (
+            known is not None
+            and not rule
+            and [*map(_listed, known.types)] == [*map(_listed, types)]
+        ):
+            version = Version(known.number, 0)
+        else:
+            value = [np.asarray(leaf) for leaf in leaves]
+            block = BlockLayout(types)
+            version = self.client.write(name, "create", block, value, types=types, rule=rule)
+        master = Served(self, name, layout, read, version)
+        return Variables._over(master, name, placement, read, write)
+
+    def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
+        """Asks for the versions of several variables at one moment, and fetches what is needed.
+
+        If copies of all of them may serve that were current at one moment, nothing is asked.
+
+        Args:
+            readers: the masters, and who reads them.
+            values: whether to fetch the values that the readers lack.
+        """
+        asked = [master.question(reader) for master, reader in readers]
+        moments = {moment for _, _, moment in asked}
+        if len(moments) == 1 and None not in moments:
+            for master, _ in readers:
+                master.answered(None, None)
+            return
+        names, known = [name for name, _, _ in asked], [token for _, token, _ in asked]
+        versions, blocks, release = self.client.read(names, known, values=values)
+        try:
+            for (master, _), name, version in zip(readers, names, versions, strict=True):
+                master.answered(version, blocks.get(name))
+        finally:
+            release()
+
+    def status(self) -> Status:
+        """What the host holds, and what it has done."""
+        return self.client.status()
+
+    def flush(self) -> None:
+        """Waits until a snapshot of the host has all that this process has written.
+
+        Raises:
+            ServerLostError: there was none in time.
+        """
+        self.client.flush()
+
+    def close(self) -> None:
+        """Ends the connection. What no snapshot has is not sent again if the host is lost."""
+        self.client.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Connection({self.address!r})"
+
+
+def _listed(row: Any) -> list[Any]:
+    return [row[0], list(row[1]), row[2]]
+
+
+def _check_policies(placement: object, read: object, write: object) -> None:
+    check_kinds(placement, read, write)
+    assert isinstance(read, Read) and isinstance(write, Write)
+    if isinstance(placement, OnHost):
+        raise OptionError(
+            "the master copy is in the host's process",
+            where="variables(placement=...)",
+            expected="Replicated() or Sharded(rules), for the copies that steps read",
+            got=repr(placement),
+        )
+    for policy, option, given, possible in (
+        ("read", "wire", read.wire, (None,)),
+        ("read", "prefetch", read.prefetch, (False,)),
+        ("read", "route", read.route, ("auto", "each")),
+        ("write", "wire", write.wire, (None,)),
+    ):
+        if given not in possible:
+            raise OptionError(
+                f"{option}={given!r} is not supported for served variables",
+                where=f"variables({policy}=...)",
+                expected=" or ".join(map(repr, possible)),
+            )
+
+
+def _check_alone(name: str) -> None:
+    placer = current_placer()
+    if placer is not None and len(processes_of(placer.mesh.devices.flat)) > 1:
+        raise VariablesError(
+            "served variables are not supported on a mesh of several processes",
+            where=name,
+            hint="make a session over the devices of each process",
+        )
+
+
+def _check_leaves(name: str, slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        dtype = getattr(slot.dtype, "name", str(slot.dtype))
+        if dtype not in DTYPES:
+            raise VariablesError(
+                "a leaf of this type cannot be served",
+                where=joined(name, slot.path),
+                expected="numbers; of random keys, their jax.random.key_data",
+                got=f"{dtype}{list(slot.shape)}, {readable_bytes(slot.size_bytes)}"
+                if hasattr(slot.dtype, "itemsize")
+                else dtype,
+            )

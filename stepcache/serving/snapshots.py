@@ -1,0 +1,96 @@
+"""Snapshots of a host: checkpoints that `stepcache.restore` and orbax read too.
+
+A snapshot holds the value and the optimizer's state of each of the variables, leaf by leaf, and the
+table of the writes that are done. It is there whole or not at all. `step` is the host's moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepcache.errors import StepCacheError
+from stepcache.serving.host import Block, Held, HostState
+from stepcache.serving.messages import BlockLayout
+from stepcache.storage import plain
+from stepcache.variables import checkpoint_files as files
+from stepcache.variables.checkpoints import save
+from stepcache.variables.restoring import restore, stored_kinds
+
+_KEPT = 2
+
+_log = logging.getLogger("stepcache")
+
+
+def write(directory: Path, state: HostState, state_types: Callable[[bytes], Any]) -> None:
+    """Writes a snapshot, and removes older ones but the last.
+
+    Args:
+        directory: of all snapshots.
+        state: of the host.
+        state_types: gives the types of the state of an optimizer, as it was sent.
+
+    Raises:
+        VariablesError: it could not be written.
+    """
+    values, optimizers, about = {}, {}, []
+    for name, held in state.variables.items():
+        values[name] = _named(held.layout, held.value)
+        types = state_types(held.rule) if held.rule else []
+        if held.state is not None:
+            optimizers[name] = _named(BlockLayout(types), held.state)
+        about.append([name, held.number, held.token, held.layout.types, held.rule, types])
+    packed = plain.pack({"variables": about, "applied": state.applied, "moment": state.moment})
+    table = np.frombuffer(packed, np.uint8)
+    items = {"values": values, "optimizers": optimizers, "table": table}
+    save(directory, keep=_KEPT, step=state.moment, **items)
+
+
+def newest(directory: Path, allocate: Callable[[int], Block]) -> tuple[HostState | None, str]:
+    """The newest snapshot that is whole, and its name; None and "" where there is none.
+
+    Raises:
+        StepCacheError: there are snapshots, and none can be read.
+    """
+    files.recover(directory)
+    error = None
+    for path in files.steps_in(directory):
+        try:
+            return _read(path, allocate), path.name
+        except (StepCacheError, ValueError, KeyError, TypeError) as raised:
+            error = raised
+            _log.error("the snapshot %s cannot be read: %s", path, raised)
+    if error is not None:
+        raise error
+    return None, ""
+
+
+def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
+    kind = stored_kinds(path)["table",]
+    table = restore(path, partial=True, table=np.zeros(kind.shape, np.uint8))["table"]
+    data = plain.unpack(table.tobytes())
+    variables, items = {}, {"values": {}, "optimizers": {}}
+    for name, number, token, types, rule, state_types in data["variables"]:
+        layout = BlockLayout([tuple(each) for each in types])
+        held = Held(layout, number, token, allocate(layout.size_bytes), rule)
+        variables[name] = held
+        items["values"][name] = _named(layout, held.value)
+        if rule:
+            layout = BlockLayout([tuple(each) for each in state_types])
+            held.state = allocate(layout.size_bytes)
+            items["optimizers"][name] = _named(layout, held.state)
+    read = restore(path, partial=True, **items)
+    for part, blocks in items.items():
+        for name, views in blocks.items():
+            for key, view in views.items():
+                view[...] = read[part][name][key]
+    return HostState(variables, data["applied"], data["moment"])
+
+
+def _named(layout: BlockLayout, block: Block) -> dict[str, np.ndarray]:
+    views = layout.views(block.data)
+    return {path: view for (path, _, _), view in zip(layout.types, views, strict=True)}
