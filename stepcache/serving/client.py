@@ -11,8 +11,9 @@ import logging
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -39,6 +40,9 @@ from stepcache.serving.messages import (
 from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
 
+_TRANSIENT = ("epoch", "gap", "recovering")
+_KEPT_SECONDS = 0.5  # How often a client that has written looks whether the host has begun anew.
+
 _log = logging.getLogger("stepcache")
 
 
@@ -62,11 +66,16 @@ class Transport(Protocol):
         """Gives the blocks of a reply back."""
         ...
 
+    def pause(self) -> None:
+        """Waits a moment before a request is made again."""
+        ...
+
     def close(self) -> None: ...
 
 
-class _Sent(NamedTuple):
-    """A write that no snapshot is known to have."""
+@dataclass(eq=False, slots=True)
+class _Sent:
+    """A write that no snapshot is known to have. The host has confirmed it if it has a stamp."""
 
     request: WriteRequest
     block: Block
@@ -97,6 +106,7 @@ class Client:
         timeout: how long a request may take in seconds, a restart of the host included.
         max_unsaved_bytes: bound on the writes that are kept because no snapshot has them. A write
             that would need more waits for a snapshot.
+        keeps: whether a thread looks after a host that begins anew; without it, `keep` does.
     """
 
     def __init__(
@@ -105,17 +115,20 @@ class Client:
         where: str,
         timeout: float = 60.0,
         max_unsaved_bytes: int = 1 << 30,
+        keeps: bool = True,
     ):
+        self._keeps = keeps
         self.name = secrets.token_hex(16)
         self.where, self._timeout = where, timeout
         self._max_unsaved_bytes = max_unsaved_bytes
         self._transport = connect(self.name)
         self._lock = threading.RLock()
         self._epoch: int | None = None
-        self._next, self._confirmed = 1, 0
+        self._next = 1
         self._unsaved: collections.deque[_Sent] = collections.deque()
         self._unsaved_bytes = 0
         self._is_closed = False
+        self._keeper: threading.Thread | None = None
 
     # ---- writes --------------------------------------------------------------------------------
 
@@ -146,29 +159,42 @@ class Client:
             self._make_room(layout.size_bytes, deadline)
             block = self._transport.allocate(layout.size_bytes)
             layout.fill(block.data, leaves)
-            if self._epoch is None or self._confirmed < self._next - 1:
-                self._join(deadline)
+            self._settle(deadline)
             row = (self.name, self._next, 0, name, mode, base, list(types), rule)
-            self._unsaved.append(_Sent(WriteRequest(*row), block))
+            sent = _Sent(WriteRequest(*row), block)
+            self._unsaved.append(sent)
             self._unsaved_bytes += block.data.size
             self._next += 1
-            while True:
-                sent, epoch = self._unsaved[-1], self._epoch
-                assert epoch is not None
-                request = replace(sent.request, epoch=epoch)
-                reply = self._request(request, block, deadline).message
-                if isinstance(reply, Written):
-                    self._confirmed = sent.request.sequence
-                    self._forget(reply.saved)
-                    row = (reply.number, reply.token, reply.moment, reply.epoch)
-                    return Version(*row)
-                if not isinstance(reply, Refused) or reply.kind not in ("epoch", "gap"):
-                    break
-                self._join(deadline, until=sent.request.sequence)
-            self._unsaved.pop()  # It is the last one, and was not done.
-            self._unsaved_bytes -= block.data.size
-            self._next -= 1
+            self._start_keeping()
+            reply = self._send(sent, deadline)
+            if isinstance(reply, Written):
+                return Version(reply.number, reply.token, reply.moment, reply.epoch)
+            self._drop(sent)
             raise self._refusal(name, reply)
+
+    def _send(self, sent: _Sent, deadline: float) -> Any:
+        """The reply to a write that has not been confirmed."""
+        while True:
+            request = replace(sent.request, epoch=self._epoch)
+            reply = self._request(request, sent.block, deadline).message
+            if isinstance(reply, Written):
+                self._confirm(sent, reply)
+                self._forget(reply.saved)
+                return reply
+            if not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
+                return reply
+            self._join(deadline)
+            if reply.kind == "recovering":
+                self._transport.pause()
+
+    def _settle(self, deadline: float) -> None:
+        """Joins the host, and sends what it had not confirmed in time."""
+        if self._epoch is None:
+            self._join(deadline)
+        if self._unsaved and not any((sent := self._unsaved[-1]).request.stamp):
+            reply = self._send(sent, deadline)
+            if not isinstance(reply, Written):
+                self._give_up(sent, reply)
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
         """Waits until a snapshot has so much that another write may be kept."""
@@ -176,63 +202,71 @@ class Client:
             self._request(SnapshotRequest(), None, deadline)
             self._join(deadline)
             if self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
-                time.sleep(0.01)
+                self._transport.pause()
 
-    def _join(self, deadline: float, until: int | None = None) -> None:
-        """Joins the host as it is now, and sends what it does not have.
-
-        Args:
-            deadline: by `time.monotonic`.
-            until: the number of a write that the caller sends, with all after it.
-        """
+    def _join(self, deadline: float) -> None:
+        """Joins the host as it is now, and sends again what it has confirmed and does not have."""
         while True:
-            first = self._unsaved[0].request.sequence if self._unsaved else self._next
-            message = JoinRequest(self.name, str(Process.current()), first)
-            joined = self._request(message, None, deadline).message
-            if not isinstance(joined, Joined):
-                raise self._refusal(None, joined)
-            self._epoch = joined.epoch
+            joined = self._say_joined(deadline)
             if joined.lost:
                 text = "%s was started from an older snapshot: %d writes of this process are lost"
                 _log.error(text, self.where, joined.lost)
-            self._forget(joined.saved)
-            if self._repeat(joined, deadline, until):
+            if not self._repeat(joined, deadline):
+                continue
+            if joined.epoch == self._epoch:
+                return
+            if self._say_joined(deadline, joined.epoch).epoch == joined.epoch:
+                self._epoch = joined.epoch
                 return
 
-    def _repeat(self, joined: Joined, deadline: float, until: int | None) -> bool:
+    def _say_joined(self, deadline: float, complete: int = 0) -> Joined:
+        first = self._unsaved[0].request.sequence if self._unsaved else self._next
+        message = JoinRequest(self.name, str(Process.current()), first, complete)
+        joined = self._request(message, None, deadline).message
+        if not isinstance(joined, Joined):
+            raise self._refusal(None, joined)
+        self._forget(joined.saved)
+        return joined
+
+    def _repeat(self, joined: Joined, deadline: float) -> bool:
         """Sends what the host does not have. Returns False if it has been started again."""
         for sent in self._unsaved:
             sequence = sent.request.sequence
             if sequence <= joined.applied:
                 continue
-            if until is not None and sequence >= until:
-                break
-            # What was confirmed before is done again, whatever others wrote meanwhile.
-            base = 0 if sequence <= self._confirmed else sent.request.base
-            request = replace(sent.request, epoch=joined.epoch, base=base)
+            if not any(sent.request.stamp):
+                break  # What was not confirmed is a new write: it waits until all have joined.
+            request = replace(sent.request, epoch=joined.epoch)
             reply = self._request(request, sent.block, deadline).message
-            if isinstance(reply, Refused) and reply.kind == "epoch":
+            if isinstance(reply, Refused) and reply.kind in _TRANSIENT:
                 return False
             if isinstance(reply, Refused):
                 self._give_up(sent, reply)
                 return False  # Those after it have other numbers now.
-            self._confirmed = max(self._confirmed, sequence)
+            self._confirm(sent, reply)
         return True
 
-    def _give_up(self, sent: _Sent, refused: Refused) -> None:
-        """Drops a write that the host refuses to repeat; those after it move up."""
-        _log.error("%s: a write of %s is lost: %s", self.where, sent.request.name, refused.why)
+    def _confirm(self, sent: _Sent, written: Written) -> None:
+        """Notes that a write is done. If it is done again, that is whatever others have written."""
+        if not any(sent.request.stamp):
+            stamp = (written.epoch, written.moment)
+            sent.request = replace(sent.request, base=0, stamp=stamp)
+
+    def _give_up(self, sent: _Sent, refused: Any) -> None:
+        why = refused.why if isinstance(refused, Refused) else f"{refused}"
+        _log.error("%s: a write of %s is lost: %s", self.where, sent.request.name, why)
+        self._drop(sent)
+
+    def _drop(self, sent: _Sent) -> None:
+        """Drops a write that the host refuses; those after it move up."""
+        if sent not in self._unsaved:
+            return
+        self._unsaved.remove(sent)
         self._unsaved_bytes -= sent.block.data.size
-        moved: collections.deque[_Sent] = collections.deque()
         for each in self._unsaved:
             if each.request.sequence > sent.request.sequence:
-                request = replace(each.request, sequence=each.request.sequence - 1)
-                moved.append(each._replace(request=request))
-            elif each is not sent:
-                moved.append(each)
-        self._unsaved, self._next = moved, self._next - 1
-        if self._confirmed >= sent.request.sequence:
-            self._confirmed -= 1
+                each.request = replace(each.request, sequence=each.request.sequence - 1)
+        self._next -= 1
 
     def _forget(self, saved: int) -> None:
         while self._unsaved and self._unsaved[0].request.sequence <= saved:
@@ -261,17 +295,19 @@ class Client:
         deadline = time.monotonic() + self._timeout
         with self._lock:
             while True:
-                if self._epoch is None or self._confirmed < self._next - 1:
-                    self._join(deadline)
+                self._settle(deadline)
                 message = ReadRequest([*names], [*known], values)
                 received = self._request(message, None, deadline)
                 reply = received.message
-                if not isinstance(reply, Values):
-                    raise self._refusal(", ".join(names), reply)
-                if reply.epoch == self._epoch:
+                if isinstance(reply, Values) and reply.epoch == self._epoch:
                     break
-                self._transport.release(received)
+                if isinstance(reply, Values):
+                    self._transport.release(received)
+                elif not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
+                    raise self._refusal(", ".join(names), reply)
                 self._join(deadline)
+                if isinstance(reply, Refused):
+                    self._transport.pause()
         sent = [name for name, is_sent in zip(names, reply.sent, strict=True) if is_sent]
         blocks = dict(zip(sent, received.blocks, strict=True))
         rows = zip(reply.numbers, reply.tokens, strict=True)
@@ -316,11 +352,37 @@ class Client:
             with self._lock:
                 if not self._unsaved:
                     return
+                self._settle(deadline)
                 self._request(SnapshotRequest(), None, deadline)
                 self._join(deadline)
-            if time.monotonic() > deadline:
-                raise self._lost()
-            time.sleep(0.01)
+                if time.monotonic() > deadline:
+                    raise self._lost()
+                self._transport.pause()
+
+    # ---- a host that begins anew ---------------------------------------------------------------
+
+    def keep(self, timeout: float = _KEPT_SECONDS) -> bool:
+        """Joins the host, which may have begun anew, and forgets what a snapshot has.
+
+        Returns:
+            Whether there may be more to do later.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._is_closed:
+                    self._join(time.monotonic() + timeout)
+            except ServerLostError:
+                pass
+            finally:
+                self._lock.release()
+        return not self._is_closed
+
+    def _start_keeping(self) -> None:
+        if self._keeper is None and self._keeps:
+            self._keeper = threading.Thread(
+                target=_keep, args=(weakref.ref(self),), name="stepcache client", daemon=True
+            )
+            self._keeper.start()
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -361,3 +423,15 @@ class Client:
             if not self._is_closed:
                 self._is_closed = True
                 self._transport.close()
+
+
+def _keep(client: weakref.ref[Client]) -> None:
+    """Has a client send again what a host lacks that has begun anew, though it asks for nothing."""
+    while (alive := client()) is not None:
+        try:
+            if not alive.keep():
+                return
+        except Exception:  # The next request of the user's raises it too.
+            _log.debug("a client of served variables", exc_info=True)
+        del alive
+        time.sleep(_KEPT_SECONDS)

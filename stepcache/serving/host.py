@@ -73,8 +73,10 @@ class Held:
     Attributes:
         layout: of the block of the value.
         number: the version.
-        token: stands for the sequence of writes that led to it. After a restart clients may repeat
-            their writes in another order: the same number is another value then.
+        token: stands for the writes that led to it. After a restart clients may repeat their writes
+            in another order: the same number is another value then.
+        assigned: epoch and moment of the host when the value was assigned. What was written before
+            is not done again.
         value: its block.
         rule: the optimizer as it was sent; empty for none.
         state: the block of the optimizer's state.
@@ -83,6 +85,7 @@ class Held:
     layout: BlockLayout
     number: int
     token: int
+    assigned: tuple[int, int]
     value: Block
     rule: bytes = b""
     state: Block | None = None
@@ -94,10 +97,11 @@ class HostState(NamedTuple):
     variables: dict[str, Held]
     applied: dict[str, int]
     moment: int
+    processes: dict[str, str]
 
 
 def _token(before: int, request: WriteRequest) -> int:
-    """The token of the version that a write makes of another one."""
+    """The token of the version that a write makes of one with another token, or of any (0)."""
     text = f"{before} {request.client} {request.sequence} {request.name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") | 1
 
@@ -123,6 +127,8 @@ class Host:
 
     Attributes:
         epoch: as given.
+        waiting_for: the clients that may have to send something again. Before they have, others
+            neither read nor write: they would not see what has been acknowledged.
         moment: the number of writes done, over all incarnations that snapshots connect.
         saved: the last write of each client that is in a snapshot.
         created: whether variables were created that no snapshot has.
@@ -137,10 +143,12 @@ class Host:
     ):
         self.epoch, self._allocate = epoch, allocate
         self._load_rule = functools.lru_cache(maxsize=64)(load_rule)
-        state = state or HostState({}, {}, 0)
-        self._held, self.moment = dict(state.variables), state.moment
+        state = state or HostState({}, {}, 0, {})
+        self._held = {name: replace(each) for name, each in state.variables.items()}
+        self.moment = state.moment
         self._applied = OrderedDict(state.applied)
-        self._processes: dict[str, str] = {}
+        self._processes = dict(state.processes)
+        self.waiting_for: set[str] = set()
         self.saved = dict(state.applied)
         self.created = False
 
@@ -175,7 +183,13 @@ class Host:
 
     # ---- reads ---------------------------------------------------------------------------------
 
+    def _check_recovered(self) -> None:
+        if self.waiting_for:
+            count = len(self.waiting_for)
+            raise _refused("recovering", f"it waits for {count} clients after a crash")
+
     def _read(self, request: ReadRequest) -> tuple[Reply, list[Block]]:
+        self._check_recovered()
         if len(request.names) != len(request.known) or len(request.names) > MAX_NAMES:
             raise MalformedMessageError("names and versions do not match")
         held = [self._find(name) for name in request.names]
@@ -204,6 +218,8 @@ class Host:
         self._applied[request.client] = max(applied, before)
         self._processes[request.client] = request.process
         self._applied.move_to_end(request.client)
+        if request.complete == self.epoch:
+            self.waiting_for.discard(request.client)
         while len(self._applied) > MAX_CLIENTS:
             client, _ = self._applied.popitem(last=False)
             self.saved.pop(client, None)
@@ -215,6 +231,8 @@ class Host:
         applied = self._applied.get(request.client)
         if request.epoch != self.epoch or applied is None:
             raise _refused("epoch", f"this is epoch {self.epoch}: join it first")
+        if not any(request.stamp):
+            self._check_recovered()
         if request.sequence > applied + 1:
             raise _refused("gap", f"write {applied + 1} comes before write {request.sequence}")
         created = False
@@ -236,6 +254,9 @@ class Host:
         if payload.size != held.layout.size_bytes:
             expected = held.layout.size_bytes
             raise _refused("type", f"{request.name} has {expected} bytes, and not {payload.size}")
+        stamp = (request.stamp[0], request.stamp[1])  # A list, if it was unpacked.
+        if (0, 0) < stamp < held.assigned:
+            return False  # It is repeated, and was written over.
         if request.base not in (0, held.token):
             raise _refused(
                 "conflict", f"somebody has written version {held.number} of {request.name}"
@@ -253,8 +274,10 @@ class Host:
             case _:
                 raise MalformedMessageError(f"there is no mode {request.mode!r}")
         held.number, held.value, held.state = held.number + 1, value, state
-        held.token = _token(held.token, request)
         self.moment += 1
+        if request.mode == "assign":
+            held.assigned = stamp if any(stamp) else (self.epoch, self.moment)
+        held.token = _token(0 if request.mode == "assign" else held.token, request)
         return False
 
     def _create(self, request: WriteRequest, payload: np.ndarray) -> bool:
@@ -273,7 +296,7 @@ class Host:
             return False
         if not name or len(self._held) >= MAX_NAMES:
             raise MalformedMessageError(f"no name, or more than {MAX_NAMES} variables")
-        made = Held(layout, 0, _token(0, request), self._copy(payload), request.rule)
+        made = Held(layout, 0, _token(0, request), (0, 0), self._copy(payload), request.rule)
         if request.rule:
             rule = self._rule(made)
             made.state = self._filled(rule.state_types, rule.init(layout.views(made.value.data)))
@@ -316,7 +339,10 @@ class Host:
     def state(self) -> HostState:
         """All of it, as it is now. Nothing is copied."""
         held = {name: replace(each) for name, each in self._held.items()}
-        return HostState(held, dict(self._applied), self.moment)
+        processes = {
+            name: self._processes[name] for name in self._applied if name in self._processes
+        }
+        return HostState(held, dict(self._applied), self.moment, processes)
 
     def is_saved(self, state: HostState) -> None:
         """Notes that a state is in a snapshot."""

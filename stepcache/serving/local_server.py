@@ -52,6 +52,8 @@ _SNAPSHOT_BYTES = 256 << 20  # After so much written: clients keep what no snaps
 _SWEEP_SECONDS = 2.0
 _LEASES_A_CLIENT = 1024
 _TIMED_REQUESTS = 4096
+_RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS = 1.5, 5.0
+_EPOCH = "epoch"
 _MAX_SOCKET_PATH = 100  # Of 107 that the system allows.
 
 _log = logging.getLogger("stepcache")
@@ -80,8 +82,11 @@ class LocalServer:
         self._snapshots = self.directory / "snapshots"
         self._pool, self._opened = Pool(), Opened()
         state, self._snapshot = snapshots.newest(self._snapshots, self._pool.allocate)
-        epoch = _next_epoch(self.directory)
+        epoch, was_stopped = _next_epoch(self.directory)
         self.host = Host(epoch, self._pool.allocate, ExportedRule, state)
+        self._started = time.monotonic()
+        if not was_stopped:
+            self.host.waiting_for = {"", *_alive(state)}
         self._saved_moment, self._saved_bytes = self.host.moment, 0
         self._changed_time: float | None = None
         self._wanted = False
@@ -121,11 +126,14 @@ class LocalServer:
                 timeout = _POLL_SECONDS if waiting else 10 * _POLL_SECONDS
                 if poller.poll(int(timeout * 1000)):
                     self._serve_all()
+                if self.host.waiting_for:
+                    self._end_recovery()
                 self._keep_snapshots()
                 if time.monotonic() > swept + _SWEEP_SECONDS:
                     self._sweep()
                     swept = time.monotonic()
-            self._last_snapshot()
+            if self._last_snapshot():
+                _write(self.directory / _EPOCH, f"{self.host.epoch} stopped")
         finally:
             self.close()
 
@@ -268,13 +276,25 @@ class LocalServer:
             self._changed_time = time.monotonic()  # Not again at once.
             _log.error("no snapshot could be written: %s", saving.error)
 
-    def _last_snapshot(self) -> None:
+    def _end_recovery(self) -> None:
+        """Stops waiting for clients that have had time enough."""
+        seconds = time.monotonic() - self._started
+        if seconds > _RECOVERY_SECONDS:
+            self.host.waiting_for.discard("")  # Those that no snapshot knows.
+        if seconds > _LONGEST_RECOVERY_SECONDS and self.host.waiting_for:
+            text = "%d clients have not come back after a crash; what they send later is done later"
+            _log.warning(text, len(self.host.waiting_for))
+            self.host.waiting_for.clear()
+
+    def _last_snapshot(self) -> bool:
+        """Writes what no snapshot has. Returns whether there is nothing more."""
         if self._saving is not None:
             self._end(self._saving)
         if self.host.moment != self._saved_moment:
             saving = _Saving(self._snapshots, self.host.state())
             saving.start()
             self._end(saving)
+        return self.host.moment == self._saved_moment
 
 
 class _Saving(threading.Thread):
@@ -342,15 +362,26 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _next_epoch(directory: Path) -> int:
-    """The number of this start. It is on disk before anybody sees it."""
-    path = directory / "epoch"
+def _next_epoch(directory: Path) -> tuple[int, bool]:
+    """The number of this start, on disk before anybody sees it; and whether the last one was stopped
+    with all in a snapshot.
+    """
+    path = directory / _EPOCH
     try:
-        epoch = int(path.read_text()) + 1
+        number, _, end = path.read_text().partition(" ")
+        epoch, was_stopped = int(number) + 1, end == "stopped"
     except (OSError, ValueError):
-        epoch = time.time_ns() // 1000  # Higher than any that was counted up to.
+        # Higher than any that was counted up to.
+        epoch, was_stopped = time.time_ns() // 1000, not path.exists()
     _write(path, str(epoch))
-    return epoch
+    return epoch, was_stopped
+
+
+def _alive(state: HostState | None) -> set[str]:
+    """The clients in a snapshot whose processes are alive."""
+    known = {} if state is None else state.processes
+    processes = {client: Process.parse(text) for client, text in known.items()}
+    return {client for client, process in processes.items() if process and not process.has_ended()}
 
 
 def _write(path: Path, text: str) -> None:

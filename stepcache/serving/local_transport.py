@@ -149,6 +149,10 @@ class LocalTransport:
         if received.lease:
             self._released.append(received.lease)
 
+    def pause(self) -> None:
+        """Waits a moment before a request is made again."""
+        time.sleep(0.01)
+
     def close_socket(self) -> None:
         """Drops the connection."""
         if self._socket is not None:

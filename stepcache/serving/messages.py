@@ -92,11 +92,13 @@ class JoinRequest:
         client: its name, unlike that of any other client.
         process: its process, as `storage.load_markers.Process` writes it.
         first: the number of the first write that it can still send.
+        complete: the epoch of the host that it has sent all again that this does not have; or 0.
     """
 
     client: str
     process: str
     first: int
+    complete: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class WriteRequest:
         base: the token of the version that a value was computed from; 0 for whatever version.
         types: of the leaves, to create them.
         rule: the optimizer to create them with, as `optimizers.export_rule` gives it.
+        stamp: of a write that is repeated: epoch and moment of the host when it was done first.
     """
 
     client: str
@@ -122,6 +125,7 @@ class WriteRequest:
     base: int = 0
     types: list[LeafType] = field(default_factory=list)
     rule: bytes = b""
+    stamp: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +264,8 @@ class Refused:
 
     Attributes:
         kind: "unknown" variables, another "type", a "conflict" with another client's write, an old
-            "epoch", a "gap" before the write, a write that "failed", or a "malformed" message.
+            "epoch", a "gap" before the write, a write that "failed", or a "malformed" message; or
+            it is "recovering": its clients have to send again what it lacks.
         why: in words.
         epoch: of the host.
     """

@@ -43,9 +43,9 @@ def write(directory: Path, state: HostState, state_types: Callable[[bytes], Any]
         types = state_types(held.rule) if held.rule else []
         if held.state is not None:
             optimizers[name] = _named(BlockLayout(types), held.state)
-        about.append([name, held.number, held.token, held.layout.types, held.rule, types])
-    packed = plain.pack({"variables": about, "applied": state.applied, "moment": state.moment})
-    table = np.frombuffer(packed, np.uint8)
+        about.append([name, *_version(held), held.layout.types, held.rule, types])
+    rest = {"applied": state.applied, "moment": state.moment, "processes": state.processes}
+    table = np.frombuffer(plain.pack({"variables": about, **rest}), np.uint8)
     items = {"values": values, "optimizers": optimizers, "table": table}
     save(directory, keep=_KEPT, step=state.moment, **items)
 
@@ -74,9 +74,10 @@ def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
     table = restore(path, partial=True, table=np.zeros(kind.shape, np.uint8))["table"]
     data = plain.unpack(table.tobytes())
     variables, items = {}, {"values": {}, "optimizers": {}}
-    for name, number, token, types, rule, state_types in data["variables"]:
+    for name, number, token, assigned, types, rule, state_types in data["variables"]:
         layout = BlockLayout([tuple(each) for each in types])
-        held = Held(layout, number, token, allocate(layout.size_bytes), rule)
+        block = allocate(layout.size_bytes)
+        held = Held(layout, number, token, tuple(assigned), block, rule)
         variables[name] = held
         items["values"][name] = _named(layout, held.value)
         if rule:
@@ -88,7 +89,11 @@ def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
         for name, views in blocks.items():
             for key, view in views.items():
                 view[...] = read[part][name][key]
-    return HostState(variables, data["applied"], data["moment"])
+    return HostState(variables, data["applied"], data["moment"], data["processes"])
+
+
+def _version(held: Held) -> tuple[Any, ...]:
+    return held.number, held.token, held.assigned
 
 
 def _named(layout: BlockLayout, block: Block) -> dict[str, np.ndarray]:

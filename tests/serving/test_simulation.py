@@ -1,0 +1,211 @@
+"""The state machine and its clients, over a network that loses, doubles, delays and reorders."""
+
+import numpy as np
+import pytest
+
+from stepcache.errors import VariablesError
+from stepcache.serving.host import Host
+from stepcache.serving.messages import BlockLayout, WriteRequest
+from tests.serving.network import Killed, Network, check_reads, client
+
+WRITES = 64
+NAMES = ("a", "b")
+LAYOUT = BlockLayout([("counts", [WRITES], "int64")])
+
+
+def create(each, name):
+    each.write(name, "create", LAYOUT, [np.zeros(WRITES, np.int64)], types=LAYOUT.types)
+
+
+def counts(each, name):
+    versions, blocks, release = each.read([name], [0])
+    found = LAYOUT.views(blocks[name])[0].copy()
+    release()
+    return found, versions[0]
+
+
+def one_hot(number):
+    update = np.zeros(WRITES, np.int64)
+    update[number] = 1
+    return update
+
+
+def run(network):
+    """Some clients that push, read, and are killed.
+
+    Returns the counts of each variable, which writes of it were acknowledged, and which were begun.
+    """
+    random = network.random
+    clients = [client(network) for _ in range(3)]
+    for name in NAMES:
+        for each in clients:
+            create(each, name)
+    clients[0].flush()  # What a client that is killed has created is not lost with it.
+    begun = {name: set() for name in NAMES}
+    acknowledged = {name: set() for name in NAMES}
+    seen = {}
+    for number in range(WRITES):
+        name, index = random.choice(NAMES), random.randrange(len(clients))
+        each = clients[index]
+        if random.random() < 0.1:
+            each._transport.is_killed = True
+        begun[name].add(number)
+        try:
+            version = each.write(name, "add", LAYOUT, [one_hot(number)])
+            acknowledged[name].add(number)
+            seen.setdefault((index, name), set()).add(number)
+            if random.random() < 0.5:
+                found, now = counts(each, name)
+                own = seen[index, name]
+                assert all(found[own_write] == 1 for own_write in own), "its own write is missing"
+                assert now.epoch > version.epoch or now.number >= version.number
+        except Killed:
+            # What no snapshot has of its writes is nobody's any more.
+            for of_it, name_of in [key for key in seen if key[0] == index]:
+                acknowledged[name_of] -= seen.pop((of_it, name_of))
+            clients[index] = client(network)
+    network.faults = 0.0
+    found = {name: counts(clients[0], name)[0] for name in NAMES}
+    for each in clients:  # Each has its writes repeated if the host does not have them.
+        for name in NAMES:
+            each.write(name, "add", LAYOUT, [np.zeros(WRITES, np.int64)])
+    found = {name: counts(clients[0], name)[0] for name in NAMES}
+    return found, acknowledged, begun
+
+
+def check(network):
+    found, acknowledged, begun = run(network)
+    for name in NAMES:
+        assert found[name].max() <= 1, f"{name}: a write was done twice"
+        done = {int(number) for number in np.flatnonzero(found[name])}
+        assert done <= begun[name], f"{name}: a write of another variable"
+        assert acknowledged[name] <= done, f"{name}: {acknowledged[name] - done} are lost"
+    check_reads(network)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_writes_are_done_exactly_once(block):
+    for seed in range(block * 50, block * 50 + 50):
+        check(Network(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(100))
+def test_writes_are_done_exactly_once_for_10_000_seeds(block):
+    for seed in range(1000 + block * 100, 1000 + block * 100 + 100):
+        check(Network(seed))
+
+
+def test_there_are_crashes_and_losses():
+    network = Network(7)
+    run(network)
+    assert network.crashes > 3 and len(network.snapshots) > 10
+
+
+class WithoutNumbers(Host):
+    """Does each write that arrives."""
+
+    def _write(self, request, payload):
+        self._applied[request.client] = request.sequence - 1
+        return super()._write(request, payload)
+
+
+class Forgetful(Host):
+    """Says that everything is in a snapshot."""
+
+    def _join(self, request):
+        joined = super()._join(request)
+        self.saved[request.client] = joined.applied
+        return joined
+
+    def _write(self, request: WriteRequest, payload):
+        self.saved[request.client] = request.sequence
+        return super()._write(request, payload)
+
+
+class InPlace(Host):
+    """Adds to blocks that readers have."""
+
+    def _do(self, request, payload):
+        held = self._held.get(request.name)
+        if request.mode == "add" and held is not None:
+            (old,), (update,) = held.layout.views(held.value.data), held.layout.views(payload)
+            old += update
+            return False
+        return super()._do(request, payload)
+
+
+@pytest.mark.parametrize("broken", [WithoutNumbers, Forgetful, InPlace])
+def test_a_broken_host_is_found(broken):
+    found = 0
+    for seed in range(40):
+        try:
+            check(Network(seed, broken))
+        except (AssertionError, VariablesError):
+            found += 1
+    assert found > 10
+
+
+def test_what_an_older_snapshot_does_not_have_is_counted():
+    lost = 0
+    for seed in range(60):
+        network = Network(seed)
+        run_until_lost(network)
+        lost += network.lost
+    assert lost
+
+
+def run_until_lost(network):
+    each = client(network)
+    create(each, "a")
+    each.flush()
+    network.snapshots = network.snapshots[-1:]
+    network.old_snapshots = True
+    for number in range(WRITES):
+        each.write("a", "add", LAYOUT, [one_hot(number)])
+    network.faults = 0.0
+    found, _ = counts(each, "a")
+    assert found.max() <= 1
+    assert WRITES - found.sum() <= network.lost
+
+
+def carry(each, name, value, base):
+    """Assigns a value that was computed from another one, as a step does with what it carries."""
+    return each.write(name, "assign", LAYOUT, [np.full(WRITES, value)], base=base.token)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_only_one_that_carries_never_has_a_conflict(seed):
+    network = Network(seed)
+    each = client(network)
+    version = each.write("a", "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types)
+    for step in range(1, WRITES):
+        version = carry(each, "a", step, version)
+        found, now = counts(each, "a")
+        assert found[0] == step and now.token == version.token
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_two_that_carry_none_writes_over_the_other(seed):
+    network = Network(seed)
+    clients = [client(network) for _ in range(2)]
+    for each in clients:
+        create(each, "a")
+    clients[0].flush()
+    done, conflicts = 0, 0
+    for _ in range(40):
+        read = [counts(each, "a") for each in clients]
+        order = network.random.sample(range(2), 2)
+        for index in order:
+            (value, *_), version = read[index]
+            try:
+                carry(clients[index], "a", value + 1, version)
+                done += 1
+            except VariablesError as error:
+                assert "somebody has written" in str(error)
+                conflicts += 1
+    assert conflicts and done + conflicts == 80
+    network.faults = 0.0
+    for _ in range(2):  # Each repeats what the host does not have.
+        found = [counts(each, "a")[0][0] for each in clients]
+    assert found == [done, done]
