@@ -363,9 +363,7 @@ def _allow_many_files() -> None:
 
 
 def _next_epoch(directory: Path) -> tuple[int, bool]:
-    """The number of this start, on disk before anybody sees it; and whether the last one was stopped
-    with all in a snapshot.
-    """
+    """The number of this start, on disk before anybody sees it; and whether the last was stopped."""
     path = directory / _EPOCH
     try:
         number, _, end = path.read_text().partition(" ")

@@ -1,0 +1,381 @@
+"""`Variables` that another process holds: what a step sees, what moves, and what is refused."""
+
+import time
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import stepcache as sc
+from stepcache.errors import OptionError, ServerLostError, VariablesError
+from stepcache.events import Moved, recorder
+from stepcache.variables.plan import SERVER_LINK
+from tests.serving.conftest import Server
+
+SIZE = 5000  # Of four bytes each: as many as travel inside a message, and more in shared memory.
+LARGE = 50_000
+
+
+@pytest.fixture
+def moved():
+    """Bytes over each link, of all steps and methods."""
+    seen = Counter()
+
+    def note(event):
+        if isinstance(event, Moved):
+            seen.update(dict(event.link_bytes))
+
+    unsubscribe = recorder.subscribe(note)
+    yield seen
+    unsubscribe()
+
+
+@sc.step
+def total(params, x):
+    return jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, params)) * x
+
+
+@sc.step(carry="state")
+def grow(state, x):
+    return jax.tree.map(lambda leaf: leaf + x, state), x
+
+
+def two(connection, name, value=1.0, size=SIZE, **options):
+    """Variables of the same name in two connections, as two processes have them."""
+    tree = {"w": np.full(size, value, np.float32)}
+    first = connection.variables(name, tree, **options)
+    other = sc.connect(connection.address)
+    return first, other.variables(name, tree, **options)
+
+
+# ---- what a step sees ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, SIZE, LARGE])
+def test_a_step_sees_what_another_process_has_written(connection, name, size):
+    mine, theirs = two(connection, name, size=size, write=sc.Write(mode="add"))
+    assert total(mine, 2.0) == 2 * size
+    for count in range(1, 4):
+        theirs.push({"w": np.ones(size, np.float32)})
+        assert total(mine, 1.0) == (1 + count) * size
+        assert mine.version == count
+        assert np.array_equal(mine.value["w"], np.full(size, 1.0 + count, np.float32))
+
+
+def test_the_first_value_counts(connection, name):
+    first, second = two(connection, name)
+    third = connection.variables(name, {"w": np.zeros(SIZE, np.float32)})
+    assert total(third, 1.0) == total(second, 1.0) == total(first, 1.0) == SIZE
+
+
+def test_unchanged_values_do_not_move(connection, name, moved):
+    params, _ = two(connection, name)
+    total(params, 1.0)
+    assert moved[SERVER_LINK] == 4 * SIZE
+    for _ in range(5):
+        total(params, 1.0)
+    assert moved[SERVER_LINK] == 4 * SIZE
+
+
+@pytest.mark.parametrize(
+    "read", [sc.Read(), sc.Read(cache="device"), sc.Read(cache="host")], ids=str
+)
+def test_what_moves_is_what_explain_says(connection, name, moved, read):
+    mine, theirs = two(connection, name, read=read)
+    for turn in range(3):
+        for _ in range(2):
+            planned = total.explain(mine, 1.0).plan.link_bytes
+            moved.clear()
+            total(mine, 1.0)
+            assert dict(moved) == planned
+        theirs.assign({"w": np.full(SIZE, turn, np.float32)})
+
+
+def test_what_a_carried_value_moves_is_what_explain_says(connection, name, moved):
+    mine, theirs = two(connection, name)
+    for turn in range(3):
+        planned = grow.explain(mine, 1.0).plan.link_bytes
+        moved.clear()
+        grow(mine, 1.0)
+        assert dict(moved) == planned
+        if turn == 1:
+            theirs.assign({"w": np.zeros(SIZE, np.float32)})
+    assert np.array_equal(mine.value["w"], np.ones(SIZE, np.float32))
+
+
+def test_without_a_copy_every_call_reads(connection, name, moved):
+    params, _ = two(connection, name, read=sc.Read())
+    for _ in range(3):
+        total(params, 1.0)
+    assert moved[SERVER_LINK] == 3 * 4 * SIZE
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_copy_serves_no_longer_than_its_staleness(connection, name, staleness):
+    read = sc.Read(cache="device", max_staleness=staleness)
+    mine, theirs = two(connection, name, 0.0, 1, read=read)
+    seen = []
+    for now in range(12):
+        seen.append(int(total(mine, 1.0)))
+        theirs.assign({"w": np.full(1, now + 1, np.float32)})
+    fetched = [now - now % (staleness + 1) for now in range(12)]
+    assert seen == fetched
+
+
+def test_a_copy_serves_no_longer_than_its_age(connection, name):
+    read = sc.Read(cache="device", max_age=0.4)
+    mine, theirs = two(connection, name, 0.0, 1, read=read)
+    assert total(mine, 1.0) == 0
+    theirs.assign({"w": np.ones(1, np.float32)})
+    assert total(mine, 1.0) == 0
+    time.sleep(0.5)
+    assert total(mine, 1.0) == 1
+
+
+def test_a_session_reads_what_it_has_written(connection, name):
+    read = sc.Read(cache="device", max_staleness=100)
+    mine, _ = two(connection, name, 0.0, 1, read=read, write=sc.Write(mode="add"))
+    for count in range(1, 5):
+        mine.push({"w": np.ones(1, np.float32)})
+        assert total(mine, 1.0) == count
+
+
+def test_all_values_of_a_call_are_of_one_moment(connection, name):
+    """Another process writes the first, then the second: they never differ by more than one."""
+    tree = {"w": np.zeros(1, np.float32)}
+    read = sc.Read(cache="device", max_staleness=2)
+    pair = [connection.variables(f"{name}{n}", tree, read=read) for n in range(2)]
+    other = sc.connect(connection.address)
+    theirs = [other.variables(f"{name}{n}", tree) for n in range(2)]
+
+    @sc.step
+    def difference(a, b):
+        return a["w"] - b["w"]
+
+    seen = set()
+    for now in range(1, 30):
+        for index, each in enumerate(theirs):
+            each.assign({"w": np.full(1, now, np.float32)})
+            if now % 3 == 0:
+                total(pair[index], 1.0)  # One of them is newer than the other in this process.
+            seen.add(float(difference(*pair)[0]))
+    assert seen <= {0.0, 1.0}
+
+
+# ---- what is written -----------------------------------------------------------------------------
+
+
+def test_an_optimizer_runs_where_the_variables_are(connection, name):
+    tree = {"w": np.linspace(0, 1, 300, dtype=np.float32), "b": np.zeros(3, np.float32)}
+    write = sc.Write(mode="apply", optimizer=optax.chain(optax.clip(0.5), optax.adam(1e-2)))
+    served = connection.variables(name, tree, write=write)
+    local = sc.Variables(tree, write=write)
+    for number in range(5):
+        gradients = jax.tree.map(lambda leaf, n=number: np.cos(leaf + n), tree)
+        served.push(gradients)
+        local.push(gradients)
+    for path, leaf in served.value.items():
+        np.testing.assert_allclose(leaf, local.value[path], rtol=1e-6, atol=1e-7)
+
+
+def test_sums_are_made_here_and_written_there(connection, name, moved):
+    params, _ = two(connection, name, 0.0, write=sc.Write(mode="add", every=3))
+    for _ in range(6):
+        params.push({"w": np.ones(SIZE, np.float32)})
+    assert params.version == 2 and moved[SERVER_LINK] == 2 * 4 * SIZE
+    assert np.array_equal(params.value["w"], np.full(SIZE, 6, np.float32))
+
+
+def test_an_update_may_be_changed_after_it_was_pushed(connection, name):
+    params, _ = two(connection, name, 0.0, LARGE, write=sc.Write(mode="add"))
+    update = {"w": np.ones(LARGE, np.float32)}
+    for _ in range(3):
+        update["w"][:] = 1
+        params.push(update)
+        update["w"][:] = 77
+    assert np.array_equal(params.value["w"], np.full(LARGE, 3, np.float32))
+
+
+def test_a_value_that_was_looked_at_does_not_change(connection, name):
+    params, _ = two(connection, name, 0.0, LARGE, write=sc.Write(mode="add"))
+    looked_at = [params.value["w"]]
+    for _ in range(5):
+        params.push({"w": np.ones(LARGE, np.float32)})
+        looked_at.append(params.value["w"])
+    assert [value.max() for value in looked_at] == [value.min() for value in looked_at]
+    assert [value[0] for value in looked_at] == list(range(6))
+
+
+def test_a_training_loop_gives_the_losses_of_one_process(connection, name):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 8)).astype(np.float32)
+    y = x @ rng.normal(size=8).astype(np.float32)
+    tree = {"w": np.zeros(8, np.float32), "b": np.zeros((), np.float32)}
+
+    def loss_of(params, x, y):
+        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+    @sc.step
+    def gradients(params, x, y):
+        return jax.value_and_grad(loss_of)(params, x, y)
+
+    write = sc.Write(mode="apply", optimizer=optax.adam(0.1))
+    losses = []
+    for params in (connection.variables(name, tree, write=write), sc.Variables(tree, write=write)):
+        losses.append([])
+        for _ in range(20):
+            loss, update = gradients(params, x, y)
+            params.push(update)
+            losses[-1].append(float(loss))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][-1] < losses[0][0] / 3
+
+
+def test_two_that_carry_do_not_write_over_each_other(connection, name):
+    mine, theirs = two(connection, name, 0.0, 1)
+    grow(mine, 1.0)
+    grow(theirs, 1.0)
+    assert mine.value["w"] == 2
+    taken = mine._master.take
+    mine._master.take = lambda *args: (taken(*args), grow(theirs, 1.0))[0]
+    with pytest.raises(VariablesError, match="somebody has written"):
+        grow(mine, 1.0)
+    mine._master.take = taken
+    grow(mine, 1.0)
+    assert mine.value["w"] == 4
+
+
+# ---- meshes, checkpoints, and other ways ---------------------------------------------------------
+
+
+def test_copies_are_split_over_a_mesh(connection, name, mesh):
+    tree = {"w": np.arange(64, dtype=np.float32).reshape(8, 8)}
+    with sc.Session(mesh):
+        rules = [("w", PartitionSpec("data"))]
+        params = connection.variables(name, tree, placement=sc.Sharded(rules))
+
+        @sc.step
+        def double(params):
+            return params["w"] * 2
+
+        out = double(params)
+        assert not out.sharding.is_fully_replicated
+        assert np.array_equal(out, tree["w"] * 2)
+        state = connection.variables(f"{name}-carried", tree, placement=sc.Sharded(rules))
+        for _ in range(2):
+            state, _ = grow(state, 1.0)
+    assert np.array_equal(state.value["w"], tree["w"] + 2)
+
+
+def test_a_snapshot_is_a_checkpoint(server):
+    tree = {"w": np.arange(3, dtype=np.float32), "layers": [np.ones(2, np.int32)]}
+    with server.connect() as connection:
+        params = connection.variables("params", tree)
+        params.assign(jax.tree.map(lambda leaf: leaf * 2, tree))
+        connection.flush()
+    stored = {"params": {"w": np.zeros(3, np.float32), "layers/0": np.zeros(2, np.int32)}}
+    found = sc.restore(server.directory / "snapshots", partial=True, values=stored)["values"]
+    assert np.array_equal(found["params"]["w"], tree["w"] * 2)
+    assert np.array_equal(found["params"]["layers/0"], [2, 2])
+
+
+def test_served_variables_are_saved_and_restored(connection, name, tmp_path):
+    params, theirs = two(connection, name)
+    sc.save(tmp_path / "saved", params=params)
+    theirs.assign({"w": np.zeros(SIZE, np.float32)})
+    sc.restore(tmp_path / "saved", params=params)
+    assert np.array_equal(theirs.value["w"], np.ones(SIZE, np.float32))
+    local = params.copy()
+    local.assign({"w": np.full(SIZE, 9, np.float32)})
+    assert params.value["w"][0] == 1
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "complex64"])
+def test_types(connection, name, dtype):
+    tree = {"x": np.arange(6).astype(jnp.dtype(dtype)), "empty": np.zeros((0, 3), np.float32)}
+    value = connection.variables(name, tree).value
+    assert value["x"].dtype == tree["x"].dtype and np.array_equal(value["x"], tree["x"])
+    assert value["empty"].shape == (0, 3)
+
+
+# ---- what is refused ------------------------------------------------------------------------------
+
+
+def test_another_tree_is_refused(connection, name):
+    two(connection, name)
+    with pytest.raises(VariablesError, match="is there already"):
+        connection.variables(name, {"w": np.zeros(SIZE + 1, np.float32)})
+    with pytest.raises(VariablesError, match="has no optimizer"):
+        write = sc.Write(mode="apply", optimizer=optax.sgd(0.1))
+        connection.variables(name, {"w": np.zeros(SIZE, np.float32)}, write=write)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"placement": sc.OnHost()},
+        {"read": sc.Read(cache="device", wire="bf16")},
+        {"read": sc.Read(prefetch=True)},
+        {"read": sc.Read(route="gather")},
+        {"write": sc.Write(mode="add", wire="int8")},
+    ],
+    ids=str,
+)
+def test_policies_without_effect_are_refused(connection, name, options):
+    with pytest.raises(OptionError):
+        connection.variables(name, {"w": np.zeros(1)}, **options)
+
+
+def test_random_keys_are_refused(connection, name):
+    with pytest.raises(VariablesError, match="key_data"):
+        connection.variables(name, {"key": jax.random.key(0)})
+
+
+@pytest.mark.parametrize("address", ["", "local:", "gs:place", "/some/where"])
+def test_unknown_addresses_are_refused(address):
+    with pytest.raises(OptionError, match="unknown address"):
+        sc.connect(address)
+
+
+def test_no_server_is_an_error_in_time(tmp_path):
+    with sc.connect(f"local:{tmp_path}/nobody", timeout=0.3) as connection:
+        began = time.monotonic()
+        with pytest.raises(ServerLostError, match=r"0\.3 s"):
+            connection.variables("params", {"w": np.zeros(1)})
+        assert time.monotonic() - began < 5
+
+
+def test_a_closed_connection_says_so(shared_server, name):
+    connection = shared_server.connect()
+    params = connection.variables(name, {"w": np.zeros(1)})
+    connection.close()
+    with pytest.raises(VariablesError, match="closed"):
+        params.value  # noqa: B018
+
+
+def test_a_transformation_does_not_keep_the_value(connection, name):
+    params, _ = two(connection, name)
+    with pytest.raises(VariablesError, match="transformation"):
+        jax.jit(lambda: params.value["w"] * 2)()
+
+
+def test_a_push_that_moves_too_much_is_refused(connection, name):
+    params, _ = two(connection, name, write=sc.Write(mode="add"))
+    with sc.Session(max_step_bytes=100), pytest.raises(sc.TransferBudgetError):
+        params.push({"w": np.ones(SIZE, np.float32)})
+    assert params.value["w"][0] == 1
+
+
+def test_a_server_waits_for_clients_that_come_first(tmp_path):
+    server = Server(tmp_path / "late")
+    with server.connect() as connection:
+        import threading
+
+        threading.Timer(0.3, server.start).start()
+        params = connection.variables("params", {"w": np.ones(2)})
+        assert params.value["w"].sum() == 2
+    server.stop()

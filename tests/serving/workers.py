@@ -1,0 +1,33 @@
+"""What processes do that push: `python -m tests.serving.workers DIRECTORY NAME FIRST COUNT`.
+
+Each pushes one 1 at each of its places, and prints the number of each push that was acknowledged.
+"""
+
+import sys
+
+import numpy as np
+
+import stepcache as sc
+
+PLACES = 20_000  # So many that an update travels in shared memory.
+
+
+def push(directory, name, first, count):
+    with sc.connect(f"local:{directory}", timeout=60) as connection:
+        tree = {"counts": np.zeros(PLACES, np.float32)}
+        params = connection.variables(name, tree, write=sc.Write(mode="add"))
+        print("ready", flush=True)
+        for number in range(first, first + count):
+            update = np.zeros(PLACES, np.float32)
+            update[number] = 1
+            params.push({"counts": update})
+            print(number, flush=True)
+            if number % 5 == 0:
+                assert params.value["counts"][number] == 1
+        connection.flush()
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    directory, name, first, count = sys.argv[1:]
+    push(directory, name, int(first), int(count))
