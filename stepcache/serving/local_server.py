@@ -45,6 +45,7 @@ from stepcache.serving.shared_memory import CAN_SHARE, Opened, Place, Pool
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory
+from stepcache.units import counted
 
 MAX_FRAME_BYTES = 16 << 20 if CAN_SHARE else 4 << 30
 _POLL_SECONDS = 0.05
@@ -282,8 +283,8 @@ class LocalServer:
         if seconds > _RECOVERY_SECONDS:
             self.host.waiting_for.discard("")  # Those that no snapshot knows.
         if seconds > _LONGEST_RECOVERY_SECONDS and self.host.waiting_for:
-            text = "%d clients have not come back after a crash; what they send later is done later"
-            _log.warning(text, len(self.host.waiting_for))
+            missing = counted(len(self.host.waiting_for), "client")
+            _log.warning("%s did not come back in time after a crash: go on without", missing)
             self.host.waiting_for.clear()
 
     def _last_snapshot(self) -> bool:
@@ -363,7 +364,7 @@ def _allow_many_files() -> None:
 
 
 def _next_epoch(directory: Path) -> tuple[int, bool]:
-    """The number of this start, on disk before anybody sees it; and whether the last was stopped."""
+    """The number of this start, on disk before it is used; and whether the last one was stopped."""
     path = directory / _EPOCH
     try:
         number, _, end = path.read_text().partition(" ")
@@ -376,10 +377,12 @@ def _next_epoch(directory: Path) -> tuple[int, bool]:
 
 
 def _alive(state: HostState | None) -> set[str]:
-    """The clients in a snapshot whose processes are alive."""
-    known = {} if state is None else state.processes
-    processes = {client: Process.parse(text) for client, text in known.items()}
-    return {client for client, process in processes.items() if process and not process.has_ended()}
+    """The clients that had written before a snapshot, and whose processes are alive."""
+    if state is None:
+        return set()
+    writers = [client for client, applied in state.applied.items() if applied]
+    found = {client: Process.parse(state.processes.get(client, "")) for client in writers}
+    return {client for client, process in found.items() if process and not process.has_ended()}
 
 
 def _write(path: Path, text: str) -> None:

@@ -302,7 +302,7 @@ def test_types(connection, name, dtype):
     assert value["empty"].shape == (0, 3)
 
 
-# ---- what is refused ------------------------------------------------------------------------------
+# ---- what is refused ----------------------------------------------------------------------------
 
 
 def test_another_tree_is_refused(connection, name):
