@@ -79,6 +79,7 @@ class _Sent:
 
     request: WriteRequest
     block: Block
+    stamp: tuple[int, int] | None = None
 
 
 class Version(NamedTuple):
@@ -160,7 +161,7 @@ class Client:
             block = self._transport.allocate(layout.size_bytes)
             layout.fill(block.data, leaves)
             self._settle(deadline)
-            row = (self.name, self._next, 0, name, mode, base, list(types), rule)
+            row = (self.name, self._next, self._epoch or 0, name, mode, base, list(types), rule)
             sent = _Sent(WriteRequest(*row), block)
             self._unsaved.append(sent)
             self._unsaved_bytes += block.data.size
@@ -175,10 +176,11 @@ class Client:
     def _send(self, sent: _Sent, deadline: float) -> Any:
         """The reply to a write that has not been confirmed."""
         while True:
-            request = replace(sent.request, epoch=self._epoch)
-            reply = self._request(request, sent.block, deadline).message
+            if sent.request.epoch != self._epoch:
+                sent.request = replace(sent.request, epoch=self._epoch)
+            reply = self._request(sent.request, sent.block, deadline).message
             if isinstance(reply, Written):
-                self._confirm(sent, reply)
+                sent.stamp = (reply.epoch, reply.moment)
                 self._forget(reply.saved)
                 return reply
             if not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
@@ -191,7 +193,7 @@ class Client:
         """Joins the host, and sends what it had not confirmed in time."""
         if self._epoch is None:
             self._join(deadline)
-        if self._unsaved and not any((sent := self._unsaved[-1]).request.stamp):
+        if self._unsaved and (sent := self._unsaved[-1]).stamp is None:
             reply = self._send(sent, deadline)
             if not isinstance(reply, Written):
                 self._give_up(sent, reply)
@@ -234,23 +236,18 @@ class Client:
             sequence = sent.request.sequence
             if sequence <= joined.applied:
                 continue
-            if not any(sent.request.stamp):
+            if sent.stamp is None:
                 break  # What was not confirmed is a new write: it waits until all have joined.
-            request = replace(sent.request, epoch=joined.epoch)
+            # It is done again whatever others have written.
+            row = {"epoch": joined.epoch, "base": 0, "stamp": sent.stamp}
+            request = replace(sent.request, **row)
             reply = self._request(request, sent.block, deadline).message
             if isinstance(reply, Refused) and reply.kind in _TRANSIENT:
                 return False
             if isinstance(reply, Refused):
                 self._give_up(sent, reply)
                 return False  # Those after it have other numbers now.
-            self._confirm(sent, reply)
         return True
-
-    def _confirm(self, sent: _Sent, written: Written) -> None:
-        """Notes that a write is done. If it is done again, that is whatever others have written."""
-        if not any(sent.request.stamp):
-            stamp = (written.epoch, written.moment)
-            sent.request = replace(sent.request, base=0, stamp=stamp)
 
     def _give_up(self, sent: _Sent, refused: Any) -> None:
         why = refused.why if isinstance(refused, Refused) else f"{refused}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -36,30 +37,35 @@ def fits(value: Any, kind: Any) -> bool:
         kind: a plain type, a dataclass, or a generic type of these. `tuple[str, int]` stands for a
             list of a text and a number, as tuples are unpacked; an int fits a float.
     """
+    return _check_of(kind)(value)
+
+
+@functools.lru_cache(maxsize=256)
+def _check_of(kind: Any) -> Callable[[Any], bool]:
+    """What `fits` does for one kind: made once, as messages are checked one by one."""
     if kind is Any:
-        return True
+        return lambda value: True
     if dataclasses.is_dataclass(kind):
-        return type(value) is kind and all(
-            fits(getattr(value, name), each) for name, each in _fields(kind)
+        names = get_type_hints(kind)
+        fields = [(name, _check_of(each)) for name, each in names.items()]
+        return lambda value: (
+            type(value) is kind and all(check(getattr(value, name)) for name, check in fields)
         )
-    kinds = get_args(kind)
-    match get_origin(kind) or kind:
-        case origin if origin is tuple:
-            return (
-                isinstance(value, list)
-                and len(value) == len(kinds)
-                and all(map(fits, value, kinds))
-            )
-        case origin if origin is list:
-            return isinstance(value, list) and all(fits(each, kinds[0]) for each in value)
-        case origin if origin is dict:
-            return isinstance(value, dict) and all(
-                fits(name, kinds[0]) and fits(each, kinds[1]) for name, each in value.items()
-            )
-        case origin:
-            return type(value) is origin or (origin is float and type(value) is int)
-
-
-@functools.lru_cache
-def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
-    return tuple(get_type_hints(kind).items())
+    origin, kinds = get_origin(kind) or kind, [_check_of(each) for each in get_args(kind)]
+    if origin is tuple:
+        return lambda value: (
+            isinstance(value, list)
+            and len(value) == len(kinds)
+            and all(check(each) for check, each in zip(kinds, value, strict=True))
+        )
+    if origin is list:
+        return lambda value: isinstance(value, list) and all(map(kinds[0], value))
+    if origin is dict:
+        return lambda value: (
+            isinstance(value, dict)
+            and all(map(kinds[0], value))
+            and all(map(kinds[1], value.values()))
+        )
+    if origin is float:
+        return lambda value: type(value) in (float, int)
+    return lambda value: type(value) is origin

@@ -1,0 +1,253 @@
+"""Served variables beside TensorFlow's parameter server: each worker reads, computes and pushes.
+
+One iteration of a worker reads a variable, finds its maximum, and adds a value of the same size
+that depends on it. Cases: a scalar, 16 MB and 100 MB of float32, with 1, 2 and 4 workers. A sample
+is the time of one iteration of one worker, while all of them run. Contenders are timed in turn.
+
+TensorFlow runs as `ParameterServerStrategy`: a coordinator schedules the function on its workers.
+It may be installed elsewhere: `--tensorflow PYTHON` names an interpreter that has it.
+
+    python -m benchmarks.served [--quick] [--tensorflow PYTHON]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from benchmarks.harness import Row, compared, quartiles, show, write
+
+SIZES = {"scalar": 1, "16 MB": 4 << 20, "100 MB": 25 << 20}
+WORKERS = (1, 2, 4)
+SETTINGS = {"rounds": 9, "sample_seconds": 1.0}
+
+
+class Group:
+    """Processes that run iterations when they are told to."""
+
+    def __init__(self, commands: list[list[str]]):
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        self._processes = [
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for command in commands
+        ]
+        for process in self._processes:
+            self._answer(process)
+
+    @staticmethod
+    def _answer(process: subprocess.Popen) -> float:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)["seconds"]
+        raise SystemExit(f"{process.args} has ended")
+
+    def run(self, iterations: int) -> float:
+        """Seconds of one iteration of one worker, while all run."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{iterations}\n")
+            process.stdin.flush()
+        return float(np.mean([self._answer(each) for each in self._processes])) / iterations
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def serve_commands(work: Callable[[int], None]) -> None:
+    """Runs iterations as they are asked for, and says how long they took."""
+    print(json.dumps({"seconds": 0.0}), flush=True)
+    for line in sys.stdin:
+        started = time.perf_counter()
+        work(int(line))
+        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
+
+
+# ---- stepcache ---------------------------------------------------------------------------------
+
+
+def stepcache_worker(directory: str, size: int) -> None:
+    import jax.numpy as jnp
+
+    import stepcache as sc
+
+    @sc.step
+    def update_of(value):
+        return jnp.full(value.shape, jnp.max(value) * 0 + 1, value.dtype)
+
+    connection = sc.connect(f"local:{directory}")
+    variables = connection.variables(
+        f"value{size}", np.zeros(size, np.float32), write=sc.Write(mode="add")
+    )
+
+    def work(iterations: int) -> None:
+        for _ in range(iterations):
+            variables.push(update_of(variables))
+
+    work(2)
+    serve_commands(work)
+
+
+@contextlib.contextmanager
+def stepcache_group(workers: int, size: int) -> Iterator[Group]:
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        arguments = [sys.executable, "-m", "benchmarks.served", "--worker", directory, str(size)]
+        group = Group([arguments] * workers)
+        try:
+            yield group
+        finally:
+            group.end()
+            server.kill()
+            server.wait()
+
+
+# ---- TensorFlow --------------------------------------------------------------------------------
+
+_TENSORFLOW = """
+import json, os, sys, time
+import tensorflow as tf
+role, index, size, workers = sys.argv[1], *map(int, sys.argv[2:5])
+spec = tf.train.ClusterSpec(json.loads(sys.argv[5]))
+if role != "chief":
+    tf.distribute.Server(spec, job_name=role, task_index=index, protocol="grpc").join()
+resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    spec, rpc_layer="grpc", task_type="chief", task_id=0
+)
+strategy = tf.distribute.ParameterServerStrategy(resolver)
+coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+with strategy.scope():
+    variable = tf.Variable(tf.zeros([size]))
+
+@tf.function
+def step():
+    largest = tf.reduce_max(variable.read_value())
+    variable.assign_add(tf.fill([size], largest * 0 + 1))
+
+def work(iterations):
+    for _ in range(iterations * workers):
+        coordinator.schedule(step)
+    coordinator.join()
+
+work(2)
+print(json.dumps({"seconds": 0.0}), flush=True)
+for line in sys.stdin:
+    started = time.perf_counter()
+    work(int(line))
+    print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def tensorflow_group(python: str, workers: int, size: int) -> Iterator[Group]:
+    cluster = {
+        "chief": [f"127.0.0.1:{free_port()}"],
+        "ps": [f"127.0.0.1:{free_port()}"],
+        "worker": [f"127.0.0.1:{free_port()}" for _ in range(workers)],
+    }
+    roles = [("ps", 0), *(("worker", index) for index in range(workers))]
+    rest = [str(size), str(workers), json.dumps(cluster)]
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
+    servers = [
+        subprocess.Popen([python, "-c", _TENSORFLOW, role, str(index), *rest], **silent)
+        for role, index in roles
+    ]
+    try:
+        group = Group([[python, "-c", _TENSORFLOW, "chief", "0", *rest]])
+        yield group
+        group.end()
+    finally:
+        for process in servers:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+# ---- in turn -----------------------------------------------------------------------------------
+
+
+def copy_seconds(size: int) -> float:
+    """What it takes to copy so many values into memory that is there already."""
+    source, target = np.ones(size, np.float32), np.ones(size, np.float32)
+    times = []
+    for _ in range(9):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - started)
+    return quartiles(times)[1]
+
+
+def measured(name: str, workers: int, python: str | None, rounds: int, seconds: float) -> list[Row]:
+    size = SIZES[name]
+    with contextlib.ExitStack() as stack:
+        groups = {}
+        if python:
+            group = stack.enter_context(tensorflow_group(python, workers, size))
+            groups["TensorFlow, parameter server"] = group
+        groups["stepcache, local"] = stack.enter_context(stepcache_group(workers, size))
+        counts = {}
+        for label, group in groups.items():
+            group.run(2)
+            counts[label] = max(2, int(seconds / group.run(3)))
+        times: dict[str, list[float]] = {label: [] for label in groups}
+        shuffler = random.Random(0)
+        for _ in range(rounds):
+            for label in shuffler.sample(list(groups), len(groups)):
+                times[label].append(groups[label].run(counts[label]))
+    case = f"{name}, {workers} worker{'s' if workers > 1 else ''}"
+    print(f"{case}: done", flush=True)
+    return compared(case, times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--tensorflow", help="a Python that has TensorFlow")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return stepcache_worker(options.worker[0], int(options.worker[1]))
+    settings = {"rounds": 2, "sample_seconds": 0.1} if options.quick else SETTINGS
+    sizes, workers = (["scalar"], [1]) if options.quick else (list(SIZES), WORKERS)
+    rows = [
+        row
+        for name in sizes
+        for count in workers
+        for row in measured(name, count, options.tensorflow, *settings.values())
+    ]
+    show("one iteration of one worker: read, compute, push", rows)
+    figures = {"seconds of a memory copy": {name: copy_seconds(SIZES[name]) for name in sizes}}
+    print(figures)
+    if not options.quick:
+        print(f"written to {write('served', rows, figures, workers=list(WORKERS), **SETTINGS)}")
+
+
+if __name__ == "__main__":
+    main()
