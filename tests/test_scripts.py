@@ -188,6 +188,7 @@ def test_cells_of_a_notebook(tmp_path):
 # ---- what steps read -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_options_of_the_command_line(tmp_path):
     """What decides whether a program is loaded is named, and never compiled twice.
 

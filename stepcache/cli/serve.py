@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from stepcache._process_hooks import signals_handled
 from stepcache.cli.directories import DURATION, Result
 from stepcache.cli.render import served
 from stepcache.errors import StepCacheError
@@ -46,10 +48,10 @@ def serve(directory: Path, **options: Any) -> None:
         server = LocalServer(directory, **options)
     except StepCacheError as error:
         raise click.ClickException(str(error)) from error
-    server.stop_at_signals()
     held = server.host.status().variables
-    click.echo(f"serving {directory} ({len(held)} variables, epoch {server.host.epoch})")
-    server.run()
+    with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: server.stop()):
+        click.echo(f"serving {directory} ({len(held)} variables, epoch {server.host.epoch})")
+        server.run()
     click.echo(f"stopped; {server.host.moment} writes are in the last snapshot")
 
 

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import resource
-import signal
 import tempfile
 import threading
 import time
@@ -141,11 +140,6 @@ class LocalServer:
     def stop(self) -> None:
         """Has `run` return. Signal handlers and other threads may call it."""
         self._stopping.set()
-
-    def stop_at_signals(self) -> None:
-        """Stops at SIGTERM and SIGINT. For the main thread of a process of its own."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self.stop())
 
     def close(self) -> None:
         """Gives the socket and the directory back. Clients wait for the next server."""

@@ -25,25 +25,31 @@ def shared_pod(tmp_path_factory):
         list(pool.map(Pod.close, pods))
 
 
+def _parameters(item):
+    return tuple(item.callspec.params.values()) if hasattr(item, "callspec") else ()
+
+
 @pytest.fixture(scope="module")
 def together(request, tmp_path_factory):
     """`together(name)`: what became of a pod that the module has in its `TOGETHER`.
 
     These are functions of a directory, by name. They are called a few at a time, when the first of
     them is asked for: their processes spend most of their seconds waiting. Where a single test is
-    run, only its own is called.
+    run, only its own is called; and none of those that are named by the parameters of tests that
+    are skipped.
     """
     items = [each for each in request.session.items if each.module is request.module]
     users = [each for each in items if "together" in each.fixturenames]
-    alone = sum(not each.get_closest_marker("skip") for each in users) == 1
+    run = [each for each in users if not each.get_closest_marker("skip")]
+    skipped = {_parameters(each) for each in users} - {_parameters(each) for each in run}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
 
         @functools.cache
         def started(name):
             return pool.submit(request.module.TOGETHER[name], tmp_path_factory.mktemp("pod"))
 
-        if not alone:
-            for name in request.module.TOGETHER:
+        for name in request.module.TOGETHER:
+            if len(run) > 1 and (name if isinstance(name, tuple) else (name,)) not in skipped:
                 started(name)
         yield lambda name: started(name).result()
         pool.shutdown(cancel_futures=True)

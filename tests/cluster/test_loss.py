@@ -103,6 +103,7 @@ def assert_ended(rank, victim, *, killed=True):
     assert f"RankLostError: rank {victim} of the pod is lost" in rank.output, rank.output
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("point", "victim"), CASES)
 def test_the_others_say_who_has_gone(together, point, victim):
     check(together((point, victim)), point, victim)
@@ -363,7 +364,7 @@ def ending(directory, how, victim):
 
 @pytest.mark.parametrize(
     ("how", "victim"),
-    [*ENDED[:4], *(pytest.param(*case, marks=pytest.mark.slow) for case in ENDED[4:])],
+    [*ENDED[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in ENDED[2:])],
 )
 def test_one_that_ends_is_an_error_of_those_that_wait_for_it(together, tmp_path, how, victim):
     says, code = ENDINGS[how][1:]

@@ -78,7 +78,9 @@ def levels(ranks):
     return [rank.said("level")[0] for rank in ranks]
 
 
-@pytest.mark.parametrize("cache", ["own", "shared", "off"])
+@pytest.mark.parametrize(
+    "cache", ["own", *(pytest.param(each, marks=pytest.mark.slow) for each in ("shared", "off"))]
+)
 def test_one_builds_and_the_next_run_loads(tmp_path, cache):
     directory = {
         "own": tmp_path / "cache{rank}",
@@ -114,6 +116,7 @@ def test_what_is_not_vouched_for_is_traced_by_all_and_compiled_by_one(run, tmp_p
         assert levels(run(tmp_path / "a", 3, cache, inside=inside)) == ["3", "2", "2"]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("held", [(1, 2, 3), (2,)])
 @pytest.mark.parametrize("inside", ["time.time()", "time.time() if RANK else None"])
 def test_what_is_not_vouched_for_is_compiled_by_none_where_one_has_it(run, tmp_path, held, inside):

@@ -76,6 +76,7 @@ def check(directory, way, seed):
 TOGETHER = {way: functools.partial(check, way=way, seed=1) for way in ("KILL", "raise", "end")}
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("way", TOGETHER)
 def test_a_sample(together, way):
     together(way)

@@ -97,7 +97,6 @@ else:
 WHENS = ("first call", "preload", "preload that sleeps", "verification")
 HOWS = ("end", "sys.exit", "exception", "thread", "sys.exit in a thread", "daemon")
 SAMPLE = {
-    ("first call", "exception"),
     ("first call", "thread"),
     ("preload", "sys.exit"),
     ("preload that sleeps", "exception"),

@@ -101,7 +101,7 @@ def again(built, tmp_path):
     return tmp_path / "programs", script
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen_and_named(name, again):
     programs, script = again
@@ -111,7 +111,7 @@ def test_a_change_is_seen_and_named(name, again):
     assert level > 1 and named in told, told
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_surroundings(name, again, tmp_path):
     programs, script = again
