@@ -40,7 +40,7 @@ from stepcache.sharding import Rules
 from stepcache.step import Step, step
 from stepcache.storage import run_log as _history
 from stepcache.variables.checkpoints import save
-from stepcache.variables.policy import OnHost, Read, Replicated, Sharded, Write
+from stepcache.variables.policy import OnHost, Read, Replicated, RowOptimizer, Sharded, Write
 from stepcache.variables.restoring import restore
 from stepcache.variables.variables import Variables
 
@@ -64,6 +64,7 @@ __all__ = [
     "RecompileError",
     "RecompileWarning",
     "Replicated",
+    "RowOptimizer",
     "Rules",
     "ServerLostError",
     "Session",

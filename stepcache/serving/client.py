@@ -7,14 +7,14 @@ sends, in order, what that host does not have; the host does each write once.
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from stepcache.serving.messages import (
     ReadRequest,
     Refused,
     Request,
+    RowsRequest,
     SnapshotRequest,
     Status,
     StatusRequest,
@@ -37,40 +38,16 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
+from stepcache.serving.transport import Transport, Version, keep_in_thread
 from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
 
 _TRANSIENT = ("epoch", "gap", "recovering")
 _KEPT_SECONDS = 0.5  # How often a client that has written looks whether the host has begun anew.
 
+T = TypeVar("T")
+
 _log = logging.getLogger("stepcache")
-
-
-class Reply(Protocol):
-    """A reply that has come, and the blocks with it."""
-
-    message: Any
-    blocks: list[np.ndarray]
-
-
-class Transport(Protocol):
-    """Carries requests to a host."""
-
-    def allocate(self, size_bytes: int) -> Block: ...
-
-    def request(self, message: Request, block: Any, deadline: float) -> Any:
-        """The reply to a request; None if none came in time."""
-        ...
-
-    def release(self, received: Any) -> None:
-        """Gives the blocks of a reply back."""
-        ...
-
-    def pause(self) -> None:
-        """Waits a moment before a request is made again."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -80,22 +57,6 @@ class _Sent:
     request: WriteRequest
     block: Block
     stamp: tuple[int, int] | None = None
-
-
-class Version(NamedTuple):
-    """A version of served variables.
-
-    Attributes:
-        number: the number of writes.
-        token: stands for their sequence.
-        moment: the number of all writes of the host, when this version was the newest.
-        epoch: of the host then.
-    """
-
-    number: int
-    token: int
-    moment: int = 0
-    epoch: int = 0
 
 
 class Client:
@@ -166,7 +127,8 @@ class Client:
             self._unsaved.append(sent)
             self._unsaved_bytes += block.data.size
             self._next += 1
-            self._start_keeping()
+            if self._keeps and self._keeper is None:
+                self._keeper = keep_in_thread(self.keep, _KEPT_SECONDS)
             reply = self._send(sent, deadline)
             if isinstance(reply, Written):
                 return Version(reply.number, reply.token, reply.moment, reply.epoch)
@@ -224,9 +186,7 @@ class Client:
     def _say_joined(self, deadline: float, complete: int = 0) -> Joined:
         first = self._unsaved[0].request.sequence if self._unsaved else self._next
         message = JoinRequest(self.name, str(Process.current()), first, complete)
-        joined = self._request(message, None, deadline).message
-        if not isinstance(joined, Joined):
-            raise self._refusal(None, joined)
+        joined = self._expected(self._request(message, None, deadline).message, Joined)
         self._forget(joined.saved)
         return joined
 
@@ -291,31 +251,52 @@ class Client:
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
-            while True:
-                self._settle(deadline)
-                message = ReadRequest([*names], [*known], values)
-                received = self._request(message, None, deadline)
-                reply = received.message
-                if isinstance(reply, Values) and reply.epoch == self._epoch:
-                    break
-                if isinstance(reply, Values):
-                    self._transport.release(received)
-                elif not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
-                    raise self._refusal(", ".join(names), reply)
-                self._join(deadline)
-                if isinstance(reply, Refused):
-                    self._transport.pause()
+            message = ReadRequest([*names], [*known], values)
+            received = self._read(message, None, deadline, ", ".join(names))
+            reply = received.message
         sent = [name for name, is_sent in zip(names, reply.sent, strict=True) if is_sent]
         blocks = dict(zip(sent, received.blocks, strict=True))
         rows = zip(reply.numbers, reply.tokens, strict=True)
         versions = [Version(*row, reply.moment, reply.epoch) for row in rows]
+        return versions, blocks, functools.partial(self._release, received)
 
-        def release() -> None:
-            with self._lock:
-                blocks.clear()
+    def rows(self, name: str, ids: np.ndarray) -> tuple[np.ndarray, Callable[[], None]]:
+        """Rows of a table, after all writes of this client.
+
+        Args:
+            name: of the table.
+            ids: of 64 bits.
+
+        Returns:
+            The block of the rows, and a function that gives it back.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._lock:
+            block = self._transport.allocate(ids.nbytes)
+            block.data[:] = ids.view(np.uint8)
+            received = self._read(RowsRequest(name), block, deadline, name)
+        (data,) = received.blocks
+        return data, functools.partial(self._release, received)
+
+    def _read(self, message: Request, block: Block | None, deadline: float, where: str) -> Any:
+        """The reply to a read, of a host that has all writes of this client."""
+        while True:
+            self._settle(deadline)
+            received = self._request(message, block, deadline)
+            reply = received.message
+            if isinstance(reply, Values) and reply.epoch == self._epoch:
+                return received
+            if isinstance(reply, Values):
                 self._transport.release(received)
+            elif not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
+                raise self._refusal(where, reply)
+            self._join(deadline)
+            if isinstance(reply, Refused):
+                self._transport.pause()
 
-        return versions, blocks, release
+    def _release(self, received: Any) -> None:
+        with self._lock:
+            self._transport.release(received)
 
     def describe(self, name: str) -> Described | None:
         """What some variables are; None if the host does not have them."""
@@ -326,16 +307,17 @@ class Client:
             reply = self._request(DescribeRequest(name), None, deadline).message
         if isinstance(reply, Refused) and reply.kind == "unknown":
             return None
-        if not isinstance(reply, Described):
-            raise self._refusal(name, reply)
-        return reply
+        return self._expected(reply, Described, name)
 
     def status(self) -> Status:
         """What the host holds, and what it has done."""
         with self._lock:
             reply = self._request(StatusRequest(), None, time.monotonic() + self._timeout).message
-        if not isinstance(reply, Status):
-            raise self._refusal(None, reply)
+        return self._expected(reply, Status)
+
+    def _expected(self, reply: Any, kind: type[T], name: str | None = None) -> T:
+        if not isinstance(reply, kind):
+            raise self._refusal(name, reply)
         return reply
 
     def flush(self) -> None:
@@ -374,13 +356,6 @@ class Client:
                 self._lock.release()
         return not self._is_closed
 
-    def _start_keeping(self) -> None:
-        if self._keeper is None and self._keeps:
-            self._keeper = threading.Thread(
-                target=_keep, args=(weakref.ref(self),), name="stepcache client", daemon=True
-            )
-            self._keeper.start()
-
     # ---- requests ------------------------------------------------------------------------------
 
     def _request(self, message: Request, block: Block | None, deadline: float) -> Any:
@@ -403,15 +378,12 @@ class Client:
 
     def _refusal(self, name: str | None, reply: Any) -> VariablesError:
         why = reply.why if isinstance(reply, Refused) else f"a {type(reply).__name__} came back"
-        hints = {
-            "conflict": "push updates, which the host adds or applies, where several processes "
-            "write; only one may carry",
-        }
-        kind = reply.kind if isinstance(reply, Refused) else ""
+        hint = "where several processes write, push updates: only one may carry"
+        has_conflict = isinstance(reply, Refused) and reply.kind == "conflict"
         return VariablesError(
             f"the host of the variables refuses: {why}",
             where=name or self.where,
-            hint=hints.get(kind),
+            hint=hint if has_conflict else None,
         )
 
     def close(self) -> None:
@@ -420,15 +392,3 @@ class Client:
             if not self._is_closed:
                 self._is_closed = True
                 self._transport.close()
-
-
-def _keep(client: weakref.ref[Client]) -> None:
-    """Has a client send again what a host lacks that has begun anew, though it asks for nothing."""
-    while (alive := client()) is not None:
-        try:
-            if not alive.keep():
-                return
-        except Exception:  # The next request of the user's raises it too.
-            _log.debug("a client of served variables", exc_info=True)
-        del alive
-        time.sleep(_KEPT_SECONDS)

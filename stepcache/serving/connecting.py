@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from stepcache.errors import OptionError
 
 if TYPE_CHECKING:
-    from stepcache.serving.client import Transport
-    from stepcache.serving.served import Connection
+    from stepcache.serving.connection import Connection
+    from stepcache.serving.transport import Transport
 
 
 def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 << 30) -> Connection:
@@ -38,7 +38,7 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
     each write exactly once, whichever side is killed and started again.
     """
     from stepcache.serving.client import Client
-    from stepcache.serving.served import Connection
+    from stepcache.serving.connection import Connection
 
     engine, _, place = str(address).partition(":")
     if engine not in _ENGINES or not place:

@@ -32,6 +32,7 @@ from stepcache.serving.messages import (
     Refused,
     Reply,
     Request,
+    RowsRequest,
     SnapshotRequest,
     Status,
     StatusRequest,
@@ -39,6 +40,7 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
+from stepcache.serving.tables import HeldTable, TableError, Tables
 
 MAX_CLIENTS = 65_536
 """So many clients are remembered, those that wrote last."""
@@ -98,6 +100,7 @@ class HostState(NamedTuple):
     applied: dict[str, int]
     moment: int
     processes: dict[str, str]
+    tables: dict[str, HeldTable]
 
 
 def _token(before: int, request: WriteRequest) -> int:
@@ -143,7 +146,8 @@ class Host:
     ):
         self.epoch, self._allocate = epoch, allocate
         self._load_rule = functools.lru_cache(maxsize=64)(load_rule)
-        state = state or HostState({}, {}, 0, {})
+        state = state or HostState({}, {}, 0, {}, {})
+        self._tables = Tables(state.tables)
         self._held = {name: replace(each) for name, each in state.variables.items()}
         self.moment = state.moment
         self._applied = OrderedDict(state.applied)
@@ -166,6 +170,10 @@ class Host:
             match request:
                 case ReadRequest():
                     return self._read(request)
+                case RowsRequest():
+                    self._check_recovered()
+                    row, rows = self._tables.read(request.name, payload)
+                    return Values(self.epoch, self.moment, *row), [self._filled(*rows)]
                 case WriteRequest():
                     return self._write(request, payload), []
                 case JoinRequest():
@@ -178,6 +186,8 @@ class Host:
                     return self.status(), []
         except _RefusalError as error:
             return Refused(error.kind, str(error), self.epoch), []
+        except TableError as error:
+            return Refused("unknown", str(error), self.epoch), []
         except MalformedMessageError as error:
             return Refused("malformed", str(error), self.epoch), []
 
@@ -241,15 +251,28 @@ class Host:
             self._applied[request.client] = request.sequence
             self._applied.move_to_end(request.client)
         saved = self.saved.get(request.client, 0)
-        held = self._find(request.name)
+        held = self._tables.held.get(request.name) or self._find(request.name)
         return Written(self.epoch, self.moment, held.number, held.token, saved, created)
 
     def _do(self, request: WriteRequest, payload: np.ndarray | None) -> bool:
         """Does a write, or raises and changes nothing. Returns whether it created variables."""
         if payload is None or payload.ndim != 1 or payload.dtype != np.uint8:
             raise MalformedMessageError("a write without a value")
-        if request.mode == "create":
-            return self._create(request, payload)
+        match request.mode:
+            case "create":
+                return self._create(request, payload)
+            case "create table" | "rows" if request.name in self._held:
+                raise _refused("type", f"{request.name} are variables, and no table")
+            case "create table":
+                is_new = self._tables.create(request.name, request.rule, _token(0, request))
+                self.created |= is_new
+                self.moment += is_new
+                return is_new
+            case "rows":
+                table = self._tables.update(request.name, request.types, payload)
+                table.number, table.token = table.number + 1, _token(table.token, request)
+                self.moment += 1
+                return False
         held = self._find(request.name)
         if payload.size != held.layout.size_bytes:
             expected = held.layout.size_bytes
@@ -294,8 +317,8 @@ class Host:
                 has = "has an optimizer" if held.rule else "has no optimizer"
                 raise _refused("type", f"{name} is there already, and {has}")
             return False
-        if not name or len(self._held) >= MAX_NAMES:
-            raise MalformedMessageError(f"no name, or more than {MAX_NAMES} variables")
+        if not name or name in self._tables.held or len(self._held) >= MAX_NAMES:
+            raise MalformedMessageError(f"no name, that of a table, or over {MAX_NAMES} variables")
         made = Held(layout, 0, _token(0, request), (0, 0), self._copy(payload), request.rule)
         if request.rule:
             rule = self._rule(made)
@@ -304,6 +327,8 @@ class Host:
         self.created = True
         self.moment += 1
         return True
+
+    # ---- optimizers ----------------------------------------------------------------------------
 
     def _updated(self, name: str, held: Held, payload: np.ndarray) -> tuple[Block, Block]:
         if held.state is None:
@@ -337,17 +362,21 @@ class Host:
     # ---- what it holds -------------------------------------------------------------------------
 
     def state(self) -> HostState:
-        """All of it, as it is now. Nothing is copied."""
+        """All of it, as it is now. Tables are copied; values are not, as they do not change."""
         held = {name: replace(each) for name, each in self._held.items()}
         processes = {
             name: self._processes[name] for name in self._applied if name in self._processes
         }
-        return HostState(held, dict(self._applied), self.moment, processes)
+        tables = self._tables.copied()
+        return HostState(held, dict(self._applied), self.moment, processes, tables)
 
     def is_saved(self, state: HostState) -> None:
         """Notes that a state is in a snapshot."""
         self.saved = {name: state.applied.get(name, 0) for name in self._applied}
-        self.created = self.created and not self._held.keys() <= state.variables.keys()
+        is_there = self._held.keys() <= state.variables.keys()
+        self.created = self.created and not (
+            is_there and self._tables.held.keys() <= state.tables.keys()
+        )
 
     def status(self) -> Status:
         """What the host holds, and what it has done."""
@@ -356,6 +385,7 @@ class Host:
             state_bytes = held.state.data.size if held.state is not None else 0
             sizes = (held.value.data.size, state_bytes, len(held.layout.types))
             variables.append((name, held.number, *sizes))
+        variables += self._tables.status()
         clients = [
             (client, self._processes.get(client, ""), applied, self.saved.get(client, 0))
             for client, applied in self._applied.items()

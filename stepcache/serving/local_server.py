@@ -192,7 +192,9 @@ class LocalServer:
         if place is not None:
             payload = self._opened.open(Place(*place))
         elif len(frames) > 2:
-            payload = np.frombuffer(frames[2], np.uint8)
+            payload = (
+                np.frombuffer(frames[2], np.uint8) if len(frames[2]) else np.empty(0, np.uint8)
+            )
         else:
             return None
         self._counts["bytes written"] += payload.size

@@ -33,6 +33,10 @@ def address(directory: Path) -> dict[str, Any] | None:
     return found if is_whole else None
 
 
+def _bytes_of(frame: Any) -> np.ndarray:
+    return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
+
+
 class Received:
     """A reply, and the blocks that came with it. Their memory is leased until `release`."""
 
@@ -127,9 +131,7 @@ class LocalTransport:
         inline = iter(frames[1:])
         try:
             blocks = [
-                self._opened.open(Place(*place))
-                if place
-                else np.frombuffer(next(inline).buffer, np.uint8)
+                self._opened.open(Place(*place)) if place else _bytes_of(next(inline).buffer)
                 for place in places
             ]
         except OSError as error:

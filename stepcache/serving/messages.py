@@ -110,10 +110,12 @@ class WriteRequest:
         sequence: the number of the write.
         epoch: of the host that the client has joined.
         name: of the variables.
-        mode: "create" (where there are none yet), "assign", "add" or "apply".
+        mode: "create" (where there are none yet), "assign", "add" or "apply"; for tables "create
+            table", and "rows" to update some.
         base: the token of the version that a value was computed from; 0 for whatever version.
         types: of the leaves, to create them.
-        rule: the optimizer to create them with, as `optimizers.export_rule` gives it.
+        rule: the optimizer to create them with, as `optimizers.export_rule` gives it; what a table
+            is, as `TableType.packed` does.
         stamp: of a write that is repeated: epoch and moment of the host when it was done first.
     """
 
@@ -144,6 +146,13 @@ class ReadRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsRequest:
+    """A look at some rows of a table; their numbers, of 64 bits, come as its block."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class DescribeRequest:
     """Asks what some variables are."""
 
@@ -161,7 +170,13 @@ class SnapshotRequest:
 
 
 Request = (
-    JoinRequest | WriteRequest | ReadRequest | DescribeRequest | StatusRequest | SnapshotRequest
+    JoinRequest
+    | WriteRequest
+    | ReadRequest
+    | RowsRequest
+    | DescribeRequest
+    | StatusRequest
+    | SnapshotRequest
 )
 
 
@@ -280,7 +295,8 @@ Reply = Joined | Written | Values | Described | Status | Refused
 _KINDS: dict[str, type] = {
     each.__name__: each
     for each in (
-        *(JoinRequest, WriteRequest, ReadRequest, DescribeRequest, StatusRequest, SnapshotRequest),
+        *(JoinRequest, WriteRequest, ReadRequest, RowsRequest, DescribeRequest),
+        *(StatusRequest, SnapshotRequest),
         *(Joined, Written, Values, Described, Status, Refused),
     )
 }

@@ -6,6 +6,7 @@ table of the writes that are done. It is there whole or not at all. `step` is th
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from stepcache.errors import StepCacheError
 from stepcache.serving.host import Block, Held, HostState
 from stepcache.serving.messages import BlockLayout
+from stepcache.serving.tables import HeldTable, TableType
 from stepcache.storage import plain
 from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoints import save
@@ -44,7 +46,12 @@ def write(directory: Path, state: HostState, state_types: Callable[[bytes], Any]
         if held.state is not None:
             optimizers[name] = _named(BlockLayout(types), held.state)
         about.append([name, *_version(held), held.layout.types, held.rule, types])
+    tables = []
+    for name, table in state.tables.items():
+        values[name], optimizers[name] = {"rows": table.rows}, table.state
+        tables.append([name, table.number, table.token, table.type.packed()])
     rest = {"applied": state.applied, "moment": state.moment, "processes": state.processes}
+    rest["tables"] = tables
     table = np.frombuffer(plain.pack({"variables": about, **rest}), np.uint8)
     items = {"values": values, "optimizers": optimizers, "table": table}
     save(directory, keep=_KEPT, step=state.moment, **items)
@@ -84,12 +91,18 @@ def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
             layout = BlockLayout([tuple(each) for each in state_types])
             held.state = allocate(layout.size_bytes)
             items["optimizers"][name] = _named(layout, held.state)
+    tables = {}
+    for name, number, token, packed in data["tables"]:
+        table = HeldTable.made(dataclasses.replace(TableType.unpacked(packed), stddev=0.0), token)
+        table.number, table.type = number, TableType.unpacked(packed)
+        tables[name] = table
+        items["values"][name], items["optimizers"][name] = {"rows": table.rows}, table.state
     read = restore(path, partial=True, **items)
     for part, blocks in items.items():
         for name, views in blocks.items():
             for key, view in views.items():
                 view[...] = read[part][name][key]
-    return HostState(variables, data["applied"], data["moment"], data["processes"])
+    return HostState(variables, data["applied"], data["moment"], data["processes"], tables)
 
 
 def _version(held: Held) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -51,6 +51,8 @@ def _check_of(kind: Any) -> Callable[[Any], bool]:
         return lambda value: (
             type(value) is kind and all(check(getattr(value, name)) for name, check in fields)
         )
+    if get_origin(kind) is Literal:
+        return lambda value: value in get_args(kind)
     origin, kinds = get_origin(kind) or kind, [_check_of(each) for each in get_args(kind)]
     if origin is tuple:
         return lambda value: (

@@ -236,6 +236,46 @@ class Write:
         return _changed_fields(self)
 
 
+_ROW_OPTIMIZERS = ("add", "assign", "sgd", "adagrad", "adam")
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptimizer:
+    """What `push` does with rows of a served table. It touches only the rows of the update.
+
+        sc.RowOptimizer("adagrad", learning_rate=0.1)
+
+    Attributes:
+        name: "add" or "assign", which need nothing else, or "sgd", "adagrad" or "adam", which take
+            gradients. Adam's moments are those of the row's own updates.
+        learning_rate: of those three, more than 0.
+        b1, b2: of Adam: how slowly its two moments forget.
+        eps: what is added to the divisor.
+
+    Raises:
+        OptionError: a field has no such value.
+
+    Adagrad by row is that of Duchi et al. (2011), for sparse features.
+    """
+
+    name: Literal["add", "assign", "sgd", "adagrad", "adam"] = "add"
+    learning_rate: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self):
+        _check_choices(self, name=_ROW_OPTIMIZERS)
+        takes_gradients = self.name not in ("add", "assign")
+        is_legal = _is_number(self.learning_rate, int | float)
+        what = "learning_rate is that of an optimizer"
+        expected = "a number > 0" if takes_gradients else "none: there is no optimizer"
+        fits = is_legal and (self.learning_rate > 0) is takes_gradients
+        _check(fits, what, "RowOptimizer", expected, self.learning_rate)
+        for name in ("learning_rate", "b1", "b2", "eps"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+
 def check_kinds(placement: object, read: object, write: object) -> None:
     """Raises `OptionError` for what is no policy."""
     rows = (("placement", placement, Placement), ("read", read, Read), ("write", write, Write))

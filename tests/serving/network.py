@@ -12,7 +12,7 @@ import numpy as np
 
 from stepcache.serving.client import Client
 from stepcache.serving.host import Host
-from stepcache.serving.messages import JoinRequest, SnapshotRequest, Values
+from stepcache.serving.messages import JoinRequest, ReadRequest, SnapshotRequest, Values
 
 
 class Block:
@@ -59,6 +59,9 @@ class Network:
         known = self.snapshots[-1]
         if self.old_snapshots and self.random.random() < 0.2:
             known = self.random.choice(self.snapshots)
+        if known is not None:  # Tables are written to in place.
+            tables = {name: each.copied() for name, each in known.tables.items()}
+            known = known._replace(tables=tables)
         self.host = self.make_host(self.epoch, Block, no_rule, known)
         self.host.waiting_for = {each.name for each in self.clients if each._unsaved}
         self.note()
@@ -136,7 +139,7 @@ class Transport:
             if network.happens():  # The reply is lost.
                 continue
             reply = received.message
-            if isinstance(reply, Values):
+            if isinstance(message, ReadRequest) and isinstance(reply, Values):
                 self.note_read(message, reply, received.blocks)
             return received
 

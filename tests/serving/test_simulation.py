@@ -6,6 +6,8 @@ import pytest
 from stepcache.errors import VariablesError
 from stepcache.serving.host import Host
 from stepcache.serving.messages import BlockLayout, WriteRequest
+from stepcache.serving.tables import TableType
+from stepcache.variables.policy import RowOptimizer
 from tests.serving.network import Killed, Network, check_reads, client
 
 WRITES = 64
@@ -100,6 +102,35 @@ def test_there_are_crashes_and_losses():
     network = Network(7)
     run(network)
     assert network.crashes > 3 and len(network.snapshots) > 10
+
+
+TABLE = TableType(WRITES, [2], "float64", 0.0, 0, RowOptimizer())
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_rows_are_updated_exactly_once(block):
+    for seed in range(block * 25, block * 25 + 25):
+        network = Network(seed)
+        random = network.random
+        clients = [client(network) for _ in range(3)]
+        for each in clients:
+            row = ("table", "create table", BlockLayout([]), [])
+            each.write(*row, rule=TABLE.packed())
+        clients[0].flush()
+        expected = np.zeros(WRITES)
+        for _ in range(WRITES):
+            ids = np.array(sorted(random.sample(range(WRITES), 5)))
+            types = TABLE.update_types(5)
+            each = random.choice(clients)
+            each.write("table", "rows", BlockLayout(types), [ids, np.ones((5, 2))], types=types)
+            expected[ids] += 1
+            if random.random() < 0.3:
+                data, release = each.rows("table", ids)
+                assert np.array_equal(TABLE.layout(5).views(data)[0][:, 0], expected[ids])
+                release()
+        network.faults = 0.0
+        data, _ = clients[0].rows("table", np.arange(WRITES))
+        assert np.array_equal(TABLE.layout(WRITES).views(data)[0][:, 1], expected)
 
 
 class WithoutNumbers(Host):

@@ -1,0 +1,235 @@
+"""`Connection`: the variables and tables of one host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stepcache.errors import OptionError, VariablesError
+from stepcache.serving.client import Client
+from stepcache.serving.lookup import Table
+from stepcache.serving.messages import DTYPES, BlockLayout, Status
+from stepcache.serving.optimizers import export_rule, types_of
+from stepcache.serving.served import Served
+from stepcache.serving.tables import TableType
+from stepcache.serving.transport import Version
+from stepcache.sharding import current_placer, processes_of
+from stepcache.units import readable_bytes
+from stepcache.variables.describing import check_not_tracing, describe, joined
+from stepcache.variables.masters import Reader
+from stepcache.variables.packing import Slot, layout_of
+from stepcache.variables.policy import (
+    OnHost,
+    Placement,
+    Read,
+    Replicated,
+    RowOptimizer,
+    Write,
+    check_kinds,
+)
+from stepcache.variables.variables import Variables
+
+
+class Connection:
+    """A connection to a host of variables. Made by `connect`; a context manager.
+
+    Attributes:
+        address: as given.
+        client: sends the requests.
+    """
+
+    def __init__(self, address: str, client: Client):
+        self.address, self.client = address, client
+
+    def variables(
+        self,
+        name: str,
+        tree: Any,
+        *,
+        placement: Placement = Replicated(),
+        read: Read = Read(cache="device"),
+        write: Write = Write(),
+    ) -> Variables:
+        """Variables that the host holds; made there of `tree` if it has none of this name.
+
+            params = connection.variables("params", init(), write=sc.Write(mode="add"))
+
+        A step that gets them reads the newest version, and moves it only if it is new. A step that
+        carries them assigns what it returns, and raises if another process has written meanwhile;
+        where several write, they `push`.
+
+        Args:
+            name: of the variables, the same in all processes.
+            tree: a pytree of arrays: the value, if the host has none yet; else only its structure,
+                shapes and dtypes count.
+            placement: where the copies that steps read are: `Replicated()` or `Sharded(rules)`.
+            read: which copies may serve a step. By default the copy on the devices serves while its
+                version is the newest, which costs a message of a few bytes a call to find out.
+                `max_staleness` and `max_age` save that too.
+            write: what `push` does. An optimizer is sent as a program, and runs on the host's CPU.
+
+        Raises:
+            VariablesError: the host has other variables of this name, or a leaf is no array that
+                can be sent; or the optimizer cannot be sent.
+            OptionError: a policy has an option without effect here.
+            ServerLostError: the host did not answer in time.
+        """
+        check_not_tracing("variables cannot be made", name)
+        _check_policies(placement, read, write)
+        structure, leaves, slots = describe(name, tree, placement, current_placer(), name)
+        _check_leaves(name, slots)
+        _check_alone(name)
+        layout = layout_of(structure, slots)
+        types = types_of([(slot.path, slot) for slot in slots])
+        known = self.client.describe(name)
+        rule = b""
+        if write.mode == "apply" and (known is None or not known.has_rule):
+            rule = export_rule(name, write.optimizer, structure, slots)
+        if (
+            known is not None
+            and not rule
+            and [*map(_listed, known.types)] == [*map(_listed, types)]
+        ):
+            version = Version(known.number, 0)
+        else:
+            value = [np.asarray(leaf) for leaf in leaves]
+            block = BlockLayout(types)
+            version = self.client.write(name, "create", block, value, types=types, rule=rule)
+        master = Served(self, self.client, name, layout, read, version)
+        return Variables._over(master, name, placement, read, write)
+
+    def table(
+        self,
+        name: str,
+        rows: int,
+        shape: Sequence[int] = (),
+        dtype: Any = np.float32,
+        *,
+        stddev: float = 0.0,
+        seed: int = 0,
+        optimizer: RowOptimizer = RowOptimizer(),
+    ) -> Table:
+        """A table of rows that the host holds; made there if it has none of this name.
+
+            users = connection.table("users", 1_000_000, (64,), stddev=0.01,
+                                     optimizer=sc.RowOptimizer("adagrad", 0.1))
+
+        Args:
+            name: of the table, the same in all processes.
+            rows: how many.
+            shape, dtype: of one row.
+            stddev, seed: the rows begin as normal noise of this deviation; as zeros, if it is 0.
+            optimizer: what `Table.push` does with the rows of an update.
+
+        Raises:
+            VariablesError: the host has another table of this name, or there can be no such table.
+            ServerLostError: the host did not answer in time.
+        """
+        check_not_tracing("a table cannot be made", name)
+        sizes = [int(size) for size in shape]
+        row = (int(rows), sizes, np.dtype(dtype).name, float(stddev), int(seed))
+        kind = TableType(*row, optimizer)
+        self.client.write(name, "create table", BlockLayout([]), [], rule=kind.packed())
+        return Table(self.client, name, kind)
+
+    def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
+        """Asks for the versions of several variables at one moment, and fetches what is needed.
+
+        If copies of all of them may serve that were current at one moment, nothing is asked.
+
+        Args:
+            readers: the masters, and who reads them.
+            values: whether to fetch the values that the readers lack.
+        """
+        asked = [master.question(reader) for master, reader in readers]
+        moments = {moment for _, _, moment in asked}
+        if len(moments) == 1 and None not in moments:
+            for master, _ in readers:
+                master.answered(None, None)
+            return
+        names, known = [name for name, _, _ in asked], [token for _, token, _ in asked]
+        versions, blocks, release = self.client.read(names, known, values=values)
+        try:
+            for (master, _), name, version in zip(readers, names, versions, strict=True):
+                master.answered(version, blocks.get(name))
+        finally:
+            release()
+
+    def status(self) -> Status:
+        """What the host holds, and what it has done."""
+        return self.client.status()
+
+    def flush(self) -> None:
+        """Waits until a snapshot of the host has all that this process has written.
+
+        Raises:
+            ServerLostError: there was none in time.
+        """
+        self.client.flush()
+
+    def close(self) -> None:
+        """Ends the connection. What no snapshot has is not sent again if the host is lost."""
+        self.client.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Connection({self.address!r})"
+
+
+def _listed(row: Any) -> list[Any]:
+    return [row[0], list(row[1]), row[2]]
+
+
+def _check_policies(placement: object, read: object, write: object) -> None:
+    check_kinds(placement, read, write)
+    assert isinstance(read, Read) and isinstance(write, Write)
+    if isinstance(placement, OnHost):
+        raise OptionError(
+            "the master copy is in the host's process",
+            where="variables(placement=...)",
+            expected="Replicated() or Sharded(rules), for the copies that steps read",
+            got=repr(placement),
+        )
+    for policy, option, given, possible in (
+        ("read", "wire", read.wire, (None,)),
+        ("read", "prefetch", read.prefetch, (False,)),
+        ("read", "route", read.route, ("auto", "each")),
+        ("write", "wire", write.wire, (None,)),
+    ):
+        if given not in possible:
+            raise OptionError(
+                f"{option}={given!r} is not supported for served variables",
+                where=f"variables({policy}=...)",
+                expected=" or ".join(map(repr, possible)),
+            )
+
+
+def _check_alone(name: str) -> None:
+    placer = current_placer()
+    if placer is not None and len(processes_of(placer.mesh.devices.flat)) > 1:
+        raise VariablesError(
+            "served variables are not supported on a mesh of several processes",
+            where=name,
+            hint="make a session over the devices of each process",
+        )
+
+
+def _check_leaves(name: str, slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        dtype = getattr(slot.dtype, "name", str(slot.dtype))
+        if dtype not in DTYPES:
+            raise VariablesError(
+                "a leaf of this type cannot be served",
+                where=joined(name, slot.path),
+                expected="numbers; of random keys, their jax.random.key_data",
+                got=f"{dtype}{list(slot.shape)}, {readable_bytes(slot.size_bytes)}"
+                if hasattr(slot.dtype, "itemsize")
+                else dtype,
+            )

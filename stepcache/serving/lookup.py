@@ -1,0 +1,162 @@
+"""`Table`: rows that a host holds, as a client sees them. `Rows`: those that a step needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from stepcache.errors import VariablesError
+from stepcache.events import Moved, recorder
+from stepcache.serving.client import Client
+from stepcache.serving.messages import DTYPES, BlockLayout
+from stepcache.serving.tables import TableType
+from stepcache.serving.transport import Version
+from stepcache.variables.describing import check_not_tracing
+from stepcache.variables.plan import links
+
+_LEAST_ROWS = 8
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(eq=False)
+class Rows:
+    """The rows of a table that some ids name: an argument of a step.
+
+    Each row is there once, however often its id is. Their number is padded with rows of zeros to a
+    power of two, so that batches with other numbers of ids find the same program.
+
+    Attributes:
+        values: the rows, of shape (padded count, *shape of a row). Differentiate by them.
+        index: for each id, which of the rows is its own; of the shape of the ids.
+        ids: the numbers of the rows without padding, in their order. Not there inside a step.
+    """
+
+    values: Any
+    index: Any
+    ids: np.ndarray | None = field(default=None)
+
+    def spread(self, values: Any = None) -> Any:
+        """The row of each id: of shape (*shape of the ids, *shape of a row).
+
+        Args:
+            values: rows in the place of `values`: those that a gradient is taken by.
+        """
+        return (self.values if values is None else values)[self.index]
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
+        return (self.values, self.index), None
+
+    @classmethod
+    def tree_unflatten(cls, about: None, children: tuple[Any, Any]) -> Rows:
+        return cls(*children)
+
+
+class Table:
+    """A table of rows that a host holds. Made by `Connection.table`.
+
+        rows = table.lookup(batch["ids"])
+        loss, gradients = step(params, rows, batch)  # by rows.values; inside: rows.spread(values)
+        table.push(rows, gradients)
+
+    Only the rows of a batch move, each once. Nothing is cached here: a lookup gives the rows as
+    they are now. An update is done exactly once, as those of variables are.
+    """
+
+    def __init__(self, client: Client, name: str, kind: TableType):
+        self._client, self.name, self._type = client, name, kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of rows, and the shape of one."""
+        return (self._type.rows, *self._type.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self._type.dtype]
+
+    def lookup(self, ids: Any) -> Rows:
+        """The rows that ids name.
+
+        Args:
+            ids: integers of any shape, each at least 0 and less than the number of rows.
+
+        Raises:
+            VariablesError: an id is no row; or this is inside a transformation, where ids have no
+                values: look rows up before the step.
+            ServerLostError: the host did not answer in time.
+        """
+        check_not_tracing("rows cannot be looked up", self.name)
+        different, index = self._different(ids)
+        layout = self._type.layout(different.size)
+        padded = 1 << max(different.size - 1, _LEAST_ROWS - 1).bit_length()
+        values = np.zeros((padded, *self._type.shape), self.dtype)
+        block, release = self._client.rows(self.name, different)
+        try:
+            values[: different.size] = layout.views(block)[0]
+        finally:
+            release()
+        self._note(different.size * self._row_bytes)
+        return Rows(values, index, different)
+
+    def _different(self, ids: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The different ids, and for each id which of these it is."""
+        array, count = np.asarray(ids), self._type.rows
+        is_legal = not array.size or array.dtype.kind in "iu"
+        if array.size and is_legal:
+            is_legal = bool(array.min() >= 0 and array.max() < count)
+        if not is_legal:
+            raise VariablesError(
+                "ids are numbers of rows",
+                where=self.name,
+                expected=f"integers from 0 to {count - 1}",
+                got=f"{array.dtype} from {array.min()} to {array.max()}",
+            )
+        different, index = np.unique(array, return_inverse=True)
+        return different.astype(np.int64), index.reshape(array.shape).astype(np.int32)
+
+    def push(self, rows: Rows, update: Any) -> Version:
+        """Updates rows, as the table's optimizer says.
+
+        Args:
+            rows: what `lookup` has returned.
+            update: of the shape of `rows.values`: gradients by them, or what to add or assign.
+
+        Returns:
+            The table's version after it.
+
+        Raises:
+            VariablesError: `rows` come out of a step, and do not say which they are; or the update
+                has another shape.
+            ServerLostError: the host did not answer in time.
+        """
+        check_not_tracing("rows cannot be pushed", self.name)
+        update = update.values if isinstance(update, Rows) else update
+        got = tuple(np.shape(update))
+        if rows.ids is None or got[1:] != tuple(self._type.shape) or len(update) < rows.ids.size:
+            raise VariablesError(
+                "an update does not fit the rows",
+                where=self.name,
+                expected="the rows that lookup returned, and an update of their shape",
+                got=f"an update of shape {list(got)}",
+            )
+        types = self._type.update_types(rows.ids.size)
+        layout = BlockLayout(types)
+        leaves = [rows.ids, np.asarray(update)[: rows.ids.size]]
+        version = self._client.write(self.name, "rows", layout, leaves, types=types)
+        self._note(rows.ids.nbytes + rows.ids.size * self._row_bytes)
+        return version
+
+    @property
+    def _row_bytes(self) -> int:
+        return math.prod(self._type.shape) * self.dtype.itemsize
+
+    def _note(self, size_bytes: int) -> None:
+        recorder.emit(Moved(self.name, links(0, 0, size_bytes)))
+
+    def __repr__(self) -> str:
+        how = self._type.optimizer.name
+        return f"Table({self.name!r}, {self._type.dtype}{list(self.shape)}, {how})"

@@ -1,0 +1,79 @@
+"""What a client needs of an engine: `Transport`, which carries requests to a host."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from stepcache.serving.host import Block
+from stepcache.serving.messages import Request
+
+_log = logging.getLogger("stepcache")
+
+
+class Version(NamedTuple):
+    """A version of served variables.
+
+    Attributes:
+        number: the number of writes.
+        token: stands for their sequence.
+        moment: the number of all writes of the host, when this version was the newest.
+        epoch: of the host then.
+    """
+
+    number: int
+    token: int
+    moment: int = 0
+    epoch: int = 0
+
+
+class Reply(Protocol):
+    """A reply that has come, and the blocks with it."""
+
+    message: Any
+    blocks: list[np.ndarray]
+
+
+class Transport(Protocol):
+    """Carries requests to a host."""
+
+    def allocate(self, size_bytes: int) -> Block: ...
+
+    def request(self, message: Request, block: Any, deadline: float) -> Any:
+        """The reply to a request; None if none came in time."""
+        ...
+
+    def release(self, received: Any) -> None:
+        """Gives the blocks of a reply back."""
+        ...
+
+    def pause(self) -> None:
+        """Waits a moment before a request is made again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread:
+    """Calls a bound method every so many seconds, until it returns False or its object is freed."""
+    alive = weakref.WeakMethod(keep)
+
+    def run() -> None:
+        while (method := alive()) is not None:
+            try:
+                if not method():
+                    return
+            except Exception:  # The next request of the user's raises it too.
+                _log.debug("a client of served variables", exc_info=True)
+            del method
+            time.sleep(seconds)
+
+    thread = threading.Thread(target=run, name="stepcache client", daemon=True)
+    thread.start()
+    return thread

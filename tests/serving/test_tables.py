@@ -1,0 +1,174 @@
+"""Tables of rows that a server holds."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepcache as sc
+from stepcache.errors import OptionError, VariablesError
+from stepcache.events import Moved, recorder
+from stepcache.serving.tables import HeldTable, TableType
+from stepcache.variables.plan import SERVER_LINK
+
+OPTIMIZERS = {
+    "sgd": (sc.RowOptimizer("sgd", 0.1), optax.sgd(0.1)),
+    "adagrad": (
+        sc.RowOptimizer("adagrad", 0.1, eps=1e-7),
+        optax.chain(optax.scale_by_rss(0.0, eps=0.0), optax.scale(-0.1)),
+    ),
+    "adam": (sc.RowOptimizer("adam", 0.1), optax.adam(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_that_are_always_updated_go_as_under_optax(name):
+    ours, theirs = OPTIMIZERS[name]
+    table = HeldTable.made(TableType(6, [3], "float32", 0.5, 1, ours), 1)
+    value = table.rows.copy()
+    state = theirs.init(value)
+    for number in range(5):
+        gradients = np.cos(value + number)
+        table.update(np.arange(6), gradients)
+        updates, state = theirs.update(jnp.asarray(gradients), state, value)
+        value = np.asarray(optax.apply_updates(value, updates))
+    np.testing.assert_allclose(table.rows, value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_only_the_rows_of_an_update_change(name):
+    ours, _ = OPTIMIZERS[name]
+    table = HeldTable.made(TableType(6, [3], "float32", 0.5, 1, ours), 1)
+    alone = HeldTable.made(TableType(6, [3], "float32", 0.5, 1, ours), 1)
+    before = table.rows.copy()
+    for _ in range(3):
+        table.update(np.array([4, 1]), np.ones((2, 3), np.float32))
+        alone.update(np.array([1]), np.ones((1, 3), np.float32))
+    others = [0, 2, 3, 5]
+    assert np.array_equal(table.rows[others], before[others])
+    assert np.array_equal(table.rows[1], alone.rows[1])
+
+
+@pytest.mark.parametrize(
+    "options", [("adagrad",), ("sgd", -1), ("add", 0.1), ("rmsprop", 0.1)], ids=str
+)
+def test_optimizers_that_make_no_sense_are_refused(options):
+    with pytest.raises(OptionError):
+        sc.RowOptimizer(*options)
+
+
+@pytest.fixture
+def moved():
+    seen = Counter()
+    unsubscribe = recorder.subscribe(
+        lambda event: seen.update(dict(event.link_bytes)) if isinstance(event, Moved) else None
+    )
+    yield seen
+    unsubscribe()
+
+
+def test_each_row_moves_once(connection, name, moved):
+    table = connection.table(name, 1000, (4,), stddev=1.0)
+    rows = table.lookup([[7, 7, 9], [900, 7, 9]])
+    assert moved[SERVER_LINK] == 3 * 4 * 4
+    assert rows.values.shape == (8, 4) and not rows.values[3:].any()
+    spread = rows.spread()
+    assert spread.shape == (2, 3, 4)
+    assert np.array_equal(spread[0, 0], spread[1, 1]) and spread.std() > 0.1
+    again = connection.table(name, 1000, (4,), stddev=1.0).lookup(np.array([900]))
+    assert np.array_equal(again.spread()[0], spread[1, 0])
+
+
+def test_batches_of_other_sizes_find_the_same_program(connection, name):
+    table = connection.table(name, 1000, (4,))
+
+    @sc.step
+    def total(rows):
+        return rows.spread().sum()
+
+    for count in (9, 12, 16, 11):  # Of so many different ids, in batches of one size.
+        total(table.lookup(np.arange(20) % count))
+    assert total.stats().compiles == 1
+
+
+def test_a_recommender_learns_what_a_dense_one_does(connection, name):
+    """Rows that are used by several ids of a batch get the sum of their gradients."""
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 50, (20, 16))
+    target = random.normal(size=50).astype(np.float32)
+    table = connection.table(name, 50, (1,), optimizer=sc.RowOptimizer("sgd", 0.2))
+
+    @sc.step
+    def gradients(rows, y):
+        def loss_of(values):
+            return jnp.sum((rows.spread(values)[..., 0] - y) ** 2)
+
+        return jax.value_and_grad(loss_of)(rows.values)
+
+    dense, losses = np.zeros(50, np.float32), []
+    for batch in ids:
+        rows = table.lookup(batch)
+        loss, update = gradients(rows, target[batch])
+        table.push(rows, update)
+        losses.append(float(loss))
+        step = np.zeros(50, np.float32)
+        np.add.at(step, batch, 2 * (dense[batch] - target[batch]))
+        dense -= np.float32(0.2) * step
+    np.testing.assert_allclose(
+        table.lookup(np.arange(50)).spread()[:, 0], dense, rtol=1e-4, atol=1e-5
+    )
+    assert losses[-1] < losses[0] / 10
+
+
+def test_a_table_outlives_its_server(server):
+    how = sc.RowOptimizer("adam", 0.1)
+    with server.connect() as connection:
+        table = connection.table("users", 100, (8,), stddev=0.1, seed=3, optimizer=how)
+        rows = table.lookup([1, 2, 3])
+        for _ in range(3):
+            table.push(rows, np.ones_like(rows.values))
+        connection.flush()
+        table.push(rows, np.ones_like(rows.values))  # In no snapshot.
+        before = table.lookup(np.arange(100)).spread()
+        server.kill()
+        server.start()
+        assert np.array_equal(table.lookup(np.arange(100)).spread(), before)
+        server.stop()
+        server.start()
+        assert np.array_equal(table.lookup(np.arange(100)).spread(), before)
+        with pytest.raises(VariablesError, match="is there already"):
+            connection.table("users", 101, (8,), stddev=0.1, seed=3, optimizer=how)
+
+
+def test_what_is_no_row_is_refused(connection, name):
+    table = connection.table(name, 10, (2,))
+    for ids in ([10], [-1], [0.5], np.array([1 << 40])):
+        with pytest.raises(VariablesError, match="numbers of rows"):
+            table.lookup(ids)
+    rows = table.lookup([1, 2])
+    with pytest.raises(VariablesError, match="does not fit"):
+        table.push(rows, np.ones((8, 3)))
+    with pytest.raises(VariablesError, match="does not fit"):
+        table.push(jax.tree.map(lambda leaf: leaf, rows), np.ones((8, 2)))
+    with pytest.raises(VariablesError, match="transformation"):
+        jax.jit(table.lookup)(np.arange(3))
+    assert table.lookup([]).spread().shape == (0, 2)
+
+
+def test_a_table_and_variables_have_different_names(connection, name):
+    connection.table(name, 10)
+    with pytest.raises(VariablesError):
+        connection.variables(name, {"w": np.zeros(2)})
+    connection.variables(f"{name}-2", {"w": np.zeros(2)})
+    with pytest.raises(VariablesError, match="no table"):
+        connection.table(f"{name}-2", 10)
+
+
+def test_a_large_table_moves_only_its_rows(connection, name, moved):
+    table = connection.table(name, 1_000_000, (16,), optimizer=sc.RowOptimizer("adagrad", 0.1))
+    rows = table.lookup(np.arange(0, 1_000_000, 31_250))
+    table.push(rows, np.ones_like(rows.values))
+    assert moved[SERVER_LINK] == 32 * 64 + 32 * 8 + 32 * 64
