@@ -1,8 +1,9 @@
 """Served variables beside TensorFlow's parameter server: each worker reads, computes and pushes.
 
 One iteration of a worker reads a variable, finds its maximum, and adds a value of the same size
-that depends on it. Cases: a scalar, 16 MB and 100 MB of float32, with 1, 2 and 4 workers. A sample
-is the time of one iteration of one worker, while all of them run. Contenders are timed in turn.
+that depends on it. Cases: a scalar, 16 MB and 100 MB of float32, and 32 random rows of a table of
+1 GB (4,194,304 rows of 64), with 1, 2 and 4 workers. A sample is the time of one iteration of one
+worker, while all of them run. Contenders are timed in turn.
 
 TensorFlow runs as `ParameterServerStrategy`: a coordinator schedules the function on its workers.
 It may be installed elsewhere: `--tensorflow PYTHON` names an interpreter that has it.
@@ -28,7 +29,8 @@ import numpy as np
 
 from benchmarks.harness import Row, compared, quartiles, show, write
 
-SIZES = {"scalar": 1, "16 MB": 4 << 20, "100 MB": 25 << 20}
+ROWS, WIDTH, BATCH = 1 << 22, 64, 32
+SIZES = {"scalar": 1, "16 MB": 4 << 20, "100 MB": 25 << 20, "32 rows of 1 GB": 0}
 WORKERS = (1, 2, 4)
 SETTINGS = {"rounds": 9, "sample_seconds": 1.0}
 
@@ -96,6 +98,8 @@ def stepcache_worker(directory: str, size: int) -> None:
         return jnp.full(value.shape, jnp.max(value) * 0 + 1, value.dtype)
 
     connection = sc.connect(f"local:{directory}")
+    if not size:
+        return serve_commands(rows_worker(connection, sc))
     variables = connection.variables(
         f"value{size}", np.zeros(size, np.float32), write=sc.Write(mode="add")
     )
@@ -106,6 +110,26 @@ def stepcache_worker(directory: str, size: int) -> None:
 
     work(2)
     serve_commands(work)
+
+
+def rows_worker(connection, sc) -> Callable[[int], None]:
+    import jax.numpy as jnp
+
+    table = connection.table("table", ROWS, (WIDTH,), optimizer=sc.RowOptimizer("sgd", 0.1))
+    ids = np.random.default_rng(0)
+
+    @sc.step
+    def update_of(rows):
+        return jnp.full(rows.values.shape, jnp.max(rows.spread()) * 0 + 1)
+
+    def work(iterations: int) -> None:
+        for _ in range(iterations):
+            rows = table.lookup(ids.integers(0, ROWS, BATCH))
+            table.push(rows, update_of(rows))
+
+    work(2)
+    connection.flush()
+    return work
 
 
 @contextlib.contextmanager
@@ -125,7 +149,11 @@ def stepcache_group(workers: int, size: int) -> Iterator[Group]:
 
 # ---- TensorFlow --------------------------------------------------------------------------------
 
-_TENSORFLOW = """
+_TENSORFLOW = (
+    f"""
+ROWS, WIDTH, BATCH = {ROWS}, {WIDTH}, {BATCH}
+"""
+    + """
 import json, os, sys, time
 import tensorflow as tf
 role, index, size, workers = sys.argv[1], *map(int, sys.argv[2:5])
@@ -138,12 +166,18 @@ resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
 strategy = tf.distribute.ParameterServerStrategy(resolver)
 coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 with strategy.scope():
-    variable = tf.Variable(tf.zeros([size]))
+    variable = tf.Variable(tf.zeros([size] if size else [ROWS, WIDTH]))
 
 @tf.function
 def step():
-    largest = tf.reduce_max(variable.read_value())
-    variable.assign_add(tf.fill([size], largest * 0 + 1))
+    if size:
+        largest = tf.reduce_max(variable.read_value())
+        variable.assign_add(tf.fill([size], largest * 0 + 1))
+    else:
+        ids = tf.random.uniform([BATCH], 0, ROWS, tf.int64)
+        rows = tf.nn.embedding_lookup(variable, ids)
+        update = tf.fill(tf.shape(rows), tf.reduce_max(rows) * 0 + 1)
+        variable.scatter_sub(tf.IndexedSlices(0.1 * update, ids))
 
 def work(iterations):
     for _ in range(iterations * workers):
@@ -157,6 +191,7 @@ for line in sys.stdin:
     work(int(line))
     print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
 """
+)
 
 
 @contextlib.contextmanager
@@ -235,7 +270,9 @@ def main() -> None:
     if options.worker:
         return stepcache_worker(options.worker[0], int(options.worker[1]))
     settings = {"rounds": 2, "sample_seconds": 0.1} if options.quick else SETTINGS
-    sizes, workers = (["scalar"], [1]) if options.quick else (list(SIZES), WORKERS)
+    sizes, workers = (
+        (["scalar", "32 rows of 1 GB"], [1]) if options.quick else (list(SIZES), WORKERS)
+    )
     rows = [
         row
         for name in sizes
@@ -243,7 +280,8 @@ def main() -> None:
         for row in measured(name, count, options.tensorflow, *settings.values())
     ]
     show("one iteration of one worker: read, compute, push", rows)
-    figures = {"seconds of a memory copy": {name: copy_seconds(SIZES[name]) for name in sizes}}
+    copied = {name: copy_seconds(SIZES[name]) for name in sizes if SIZES[name]}
+    figures = {"seconds of a memory copy": copied}
     print(figures)
     if not options.quick:
         print(f"written to {write('served', rows, figures, workers=list(WORKERS), **SETTINGS)}")
