@@ -84,6 +84,7 @@ class Names:
         reads: chains that start at a global or at a captured variable.
         imports: its import statements.
         attributes: every attribute name and every string constant: what it may read of an object.
+        accessed: those among them that are more than the name of an argument in a call.
         loads: the attribute names among them that it reads of anything.
         is_dynamic: it may read attributes beyond those.
         codes: the code objects covered.
@@ -92,12 +93,13 @@ class Names:
     reads: dict[Read, None] = field(default_factory=dict)
     imports: list[Import] = field(default_factory=list)
     attributes: set[str] = field(default_factory=set)
+    accessed: set[str] = field(default_factory=set)
     loads: set[str] = field(default_factory=set)
     codes: list[CodeType] = field(default_factory=list)
 
     @property
     def is_dynamic(self) -> bool:
-        return not self.attributes.isdisjoint(DYNAMIC_ACCESS)
+        return not self.accessed.isdisjoint(DYNAMIC_ACCESS)
 
 
 @functools.lru_cache(maxsize=512)
@@ -110,10 +112,13 @@ def names_of(code: CodeType) -> Names:
 
 def _collect(code: CodeType, names: Names, outer_locals: set[str]) -> None:
     names.codes.append(code)
-    names.attributes.update(code.co_names)
     own_cells = outer_locals | set(code.co_cellvars)
-    _collect_constants(code.co_consts, names, own_cells)
     instructions = [i for i in dis.get_instructions(code) if i.opname not in _TRANSPARENT]
+    keywords = _keywords(code.co_consts, instructions)
+    names.attributes.update(code.co_names, *keywords)
+    names.accessed.update(code.co_names)
+    constants = tuple(each for each in code.co_consts if not any(each is k for k in keywords))
+    _collect_constants(constants, names, own_cells)
     bound: dict[str, tuple[int, str]] = {}  # local name -> the module imported as it
     chains: dict[tuple[int, str], set[tuple[str, ...]]] = {}
     for index, instruction in enumerate(instructions):
@@ -141,8 +146,22 @@ def _collect_constants(constants: tuple, names: Names, own_cells: set[str]) -> N
             _collect(constant, names, own_cells)
         elif isinstance(constant, str) and constant.isidentifier():
             names.attributes.add(constant)
+            names.accessed.add(constant)
         elif isinstance(constant, tuple):
             _collect_constants(constant, names, own_cells)
+
+
+def _keywords(constants: tuple, instructions: list[dis.Instruction]) -> list[tuple[str, ...]]:
+    """Constants that are the names of arguments in calls, and nothing else."""
+    following = [*(i.opname for i in instructions[1:]), ""]
+    keywords, others = [], []
+    for instruction, after in zip(instructions, following, strict=True):
+        if instruction.opname not in ("KW_NAMES", "LOAD_CONST"):
+            continue
+        constant = constants[instruction.arg or 0]  # Python 3.11 does not show that of KW_NAMES.
+        is_call = instruction.opname == "KW_NAMES" or after == "CALL_KW"  # Until 3.12, and later.
+        (keywords if is_call and isinstance(constant, tuple) else others).append(constant)
+    return [each for each in keywords if not any(each is other for other in others)]
 
 
 def _chain(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:

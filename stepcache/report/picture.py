@@ -126,7 +126,9 @@ def _planned(transfer: Transfer) -> Flow:
     whole = extent.held_bytes == extent.size_bytes * extent.devices
     fanout = "fanout" if whole else "shares"
     return Flow(
-        {"scatter": "back", "each": "each", "fanout": fanout}.get(transfer.route, "shares"),
+        {"scatter": "back", "each": "each", "copy": "each", "fanout": fanout}.get(
+            transfer.route, "shares"
+        ),
         extent.devices,
         note,
         extent.size_bytes,

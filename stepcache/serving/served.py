@@ -128,7 +128,7 @@ class Served(Master):
             return (Transfer(variable, copy.version, *there, *rest, extent=self._extent),)
         server_bytes = self.layout.size_bytes if copy is None else 0
         moved = links(self._extent.held_bytes, 0, server_bytes)
-        rest = ("each", why, reader.arguments, moved)
+        rest = ("copy", why, reader.arguments, moved)
         return (Transfer(variable, self.version, *there, *rest, extent=self._extent),)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:

@@ -46,6 +46,8 @@ def _changed_fields(policy: Any) -> str:
     """A policy as text, with the fields that differ from their defaults."""
     shown = (
         f"{field.name}={value!r}"
+        if field.name != "optimizer"
+        else f"{field.name}={type(value).__name__}(…)"  # Its functions say nothing.
         for field in dataclasses.fields(policy)
         if (value := getattr(policy, field.name)) != field.default
     )

@@ -57,6 +57,23 @@ def test_dynamic_access_is_known(text):
 
 
 @pytest.mark.parametrize(
+    ("text", "is_dynamic"),
+    [
+        ("merge(x, copy=True)", False),
+        ("merge(x, replace=merge(x, fields=n))", False),
+        ("merge(x, names=('copy',))", True),
+        ("merge(x, copy=True), ('copy',)", True),
+        ("merge(x, copy=x.copy())", True),
+        ("merge(x, copy='vars')", True),
+    ],
+)
+def test_the_name_of_an_argument_reads_no_attribute(text, is_dynamic):
+    names = names_of(compiled(f"def f(x, n): return {text}"))
+    assert names.is_dynamic is is_dynamic
+    assert not {"copy", "replace"}.isdisjoint(names.attributes)  # Where it is one all the same.
+
+
+@pytest.mark.parametrize(
     "other",
     [
         "\n\n\ndef f(x, n=1):\n    y = x * 2\n    return y\n",
