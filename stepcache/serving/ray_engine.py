@@ -27,7 +27,7 @@ from stepcache.storage.private_files import make_directory
 import ray  # isort: skip
 from ray.exceptions import RayActorError  # isort: skip
 
-_RECOVERY_SECONDS = 3.0  # Clients learn through Ray's control service that an actor is back.
+_RECOVERY_SECONDS = 2.0  # Clients learn through Ray's control service that an actor is back.
 
 
 class ActorBlock:
@@ -113,11 +113,11 @@ class HostActor:
             if self._is_stopped:
                 return None
             started, durable = time.perf_counter(), self._durable
-            durable.counts["bytes received"] += len(header)
             try:
-                message = _unpacked(header)
+                message = _unpacked(header, payload)
             except MalformedMessageError as error:
                 return plain.pack(to_plain(durable.refuse_malformed(error))), []
+            durable.counts["bytes received"] += len(header)
             reply, blocks = durable.handle(client, message, payload)
             durable.counts["bytes sent"] += sum(block.data.size for block in blocks)
             sent = [_sent(block) for block in blocks]
@@ -157,16 +157,18 @@ def _sent(block: Any) -> Any:
     return block.data if block.data.size < INLINE_BYTES else block.reference()
 
 
-def _unpacked(header: Any) -> Any:
+def _unpacked(header: Any, payload: Any) -> Any:
     """The message that a header holds.
 
     Raises:
-        MalformedMessageError: it holds none.
+        MalformedMessageError: it holds none, or what goes with it is no block.
     """
     try:
         data = plain.unpack(header)
     except Exception:
         raise MalformedMessageError("its header cannot be read") from None
+    if payload is not None and not isinstance(payload, np.ndarray):
+        raise MalformedMessageError(f"a {type(payload).__name__} is no block of bytes")
     return from_plain(data)
 
 
