@@ -44,7 +44,8 @@ def serve(directory: Path, name: str | None, **options: Any) -> None:
 
     With --ray, a detached Ray actor holds them, for all processes of a Ray cluster, which reach it
     by stepcache.connect("ray:NAME"). If this command is killed, the actor goes on, and the same
-    command finds it again. All nodes have to see the directory.
+    command finds it again. All nodes have to see the directory. Without a cluster (`ray start
+    --head`), the command starts a Ray of its own, which ends with it.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # A server takes no accelerator.
     if name:

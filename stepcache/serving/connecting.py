@@ -35,7 +35,7 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
 
     Raises:
         OptionError: the address names no engine, or a bound is not positive.
-        VariablesError: Ray is not installed.
+        VariablesError: Ray is not installed, or its cluster cannot be reached.
 
     This is a parameter server (Li et al., OSDI 2014) that states what is cached where, and does
     each write exactly once, whichever side is killed and started again.

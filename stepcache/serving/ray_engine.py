@@ -61,6 +61,7 @@ class About(NamedTuple):
         variables: how many it holds.
         moment: the number of writes so far.
         pid: of its process, on its node.
+        is_stopped: it serves nobody any more, and is about to be removed.
     """
 
     directory: str
@@ -68,6 +69,7 @@ class About(NamedTuple):
     variables: int
     moment: int
     pid: int
+    is_stopped: bool
 
 
 class HostActor:
@@ -129,8 +131,8 @@ class HostActor:
         """What it serves."""
         host = self._durable.host
         with self._lock:
-            rows = (host.epoch, len(host.status().variables), host.moment, os.getpid())
-        return About(str(self._durable.directory), *rows)
+            rows = (host.epoch, len(host.status().variables), host.moment)
+        return About(str(self._durable.directory), *rows, os.getpid(), self._is_stopped)
 
     @ray.method(max_task_retries=-1)
     def stop(self) -> bool:
@@ -206,6 +208,9 @@ def start(name: str, directory: Path, **options: Any) -> About:
     ).remote(wanted, options)
     try:
         about: Any = ray.get(actor.about.remote())
+        if about.is_stopped:  # The process that stopped it was killed before it had removed it.
+            ray.kill(actor, no_restart=True)
+            return start(name, directory, **options)
     except RayActorError as error:
         raise VariablesError(
             "the actor could not be started", where=f"ray:{name}", got=_cause(error)

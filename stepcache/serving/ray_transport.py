@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from typing import Any
 
 import numpy as np
 
-from stepcache.errors import VariablesError
+from stepcache.errors import VariablesError, first_line
 from stepcache.serving.host import Block
 from stepcache.serving.messages import Request, from_plain, to_plain
 from stepcache.serving.shared_memory import Pool
@@ -38,13 +39,24 @@ _RETRY_SECONDS = 0.05
 
 
 def initialise() -> None:
-    """Connects this process to a Ray cluster, or starts Ray here, unless that is done."""
+    """Connects this process to a Ray cluster, or starts Ray here, unless that is done.
+
+    Raises:
+        VariablesError: there is a cluster, and it cannot be reached.
+    """
     if ray.is_initialized():
         return
     try:
         ray.init(address="auto", ignore_reinit_error=True)
-    except ConnectionError:
-        ray.init(include_dashboard=False, ignore_reinit_error=True)
+    except ConnectionError as error:
+        if os.environ.get("RAY_ADDRESS"):
+            raise VariablesError(
+                "the Ray cluster cannot be reached",
+                where=f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}",
+                got=first_line(error),
+                hint="if it asks for a token, set RAY_AUTH_MODE=token",
+            ) from error
+        ray.init(address="local", include_dashboard=False, ignore_reinit_error=True)
 
 
 class Received:

@@ -1,22 +1,39 @@
 """Servers of variables, of both engines."""
 
 import os
+import secrets
+import subprocess
+import sys
 
 import pytest
 
 from tests.serving.servers import LocalServer, RayServer
 
+# In a process of its own: Ray forks to start its processes, and JAX has threads here.
+RAY = """
+import sys, ray
+ray.init(num_cpus=2, object_store_memory=1 << 30, include_dashboard=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
 
 @pytest.fixture(scope="package")
 def ray_session():
     """One Ray for all tests, and for the processes that they start."""
-    ray = pytest.importorskip("ray", reason="the ray engine needs Ray")
-    assert not ray.is_initialized()
-    ray.init(num_cpus=2, object_store_memory=1 << 30, include_dashboard=False, log_to_driver=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        patch.setenv("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported.
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        ray = pytest.importorskip("ray", reason="the ray engine needs Ray")
+        command, pipe = [sys.executable, "-c", RAY], subprocess.PIPE
+        head = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        )
+        patch.setenv("RAY_ADDRESS", head.stdout.readline().strip())
+        ray.init(address="auto", log_to_driver=False)
         yield
-    ray.shutdown()
+        ray.shutdown()
+        head.communicate()  # It ends when its input does.
 
 
 @pytest.fixture(scope="module", params=[LocalServer, RayServer], ids=["local", "ray"])

@@ -57,6 +57,36 @@ except sc.VariablesError as error:
     assert "Ray is not installed" in printed and "stepcache[ray]" in printed
 
 
+class Unreachable:
+    """Ray in a process that finds no cluster."""
+
+    def __init__(self):
+        self.addresses = []
+
+    def is_initialized(self):
+        return False
+
+    def init(self, address, **options):
+        self.addresses.append(address)
+        if address == "auto":
+            raise ConnectionError("no cluster")
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.1:6379"])
+def test_ray_is_started_here_only_where_no_cluster_is_meant(engine, monkeypatch, address):
+    from stepcache.serving import ray_transport
+
+    fake = Unreachable()
+    monkeypatch.setattr(ray_transport, "ray", fake)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    if address:
+        with pytest.raises(VariablesError, match=r"cannot be reached[^$]*10\.0\.0\.1"):
+            ray_transport.initialise()
+    else:
+        ray_transport.initialise()
+    assert fake.addresses == (["auto"] if address else ["auto", "local"])
+
+
 def test_a_client_does_not_start_another_ray(server):
     code = f"""
 import ray, stepcache as sc
@@ -183,6 +213,19 @@ def test_an_actor_whose_last_snapshot_fails_goes_on(server):
         assert "3 writes" in server.stop()
 
 
+def test_an_actor_that_was_stopped_is_replaced(server, actor):
+    import ray
+
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.ones(3, np.float32)}, write=SUM)
+        stopped = server.pid
+        assert ray.get(actor.stop.remote())
+        assert ray.get(actor.serve.remote("me", b"", None)) is None
+        server.start()
+        params.push({"w": np.ones(3, np.float32)})
+        assert params.value["w"][0] == 2 and server.pid != stopped
+
+
 # ---- messages that are none ----------------------------------------------------------------------
 
 
@@ -207,7 +250,11 @@ def test_messages_that_are_none_are_refused(shared_server, header):
     assert (kind, reply["kind"], blocks) == ("Refused", "malformed", [])
 
 
-@pytest.mark.parametrize("payload", [None, 7, np.ones(3), np.zeros((8, 8), np.uint8)], ids=repr)
+@pytest.mark.parametrize(
+    "payload",
+    [None, 7, np.ones(3), np.zeros((8, 8), np.uint8)],
+    ids=["none", "int", "floats", "square"],
+)
 def test_payloads_that_are_none_are_refused(shared_server, name, payload):
     import ray
 
