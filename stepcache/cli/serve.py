@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,26 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
     show_default=True,
     help="Write a snapshot after so many writes.",
 )
-def serve(directory: Path, **options: Any) -> None:
-    """Holds variables for the processes of this machine, until SIGTERM or Ctrl-C.
+@click.option("--ray", "name", metavar="NAME", help="Serve from a Ray actor of this name.")
+def serve(directory: Path, name: str | None, **options: Any) -> None:
+    """Holds variables for other processes, until SIGTERM or Ctrl-C.
 
-    Goes on from the last snapshot in the directory. Processes reach it by
+    Goes on from the last snapshot in the directory. Processes of this machine reach it by
     stepcache.connect("local:DIRECTORY"), before or after it is started.
+
+    With --ray, a detached Ray actor holds them, for all processes of a Ray cluster, which reach it
+    by stepcache.connect("ray:NAME"). If this command is killed, the actor goes on, and the same
+    command finds it again. All nodes have to see the directory. Without a cluster (`ray start
+    --head`), the command starts a Ray of its own, which ends with it.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # A server takes no accelerator.
+    if name:
+        _serve_by_ray(name, directory, options)
+    else:
+        _serve_here(directory, options)
+
+
+def _serve_here(directory: Path, options: dict[str, Any]) -> None:
     from stepcache.serving.local_server import LocalServer
 
     try:
@@ -55,16 +69,37 @@ def serve(directory: Path, **options: Any) -> None:
     click.echo(f"stopped; {server.host.moment} writes are in the last snapshot")
 
 
+def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
+    try:
+        from stepcache.serving import ray_engine
+
+        ray_engine.initialise()
+        stopping = threading.Event()
+        about = ray_engine.start(name, directory, **options)
+        held = f"{about.variables} variables, epoch {about.epoch}"
+        # Ray handles SIGTERM too, and gets it back: a second one does not wait.
+        with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: stopping.set()):
+            click.echo(f"serving {directory} as ray:{name} ({held})")
+            stopping.wait()
+        moment = ray_engine.stop(name)
+    except StepCacheError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"stopped; {moment} writes are in the last snapshot")
+
+
 @click.command("status")
-@click.option("--variables", "directory", type=_DIRECTORY, required=True, help="Of the server.")
+@click.option("--variables", "directory", type=_DIRECTORY, help="Of the server.")
+@click.option("--ray", "name", metavar="NAME", help="Of the Ray actor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=5.0, show_default=True)
-def status(directory: Path, as_json: bool, timeout: float) -> None:
+def status(directory: Path | None, name: str | None, as_json: bool, timeout: float) -> None:
     """Shows what a server of variables holds, its clients, and how long requests take."""
+    if (directory is None) == (name is None):
+        raise click.UsageError("give either --variables DIRECTORY or --ray NAME")
     from stepcache.serving.connecting import connect
 
     try:
-        with connect(f"local:{directory}", timeout=timeout) as server:
+        with connect(f"ray:{name}" if name else f"local:{directory}", timeout=timeout) as server:
             found = server.status()
     except StepCacheError as error:
         raise click.ClickException(str(error)) from error

@@ -23,7 +23,9 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
                 params.push(step(params, batch))
 
     Args:
-        address: `local:DIRECTORY`, of a server on this machine.
+        address: `local:DIRECTORY`, of a server on this machine; or `ray:NAME`, of an actor in the
+            Ray cluster that this process is connected to. If it is to none, it connects to the one
+            of this machine, or of `RAY_ADDRESS`, or starts one.
         timeout: how long a request may take in seconds, a restart of the server included.
         max_unsaved_bytes: bound on the writes that this process keeps, to send them again, because
             no snapshot has them. A write beyond it waits for a snapshot.
@@ -33,6 +35,7 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
 
     Raises:
         OptionError: the address names no engine, or a bound is not positive.
+        VariablesError: Ray is not installed, or its cluster cannot be reached.
 
     This is a parameter server (Li et al., OSDI 2014) that states what is cached where, and does
     each write exactly once, whichever side is killed and started again.
@@ -45,7 +48,7 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
         raise OptionError(
             "unknown address of variables",
             where="connect",
-            expected="local:DIRECTORY",
+            expected="local:DIRECTORY or ray:NAME",
             got=repr(address),
         )
     for name, bound in (("timeout", timeout), ("max_unsaved_bytes", max_unsaved_bytes)):
@@ -61,4 +64,10 @@ def _local(place: str, client: str) -> Transport:
     return LocalTransport(Path(place), client)
 
 
-_ENGINES: dict[str, Callable[[str, str], Transport]] = {"local": _local}
+def _ray(place: str, client: str) -> Transport:
+    from stepcache.serving.ray_transport import RayTransport
+
+    return RayTransport(place, client)
+
+
+_ENGINES: dict[str, Callable[[str, str], Transport]] = {"local": _local, "ray": _ray}

@@ -1,69 +1,59 @@
-"""A server of variables in a process of its own."""
+"""Servers of variables, of both engines."""
 
 import os
-import signal
+import secrets
 import subprocess
 import sys
-import time
 
 import pytest
 
-import stepcache as sc
-from stepcache.serving.local_transport import address
-from stepcache.storage.load_markers import Process
+from tests.serving.servers import LocalServer, RayServer
 
-LIMIT_SECONDS = 60
+# In a process of its own: Ray forks to start its processes, and JAX has threads here.
+RAY = """
+import sys, ray
+ray.init(num_cpus=2, object_store_memory=1 << 30, include_dashboard=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
 
 
-class Server:
-    """`stepcache serve`, which tests start, kill and stop."""
-
-    def __init__(self, directory, *options):
-        self.directory, self.options = directory, options
-        self.process = None
-
-    def start(self):
-        command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables"]
-        self.process = subprocess.Popen(
-            [*command, str(self.directory), *self.options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+@pytest.fixture(scope="package")
+def ray_session():
+    """One Ray for all tests, and for the processes that they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported.
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        ray = pytest.importorskip("ray", reason="the ray engine needs Ray")
+        command, pipe = [sys.executable, "-c", RAY], subprocess.PIPE
+        head = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
         )
-        limit = time.monotonic() + LIMIT_SECONDS
-        while time.monotonic() < limit:
-            found = address(self.directory)
-            if found and Process.parse(found["process"]).pid == self.process.pid:
-                return self
-            assert self.process.poll() is None, self.process.stdout.read()
-            time.sleep(0.02)
-        raise AssertionError("the server does not start")
+        patch.setenv("RAY_ADDRESS", head.stdout.readline().strip())
+        ray.init(address="auto", log_to_driver=False)
+        yield
+        ray.shutdown()
+        head.communicate()  # It ends when its input does.
 
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
 
-    def stop(self):
-        """Ends it as a user does. Returns what it has printed."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        printed, _ = self.process.communicate(timeout=LIMIT_SECONDS)
-        return printed
-
-    def connect(self, **options):
-        return sc.connect(f"local:{self.directory}", **{"timeout": LIMIT_SECONDS, **options})
+@pytest.fixture(scope="module", params=[LocalServer, RayServer], ids=["local", "ray"])
+def engine(request):
+    """The class of its servers. What is of one engine alone overrides this."""
+    if request.param is RayServer:
+        request.getfixturevalue("ray_session")
+    return request.param
 
 
 @pytest.fixture
-def server(tmp_path):
-    server = Server(tmp_path / "server").start()
+def server(engine, tmp_path):
+    server = engine(tmp_path / "server").start()
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="module")
-def shared_server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("shared") / "server").start()
+def shared_server(engine, tmp_path_factory):
+    server = engine(tmp_path_factory.mktemp("shared") / "server").start()
     yield server
     server.stop()
 

@@ -1,5 +1,6 @@
 """`Variables` that another process holds: what a step sees, what moves, and what is refused."""
 
+import threading
 import time
 from collections import Counter
 
@@ -14,7 +15,6 @@ import stepcache as sc
 from stepcache.errors import OptionError, ServerLostError, VariablesError
 from stepcache.events import Moved, recorder
 from stepcache.variables.plan import SERVER_LINK
-from tests.serving.conftest import Server
 
 SIZE = 5000  # Of four bytes each: as many as travel inside a message, and more in shared memory.
 LARGE = 50_000
@@ -335,14 +335,14 @@ def test_random_keys_are_refused(connection, name):
         connection.variables(name, {"key": jax.random.key(0)})
 
 
-@pytest.mark.parametrize("address", ["", "local:", "gs:place", "/some/where"])
+@pytest.mark.parametrize("address", ["", "local:", "ray:", "gs:place", "/some/where"])
 def test_unknown_addresses_are_refused(address):
     with pytest.raises(OptionError, match="unknown address"):
         sc.connect(address)
 
 
-def test_no_server_is_an_error_in_time(tmp_path):
-    with sc.connect(f"local:{tmp_path}/nobody", timeout=0.3) as connection:
+def test_no_server_is_an_error_in_time(engine, tmp_path):
+    with engine(tmp_path / "nobody").connect(timeout=0.3) as connection:
         began = time.monotonic()
         with pytest.raises(ServerLostError, match=r"0\.3 s"):
             connection.variables("params", {"w": np.zeros(1)})
@@ -370,11 +370,9 @@ def test_a_push_that_moves_too_much_is_refused(connection, name):
     assert params.value["w"][0] == 1
 
 
-def test_a_server_waits_for_clients_that_come_first(tmp_path):
-    server = Server(tmp_path / "late")
+def test_a_server_waits_for_clients_that_come_first(engine, tmp_path):
+    server = engine(tmp_path / "late")
     with server.connect() as connection:
-        import threading
-
         threading.Timer(0.3, server.start).start()
         params = connection.variables("params", {"w": np.ones(2)})
         assert params.value["w"].sum() == 2

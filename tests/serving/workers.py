@@ -1,4 +1,4 @@
-"""What processes do that push: `python -m tests.serving.workers DIRECTORY NAME FIRST COUNT`.
+"""What processes do that push: `python -m tests.serving.workers ADDRESS NAME FIRST COUNT`.
 
 Each pushes one 1 at each of its places, and prints the number of each push that was acknowledged.
 """
@@ -12,8 +12,8 @@ import stepcache as sc
 PLACES = 20_000  # So many that an update travels in shared memory.
 
 
-def push(directory, name, first, count):
-    with sc.connect(f"local:{directory}", timeout=60) as connection:
+def push(address, name, first, count):
+    with sc.connect(address, timeout=60) as connection:
         tree = {"counts": np.zeros(PLACES, np.float32)}
         params = connection.variables(name, tree, write=sc.Write(mode="add"))
         print("ready", flush=True)
@@ -29,5 +29,5 @@ def push(directory, name, first, count):
 
 
 if __name__ == "__main__":
-    directory, name, first, count = sys.argv[1:]
-    push(directory, name, int(first), int(count))
+    address, name, first, count = sys.argv[1:]
+    push(address, name, int(first), int(count))

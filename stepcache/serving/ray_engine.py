@@ -1,0 +1,258 @@
+"""The ray engine: a host of variables in a Ray actor, for the processes of a Ray cluster.
+
+Ray places the actor, names it, starts it again after a crash, and says who may reach it. Requests
+are calls of one method. Large values do not travel inside them: a writer puts its update into
+Ray's object store, and the actor puts each version that is read there once, so that all readers of
+a node map one copy. Import this module only where Ray is used.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stepcache.errors import VariablesError, first_line
+from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
+from stepcache.serving.messages import MalformedMessageError, from_plain, to_plain
+from stepcache.serving.ray_transport import INLINE_BYTES, NAMESPACE, initialise
+from stepcache.storage import plain
+from stepcache.storage.private_files import make_directory
+
+# After `ray_transport`, which says what to do where Ray is not installed.
+import ray  # isort: skip
+from ray.exceptions import RayActorError  # isort: skip
+
+_RECOVERY_SECONDS = 2.0  # Clients learn through Ray's control service that an actor is back.
+
+
+class ActorBlock:
+    """Memory of a value: of the actor's process, and from its first read on of the object store.
+
+    Attributes:
+        data: its bytes. They are not written to after `reference`.
+    """
+
+    __slots__ = ("_reference", "data")
+
+    def __init__(self, size_bytes: int):
+        self.data: np.ndarray = np.empty(size_bytes, np.uint8)
+        self._reference: Any = None
+
+    def reference(self) -> Any:
+        """Where other processes find it. `data` is a view of that from then on."""
+        if self._reference is None:
+            reference: Any = ray.put(self.data)
+            # A snapshot under way goes on with the memory that `data` had.
+            self._reference, self.data = reference, ray.get(reference)
+        return self._reference
+
+
+class About(NamedTuple):
+    """What an actor serves.
+
+    Attributes:
+        directory: of its snapshots.
+        epoch: of its host.
+        variables: how many it holds.
+        moment: the number of writes so far.
+        pid: of its process, on its node.
+        is_stopped: it serves nobody any more, and is about to be removed.
+    """
+
+    directory: str
+    epoch: int
+    variables: int
+    moment: int
+    pid: int
+    is_stopped: bool
+
+
+class HostActor:
+    """The actor: a host of variables and its directory. Made by `start`.
+
+    Args:
+        directory: of the snapshots. Ray may start the actor again on any node: all must see it.
+        options: as for `DurableHost`.
+
+    Raises:
+        VariablesError: the directory cannot be served.
+    """
+
+    def __init__(self, directory: str, options: dict[str, Any]):
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")  # It takes no accelerator.
+        if not Path(directory).is_dir():  # Not a new one: the snapshots are elsewhere.
+            raise VariablesError(
+                "this node does not have the directory of the snapshots",
+                where=directory,
+                hint="serve a directory that all nodes share",
+            )
+        self._lock = threading.Lock()  # `_durable` is used by two threads.
+        options = {"recovery_seconds": _RECOVERY_SECONDS, **options}
+        self._durable = DurableHost(Path(directory), ActorBlock, **options)
+        self._is_stopped = False
+        threading.Thread(target=self._tend, name="stepcache host", daemon=True).start()
+
+    def serve(self, client: str, header: bytes, payload: Any) -> tuple[bytes, list[Any]] | None:
+        """Serves a request.
+
+        Args:
+            client: who sends it.
+            header: the request, as plain data.
+            payload: the block that goes with it, or None.
+
+        Returns:
+            The reply as plain data, and its blocks: small ones as arrays, large ones as references.
+            None once the actor is stopped.
+        """
+        with self._lock:
+            if self._is_stopped:
+                return None
+            started, durable = time.perf_counter(), self._durable
+            try:
+                message = _unpacked(header, payload)
+            except MalformedMessageError as error:
+                return plain.pack(to_plain(durable.refuse_malformed(error))), []
+            durable.counts["bytes received"] += len(header)
+            reply, blocks = durable.handle(client, message, payload)
+            durable.counts["bytes sent"] += sum(block.data.size for block in blocks)
+            sent = [_sent(block) for block in blocks]
+            durable.seconds.append(time.perf_counter() - started)
+            return plain.pack(to_plain(reply)), sent
+
+    @ray.method(max_task_retries=-1)
+    def about(self) -> About:
+        """What it serves."""
+        host = self._durable.host
+        with self._lock:
+            rows = (host.epoch, len(host.status().variables), host.moment)
+        return About(str(self._durable.directory), *rows, os.getpid(), self._is_stopped)
+
+    @ray.method(max_task_retries=-1)
+    def stop(self) -> bool:
+        """Writes the last snapshot, and serves nobody from then on.
+
+        Returns:
+            Whether it could be written. If not, the actor goes on.
+        """
+        with self._lock:
+            if not self._is_stopped:
+                self._is_stopped = self._durable.finish()
+            return self._is_stopped
+
+    def _tend(self) -> None:
+        while not self._is_stopped:
+            with self._lock:
+                if not self._is_stopped:
+                    self._durable.tend()
+            time.sleep(TEND_SECONDS)
+
+
+def _sent(block: Any) -> Any:
+    """A block as a part of a reply."""
+    return block.data if block.data.size < INLINE_BYTES else block.reference()
+
+
+def _unpacked(header: Any, payload: Any) -> Any:
+    """The message that a header holds.
+
+    Raises:
+        MalformedMessageError: it holds none, or what goes with it is no block.
+    """
+    try:
+        data = plain.unpack(header)
+    except Exception:
+        raise MalformedMessageError("its header cannot be read") from None
+    if payload is not None and not isinstance(payload, np.ndarray):
+        raise MalformedMessageError(f"a {type(payload).__name__} is no block of bytes")
+    return from_plain(data)
+
+
+# ---- actors --------------------------------------------------------------------------------------
+
+
+def start(name: str, directory: Path, **options: Any) -> About:
+    """Starts an actor that serves the variables of a directory, or finds the one that does.
+
+    It is detached: it goes on after this process, until `stop`.
+
+    Args:
+        name: how clients find it: `ray:NAME`.
+        directory: of its snapshots.
+        options: as for `DurableHost`.
+
+    Returns:
+        What it serves.
+
+    Raises:
+        VariablesError: the directory cannot be served, or the actor serves another one.
+        CacheDirectoryError: others can write to the directory.
+    """
+    initialise()
+    wanted = str(directory.expanduser().resolve())
+    make_directory(Path(wanted))
+    actor_class: Any = ray.remote(HostActor)
+    actor = actor_class.options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=-1,
+        num_cpus=0,  # To start it again must not wait for a free CPU.
+        get_if_exists=True,
+    ).remote(wanted, options)
+    try:
+        about: Any = ray.get(actor.about.remote())
+        if about.is_stopped:  # The process that stopped it was killed before it had removed it.
+            ray.kill(actor, no_restart=True)
+            return start(name, directory, **options)
+    except RayActorError as error:
+        raise VariablesError(
+            "the actor could not be started", where=f"ray:{name}", got=_cause(error)
+        ) from error
+    if about.directory != wanted:
+        raise VariablesError(
+            "an actor of this name serves another directory",
+            where=f"ray:{name}",
+            expected=wanted,
+            got=about.directory,
+        )
+    return about
+
+
+def stop(name: str) -> int:
+    """Stops an actor after its last snapshot.
+
+    Returns:
+        The number of writes in that snapshot.
+
+    Raises:
+        VariablesError: there is no such actor; or the snapshot cannot be written, and it goes on.
+    """
+    try:
+        actor = ray.get_actor(name, namespace=NAMESPACE)
+        is_saved, about = ray.get([actor.stop.remote(), actor.about.remote()])
+    except (ValueError, RayActorError) as error:
+        raise VariablesError(
+            "the actor is gone", where=f"ray:{name}", got=first_line(error)
+        ) from error
+    if not is_saved:
+        raise VariablesError(
+            "the last snapshot cannot be written; the actor goes on",
+            where=f"ray:{name}",
+            hint="see its log; make room, then stop it again",
+        )
+    ray.kill(actor, no_restart=True)
+    return about.moment
+
+
+def _cause(error: Exception) -> str:
+    """The line of an actor's traceback that says what was wrong, and those that explain it."""
+    lines = str(error).strip().splitlines()
+    found = [number for number, line in enumerate(lines) if "Error: " in line]
+    return "\n".join(lines[found[-1] :]) if found else lines[-1]

@@ -1,0 +1,158 @@
+"""A client's way to the Ray actor of a name; see `ray_engine`. Import it only where Ray is used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from stepcache.errors import VariablesError, first_line
+from stepcache.serving.host import Block
+from stepcache.serving.messages import Request, from_plain, to_plain
+from stepcache.serving.shared_memory import Pool
+from stepcache.storage import plain
+
+try:
+    import ray
+    from ray.exceptions import (
+        ActorDiedError,
+        GetTimeoutError,
+        ObjectLostError,
+        RayActorError,
+    )
+except ModuleNotFoundError as error:
+    raise VariablesError(
+        "Ray is not installed",
+        where="the address ray:NAME",
+        hint="pip install 'stepcache[ray]'",
+    ) from error
+
+NAMESPACE = "stepcache"
+"""Of the actors in a Ray cluster."""
+INLINE_BYTES = 64 << 10
+"""Smaller blocks travel inside calls, as Ray does with small arguments."""
+
+_RETRY_SECONDS = 0.05
+
+
+def initialise() -> None:
+    """Connects this process to a Ray cluster, or starts Ray here, unless that is done.
+
+    Raises:
+        VariablesError: there is a cluster, and it cannot be reached.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address="auto", ignore_reinit_error=True)
+    except ConnectionError as error:
+        if os.environ.get("RAY_ADDRESS"):
+            raise VariablesError(
+                "the Ray cluster cannot be reached",
+                where=f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}",
+                got=first_line(error),
+                hint="if it asks for a token, set RAY_AUTH_MODE=token",
+            ) from error
+        ray.init(address="local", include_dashboard=False, ignore_reinit_error=True)
+
+
+class Received:
+    """A reply, and the blocks that came with it: views of the node's object store."""
+
+    def __init__(self, message: Any, blocks: list[np.ndarray]):
+        self.message, self.blocks = message, blocks
+
+
+class RayTransport:
+    """Carries the requests of one client to the actor of a name. Not thread-safe.
+
+    Args:
+        name: of the actor.
+        client: the name of the client.
+    """
+
+    def __init__(self, name: str, client: str):
+        self._name, self._client = name, client
+        self._actor: Any = None
+        self._pool = Pool()
+        initialise()
+
+    def allocate(self, size_bytes: int) -> Block:
+        """A block that can be sent."""
+        return self._pool.allocate(size_bytes)
+
+    def request(self, message: Request, block: Block | None, deadline: float) -> Received | None:
+        """Sends a request, again if the actor is started again, and waits for its reply.
+
+        Args:
+            message: the request.
+            block: the value that goes with it, unchanged until this returns.
+            deadline: by `time.monotonic`.
+
+        Returns:
+            The reply; None if there was none in time.
+
+        Raises:
+            VariablesError: Ray was shut down in this process.
+        """
+        self._check_initialised()
+        header, payload = plain.pack(to_plain(message)), None
+        if block is not None:
+            # The client keeps the block, to send it again, and Ray's store its copy only until the
+            # reply: the store is everybody's.
+            payload = block.data if block.data.size < INLINE_BYTES else ray.put(block.data)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            with contextlib.suppress(GetTimeoutError):
+                received = self._attempt(header, payload, deadline)
+                if received is not None:
+                    return received
+            time.sleep(min(_RETRY_SECONDS, max(deadline - time.monotonic(), 0)))
+            self._check_initialised()
+
+    def _attempt(self, header: bytes, payload: Any, deadline: float) -> Received | None:
+        """The reply of the actor as it is now; None if it is not there."""
+        if self._actor is None:
+            try:
+                self._actor = ray.get_actor(self._name, namespace=NAMESPACE)
+            except ValueError:
+                return None  # There is none of this name yet.
+        try:
+            sent = self._actor.serve.remote(self._client, header, payload)
+            reply = ray.get(sent, timeout=max(deadline - time.monotonic(), 0))
+            if reply is None:
+                return None
+            header, blocks = reply
+            held = [each for each in blocks if isinstance(each, ray.ObjectRef)]
+            found = iter(ray.get(held, timeout=max(deadline - time.monotonic(), 0)))
+            arrays = [next(found) if isinstance(each, ray.ObjectRef) else each for each in blocks]
+        except ActorDiedError:
+            self._actor = None  # Another one may get its name.
+            return None
+        except (RayActorError, ObjectLostError):
+            return None  # It is being started again.
+        return Received(from_plain(plain.unpack(header)), arrays)
+
+    def _check_initialised(self) -> None:
+        """Raises if Ray was shut down: a call would start another one."""
+        if not ray.is_initialized():
+            raise VariablesError(
+                "Ray was shut down in this process", where=f"ray:{self._name}", hint="connect again"
+            )
+
+    def release(self, received: Received) -> None:
+        """Says that the blocks of a reply are not read any more."""
+        received.blocks = []
+
+    def pause(self) -> None:
+        """Waits a moment before a request is made again."""
+        time.sleep(_RETRY_SECONDS)
+
+    def close(self) -> None:
+        """Ends the use of the transport. Ray goes on in this process."""
+        self._actor = None

@@ -1,0 +1,65 @@
+"""A host and its directory: whom it waits for after a crash."""
+
+import numpy as np
+import pytest
+
+from stepcache.errors import VariablesError
+from stepcache.serving.durable_host import DurableHost
+from stepcache.serving.messages import BlockLayout, JoinRequest, WriteRequest
+from stepcache.storage.load_markers import Process
+
+LAYOUT = BlockLayout([("w", [1], "float32")])
+ENDED = Process(2**22 + 1, "1", Process.current().host)
+ELSEWHERE = Process(2**22 + 1, "1", "another-host")
+
+
+class Block:
+    def __init__(self, size_bytes):
+        self.data = np.zeros(size_bytes, np.uint8)
+
+
+def begin(directory):
+    return DurableHost(directory, Block, recovery_seconds=0.0)
+
+
+def write(durable, client, process):
+    """Has a client make variables, and a snapshot."""
+    durable.handle(client, JoinRequest(client, str(process), 1), None)
+    request = WriteRequest(client, 1, durable.host.epoch, client, "create", types=LAYOUT.types)
+    durable.handle(client, request, np.zeros(LAYOUT.size_bytes, np.uint8))
+    while durable.host.saved.get(client) != 1:
+        durable.tend()
+
+
+@pytest.mark.parametrize(
+    "process, is_waited_for",
+    [(Process.current(), True), (ENDED, False), (ELSEWHERE, True)],
+    ids=["alive", "ended", "of another node"],
+)
+def test_it_waits_for_clients_that_may_be_alive(tmp_path, process, is_waited_for):
+    before = begin(tmp_path / "served")
+    write(before, "client", process)
+    before.close()  # Without `finish`: as a crash.
+    after = begin(tmp_path / "served")
+    after.tend()
+    assert after.host.waiting_for == ({"client"} if is_waited_for else set())
+    assert after.host.epoch > before.host.epoch
+    after.close()
+
+
+def test_it_waits_for_nobody_if_it_was_finished(tmp_path):
+    before = begin(tmp_path / "served")
+    write(before, "client", Process.current())
+    assert before.finish()
+    before.close()
+    after = begin(tmp_path / "served")
+    assert not after.host.waiting_for and after.host.moment == 1
+    after.close()
+
+
+def test_a_directory_has_one_host(tmp_path):
+    first = begin(tmp_path / "served")
+    with pytest.raises(VariablesError, match=f"process {Process.current()}"):
+        begin(tmp_path / "served")
+    first.close()
+    begin(tmp_path / "served").close()

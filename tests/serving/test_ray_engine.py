@@ -1,0 +1,273 @@
+"""The ray engine: its actor's life, what lies in the object store, and messages that are none."""
+
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache.errors import CacheDirectoryError, VariablesError
+from stepcache.serving.messages import JoinRequest, ReadRequest, WriteRequest, to_plain
+from stepcache.storage import plain
+from tests.serving.servers import LIMIT_SECONDS, RayServer
+
+LARGE = 50_000
+SUM = sc.Write(mode="add")
+
+
+@pytest.fixture(scope="module")
+def engine(ray_session):
+    return RayServer
+
+
+@pytest.fixture
+def actor(server):
+    import ray
+
+    return ray.get_actor(server.name, namespace="stepcache")
+
+
+def python(code, **options):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True, **options
+    )
+
+
+# ---- Ray itself ----------------------------------------------------------------------------------
+
+
+def test_ray_is_imported_only_where_it_is_used():
+    python("import sys, stepcache as sc; sc.connect; assert 'ray' not in sys.modules")
+
+
+def test_without_ray_its_addresses_are_refused():
+    code = """
+import sys
+sys.modules["ray"] = None
+import stepcache as sc
+try:
+    sc.connect("ray:params")
+except sc.VariablesError as error:
+    print(error)
+"""
+    printed = python(code).stdout
+    assert "Ray is not installed" in printed and "stepcache[ray]" in printed
+
+
+class Unreachable:
+    """Ray in a process that finds no cluster."""
+
+    def __init__(self):
+        self.addresses = []
+
+    def is_initialized(self):
+        return False
+
+    def init(self, address, **options):
+        self.addresses.append(address)
+        if address == "auto":
+            raise ConnectionError("no cluster")
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.1:6379"])
+def test_ray_is_started_here_only_where_no_cluster_is_meant(engine, monkeypatch, address):
+    from stepcache.serving import ray_transport
+
+    fake = Unreachable()
+    monkeypatch.setattr(ray_transport, "ray", fake)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    if address:
+        with pytest.raises(VariablesError, match=r"cannot be reached[^$]*10\.0\.0\.1"):
+            ray_transport.initialise()
+    else:
+        ray_transport.initialise()
+    assert fake.addresses == (["auto"] if address else ["auto", "local"])
+
+
+def test_a_client_does_not_start_another_ray(server):
+    code = f"""
+import ray, stepcache as sc
+params = sc.connect("{server.address}").variables("params", {{"w": 1.0}})
+ray.shutdown()
+try:
+    params.value
+except sc.VariablesError as error:
+    print(error, ray.is_initialized())
+"""
+    printed = python(code).stdout
+    assert "shut down" in printed and "False" in printed
+
+
+# ---- the object store ----------------------------------------------------------------------------
+
+
+def test_all_readers_map_one_copy_of_a_version(server, actor):
+    import ray
+
+    header = plain.pack(to_plain(ReadRequest(["params"], [0])))
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.ones(LARGE, np.float32)}, write=SUM)
+        before = [ray.get(actor.serve.remote("me", header, None))[1][0] for _ in range(2)]
+        params.push({"w": np.ones(LARGE, np.float32)})
+        after = ray.get(actor.serve.remote("me", header, None))[1][0]
+        assert before[0] == before[1] != after
+        values = [ray.get(each) for each in (*before, after)]
+    assert values[0].ctypes.data == values[1].ctypes.data and not values[0].flags.writeable
+    assert [value.view(np.float32)[0] for value in values] == [1, 1, 2]
+
+
+@pytest.mark.slow
+def test_the_store_does_not_fill_up(server):
+    """Pushed are five times as many bytes as the store holds."""
+    import ray
+
+    capacity = ray.cluster_resources()["object_store_memory"]
+    count, size = 64, int(capacity * 5) // 64 // 4
+    update = {"w": np.ones(size, np.float32)}
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.zeros(size, np.float32)}, write=SUM)
+        for number in range(1, count + 1):
+            params.push(update)
+            if number % 8 == 0:
+                assert params.value["w"][-1] == number
+
+
+# ---- the life of an actor ------------------------------------------------------------------------
+
+
+def serving(server):
+    command = [sys.executable, "-m", "stepcache.cli", "serve", "--ray", server.name]
+    process = subprocess.Popen(
+        [*command, "--variables", str(server.directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    return process, process.stdout.readline()
+
+
+def test_the_actor_goes_on_without_the_command_that_began_it(engine, tmp_path):
+    server = engine(tmp_path / "server")
+    first, printed = serving(server)
+    assert "(0 variables" in printed
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.zeros(3, np.float32)}, write=SUM)
+        first.kill()
+        first.communicate()
+        params.push({"w": np.ones(3, np.float32)})
+        second, printed = serving(server)
+        assert "(1 variables" in printed and params.version == 1
+        second.send_signal(signal.SIGTERM)
+        printed, _ = second.communicate(timeout=LIMIT_SECONDS)
+        assert second.returncode == 0 and "2 writes are in the last snapshot" in printed
+        server.start()
+        assert np.array_equal(params.value["w"], np.ones(3))
+    assert "2 writes" in server.stop()
+    assert "gone" in server.stop()
+
+
+def test_a_directory_has_one_actor(server, engine, tmp_path):
+    class Another(engine):
+        name = "another"
+
+    with pytest.raises(VariablesError, match="serves these variables already"):
+        Another(server.directory).start()
+    Another(tmp_path / "its own").start()
+    try:
+        with pytest.raises(VariablesError, match="serves another directory"):
+            Another(server.directory).start()
+    finally:
+        Another(tmp_path / "its own").stop()
+
+
+def test_a_directory_that_others_can_write_to_is_refused(engine, tmp_path):
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(CacheDirectoryError, match="Others can write"):
+        engine(open_to_all).start()
+
+
+def test_a_node_without_the_directory_is_named(tmp_path):
+    from stepcache.serving.ray_engine import HostActor
+
+    with pytest.raises(VariablesError, match="this node does not have"):
+        HostActor(str(tmp_path / "elsewhere"), {})
+
+
+def test_an_actor_whose_last_snapshot_fails_goes_on(server):
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.zeros(3, np.float32)}, write=SUM)
+        connection.flush()
+        snapshots = server.directory / "snapshots"
+        snapshots.rename(server.directory / "aside")
+        snapshots.write_bytes(b"")
+        params.push({"w": np.ones(3, np.float32)})
+        assert "the actor goes on" in server.stop()
+        params.push({"w": np.ones(3, np.float32)})
+        snapshots.unlink()
+        (server.directory / "aside").rename(snapshots)
+        assert "3 writes" in server.stop()
+
+
+def test_an_actor_that_was_stopped_is_replaced(server, actor):
+    import ray
+
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.ones(3, np.float32)}, write=SUM)
+        stopped = server.pid
+        assert ray.get(actor.stop.remote())
+        assert ray.get(actor.serve.remote("me", b"", None)) is None
+        server.start()
+        params.push({"w": np.ones(3, np.float32)})
+        assert params.value["w"][0] == 2 and server.pid != stopped
+
+
+# ---- messages that are none ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"\xc1noise",
+        7,
+        plain.pack(["os.system", {"command": "true"}]),
+        plain.pack(["ReadRequest", {"names": [["x"]], "known": ["y"]}]),
+        plain.pack(["JoinRequest", {"client": "me", "process": "x", "first": -1}]),
+    ],
+    ids=repr,
+)
+def test_messages_that_are_none_are_refused(shared_server, header):
+    import ray
+
+    actor = ray.get_actor(shared_server.name, namespace="stepcache")
+    packed, blocks = ray.get(actor.serve.remote("me", header, None))
+    kind, reply = plain.unpack(packed)
+    assert (kind, reply["kind"], blocks) == ("Refused", "malformed", [])
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [None, 7, np.ones(3), np.zeros((8, 8), np.uint8)],
+    ids=["none", "int", "floats", "square"],
+)
+def test_payloads_that_are_none_are_refused(shared_server, name, payload):
+    import ray
+
+    actor = ray.get_actor(shared_server.name, namespace="stepcache")
+
+    def reply(message, payload=None):
+        header = plain.pack(to_plain(message))
+        return plain.unpack(ray.get(actor.serve.remote("me", header, payload))[0])
+
+    _, joined = reply(JoinRequest("me", "x", 1))
+    types = [("w", [16], "float32")]
+    write = WriteRequest("me", 1, joined["epoch"], name, "create", types=types)
+    kind, refused = reply(write, payload)
+    assert (kind, refused["kind"]) == ("Refused", "malformed")
+    with shared_server.connect() as connection:
+        assert name not in [row[0] for row in connection.status().variables]
