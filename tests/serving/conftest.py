@@ -18,6 +18,22 @@ sys.stdin.read()
 """
 
 
+RAY_EVERY = 6
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of what both engines have to do, Ray does a sample by default: its actors take long."""
+    files = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.callspec.params.get("engine") is RayServer:
+            files.setdefault(item.path, []).append(item)
+    for of_file in files.values():
+        for number, item in enumerate(of_file):
+            if number % RAY_EVERY:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="package")
 def ray_session():
     """One Ray for all tests, and for the processes that they start."""
