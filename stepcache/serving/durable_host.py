@@ -29,7 +29,7 @@ from stepcache.storage.private_files import make_directory
 from stepcache.units import counted
 
 TEND_SECONDS = 0.05
-_SNAPSHOT_BYTES = 256 << 20  # After so much written: clients keep what no snapshot has.
+_SNAPSHOT_BYTES = 512 << 20  # After so much written: clients keep what no snapshot has.
 _TIMED_REQUESTS = 4096
 _RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS = 1.5, 5.0
 _EPOCH = "epoch"
