@@ -72,7 +72,7 @@ def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
     try:
         from stepcache.serving import ray_engine
 
-        ray_engine.initialise()
+        ray_engine.initialise(log_to_driver=True)  # The actor's errors are shown here.
         stopping = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):  # After Ray, which handles SIGTERM too.
             signal.signal(number, lambda *_: stopping.set())

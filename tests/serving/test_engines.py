@@ -36,8 +36,8 @@ def counts(server, name):
 def test_each_push_is_done_once_though_the_server_is_killed(engine, tmp_path, seed):
     if engine is not LocalServer and seed:
         pytest.skip("one seed by default: Ray takes seconds to start an actor again")
-    kills = 3 if engine is LocalServer else 2
-    killed_again_and_again(engine, tmp_path, seed, pushes=150, kills=kills)
+    sizes = {"pushes": 150, "kills": 3} if engine is LocalServer else {"pushes": 100, "kills": 2}
+    killed_again_and_again(engine, tmp_path, seed, **sizes)
 
 
 @pytest.mark.slow
