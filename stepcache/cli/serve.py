@@ -73,7 +73,7 @@ def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
     try:
         from stepcache.serving import ray_engine
 
-        ray_engine.initialise()
+        ray_engine.initialise(log_to_driver=True)  # The actor's errors are shown here.
         stopping = threading.Event()
         about = ray_engine.start(name, directory, **options)
         held = f"{about.variables} variables, epoch {about.epoch}"

@@ -38,16 +38,21 @@ INLINE_BYTES = 64 << 10
 _RETRY_SECONDS = 0.05
 
 
-def initialise() -> None:
+def initialise(log_to_driver: bool = False) -> None:
     """Connects this process to a Ray cluster, or starts Ray here, unless that is done.
+
+    Args:
+        log_to_driver: whether this process prints what the processes of Ray print. They write to
+            standard output at any time, also in the middle of a line.
 
     Raises:
         VariablesError: there is a cluster, and it cannot be reached.
     """
     if ray.is_initialized():
         return
+    options: Any = {"ignore_reinit_error": True, "log_to_driver": log_to_driver}
     try:
-        ray.init(address="auto", ignore_reinit_error=True)
+        ray.init(address="auto", **options)
     except ConnectionError as error:
         if os.environ.get("RAY_ADDRESS"):
             raise VariablesError(
@@ -56,7 +61,7 @@ def initialise() -> None:
                 got=first_line(error),
                 hint="if it asks for a token, set RAY_AUTH_MODE=token",
             ) from error
-        ray.init(address="local", include_dashboard=False, ignore_reinit_error=True)
+        ray.init(address="local", include_dashboard=False, **options)
 
 
 class Received:

@@ -169,6 +169,7 @@ def test_the_actor_goes_on_without_the_command_that_began_it(engine, tmp_path):
     assert "gone" in server.stop()
 
 
+@pytest.mark.slow
 def test_a_directory_has_one_actor(server, engine, tmp_path):
     class Another(engine):
         name = "another"

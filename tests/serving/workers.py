@@ -3,6 +3,7 @@
 Each pushes one 1 at each of its places, and prints the number of each push that was acknowledged.
 """
 
+import os
 import sys
 
 import numpy as np
@@ -12,22 +13,24 @@ import stepcache as sc
 PLACES = 20_000  # So many that an update travels in shared memory.
 
 
-def push(address, name, first, count):
+def push(out, address, name, first, count):
     with sc.connect(address, timeout=60) as connection:
         tree = {"counts": np.zeros(PLACES, np.float32)}
         params = connection.variables(name, tree, write=sc.Write(mode="add"))
-        print("ready", flush=True)
+        print("ready", file=out, flush=True)
         for number in range(first, first + count):
             update = np.zeros(PLACES, np.float32)
             update[number] = 1
             params.push({"counts": update})
-            print(number, flush=True)
+            print(number, file=out, flush=True)
             if number % 5 == 0:
                 assert params.value["counts"][number] == 1
         connection.flush()
-        print("done", flush=True)
+        print("done", file=out, flush=True)
 
 
 if __name__ == "__main__":
     address, name, first, count = sys.argv[1:]
-    push(address, name, int(first), int(count))
+    acknowledgements = os.fdopen(os.dup(1), "w")
+    sys.stdout = sys.stderr  # Ray prints what it sees of crashes, in the middle of lines of others.
+    push(acknowledgements, address, name, int(first), int(count))
