@@ -186,10 +186,11 @@ def test_jobs_that_have_to_be_done_do_not_need_an_interrupted_worker(worker, mon
             time.sleep(0.001)
 
     def end_with_the_lock(thread):
-        taking = threading.Thread(target=droppable._changed.acquire)
-        taking.start()
-        taking.join()
-        interrupted.set()
+        if not interrupted.is_set():
+            taking = threading.Thread(target=droppable._changed.acquire)
+            taking.start()
+            taking.join()
+            interrupted.set()
 
     monkeypatch.setattr(background, "_interrupt", end_with_the_lock)
     monkeypatch.setattr(background, "_workers", [droppable, worker])

@@ -34,12 +34,15 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)
 
 
+TOKEN = secrets.token_hex(32)  # Ray keeps it from its first use in a process on.
+
+
 @pytest.fixture(scope="package")
 def ray_session():
     """One Ray for all tests, and for the processes that they start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported.
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_AUTH_TOKEN", TOKEN)
         ray = pytest.importorskip("ray", reason="the ray engine needs Ray")
         command, pipe = [sys.executable, "-c", RAY], subprocess.PIPE
         head = subprocess.Popen(
