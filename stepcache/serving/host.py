@@ -69,7 +69,7 @@ class Rule(Protocol):
 
 
 @dataclass(slots=True)
-class Held:
+class HeldVariables:
     """Variables of the host.
 
     Attributes:
@@ -96,7 +96,7 @@ class Held:
 class HostState(NamedTuple):
     """All that a snapshot keeps, as of one moment. Its blocks do not change."""
 
-    variables: dict[str, Held]
+    variables: dict[str, HeldVariables]
     applied: dict[str, int]
     moment: int
     processes: dict[str, str]
@@ -211,7 +211,7 @@ class Host:
         numbers, tokens = [each.number for each in held], [each.token for each in held]
         return Values(self.epoch, self.moment, numbers, tokens, sent), blocks
 
-    def _find(self, name: str) -> Held:
+    def _find(self, name: str) -> HeldVariables:
         held = self._held.get(name)
         if held is None:
             known = ", ".join(sorted(self._held)[:8]) or "none"
@@ -319,7 +319,9 @@ class Host:
             return False
         if not name or name in self._tables.held or len(self._held) >= MAX_NAMES:
             raise MalformedMessageError(f"no name, that of a table, or over {MAX_NAMES} variables")
-        made = Held(layout, 0, _token(0, request), (0, 0), self._copy(payload), request.rule)
+        made = HeldVariables(
+            layout, 0, _token(0, request), (0, 0), self._copy(payload), request.rule
+        )
         if request.rule:
             rule = self._rule(made)
             made.state = self._filled(rule.state_types, rule.init(layout.views(made.value.data)))
@@ -330,7 +332,7 @@ class Host:
 
     # ---- optimizers ----------------------------------------------------------------------------
 
-    def _updated(self, name: str, held: Held, payload: np.ndarray) -> tuple[Block, Block]:
+    def _updated(self, name: str, held: HeldVariables, payload: np.ndarray) -> tuple[Block, Block]:
         if held.state is None:
             raise _refused("type", f"{name} was created without an optimizer")
         rule = self._rule(held)
@@ -342,7 +344,7 @@ class Host:
             raise _refused("failed", f"the optimizer of {name}: {error}") from None
         return self._filled(held.layout.types, value), self._filled(rule.state_types, state)
 
-    def _rule(self, held: Held) -> Rule:
+    def _rule(self, held: HeldVariables) -> Rule:
         try:
             return self._load_rule(held.rule)
         except Exception as error:

@@ -16,6 +16,7 @@ import zmq
 from stepcache.errors import VariablesError
 from stepcache.serving.messages import from_plain, to_plain
 from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
+from stepcache.serving.transport import Received
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
 
@@ -35,13 +36,6 @@ def address(directory: Path) -> dict[str, Any] | None:
 
 def _bytes_of(frame: Any) -> np.ndarray:
     return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
-
-
-class Received:
-    """A reply, and the blocks that came with it. Their memory is leased until `release`."""
-
-    def __init__(self, message: Any, blocks: list[np.ndarray], lease: int):
-        self.message, self.blocks, self.lease = message, blocks, lease
 
 
 class LocalTransport:

@@ -7,12 +7,11 @@ import os
 import time
 from typing import Any
 
-import numpy as np
-
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving.host import Block
 from stepcache.serving.messages import Request, from_plain, to_plain
 from stepcache.serving.shared_memory import Pool
+from stepcache.serving.transport import Received
 from stepcache.storage import plain
 
 try:
@@ -62,13 +61,6 @@ def initialise(log_to_driver: bool = False) -> None:
                 hint="if it asks for a token, set RAY_AUTH_MODE=token",
             ) from error
         ray.init(address="local", include_dashboard=False, **options)
-
-
-class Received:
-    """A reply, and the blocks that came with it: views of the node's object store."""
-
-    def __init__(self, message: Any, blocks: list[np.ndarray]):
-        self.message, self.blocks = message, blocks
 
 
 class RayTransport:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stepcache.errors import StepCacheError
-from stepcache.serving.host import Block, Held, HostState
+from stepcache.serving.host import Block, HeldVariables, HostState
 from stepcache.serving.messages import BlockLayout
 from stepcache.serving.tables import HeldTable, TableType
 from stepcache.storage import plain
@@ -84,7 +84,7 @@ def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
     for name, number, token, assigned, types, rule, state_types in data["variables"]:
         layout = BlockLayout([tuple(each) for each in types])
         block = allocate(layout.size_bytes)
-        held = Held(layout, number, token, tuple(assigned), block, rule)
+        held = HeldVariables(layout, number, token, tuple(assigned), block, rule)
         variables[name] = held
         items["values"][name] = _named(layout, held.value)
         if rule:
@@ -105,7 +105,7 @@ def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
     return HostState(variables, data["applied"], data["moment"], data["processes"], tables)
 
 
-def _version(held: Held) -> tuple[Any, ...]:
+def _version(held: HeldVariables) -> tuple[Any, ...]:
     return held.number, held.token, held.assigned
 
 

@@ -33,11 +33,17 @@ class Version(NamedTuple):
     epoch: int = 0
 
 
-class Reply(Protocol):
-    """A reply that has come, and the blocks with it."""
+class Received:
+    """A reply, and the blocks that came with it: memory of the engine's, until `release`.
 
-    message: Any
-    blocks: list[np.ndarray]
+    Attributes:
+        message: the reply.
+        blocks: their bytes.
+        lease: the number under which the host keeps them; 0 for none.
+    """
+
+    def __init__(self, message: Any, blocks: list[np.ndarray], lease: int = 0):
+        self.message, self.blocks, self.lease = message, blocks, lease
 
 
 class Transport(Protocol):

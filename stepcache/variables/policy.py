@@ -132,7 +132,7 @@ class Read:
     Attributes:
         cache: None reads the value anew for each call of a step; "device" keeps a copy in the
             devices' memory; "host" keeps one in the reader's host memory, for masters in another
-            process: there is no such placement yet, so all others refuse it. A copy is valid while
+            process (`connect`); all others refuse it. A copy is valid while
             its version is current: a write makes it invalid at once, for all readers.
         max_staleness: a copy may serve this many more steps after the one that fetched it, before
             it is checked against the current version.
