@@ -197,14 +197,9 @@ class InHostMemory(Master):
 
     @functools.cached_property
     def _crosses_in_program(self) -> bool:
-        """Whether a program may read the value itself: the policy asks for no other way, and it can
-        name the memory.
-        """
+        """Whether a program may read the value itself: the policy asks for no other way."""
         policy, route = self._policy, self._exact_route.name
-        if policy.cache or policy.prefetch or policy.wire or route != "gather":
-            return False
-        hosts = [host for host in self.host_layout.on_host if host is not None]
-        return all(host.sharding.memory_kind == jaxcompat.PINNED_HOST for host in hosts)  # type: ignore[union-attr]
+        return not (policy.cache or policy.prefetch or policy.wire) and route == "gather"
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         planned = self.plan_take(variable, reader)
@@ -391,5 +386,5 @@ def hold(
     mesh = placer.mesh if placer else None
     if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
         check_for_pod(name, placement, policy)
-    on_host = host_layout(layout, mesh, placement.memory_kind, name)
+    on_host = host_layout(layout, mesh, name)
     return InHostMemory(transfer.pack_on_hosts(leaves, layout, on_host, meter), on_host, policy)

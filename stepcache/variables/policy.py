@@ -17,7 +17,7 @@ from stepcache.errors import OptionError, VariablesError
 from stepcache.sharding import Rules
 
 ROUTES = ("auto", "each", "fanout", "gather")
-WIRES = (None, "bf16", "fp8", "int8")
+WIRES = (None, "bf16", "int8")
 CACHES = (None, "device", "host")
 MODES = ("assign", "add", "apply")
 UPDATES = ("device", "host")
@@ -98,7 +98,6 @@ class OnHost:
     Attributes:
         on_device: the sharding of the value on the devices: `Replicated()` or `Sharded(rules)`.
         update: where `push` with an optimizer computes: on the "device", or on the "host".
-        memory_kind: which of the devices' memories is the host's.
 
     The idea is ZeRO-Offload's (Ren et al., 2021): optimizer state does not need to be on the
     device between steps.
@@ -106,7 +105,6 @@ class OnHost:
 
     on_device: Replicated | Sharded = Replicated()
     update: Literal["device", "host"] = "device"
-    memory_kind: str = "pinned_host"
 
     def __post_init__(self):
         _check(
@@ -119,7 +117,7 @@ class OnHost:
         _check_choices(self, update=UPDATES)
 
     def __str__(self) -> str:
-        return f"on the host ({self.memory_kind}), read {self.on_device}"
+        return f"on the host, read {self.on_device}"
 
 
 Placement = Replicated | Sharded | OnHost
@@ -143,8 +141,8 @@ class Read:
             host. "fanout": one device does, and passes it to the others. "gather": every device
             copies its share, and a program all-gathers the shares, after the step before it.
             "auto": "gather", but "fanout" for what one process prefetches; `explain()` says why.
-        wire: how values are coded in transit: None sends them as they are, "bf16", "fp8", or
-            "int8" with one scale for each block. The error is bounded; `explain()` gives the bound.
+        wire: how values are coded in transit: None sends them as they are; "bf16"; or "int8" with
+            one scale for each block. The error is bounded; `explain()` gives the bound.
 
     Raises:
         OptionError: a field has no such value, or two of them contradict each other.
@@ -159,7 +157,7 @@ class Read:
     max_age: float | None = None
     prefetch: bool = False
     route: Literal["auto", "each", "fanout", "gather"] = "auto"
-    wire: Literal["bf16", "fp8", "int8"] | None = None
+    wire: Literal["bf16", "int8"] | None = None
 
     def __post_init__(self):
         _check_choices(self, cache=CACHES, route=ROUTES, wire=WIRES)
@@ -209,7 +207,7 @@ class Write:
     mode: Literal["assign", "add", "apply"] = "assign"
     optimizer: Any = None
     every: int = 1
-    wire: Literal["bf16", "fp8", "int8"] | None = None
+    wire: Literal["bf16", "int8"] | None = None
 
     def __post_init__(self):
         _check_choices(self, mode=MODES, wire=WIRES)

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from stepcache import jaxcompat
 from stepcache.errors import VariablesError
+from stepcache.jaxcompat import PINNED_HOST
 from stepcache.sharding import axes_of, is_in_type
 from stepcache.variables.packing import (
     Buffer,
@@ -144,8 +144,7 @@ def _departure(host: Any) -> Any:
 
 def _is_free(host: Any) -> bool:
     """Whether a program can move a buffer to and from the host without naming a device."""
-    is_single = isinstance(host.sharding, SingleDeviceSharding)
-    return is_single and host.sharding.memory_kind == jaxcompat.PINNED_HOST
+    return isinstance(host.sharding, SingleDeviceSharding)
 
 
 def _constrained(value: Any, sharding: Any) -> Any:
@@ -184,56 +183,49 @@ def replicated(sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec()) if is_named else sharding
 
 
-def host_layout(layout: Layout, mesh: Mesh | None, memory_kind: str, where: str) -> HostLayout:
-    """How the buffers of a layout lie on the hosts of a mesh, in a memory of this kind."""
+def host_layout(layout: Layout, mesh: Mesh | None, where: str) -> HostLayout:
+    """How the buffers of a layout lie on the hosts of a mesh."""
     devices = list(mesh.devices.flat) if mesh is not None else [jax.devices()[0]]
     for device in {device.device_kind: device for device in devices}.values():
-        _check_memory(device, memory_kind, where)
-    return _host_layout(layout, devices[0], memory_kind)
+        _check_memory(device, where)
+    return _host_layout(layout, devices[0])
 
 
 @interned
-def _host_layout(layout: Layout, device: Any, memory_kind: str) -> HostLayout:
+def _host_layout(layout: Layout, device: Any) -> HostLayout:
     on_device = tuple(
         at._replace(sharding=at.sharding or SingleDeviceSharding(device)) for at in layout.buffers
     )
-    on_host = tuple(_on_host(at, memory_kind) for at in on_device)
+    on_host = tuple(_on_host(at) for at in on_device)
     return HostLayout(layout.tree, layout.slots, layout.buffers, on_device, on_host)
 
 
-def _check_memory(device: Any, memory_kind: str, where: str) -> None:
+def _check_memory(device: Any, where: str) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]
-    own = device.default_memory().kind if kinds else None
-    others = [kind for kind in kinds if kind != own]
-    if memory_kind in others:
-        return
-    raise VariablesError(
-        "a device's own memory is not host memory"
-        if memory_kind == own
-        else "a device has no such memory",
-        where=where,
-        expected=f"another memory of {device.device_kind} than its own: "
-        + (", ".join(map(repr, others)) or "there is none"),
-        got=repr(memory_kind),
-        hint="OnHost(memory_kind=...) names the host's memory; without one, keep the variables "
-        "Replicated() or Sharded(rules)",
-    )
+    if PINNED_HOST not in kinds:
+        raise VariablesError(
+            "a device has no memory of the host",
+            where=where,
+            expected=f"{PINNED_HOST!r} among the memories of {device.device_kind}",
+            got=", ".join(map(repr, kinds)) or "none",
+            hint="keep the variables Replicated() or Sharded(rules)",
+        )
 
 
-def _on_host(buffer: Buffer, memory_kind: str) -> Buffer | None:
+def _on_host(buffer: Buffer) -> Buffer | None:
     sharding: Any = buffer.sharding
     if is_key_type(buffer.dtype):
         return None
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return buffer._replace(sharding=sharding.with_memory_kind(memory_kind))
+        return buffer._replace(sharding=sharding.with_memory_kind(PINNED_HOST))
     if not sharding.is_fully_replicated:
-        return buffer._replace(sharding=_split_further(buffer.shape, sharding, memory_kind))
+        return buffer._replace(sharding=_split_further(buffer.shape, sharding))
     mesh = sharding.mesh
-    split = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)), memory_kind=memory_kind)
+    split = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)), memory_kind=PINNED_HOST)
     return Buffer((-(-buffer.size // mesh.size) * mesh.size,), buffer.dtype, split)
 
 
-def _split_further(shape: tuple[int, ...], sharding: NamedSharding, memory_kind: str) -> Sharding:
+def _split_further(shape: tuple[int, ...], sharding: NamedSharding) -> Sharding:
     """A sharding with fewer replicas, split also along unused mesh axes where one divides."""
     sizes = sharding.mesh.shape
     spec = [axes_of(entry) for entry in sharding.spec]
@@ -245,4 +237,4 @@ def _split_further(shape: tuple[int, ...], sharding: NamedSharding, memory_kind:
             if shape[dimension] % parts == 0:
                 spec[dimension] = (*axes, axis)
                 break
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=memory_kind)
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=PINNED_HOST)

@@ -39,7 +39,6 @@ from stepcache.variables.plan import Plan, check_bytes
 from stepcache.variables.policy import Placement, Read, Replicated, Sharded, Write, check_policies
 from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
-from stepcache.variables.wire import check_wire
 
 _numbers = itertools.count(1)
 
@@ -94,8 +93,6 @@ class Variables(NoTree, Savable):
     ):
         check_not_tracing("variables cannot be made", name or "Variables")
         check_policies(placement, read, write)
-        for wire in (read.wire, write.wire):
-            check_wire(wire, name or "Variables")
         self._set_up(placement, read, write, name, pack)
         made = Meter()  # Not recorded: no budget and no statistics cover making variables.
         self._begin(hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack))

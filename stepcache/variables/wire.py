@@ -5,25 +5,20 @@ A buffer that coding would not make smaller is sent as it is: integers, and narr
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepcache.errors import VariablesError, first_line
-
 BLOCK = 256
 """Values that share one scale."""
-_TYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
-_LARGEST = {"fp8": 448.0, "int8": 127.0}
+_TYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "int8": jnp.int8}
+_LARGEST = 127
 ERROR_BOUNDS = {
     None: "",
     "bf16": "off by at most 2⁻⁸ of each value",
-    "fp8": f"off by at most 2⁻⁴ of each value, or 2⁻¹⁸ of the largest of its {BLOCK}",
     "int8": f"off by at most 1/254 of the largest of its {BLOCK} values",
 }
 
@@ -49,18 +44,16 @@ def coded_bytes(wire: str, size: int, parts: int) -> int:
 
 
 def encode(wire: str, flat: Any, parts: int = 1, xp: Any = jnp) -> tuple[Any, ...]:
-    """Flat floats, coded in equal parts, and, but for "bf16", the scales of their blocks."""
+    """Flat floats, coded in equal parts, and, for "int8", the scales of their blocks."""
     missing = padded_size(wire, flat.shape[0], parts) - flat.shape[0]
     flat = xp.pad(flat, (0, missing))
     if wire == "bf16":
         return (flat.astype(jnp.bfloat16),)
     blocks = flat.astype(xp.float32).reshape(-1, BLOCK)
     largest = xp.max(xp.abs(blocks), axis=1)
-    scales = xp.where(largest > 0, largest / _LARGEST[wire], 1.0).astype(xp.float32)
-    scaled = blocks / scales[:, None]
-    if wire == "int8":
-        scaled = xp.clip(xp.round(scaled), -127, 127)
-    return scaled.astype(_TYPES[wire]).reshape(-1), scales
+    scales = xp.where(largest > 0, largest / _LARGEST, 1.0).astype(xp.float32)
+    scaled = xp.clip(xp.round(blocks / scales[:, None]), -_LARGEST, _LARGEST)
+    return scaled.astype(jnp.int8).reshape(-1), scales
 
 
 def decode(wire: str, coded: Sequence[Any], shape: Sequence[int], dtype: Any, xp: Any = jnp) -> Any:
@@ -70,21 +63,3 @@ def decode(wire: str, coded: Sequence[Any], shape: Sequence[int], dtype: Any, xp
         blocks = flat.astype(xp.float32).reshape(-1, BLOCK)
         flat = (blocks * coded[1][:, None]).reshape(-1)
     return flat[: math.prod(shape)].reshape(shape).astype(dtype)
-
-
-def check_wire(wire: str | None, where: str) -> None:
-    """Raises `VariablesError` if the devices of this process do not have the type of a wire."""
-    if wire == "fp8" and (why := why_no_fp8()):
-        expected = 'wire="bf16" or "int8"'
-        raise VariablesError("the devices have no fp8", where=where, expected=expected, got=why)
-
-
-@functools.cache
-def why_no_fp8() -> str:
-    """The error of a program that converts to fp8 and back; empty if the devices can."""
-    fp8 = _TYPES["fp8"]
-    try:
-        jax.jit(lambda x: x.astype(fp8).astype(jnp.float32)).lower(np.ones(1, np.float32)).compile()
-    except Exception as error:
-        return first_line(error)
-    return ""
