@@ -334,9 +334,14 @@ def diagnosis(found: Diagnosis) -> Rendered:
 # ---- served variables ---------------------------------------------------------------------------
 
 
-def served(found: Any) -> Rendered:
-    """The `Status` of a server of variables."""
-    yield f"epoch {found.epoch}; last snapshot: {found.snapshot or 'none'}"
+def served(found: dict[str, Any]) -> Rendered:
+    """The `Status` of each host of variables, by address."""
+    for address, status in found.items():
+        yield f"{address}: epoch {status.epoch}; last snapshot: {status.snapshot or 'none'}"
+        yield from _held(status)
+
+
+def _held(found: Any) -> Rendered:
     if found.variables:
         names = ("name", "version", "size_bytes", "optimizer_bytes", "leaves")
         rows = [dict(zip(names, row, strict=True)) for row in found.variables]

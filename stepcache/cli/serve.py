@@ -15,6 +15,7 @@ from stepcache._process_hooks import signals_handled
 from stepcache.cli.directories import DURATION, Result
 from stepcache.cli.render import served
 from stepcache.errors import StepCacheError
+from stepcache.units import counted
 
 _DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
@@ -37,7 +38,14 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
     help="Write a snapshot after so many writes.",
 )
 @click.option("--ray", "name", metavar="NAME", help="Serve from a Ray actor of this name.")
-def serve(directory: Path, name: str | None, **options: Any) -> None:
+@click.option(
+    "--hosts",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="So many Ray actors share the variables; of a directory always as many.",
+)
+def serve(directory: Path, name: str | None, hosts: int, **options: Any) -> None:
     """Holds variables for other processes, until SIGTERM or Ctrl-C.
 
     Goes on from the last snapshot in the directory. Processes of this machine reach it by
@@ -46,11 +54,14 @@ def serve(directory: Path, name: str | None, **options: Any) -> None:
     With --ray, a detached Ray actor holds them, for all processes of a Ray cluster, which reach it
     by stepcache.connect("ray:NAME"). If this command is killed, the actor goes on, and the same
     command finds it again. All nodes have to see the directory. Without a cluster (`ray start
-    --head`), the command starts a Ray of its own, which ends with it.
+    --head`), the command starts a Ray of its own, which ends with it. With --hosts, several actors,
+    on as many nodes if there are, share the variables.
     """
+    if hosts > 1 and not name:
+        raise click.UsageError("--hosts is for Ray: give --ray NAME too")
     os.environ["JAX_PLATFORMS"] = "cpu"  # A server takes no accelerator.
     if name:
-        _serve_by_ray(name, directory, options)
+        _serve_by_ray(name, directory, {"hosts": hosts, **options})
     else:
         _serve_here(directory, options)
 
@@ -75,8 +86,9 @@ def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
 
         ray_engine.initialise(log_to_driver=True)  # The actor's errors are shown here.
         stopping = threading.Event()
-        about = ray_engine.start(name, directory, **options)
-        held = f"{about.variables} variables, epoch {about.epoch}"
+        first, *others = found = ray_engine.start(name, directory, **options)
+        held = f"{max(about.variables for about in found)} variables, epoch {first.epoch}"
+        held += f", {counted(len(found), 'host')}" if others else ""
         # Ray handles SIGTERM too, and gets it back: a second one does not wait.
         with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: stopping.set()):
             click.echo(f"serving {directory} as ray:{name} ({held})")
@@ -93,14 +105,21 @@ def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=5.0, show_default=True)
 def status(directory: Path | None, name: str | None, as_json: bool, timeout: float) -> None:
-    """Shows what a server of variables holds, its clients, and how long requests take."""
+    """Shows what a server of variables holds, its clients, and how long requests take.
+
+    Where several hosts share the variables, it shows each. In JSON they have their addresses.
+    """
     if (directory is None) == (name is None):
         raise click.UsageError("give either --variables DIRECTORY or --ray NAME")
     from stepcache.serving.connecting import connect
+    from stepcache.serving.transport import place_of
 
+    address = f"ray:{name}" if name else f"local:{directory}"
     try:
-        with connect(f"ray:{name}" if name else f"local:{directory}", timeout=timeout) as server:
-            found = server.status()
+        with connect(address, timeout=timeout) as server:
+            found = {address: server.status()}
+            for host in range(1, found[address].hosts):
+                found[place_of(address, host)] = server.status(host)
     except StepCacheError as error:
         raise click.ClickException(str(error)) from error
-    Result(asdict(found), served(found)).show(as_json)
+    Result({each: asdict(found[each]) for each in found}, served(found)).show(as_json)

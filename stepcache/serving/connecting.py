@@ -27,8 +27,10 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
             Ray cluster that this process is connected to. If it is to none, it connects to the one
             of this machine, or of `RAY_ADDRESS`, or starts one.
         timeout: how long a request may take in seconds, a restart of the server included.
-        max_unsaved_bytes: bound on the writes that this process keeps, to send them again, because
-            no snapshot has them. A write beyond it waits for a snapshot.
+        max_unsaved_bytes: bound on the writes that this process keeps for each host, to send them
+            again, because no snapshot has them. A write beyond it waits for a snapshot.
+
+    Where several hosts share one set (`stepcache serve --hosts`), the address leads to all of them.
 
     Returns:
         A connection; a context manager. Nothing is sent before variables are asked for.
@@ -42,6 +44,8 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
     """
     from stepcache.serving.client import Client
     from stepcache.serving.connection import Connection
+    from stepcache.serving.hosts import Hosts
+    from stepcache.serving.transport import place_of
 
     engine, _, place = str(address).partition(":")
     if engine not in _ENGINES or not place:
@@ -54,8 +58,12 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
     for name, bound in (("timeout", timeout), ("max_unsaved_bytes", max_unsaved_bytes)):
         if bound <= 0:
             raise OptionError(f"{name} must be positive", where="connect", got=repr(bound))
-    make = functools.partial(_ENGINES[engine], place)
-    return Connection(address, Client(make, address, timeout, max_unsaved_bytes))
+
+    def client(host: int) -> Client:
+        make = functools.partial(_ENGINES[engine], place_of(place, host))
+        return Client(make, place_of(address, host), timeout, max_unsaved_bytes)
+
+    return Connection(address, Hosts(client))
 
 
 def _local(place: str, client: str) -> Transport:

@@ -1,20 +1,19 @@
-"""`Connection`: the variables and tables of one host."""
+"""`Connection`: the variables and tables of a host, or of several that share one set."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from stepcache.errors import OptionError, VariablesError
-from stepcache.serving.client import Client
+from stepcache.serving.hosts import Hosts, Versions
 from stepcache.serving.lookup import Table
-from stepcache.serving.messages import DTYPES, BlockLayout, Status
+from stepcache.serving.messages import DTYPES, Status
 from stepcache.serving.optimizers import export_rule, types_of
 from stepcache.serving.served import Served
 from stepcache.serving.tables import TableType
-from stepcache.serving.transport import Version
 from stepcache.sharding import current_placer, processes_of
 from stepcache.units import readable_bytes
 from stepcache.variables.describing import check_not_tracing, describe, joined
@@ -33,15 +32,14 @@ from stepcache.variables.variables import Variables
 
 
 class Connection:
-    """A connection to a host of variables. Made by `connect`; a context manager.
+    """A connection to the host or hosts of variables. Made by `connect`; a context manager.
 
     Attributes:
         address: as given.
-        client: sends the requests.
     """
 
-    def __init__(self, address: str, client: Client):
-        self.address, self.client = address, client
+    def __init__(self, address: str, hosts: Hosts):
+        self.address, self._hosts = address, hosts
 
     def variables(
         self,
@@ -83,21 +81,12 @@ class Connection:
         _check_alone(name)
         layout = layout_of(structure, slots)
         types = types_of([(slot.path, slot) for slot in slots])
-        known = self.client.describe(name)
+        known = self._hosts.described(name)
         rule = b""
         if write.mode == "apply" and (known is None or not known.has_rule):
             rule = export_rule(name, write.optimizer, structure, slots)
-        if (
-            known is not None
-            and not rule
-            and [*map(_listed, known.types)] == [*map(_listed, types)]
-        ):
-            version = Version(known.number, 0)
-        else:
-            value = [np.asarray(leaf) for leaf in leaves]
-            block = BlockLayout(types)
-            version = self.client.write(name, "create", block, value, types=types, rule=rule)
-        master = Served(self, self.client, name, layout, read, version)
+        version = self._hosts.open(name, types, leaves, known, rule)
+        master = Served(self, self._hosts, name, layout, read, version)
         return Variables._over(master, name, placement, read, write)
 
     def table(
@@ -131,47 +120,47 @@ class Connection:
         sizes = [int(size) for size in shape]
         row = (int(rows), sizes, np.dtype(dtype).name, float(stddev), int(seed))
         kind = TableType(*row, optimizer)
-        self.client.write(name, "create table", BlockLayout([]), [], rule=kind.packed())
-        return Table(self.client, name, kind)
+        self._hosts.make_table(name, kind)
+        return Table(self._hosts, name, kind)
 
     def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
-        """Asks for the versions of several variables at one moment, and fetches what is needed.
+        """Asks for the versions of several variables, and fetches what is needed.
 
-        If copies of all of them may serve that were current at one moment, nothing is asked.
+        What one host has is of one moment. If copies of all of them may serve for which that is so,
+        nothing is asked.
 
         Args:
             readers: the masters, and who reads them.
             values: whether to fetch the values that the readers lack.
         """
         asked = [master.question(reader) for master, reader in readers]
-        moments = {moment for _, _, moment in asked}
-        if len(moments) == 1 and None not in moments:
+        names, known, kept = zip(*asked, strict=True)
+        if all(kept) and _are_of_one_moment(kept):
             for master, _ in readers:
                 master.answered(None, None)
             return
-        names, known = [name for name, _, _ in asked], [token for _, token, _ in asked]
-        versions, blocks, release = self.client.read(names, known, values=values)
+        versions, leaves, release = self._hosts.read(names, known, values=values)
         try:
-            for (master, _), name, version in zip(readers, names, versions, strict=True):
-                master.answered(version, blocks.get(name))
+            for (master, _), *row in zip(readers, versions, leaves, strict=True):
+                master.answered(*row)
         finally:
             release()
 
-    def status(self) -> Status:
-        """What the host holds, and what it has done."""
-        return self.client.status()
+    def status(self, host: int = 0) -> Status:
+        """What a host holds, and what it has done; `Status.hosts` says how many there are."""
+        return self._hosts.clients[host].status()
 
     def flush(self) -> None:
-        """Waits until a snapshot of the host has all that this process has written.
+        """Waits until snapshots have all that this process has written.
 
         Raises:
             ServerLostError: there was none in time.
         """
-        self.client.flush()
+        self._hosts.flush()
 
     def close(self) -> None:
         """Ends the connection. What no snapshot has is not sent again if the host is lost."""
-        self.client.close()
+        self._hosts.close()
 
     def __enter__(self) -> Connection:
         return self
@@ -183,8 +172,10 @@ class Connection:
         return f"Connection({self.address!r})"
 
 
-def _listed(row: Any) -> list[Any]:
-    return [row[0], list(row[1]), row[2]]
+def _are_of_one_moment(versions: Iterable[Versions]) -> bool:
+    """Whether the parts of versions on each host were the newest ones at one moment."""
+    moments = {(host, part.moment) for version in versions for host, part in version.items()}
+    return len(moments) == len({host for host, _ in moments})
 
 
 def _check_policies(placement: object, read: object, write: object) -> None:

@@ -32,7 +32,7 @@ TEND_SECONDS = 0.05
 _SNAPSHOT_BYTES = 512 << 20  # After so much written: clients keep what no snapshot has.
 _TIMED_REQUESTS = 4096
 _RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS = 1.5, 5.0
-_EPOCH = "epoch"
+_EPOCH, _HOSTS = "epoch", "hosts"
 
 _log = logging.getLogger("stepcache")
 
@@ -45,16 +45,19 @@ class DurableHost:
         allocate: gives a block of so many bytes.
         snapshot_seconds: a snapshot is written so long after a write, unless one has been.
         snapshot_writes: and after so many writes.
+        hosts: how many share one set of variables; of this directory the same at each start.
         recovery_seconds: how long all clients wait after a crash for those that no snapshot knows.
 
     Attributes:
         directory: absolute.
+        hosts: as given.
         host: the state machine.
         counts: what has been done, by name.
         seconds: how long the last requests took.
 
     Raises:
-        VariablesError: another process serves this directory, or its snapshots cannot be read.
+        VariablesError: another process serves this directory, or its snapshots cannot be read; or
+            they belong to a set of another number of hosts.
         CacheDirectoryError: others can write to the directory.
     """
 
@@ -63,6 +66,7 @@ class DurableHost:
         directory: Path,
         allocate: Callable[[int], Block],
         *,
+        hosts: int = 1,
         snapshot_seconds: float = 30.0,
         snapshot_writes: int = 10_000,
         recovery_seconds: float = _RECOVERY_SECONDS,
@@ -73,7 +77,9 @@ class DurableHost:
         make_directory(self.directory)
         self._lock = _lock(self.directory)
         self._snapshots = self.directory / "snapshots"
+        self.hosts = hosts
         try:
+            _check_hosts(self.directory, hosts)
             state, self._snapshot = snapshots.newest(self._snapshots, allocate)
             epoch, was_stopped = _next_epoch(self.directory)
         except BaseException:
@@ -115,7 +121,8 @@ class DurableHost:
             reply, blocks = Refused("failed", first_line(error), self.host.epoch), []
         self._wanted |= isinstance(message, SnapshotRequest) or self.host.created
         if isinstance(reply, Status):
-            reply = replace(reply, counts=self._counted(reply), snapshot=self._snapshot)
+            more = {"snapshot": self._snapshot, "hosts": self.hosts}
+            reply = replace(reply, counts=self._counted(reply), **more)
         if isinstance(reply, Refused) and reply.kind == "malformed":
             self.counts["malformed messages"] += 1
         self.counts[name] += 1
@@ -244,6 +251,24 @@ def _lock(directory: Path) -> int:
             hint="connect to it, or stop it first",
         ) from None
     return descriptor
+
+
+def _check_hosts(directory: Path, hosts: int) -> None:
+    """Notes of how many hosts this is one: what is where depends on it."""
+    path = directory / _HOSTS
+    before = str(hosts) if not (directory / _EPOCH).exists() else "1"
+    if path.exists():
+        before = path.read_text()
+    if before != str(hosts):
+        raise VariablesError(
+            "these variables are spread over another number of hosts",
+            where=str(directory),
+            expected=f"{before} hosts",
+            got=f"{hosts}",
+            hint="serve them with the same --hosts, or begin in another directory",
+        )
+    if hosts > 1:
+        replace_file(path, str(hosts))
 
 
 def _next_epoch(directory: Path) -> tuple[int, bool]:

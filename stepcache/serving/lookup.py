@@ -11,10 +11,9 @@ import numpy as np
 
 from stepcache.errors import VariablesError
 from stepcache.events import Moved, recorder
-from stepcache.serving.client import Client
-from stepcache.serving.messages import DTYPES, BlockLayout
+from stepcache.serving.hosts import Hosts
+from stepcache.serving.messages import DTYPES
 from stepcache.serving.tables import TableType
-from stepcache.serving.transport import Version
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.plan import links
 
@@ -66,8 +65,8 @@ class Table:
     they are now. An update is done exactly once, as those of variables are.
     """
 
-    def __init__(self, client: Client, name: str, kind: TableType):
-        self._client, self.name, self._type = client, name, kind
+    def __init__(self, hosts: Hosts, name: str, kind: TableType):
+        self._hosts, self.name, self._type = hosts, name, kind
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,14 +90,9 @@ class Table:
         """
         check_not_tracing("rows cannot be looked up", self.name)
         different, index = self._different(ids)
-        layout = self._type.layout(different.size)
         padded = 1 << max(different.size - 1, _LEAST_ROWS - 1).bit_length()
         values = np.zeros((padded, *self._type.shape), self.dtype)
-        block, release = self._client.rows(self.name, different)
-        try:
-            values[: different.size] = layout.views(block)[0]
-        finally:
-            release()
+        self._hosts.rows(self.name, self._type, different, values[: different.size])
         self._note(different.size * self._row_bytes)
         return Rows(values, index, different)
 
@@ -118,15 +112,12 @@ class Table:
         different, index = np.unique(array, return_inverse=True)
         return different.astype(np.int64), index.reshape(array.shape).astype(np.int32)
 
-    def push(self, rows: Rows, update: Any) -> Version:
+    def push(self, rows: Rows, update: Any) -> None:
         """Updates rows, as the table's optimizer says.
 
         Args:
             rows: what `lookup` has returned.
             update: of the shape of `rows.values`: gradients by them, or what to add or assign.
-
-        Returns:
-            The table's version after it.
 
         Raises:
             VariablesError: `rows` come out of a step, and do not say which they are; or the update
@@ -143,12 +134,9 @@ class Table:
                 expected="the rows that lookup returned, and an update of their shape",
                 got=f"an update of shape {list(got)}",
             )
-        types = self._type.update_types(rows.ids.size)
-        layout = BlockLayout(types)
-        leaves = [rows.ids, np.asarray(update)[: rows.ids.size]]
-        version = self._client.write(self.name, "rows", layout, leaves, types=types)
+        update = np.asarray(update)[: rows.ids.size]
+        self._hosts.update_rows(self.name, self._type, rows.ids, update)
         self._note(rows.ids.nbytes + rows.ids.size * self._row_bytes)
-        return version
 
     @property
     def _row_bytes(self) -> int:

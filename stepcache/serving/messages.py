@@ -264,6 +264,7 @@ class Status:
         clients: name, process, number of the last write done, and of the last one in a snapshot.
         counts: numbers, bytes and seconds, by name.
         snapshot: which was written last; empty for none.
+        hosts: how many share the set that this one belongs to.
     """
 
     epoch: int
@@ -271,6 +272,7 @@ class Status:
     clients: list[tuple[str, str, int, int]]
     counts: dict[str, float]
     snapshot: str = ""
+    hosts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

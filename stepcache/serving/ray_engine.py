@@ -3,7 +3,8 @@
 Ray places the actor, names it, starts it again after a crash, and says who may reach it. Requests
 are calls of one method. Large values do not travel inside them: a writer puts its update into
 Ray's object store, and the actor puts each version that is read there once, so that all readers of
-a node map one copy. Import this module only where Ray is used.
+a node map one copy. Where several hosts share a set of variables, each is an actor; host 0 has the
+name and the directory of the set. Import this module only where Ray is used.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +22,15 @@ from stepcache.errors import VariablesError, first_line
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.messages import MalformedMessageError, from_plain, to_plain
 from stepcache.serving.ray_transport import INLINE_BYTES, NAMESPACE, initialise
+from stepcache.serving.transport import place_of
 from stepcache.storage import plain
 from stepcache.storage.private_files import make_directory
+from stepcache.units import counted
 
 # After `ray_transport`, which says what to do where Ray is not installed.
 import ray  # isort: skip
 from ray.exceptions import RayActorError  # isort: skip
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # isort: skip
 
 _RECOVERY_SECONDS = 2.0  # Clients learn through Ray's control service that an actor is back.
 
@@ -58,6 +63,7 @@ class About(NamedTuple):
     Attributes:
         directory: of its snapshots.
         epoch: of its host.
+        hosts: how many share the set of variables.
         variables: how many it holds.
         moment: the number of writes so far.
         pid: of its process, on its node.
@@ -66,6 +72,7 @@ class About(NamedTuple):
 
     directory: str
     epoch: int
+    hosts: int
     variables: int
     moment: int
     pid: int
@@ -131,7 +138,8 @@ class HostActor:
         """What it serves."""
         host = self._durable.host
         with self._lock:
-            rows = (host.epoch, len(host.status().variables), host.moment)
+            held = len(host.status().variables)
+            rows = (host.epoch, self._durable.hosts, held, host.moment)
         return About(str(self._durable.directory), *rows, os.getpid(), self._is_stopped)
 
     @ray.method(max_task_retries=-1)
@@ -177,26 +185,40 @@ def _unpacked(header: Any, payload: Any) -> Any:
 # ---- actors --------------------------------------------------------------------------------------
 
 
-def start(name: str, directory: Path, **options: Any) -> About:
-    """Starts an actor that serves the variables of a directory, or finds the one that does.
+def start(name: str, directory: Path, *, hosts: int = 1, **options: Any) -> list[About]:
+    """Starts the actors that serve the variables of a directory, or finds those that do.
 
-    It is detached: it goes on after this process, until `stop`.
+    They are detached: they go on after this process, until `stop`. The first is put on the node of
+    this process, each other one on the next node, while there are more.
 
     Args:
-        name: how clients find it: `ray:NAME`.
-        directory: of its snapshots.
+        name: how clients find them: `ray:NAME`.
+        directory: of the snapshots.
+        hosts: how many actors share the variables.
         options: as for `DurableHost`.
 
     Returns:
-        What it serves.
+        What each serves.
 
     Raises:
-        VariablesError: the directory cannot be served, or the actor serves another one.
+        VariablesError: the directory cannot be served; or an actor serves another one, or is one of
+            another number.
         CacheDirectoryError: others can write to the directory.
     """
     initialise()
     wanted = str(directory.expanduser().resolve())
-    make_directory(Path(wanted))
+    options["hosts"] = hosts
+    first = _start(name, wanted, options, 0)  # It knows how many there are.
+    others = [(place_of(name, n), place_of(wanted, n), options, n) for n in range(1, hosts)]
+    with ThreadPoolExecutor(max(len(others), 1)) as threads:
+        return [first, *threads.map(_start, *zip(*others, strict=True))]
+
+
+def _start(name: str, directory: str, options: dict[str, Any], number: int) -> About:
+    make_directory(Path(directory))
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    own = nodes.index(ray.get_runtime_context().get_node_id())
+    node = nodes[(own + number) % len(nodes)]
     actor_class: Any = ray.remote(HostActor)
     actor = actor_class.options(
         name=name,
@@ -204,51 +226,58 @@ def start(name: str, directory: Path, **options: Any) -> About:
         lifetime="detached",
         max_restarts=-1,
         num_cpus=0,  # To start it again must not wait for a free CPU.
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
         get_if_exists=True,
-    ).remote(wanted, options)
+    ).remote(directory, options)
     try:
         about: Any = ray.get(actor.about.remote())
-        if about.is_stopped:  # The process that stopped it was killed before it had removed it.
-            ray.kill(actor, no_restart=True)
-            return start(name, directory, **options)
     except RayActorError as error:
         raise VariablesError(
             "the actor could not be started", where=f"ray:{name}", got=_cause(error)
         ) from error
-    if about.directory != wanted:
+    if about.is_stopped:  # The process that stopped it was killed before it had removed it.
+        ray.kill(actor, no_restart=True)
+        return _start(name, directory, options, number)
+    if (about.directory, about.hosts) != (directory, options["hosts"]):
         raise VariablesError(
-            "an actor of this name serves another directory",
+            "an actor of this name serves another directory, or is one of another number",
             where=f"ray:{name}",
-            expected=wanted,
-            got=about.directory,
+            expected=f"{directory}, {counted(options['hosts'], 'host')}",
+            got=f"{about.directory}, {counted(about.hosts, 'host')}",
         )
     return about
 
 
 def stop(name: str) -> int:
-    """Stops an actor after its last snapshot.
+    """Stops all actors of a name after their last snapshots.
 
     Returns:
-        The number of writes in that snapshot.
+        The number of writes in these snapshots.
 
     Raises:
-        VariablesError: there is no such actor; or the snapshot cannot be written, and it goes on.
+        VariablesError: there is no such actor; or a snapshot cannot be written, and its actor goes
+            on.
     """
     try:
-        actor = ray.get_actor(name, namespace=NAMESPACE)
-        is_saved, about = ray.get([actor.stop.remote(), actor.about.remote()])
+        first = ray.get_actor(name, namespace=NAMESPACE)
+        about: Any = ray.get(first.about.remote())
+        names = [place_of(name, host) for host in range(about.hosts)]
+        actors = [ray.get_actor(each, namespace=NAMESPACE) for each in names]
+        are_saved = ray.get([actor.stop.remote() for actor in actors])
+        found = ray.get([actor.about.remote() for actor in actors])
     except (ValueError, RayActorError) as error:
         raise VariablesError(
             "the actor is gone", where=f"ray:{name}", got=first_line(error)
         ) from error
-    if not is_saved:
+    if not all(are_saved):
         raise VariablesError(
             "the last snapshot cannot be written; the actor goes on",
-            where=f"ray:{name}",
+            where=f"ray:{names[are_saved.index(False)]}",
             hint="see its log; make room, then stop it again",
         )
-    ray.kill(actor, no_restart=True)
-    return about.moment
+    for actor in reversed(actors):  # The first one knows how many there are.
+        ray.kill(actor, no_restart=True)
+    return sum(each.moment for each in found)
 
 
 def _cause(error: Exception) -> str:

@@ -11,10 +11,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
-from stepcache.serving.client import Client
-from stepcache.serving.messages import BlockLayout
-from stepcache.serving.optimizers import types_of
-from stepcache.serving.transport import Version
+from stepcache.errors import VariablesError
+from stepcache.serving.hosts import Hosts, Versions
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.describing import blank
@@ -28,14 +26,15 @@ from stepcache.variables.transfer import Meter
 
 
 class Served(Master):
-    """A master copy that a host in another process holds.
+    """A master copy that one or more hosts in other processes hold.
 
     A step takes a copy, by the policy; what it returns for it is assigned, if nobody else has
-    written meanwhile. Updates are applied there.
+    written meanwhile. Updates are applied there. The version is the number of writes; where several
+    hosts have leaves, the sum of theirs.
 
     Args:
         source: reads several of them in one go.
-        client: of the host.
+        hosts: the clients of all hosts.
         name: of the variables there.
         layout: of the value on the devices of this process.
         policy: which copies may serve.
@@ -47,20 +46,18 @@ class Served(Master):
     def __init__(
         self,
         source: Source,
-        client: Client,
+        hosts: Hosts,
         name: str,
         layout: Layout,
         policy: Read,
-        version: Version,
+        version: Versions,
     ):
         super().__init__(Packed(layout, ()))
         self.source = self._source = source
-        self._client = client
+        self._hosts = hosts
         self._name, self._policy = name, policy
-        self._types = types_of([(slot.path, slot) for slot in layout.slots])
-        self._block = BlockLayout(self._types)
         self._copies = Copies(policy)
-        self.version, self._current = version.number, version
+        self.version, self._current = _number(version), version
         self._is_asked = False  # Whether `_current` is that of the call under way.
         self._fetched: Any = None  # The current value, as copies are kept.
         self._seen = 0  # The version that `leaves` returned last.
@@ -68,45 +65,52 @@ class Served(Master):
     # ---- which copy serves ---------------------------------------------------------------------
 
     def _serving(self, reader: Reader) -> tuple[Copy | None, str]:
+        if reader.carried and not self._hosts.is_whole(self._name):
+            raise VariablesError(
+                "several hosts have leaves of these variables: no step can carry them",
+                where=self._name,
+                hint="pass them without carry, and push an update of them",
+            )
         current = self.version if self._is_asked else None
         copy, why = self._copies.serving(reader.session, current)
         if copy is not None and reader.carried and copy.version != current:
             return None, "a carried value has to be current"
         return copy, why
 
-    def question(self, reader: Reader) -> tuple[str, int, int | None]:
-        """What to ask the host before a step.
+    def question(self, reader: Reader) -> tuple[str, Versions | None, Versions | None]:
+        """What to ask the hosts before a step.
 
         Returns:
-            The name, the token of the version that the reader needs no copy of, or 0, and the
-            moment of the host from which a copy may serve without asking, or None.
+            The name, the version that the reader needs no copy of, and the version of which a copy
+            may serve without asking; None for none.
         """
         self._is_asked = False
         may_serve = self._serving(reader)[0] is not None
         self._is_asked = True
         copy, _ = self._serving(reader)
         is_current = copy is not None and copy.version == self.version
-        moment = self._current.moment if may_serve else None
-        return self._name, self._current.token if is_current else 0, moment
+        current = self._current
+        return self._name, current if is_current else None, current if may_serve else None
 
-    def answered(self, version: Version | None, data: np.ndarray | None) -> None:
-        """Takes what the host has said.
+    def answered(self, version: Versions | None, leaves: list[np.ndarray] | None) -> None:
+        """Takes what the hosts have said.
 
         Args:
             version: the current one; None if nothing was asked.
-            data: the block of its value, which is copied; None if the reader needs none.
+            leaves: its value, which is copied; None if the reader needs none.
         """
         self._is_asked, self._fetched = version is not None, None
         if version is not None:
             self._is_now(version)
-        if data is not None:
-            self._fetched = self._kept(self._block.views(data))
+        if leaves is not None:
+            self._fetched = self._kept(leaves)
 
-    def _is_now(self, version: Version) -> None:
+    def _is_now(self, version: Versions) -> None:
         before = self._current
-        if version.epoch != before.epoch and version.token != before.token:
-            self._copies.begin_anew()  # Writes may have been repeated in another order.
-        self._current, self.version = version, version.number
+        for host, now in version.items():
+            if now.epoch != before[host].epoch and now.token != before[host].token:
+                self._copies.begin_anew()  # Writes may have been repeated in another order.
+        self._current, self.version = version, _number(version)
 
     def _kept(self, leaves: Sequence[np.ndarray]) -> Any:
         """A copy of the value: on the devices, or in memory of this process."""
@@ -175,14 +179,19 @@ class Served(Master):
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += self.layout.size_bytes
         leaves = packed.layout.unpack([np.asarray(each) for each in packed.buffers])
-        self._write("assign", leaves, session, meter, base=self._current.token)
+        self._write("assign", leaves, session, meter, base=self._current)
         kept = packed if self._policy.cache == "device" else [np.array(leaf) for leaf in leaves]
         self._copies.keep(self.version, kept, exact=True)
 
     def _write(
-        self, mode: str, leaves: Sequence[Any], session: Any, meter: Meter, base: int = 0
+        self,
+        mode: str,
+        leaves: Sequence[Any],
+        session: Any,
+        meter: Meter,
+        base: Versions | None = None,
     ) -> None:
-        self._is_now(self._client.write(self._name, mode, self._block, leaves, base))
+        self._is_now(self._hosts.write(self._name, mode, leaves, base))
         meter[SERVER_LINK] += self.layout.size_bytes
         self._copies.wrote(session, self.version)
 
@@ -202,13 +211,13 @@ class Served(Master):
         return (Transfer(variable, self.version + 1, *way, moved),)
 
     def leaves(self, meter: Meter) -> list[Any]:
-        (version,), blocks, release = self._client.read([self._name], [0])
+        (version,), (views,), release = self._hosts.read([self._name], [None])
         try:
-            leaves = [np.array(view) for view in self._block.views(blocks[self._name])]
+            leaves = [np.array(view) for view in views or ()]
         finally:
             release()
         meter[SERVER_LINK] += self.layout.size_bytes
-        self._seen = version.number
+        self._seen = _number(version)
         return leaves
 
     def looked_at(self, session: Any) -> None:
@@ -232,3 +241,7 @@ class Served(Master):
     @property
     def is_lost(self) -> bool:
         return False
+
+
+def _number(version: Versions) -> int:
+    return sum(part.number for part in version.values())

@@ -17,6 +17,11 @@ from stepcache.serving.messages import Request
 _log = logging.getLogger("stepcache")
 
 
+def place_of(place: str, host: int) -> str:
+    """The name or directory of one of the hosts that share a set, given that of host 0."""
+    return f"{place}/{host}" if host else place
+
+
 class Version(NamedTuple):
     """A version of served variables.
 

@@ -1,4 +1,4 @@
-"""Servers of variables, of both engines."""
+"""Servers of variables, of both engines; and several hosts that share one set."""
 
 import os
 import secrets
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.serving.servers import LocalServer, RayServer
+from tests.serving.servers import LocalHosts, LocalServer, RayServer
 
 # In a process of its own: Ray forks to start its processes, and JAX has threads here.
 RAY = """
@@ -18,19 +18,20 @@ sys.stdin.read()
 """
 
 
-RAY_EVERY = 6
+SAMPLED_EVERY = 6
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of what both engines have to do, Ray does a sample by default: its actors take long."""
-    files = {}
+    """Of what each engine has to do, only one does all by default: Ray's actors take long."""
+    groups = {}
     for item in items:
-        if hasattr(item, "callspec") and item.callspec.params.get("engine") is RayServer:
-            files.setdefault(item.path, []).append(item)
-    for of_file in files.values():
-        for number, item in enumerate(of_file):
-            if number % RAY_EVERY:
+        engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
+        if engine in (RayServer, LocalHosts):
+            groups.setdefault((item.path, engine), []).append(item)
+    for of_engine in groups.values():
+        for number, item in enumerate(of_engine):
+            if number % SAMPLED_EVERY:
                 item.add_marker(pytest.mark.slow)
 
 
@@ -55,7 +56,9 @@ def ray_session():
         head.communicate()  # It ends when its input does.
 
 
-@pytest.fixture(scope="module", params=[LocalServer, RayServer], ids=["local", "ray"])
+@pytest.fixture(
+    scope="module", params=[LocalServer, RayServer, LocalHosts], ids=["local", "ray", "hosts"]
+)
 def engine(request):
     """The class of its servers. What is of one engine alone overrides this."""
     if request.param is RayServer:

@@ -50,6 +50,7 @@ class LocalServer(Server):
 
     engine = "local"
     process = None
+    command = ("-m", "stepcache.cli", "serve", "--variables")
 
     @property
     def address(self):
@@ -60,10 +61,10 @@ class LocalServer(Server):
         return self.process.pid
 
     def start(self):
-        command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables"]
         options = [f"--snapshot-every={seconds}s" for seconds in self.options.values()]
         self.process = subprocess.Popen(
-            [*command, str(self.directory), *options],
+            [sys.executable, *self.command, str(self.directory), *options],
+            cwd=PROJECT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -89,6 +90,13 @@ class LocalServer(Server):
         return printed
 
 
+class LocalHosts(LocalServer):
+    """Three hosts that share one set, in one process; the first comes last."""
+
+    hosts = 3
+    command = ("-m", "tests.serving.local_hosts")
+
+
 class RayServer(Server):
     """An actor. Ray starts it again after a kill, whether or not a test asks for it."""
 
@@ -109,7 +117,8 @@ class RayServer(Server):
         killed, limit = self.pid, time.monotonic() + LIMIT_SECONDS
         while self.pid == killed:
             assert time.monotonic() < limit, "the actor does not start"
-            self.pid = ray_engine.start(self.name, self.directory, **self.options).pid
+            (about,) = ray_engine.start(self.name, self.directory, **self.options)
+            self.pid = about.pid
         return self
 
     def kill(self):

@@ -138,7 +138,7 @@ def test_status(server):
         option = {"local": ["--variables", server.directory], "ray": ["--ray", server.address[4:]]}
         command = [sys.executable, "-m", "stepcache.cli", "status", *option[server.engine]]
         shown = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-        found = json.loads(shown.stdout)
+        found = json.loads(shown.stdout)[server.address]
         assert found["variables"] == [["params", 0, 64, 0, 1]]
         assert found["clients"][0][2:] == [1, 1] and found["snapshot"] == "step_00000001"
         assert found["counts"]["p99 seconds"] > 0

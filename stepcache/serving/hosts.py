@@ -1,0 +1,360 @@
+"""`Hosts`: the hosts that share one set of variables. They know nothing of each other.
+
+What holds what follows from names, sizes and numbers alone, so that all processes agree. The leaves
+of variables are balanced over the hosts by their bytes; variables with an optimizer are whole on
+one host, as the optimizer may need all leaves at once. Row r of a table is on host r modulo the
+number of hosts.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import hashlib
+import heapq
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from stepcache.errors import VariablesError
+from stepcache.serving.client import Client
+from stepcache.serving.messages import BlockLayout, Described, LeafType
+from stepcache.serving.tables import TableType
+from stepcache.serving.transport import Version
+from stepcache.variables.describing import joined
+
+_CALLS_AT_ONCE = 64
+
+Versions = dict[int, Version]
+"""A version of served variables: that of the part on each host, by the number of the host."""
+
+T = TypeVar("T")
+
+
+def _token(version: Versions | None, host: int) -> int:
+    """The token of a version on a host; 0 for none."""
+    return version[host].token if version is not None else 0
+
+
+def first_host(name: str, hosts: int) -> int:
+    """The host that has variables without a second host: those with an optimizer or one leaf."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % hosts
+
+
+def leaves_by_host(name: str, sizes: Sequence[int], hosts: int) -> dict[int, list[int]]:
+    """Which leaves go to which host: the largest first, each to the host with the fewest bytes.
+
+    Args:
+        name: of the variables.
+        sizes: of the leaves, in bytes.
+        hosts: how many there are.
+
+    Returns:
+        The numbers of the leaves, by host; `first_host` comes first, and has the largest leaf.
+    """
+    first = first_host(name, hosts)
+    found: dict[int, list[int]] = {first: []}
+    filled = [(0, distance) for distance in range(hosts)]  # A heap.
+    for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
+        size, distance = filled[0]
+        found.setdefault((first + distance) % hosts, []).append(leaf)
+        heapq.heapreplace(filled, (size + sizes[leaf], distance))
+    return {host: sorted(leaves) for host, leaves in found.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one host holds of some variables.
+
+    Attributes:
+        leaves: the numbers of the leaves.
+        block: how they lie in the block that travels.
+    """
+
+    leaves: list[int]
+    block: BlockLayout
+
+
+class Hosts:
+    """The clients of all hosts of a set: sends to each what concerns it, to all at once.
+
+    Args:
+        connect: makes the client of the host with a number. Host 0 says how many there are.
+    """
+
+    def __init__(self, connect: Callable[[int], Client]):
+        self._connect, self._known = connect, [connect(0)]
+        self._lock, self._is_complete = threading.Lock(), False
+        self._parts: dict[str, dict[int, Part]] = {}
+        self._threads = concurrent.futures.ThreadPoolExecutor(_CALLS_AT_ONCE, "stepcache hosts")
+
+    @property
+    def clients(self) -> list[Client]:
+        """Of each host.
+
+        Raises:
+            ServerLostError: host 0 did not answer in time.
+        """
+        with self._lock:
+            if not self._is_complete:
+                count = self._known[0].status().hosts
+                self._known += [self._connect(host) for host in range(1, count)]
+                self._is_complete = True
+            return self._known
+
+    def together(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """The results of calls that are made at the same time; all have ended when it returns."""
+        futures = [self._threads.submit(call) for call in calls[1:]]
+        try:
+            results = [call() for call in calls[:1]]
+        finally:
+            concurrent.futures.wait(futures)
+        return results + [future.result() for future in futures]
+
+    # ---- variables -----------------------------------------------------------------------------
+
+    def described(self, name: str) -> Described | None:
+        """What the first host of some variables has of them; None if they are not there."""
+        return self.clients[first_host(name, len(self.clients))].describe(name)
+
+    def open(
+        self,
+        name: str,
+        types: Sequence[LeafType],
+        leaves: Sequence[Any],
+        known: Described | None,
+        rule: bytes,
+    ) -> Versions:
+        """Finds variables, or makes what is not there.
+
+        Args:
+            name: of the variables.
+            types: of all leaves.
+            leaves: their first values.
+            known: what `described` has found.
+            rule: the optimizer, to make them with; one host then has all leaves.
+
+        Raises:
+            VariablesError: there are other variables of this name.
+        """
+        is_whole = bool(rule) or (known is not None and known.has_rule)
+        first, *others = parts = self._parted(name, types, is_whole)
+        found = {first: known} | self._found_elsewhere(name, parts, is_there=known is not None)
+
+        def opened(host: int) -> Version:
+            there, part = found[host], parts[host]
+            if there is not None and not rule and BlockLayout(there.types) == part.block:
+                return Version(there.number, 0)
+            value = [np.asarray(leaves[number]) for number in part.leaves]
+            row = (name, "create", part.block, value)
+            return self.clients[host].write(*row, types=part.block.types, rule=rule)
+
+        versions = self.together([functools.partial(opened, host) for host in others])
+        self._parts[name] = parts
+        return {first: opened(first), **dict(zip(others, versions, strict=True))}
+
+    def _parted(self, name: str, types: Sequence[LeafType], is_whole: bool) -> dict[int, Part]:
+        """What each host has of variables, if it has any; `first_host` comes first."""
+        hosts = len(self.clients)
+        sizes = [BlockLayout([each]).size_bytes for each in types]
+        shares = leaves_by_host(name, sizes, hosts)
+        if is_whole:
+            shares = {first_host(name, hosts): [*range(len(types))]}
+        return {
+            host: Part(leaves, BlockLayout([types[leaf] for leaf in leaves]))
+            for host, leaves in shares.items()
+        }
+
+    def _found_elsewhere(
+        self, name: str, parts: dict[int, Part], is_there: bool
+    ) -> dict[int, Described | None]:
+        """What the hosts but the first have of variables.
+
+        The first host is the last to get its part: if it has one (`is_there`), all have theirs.
+
+        Raises:
+            VariablesError: they have other leaves.
+        """
+        first = next(iter(parts))
+        hosts = [host for host in range(len(self.clients)) if host != first]
+        calls = [functools.partial(self.clients[host].describe, name) for host in hosts]
+        found = dict(zip(hosts, self.together(calls), strict=True))
+        for host, there in found.items():
+            expected = parts[host].block if host in parts else None
+            has = BlockLayout(there.types) if there is not None else None
+            if has != expected and (is_there or has is not None):
+                raise VariablesError(
+                    "variables of this name are there already, and others",
+                    where=joined(self.clients[host].where, name),
+                    expected=f"{len(expected.types) if expected else 0} leaves on this host",
+                    got=f"{len(has.types) if has else 0} leaves, or of other types",
+                )
+        return found
+
+    def is_whole(self, name: str) -> bool:
+        """Whether one host has all leaves of some variables."""
+        return len(self._parts[name]) == 1
+
+    def write(
+        self, name: str, mode: str, leaves: Sequence[Any], base: Versions | None = None
+    ) -> Versions:
+        """Has a write done exactly once on each host that has leaves of the variables.
+
+        Args:
+            name, mode: as in `WriteRequest`.
+            leaves: all of them.
+            base: the version that they were computed from, of variables that one host has.
+
+        Raises:
+            VariablesError: a host refused it. Others may have done it.
+            ServerLostError: a host did not answer in time. It will get the write if this process
+                makes another request.
+        """
+
+        def written(host: int, part: Part) -> Version:
+            values = [leaves[number] for number in part.leaves]
+            return self.clients[host].write(name, mode, part.block, values, _token(base, host))
+
+        parts = self._parts[name]
+        calls = [functools.partial(written, *row) for row in parts.items()]
+        return dict(zip(parts, self.together(calls), strict=True))
+
+    def read(
+        self, names: Sequence[str], known: Sequence[Versions | None], *, values: bool = True
+    ) -> tuple[list[Versions], list[list[np.ndarray] | None], Callable[[], None]]:
+        """Looks at variables, on each host as they are at one moment, after all own writes.
+
+        Args:
+            names: of the variables.
+            known: the version that the caller has of each; None for none.
+            values: whether to get the values of other versions.
+
+        Returns:
+            For each name the version, and the leaves if the caller lacks any; and a function that
+            gives the leaves back, which must not be read after it.
+        """
+        known = [*known]
+        while True:
+            versions, blocks, release = self._read_once(names, known, values)
+            partial = [
+                index
+                for index, name in enumerate(names)
+                if 0 < len(blocks[index]) < len(self._parts[name])
+            ]
+            if not partial:
+                break
+            release()
+            for index in partial:  # Other hosts have the version that is known: get the whole.
+                known[index] = None
+        leaves = [
+            self._joined(name, found) if found else None
+            for name, found in zip(names, blocks, strict=True)
+        ]
+        return versions, leaves, release
+
+    def _read_once(
+        self, names: Sequence[str], known: Sequence[Versions | None], values: bool
+    ) -> tuple[list[Versions], list[dict[int, np.ndarray]], Callable[[], None]]:
+        asked: dict[int, list[int]] = {}
+        for index, name in enumerate(names):
+            for host in self._parts[name]:
+                asked.setdefault(host, []).append(index)
+
+        def read(host: int, indices: list[int]) -> Any:
+            tokens = [_token(known[index], host) for index in indices]
+            asked_names = [names[index] for index in indices]
+            return self.clients[host].read(asked_names, tokens, values=values)
+
+        results = self.together([functools.partial(read, *row) for row in asked.items()])
+        versions: list[Versions] = [{} for _ in names]
+        blocks: list[dict[int, np.ndarray]] = [{} for _ in names]
+        for (host, indices), (found, sent, _) in zip(asked.items(), results, strict=True):
+            for index, version in zip(indices, found, strict=True):
+                versions[index][host] = version
+                if names[index] in sent:
+                    blocks[index][host] = sent[names[index]]
+
+        def release() -> None:
+            for *_, each in results:
+                each()
+
+        return versions, blocks, release
+
+    def _joined(self, name: str, blocks: dict[int, np.ndarray]) -> list[np.ndarray]:
+        """The leaves of variables, in their order."""
+        found: dict[int, np.ndarray] = {}
+        for host, part in self._parts[name].items():
+            found.update(zip(part.leaves, part.block.views(blocks[host]), strict=True))
+        return [found[number] for number in range(len(found))]
+
+    # ---- tables --------------------------------------------------------------------------------
+
+    def make_table(self, name: str, kind: TableType) -> None:
+        """Has each host make its rows of a table, where there is none yet.
+
+        Raises:
+            VariablesError: a host has something else of this name.
+        """
+        hosts = len(self.clients)
+
+        def make(host: int) -> None:
+            rows = len(range(host, kind.rows, hosts))
+            part = replace(kind, rows=rows, seed=kind.seed + (host << 32))
+            row = (name, "create table", BlockLayout([]), [])
+            self.clients[host].write(*row, rule=part.packed())
+
+        first = first_host(name, hosts)  # Variables of this name are there, if they are anywhere.
+        make(first)
+        self.together([functools.partial(make, host) for host in range(hosts) if host != first])
+
+    def _rows_by_host(self, ids: np.ndarray) -> list[tuple[int, Any, np.ndarray]]:
+        """Host, places among the ids, and numbers there, of different rows."""
+        hosts = len(self.clients)
+        if hosts == 1:
+            return [(0, slice(None), ids)]
+        places = [(host, np.flatnonzero(ids % hosts == host)) for host in range(hosts)]
+        return [(host, at, ids[at] // hosts) for host, at in places if at.size]
+
+    def rows(self, name: str, kind: TableType, ids: np.ndarray, out: np.ndarray) -> None:
+        """Gets rows of a table, after all writes of this process.
+
+        Args:
+            name, kind: of the table.
+            ids: different numbers of rows.
+            out: where to write them.
+        """
+
+        def read(host: int, at: Any, numbers: np.ndarray) -> None:
+            block, release = self.clients[host].rows(name, numbers)
+            try:
+                out[at] = kind.layout(numbers.size).views(block)[0]
+            finally:
+                release()
+
+        self.together([functools.partial(read, *row) for row in self._rows_by_host(ids)])
+
+    def update_rows(self, name: str, kind: TableType, ids: np.ndarray, update: np.ndarray) -> None:
+        """Has rows of a table updated, exactly once; see `rows`."""
+
+        def write(host: int, at: Any, numbers: np.ndarray) -> None:
+            types = kind.update_types(numbers.size)
+            row = (name, "rows", BlockLayout(types), [numbers, update[at]])
+            self.clients[host].write(*row, types=types)
+
+        self.together([functools.partial(write, *row) for row in self._rows_by_host(ids)])
+
+    # ---- all hosts -----------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Waits until snapshots have all writes of this process."""
+        self.together([client.flush for client in self.clients])
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for client in self._known:
+            client.close()
+        self._threads.shutdown(wait=False)
