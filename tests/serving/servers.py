@@ -21,8 +21,11 @@ class Server:
     Attributes:
         directory: of the snapshots.
         address: for `connect`.
+        hosts: how many share the set.
         pid: of the process that holds the variables.
     """
+
+    hosts = 1
 
     def __init__(self, directory, **options):
         self.directory, self.options = directory, options

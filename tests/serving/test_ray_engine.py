@@ -1,5 +1,7 @@
 """The ray engine: its actor's life, what lies in the object store, and messages that are none."""
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -138,8 +140,8 @@ def test_the_store_does_not_fill_up(server):
 # ---- the life of an actor ------------------------------------------------------------------------
 
 
-def serving(server):
-    command = [sys.executable, "-m", "stepcache.cli", "serve", "--ray", server.name]
+def serving(server, *options):
+    command = [sys.executable, "-m", "stepcache.cli", "serve", "--ray", server.name, *options]
     process = subprocess.Popen(
         [*command, "--variables", str(server.directory)],
         stdout=subprocess.PIPE,
@@ -225,6 +227,69 @@ def test_an_actor_that_was_stopped_is_replaced(server, actor):
         server.start()
         params.push({"w": np.ones(3, np.float32)})
         assert params.value["w"][0] == 2 and server.pid != stopped
+
+
+# ---- several actors ------------------------------------------------------------------------------
+
+
+def push_to_both(connection, between=lambda: None):
+    tree = {"a": np.zeros(3, np.float32), "b": np.zeros(LARGE, np.float32)}
+    params = connection.variables("params", tree, write=SUM)
+    table = connection.table("table", 10)
+    rows = table.lookup(np.arange(10))
+    for number in range(1, 4):
+        params.push({"a": np.ones(3, np.float32), "b": np.ones(LARGE, np.float32)})
+        table.push(rows, np.ones(16, np.float32))
+        assert {leaf[-1] for leaf in params.value.values()} == {number}
+        assert set(table.lookup(np.arange(10)).spread()) == {number}
+        if number == 2:
+            between()
+    assert [len(connection.status(host).variables) for host in range(2)] == [2, 2]
+
+
+def test_two_actors_share_variables(engine, tmp_path):
+    from stepcache.serving import ray_engine
+
+    server = engine(tmp_path / "server")
+    found = ray_engine.start(server.name, server.directory, hosts=2)
+    assert [about.hosts for about in found] == [2, 2] and found[0].pid != found[1].pid
+    with server.connect() as connection:
+        push_to_both(connection)
+    with pytest.raises(VariablesError, match="another number"):
+        server.start()
+    assert "16 writes" in server.stop()
+    with pytest.raises(VariablesError, match="another number of hosts"):
+        ray_engine.start(server.name, server.directory, hosts=3)
+
+
+@pytest.mark.slow
+def test_one_of_two_actors_is_killed(engine, tmp_path):
+    """Ray starts it again, and the other one goes on."""
+    from stepcache.serving import ray_engine
+
+    server = engine(tmp_path / "server")
+    process, printed = serving(server, "--hosts=2")
+    assert "2 hosts" in printed
+    about = ray_engine.start(server.name, server.directory, hosts=2)
+    with server.connect() as connection:
+        push_to_both(connection, lambda: os.kill(about[1].pid, signal.SIGKILL))
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=LIMIT_SECONDS)
+        assert process.returncode == 0 and "16 writes are in the last snapshot" in printed
+    again = ray_engine.start(server.name, server.directory, hosts=2)
+    assert [each.epoch for each in again] == [about[0].epoch + 1, about[1].epoch + 2]
+    assert sum(each.moment for each in again) == 16 and "16 writes" in server.stop()
+
+
+@pytest.mark.slow
+def test_hosts_are_on_different_nodes_and_one_is_lost(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    command = [sys.executable, "-m", "tests.serving.ray_nodes", str(tmp_path / "server")]
+    printed = subprocess.check_output(command, env=environment, text=True, timeout=300)
+    found = json.loads(printed.splitlines()[-1])
+    assert len(set(found["before"])) == 3
+    assert found["lost"] in found["before"] and found["lost"] not in found["after"]
+    assert found["values"] == found["rows"] == [1.0], "a push is lost, or was done twice"
 
 
 # ---- messages that are none ----------------------------------------------------------------------
