@@ -86,7 +86,7 @@ def served(server: Any, staleness: int) -> tuple[sc.Variables, Any, sc.Variables
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """What one worker does. It prints a line of JSON for each step."""
+    """What one worker does. It writes a line of JSON for each step."""
     moved: list[int] = []
     sc.recorder.subscribe(
         lambda event: moved.append(
@@ -94,7 +94,8 @@ def work(arguments: argparse.Namespace) -> None:
         )
     )
     clicks, rank = Clicks(), arguments.rank
-    with sc.connect(f"local:{arguments.directory}") as server:
+    log = Path(arguments.directory, f"{rank}.jsonl")
+    with sc.connect(f"local:{arguments.directory}") as server, log.open("a") as lines:
         params, items, pushes = served(server, MODES[arguments.mode])
         while (done := int(pushes.value[rank])) < arguments.steps:
             while arguments.mode == "synchronous" and pushes.value.min() < done:
@@ -107,7 +108,7 @@ def work(arguments: argparse.Namespace) -> None:
             params.push(for_params)
             pushes.push(np.eye(WORKERS)[rank])
             line = {"step": done, "loss": float(loss), "bytes": sum(moved), "time": time.time()}
-            print(json.dumps(line), flush=True)
+            print(json.dumps(line), file=lines, flush=True)
 
 
 def train(mode: str, steps: int, directory: str) -> list[dict[str, Any]]:
@@ -115,11 +116,9 @@ def train(mode: str, steps: int, directory: str) -> list[dict[str, Any]]:
     serve = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
     serve += ["--snapshot-every", "2s"]
     script = [sys.executable, __file__, "--directory", directory, "--mode", mode]
-    logs = [Path(directory, f"worker {rank}.jsonl").open("a") for rank in range(WORKERS)]
 
     def worker(rank: int) -> subprocess.Popen:
-        command = [*script, "--steps", str(steps), "--rank", str(rank)]
-        return subprocess.Popen(command, stdout=logs[rank])
+        return subprocess.Popen([*script, "--steps", str(steps), "--rank", str(rank)])
 
     server, workers = subprocess.Popen(serve), [worker(rank) for rank in range(WORKERS)]
     with sc.connect(f"local:{directory}") as connection:
@@ -135,7 +134,8 @@ def train(mode: str, steps: int, directory: str) -> list[dict[str, Any]]:
         assert pushes.value.tolist() == [steps] * WORKERS
     server.terminate()
     server.wait()
-    lines = [json.loads(line) for log in logs for line in Path(log.name).read_text().splitlines()]
+    logs = Path(directory).glob("*.jsonl")
+    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
     return sorted(lines, key=lambda line: line["time"])
 
 
