@@ -6,24 +6,29 @@ that depends on it. Cases: a scalar, 16 MB and 100 MB of float32, and 32 random 
 worker, while all of them run. Contenders are timed in turn.
 
 TensorFlow runs as `ParameterServerStrategy`: a coordinator schedules the function on its workers.
-It may be installed elsewhere: `--tensorflow PYTHON` names an interpreter that has it.
+It may be installed elsewhere: `--tensorflow PYTHON` names an interpreter that has it. "Ray, an
+actor" is what Ray itself takes: an actor that holds an array, returns it, and adds to it.
 
-    python -m benchmarks.served [--quick] [--tensorflow PYTHON]
+    python -m benchmarks.served [--quick] [--tensorflow PYTHON] [--only WORD]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import random
+import secrets
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +37,8 @@ from benchmarks.harness import Row, compared, quartiles, show, write
 ROWS, WIDTH, BATCH = 1 << 22, 64, 32
 SIZES = {"scalar": 1, "16 MB": 4 << 20, "100 MB": 25 << 20, "32 rows of 1 GB": 0}
 WORKERS = (1, 2, 4)
+STORE_BYTES = 2 << 30
+HAS_RAY = importlib.util.find_spec("ray") is not None
 SETTINGS = {"rounds": 9, "sample_seconds": 1.0}
 
 
@@ -88,16 +95,11 @@ def serve_commands(work: Callable[[int], None]) -> None:
 # ---- stepcache ---------------------------------------------------------------------------------
 
 
-def stepcache_worker(directory: str, size: int) -> None:
-    import jax.numpy as jnp
-
+def stepcache_worker(address: str, size: int) -> None:
     import stepcache as sc
 
-    @sc.step
-    def update_of(value):
-        return jnp.full(value.shape, jnp.max(value) * 0 + 1, value.dtype)
-
-    connection = sc.connect(f"local:{directory}")
+    update_of = sc.step(largest_times_zero_plus_one)
+    connection = sc.connect(address)
     if not size:
         return serve_commands(rows_worker(connection, sc))
     variables = connection.variables(
@@ -110,6 +112,12 @@ def stepcache_worker(directory: str, size: int) -> None:
 
     work(2)
     serve_commands(work)
+
+
+def largest_times_zero_plus_one(value):
+    import jax.numpy as jnp
+
+    return jnp.full(value.shape, jnp.max(value) * 0 + 1, value.dtype)
 
 
 def rows_worker(connection, sc) -> Callable[[int], None]:
@@ -133,18 +141,104 @@ def rows_worker(connection, sc) -> Callable[[int], None]:
 
 
 @contextlib.contextmanager
-def stepcache_group(workers: int, size: int) -> Iterator[Group]:
+def stepcache_group(workers: int, size: int, engine: str) -> Iterator[Group]:
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        arguments = [sys.executable, "-m", "benchmarks.served", "--worker", directory, str(size)]
-        group = Group([arguments] * workers)
-        try:
-            yield group
-        finally:
-            group.end()
-            server.kill()
-            server.wait()
+        is_local = engine == "local"
+        address = f"local:{directory}" if is_local else f"ray:{Path(directory).name}"
+        if not is_local:
+            command += ["--ray", Path(directory).name]
+        with served_by(command):
+            yield from working(workers, address, size)
+
+
+@contextlib.contextmanager
+def served_by(command: list[str]) -> Iterator[None]:
+    """A process that serves until it is told to end."""
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert server.stdout is not None
+    server.stdout.readline()
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def working(workers: int, address: str, size: int) -> Iterator[Group]:
+    command = [sys.executable, "-m", "benchmarks.served", "--worker", address, str(size)]
+    group = Group([command] * workers)
+    try:
+        yield group
+    finally:
+        group.end()
+
+
+# ---- Ray ---------------------------------------------------------------------------------------
+
+_RAY = f"""
+import sys, ray
+ray.init(object_store_memory={STORE_BYTES}, include_dashboard=False, log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def ray_cluster() -> Iterator[None]:
+    """A Ray of its own for all processes of the benchmark."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    pipe = subprocess.PIPE
+    head = subprocess.Popen([sys.executable, "-c", _RAY], stdin=pipe, stdout=pipe, text=True)
+    assert head.stdout is not None
+    os.environ["RAY_ADDRESS"] = head.stdout.readline().strip()
+    try:
+        yield
+    finally:
+        head.communicate()  # It ends when its input does.
+
+
+class Array:
+    """What the actor of "Ray, an actor" holds: an array, or the rows of a table."""
+
+    def __init__(self, size: int):
+        self._value = np.zeros(size if size else (ROWS, WIDTH), np.float32)
+
+    def read(self, ids=None):
+        return self._value if ids is None else self._value[ids]
+
+    def add(self, update, ids=None) -> None:
+        if ids is None:
+            self._value = self._value + update
+        else:
+            self._value[ids] -= 0.1 * update
+
+
+def actor_worker(name: str, size: int) -> None:
+    import jax
+    import ray
+
+    ray.init(address="auto", log_to_driver=False, namespace="bench")
+    actor: Any = ray.remote(Array).options(name=name, get_if_exists=True, lifetime="detached")
+    actor = actor.remote(size)
+    update_of, random = jax.jit(largest_times_zero_plus_one), np.random.default_rng(0)
+
+    def work(iterations: int) -> None:
+        for _ in range(iterations):
+            ids = () if size else (random.integers(0, ROWS, BATCH),)
+            update = np.asarray(update_of(ray.get(actor.read.remote(*ids))))
+            ray.get(actor.add.remote(ray.put(update) if update.nbytes > 1 << 16 else update, *ids))
+
+    work(2)
+    serve_commands(work)
+
+
+@contextlib.contextmanager
+def actor_group(workers: int, size: int) -> Iterator[Group]:
+    name = f"array{size}-{workers}"
+    yield from working(workers, f"actor:{name}", size)
+    code = f"import ray; ray.init('auto', namespace='bench'); ray.kill(ray.get_actor('{name}'))"
+    subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=True)
 
 
 # ---- TensorFlow --------------------------------------------------------------------------------
@@ -246,7 +340,11 @@ def measured(name: str, workers: int, python: str | None, rounds: int, seconds: 
         if python:
             group = stack.enter_context(tensorflow_group(python, workers, size))
             groups["TensorFlow, parameter server"] = group
-        groups["stepcache, local"] = stack.enter_context(stepcache_group(workers, size))
+        for engine in ("local", "ray") if HAS_RAY else ("local",):
+            group = stack.enter_context(stepcache_group(workers, size, engine))
+            groups[f"stepcache, {engine}"] = group
+        if HAS_RAY:
+            groups["Ray, an actor"] = stack.enter_context(actor_group(workers, size))
         counts = {}
         for label, group in groups.items():
             group.run(2)
@@ -265,25 +363,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tensorflow", help="a Python that has TensorFlow")
+    parser.add_argument("--only", default="", help="only the cases with this word")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
+        engine, _, name = options.worker[0].partition(":")
+        if engine == "actor":
+            return actor_worker(name, int(options.worker[1]))
         return stepcache_worker(options.worker[0], int(options.worker[1]))
     settings = {"rounds": 2, "sample_seconds": 0.1} if options.quick else SETTINGS
     sizes, workers = (
         (["scalar", "32 rows of 1 GB"], [1]) if options.quick else (list(SIZES), WORKERS)
     )
-    rows = [
-        row
-        for name in sizes
-        for count in workers
-        for row in measured(name, count, options.tensorflow, *settings.values())
-    ]
+    sizes = [name for name in sizes if options.only in name]
+    with ray_cluster() if HAS_RAY else contextlib.nullcontext():
+        rows = [
+            row
+            for name in sizes
+            for count in workers
+            for row in measured(name, count, options.tensorflow, *settings.values())
+        ]
     show("one iteration of one worker: read, compute, push", rows)
     copied = {name: copy_seconds(SIZES[name]) for name in sizes if SIZES[name]}
     figures = {"seconds of a memory copy": copied}
     print(figures)
-    if not options.quick:
+    if not options.quick and not options.only:
         print(f"written to {write('served', rows, figures, workers=list(WORKERS), **SETTINGS)}")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
-from stepcache.serving.messages import MalformedMessageError, from_plain, to_plain
+from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
 from stepcache.serving.ray_transport import INLINE_BYTES, NAMESPACE, initialise
 from stepcache.serving.transport import place_of
 from stepcache.storage import plain
@@ -106,32 +106,35 @@ class HostActor:
         self._is_stopped = False
         threading.Thread(target=self._tend, name="stepcache host", daemon=True).start()
 
-    def serve(self, client: str, header: bytes, payload: Any) -> tuple[bytes, list[Any]] | None:
+    def serve(self, request: bytes, payload: Any = None) -> Any:
         """Serves a request.
 
+        Bytes alone cost Ray least: an array as argument and one as result, 0.3 ms a call.
+
         Args:
-            client: who sends it.
-            header: the request, as plain data.
-            payload: the block that goes with it, or None.
+            request: who sends it, the message, and a small block that goes with it, as plain data.
+            payload: a large block.
 
         Returns:
-            The reply as plain data, and its blocks: small ones as arrays, large ones as references.
-            None once the actor is stopped.
+            The reply and its small blocks, as plain data; with references to large blocks, if it
+            has any. None once the actor is stopped.
         """
         with self._lock:
             if self._is_stopped:
                 return None
             started, durable = time.perf_counter(), self._durable
+            blocks: list[Any] = []
             try:
-                message = _unpacked(header, payload)
+                client, message, payload = _unpacked(request, payload)
             except MalformedMessageError as error:
-                return plain.pack(to_plain(durable.refuse_malformed(error))), []
-            durable.counts["bytes received"] += len(header)
-            reply, blocks = durable.handle(client, message, payload)
-            durable.counts["bytes sent"] += sum(block.data.size for block in blocks)
-            sent = [_sent(block) for block in blocks]
+                reply = durable.refuse_malformed(error)
+            else:
+                durable.counts["bytes received"] += len(request)
+                reply, blocks = durable.handle(client, message, payload)
+                durable.counts["bytes sent"] += sum(block.data.size for block in blocks)
+            sent = _packed(reply, blocks)
             durable.seconds.append(time.perf_counter() - started)
-            return plain.pack(to_plain(reply)), sent
+            return sent
 
     @ray.method(max_task_retries=-1)
     def about(self) -> About:
@@ -162,24 +165,32 @@ class HostActor:
             time.sleep(TEND_SECONDS)
 
 
-def _sent(block: Any) -> Any:
-    """A block as a part of a reply."""
-    return block.data if block.data.size < INLINE_BYTES else block.reference()
+def _packed(reply: Reply, blocks: list[Any]) -> Any:
+    """A reply, as `serve` returns it."""
+    are_small = [block.data.size < INLINE_BYTES for block in blocks]
+    pairs = list(zip(blocks, are_small, strict=True))
+    inline = [block.data.tobytes() if is_small else None for block, is_small in pairs]
+    packed = plain.pack([to_plain(reply), inline])
+    held = [block.reference() for block, is_small in pairs if not is_small]
+    return (packed, held) if held else packed
 
 
-def _unpacked(header: Any, payload: Any) -> Any:
-    """The message that a header holds.
+def _unpacked(request: Any, payload: Any) -> tuple[str, Any, np.ndarray | None]:
+    """The client, the message and the block of a request.
 
     Raises:
-        MalformedMessageError: it holds none, or what goes with it is no block.
+        MalformedMessageError: it holds none.
     """
     try:
-        data = plain.unpack(header)
+        client, data, inline = plain.unpack(request)
     except Exception:
         raise MalformedMessageError("its header cannot be read") from None
-    if payload is not None and not isinstance(payload, np.ndarray):
-        raise MalformedMessageError(f"a {type(payload).__name__} is no block of bytes")
-    return from_plain(data)
+    if not isinstance(client, str) or not isinstance(inline, bytes | None):
+        raise MalformedMessageError("its header is of another type")
+    block = np.frombuffer(inline, np.uint8) if inline is not None else payload
+    if block is not None and not isinstance(block, np.ndarray):
+        raise MalformedMessageError(f"a {type(block).__name__} is no block of bytes")
+    return client, from_plain(data), block
 
 
 # ---- actors --------------------------------------------------------------------------------------
@@ -226,6 +237,7 @@ def _start(name: str, directory: str, options: dict[str, Any], number: int) -> A
         lifetime="detached",
         max_restarts=-1,
         num_cpus=0,  # To start it again must not wait for a free CPU.
+        enable_task_events=False,  # Ray's list of tasks has room for others' then.
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
         get_if_exists=True,
     ).remote(directory, options)

@@ -7,6 +7,8 @@ import os
 import time
 from typing import Any
 
+import numpy as np
+
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving.host import Block
 from stepcache.serving.messages import Request, from_plain, to_plain
@@ -96,23 +98,25 @@ class RayTransport:
             VariablesError: Ray was shut down in this process.
         """
         self._check_initialised()
-        header, payload = plain.pack(to_plain(message)), None
-        if block is not None:
+        is_small = block is not None and block.data.size < INLINE_BYTES
+        inline = block.data.tobytes() if block is not None and is_small else None
+        call: list[Any] = [plain.pack([self._client, to_plain(message), inline])]
+        if block is not None and not is_small:
             # The client keeps the block, to send it again, and Ray's store its copy only until the
             # reply: the store is everybody's.
-            payload = block.data if block.data.size < INLINE_BYTES else ray.put(block.data)
+            call.append(ray.put(block.data))
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
             with contextlib.suppress(GetTimeoutError):
-                received = self._attempt(header, payload, deadline)
+                received = self._attempt(call, deadline)
                 if received is not None:
                     return received
             time.sleep(min(_RETRY_SECONDS, max(deadline - time.monotonic(), 0)))
             self._check_initialised()
 
-    def _attempt(self, header: bytes, payload: Any, deadline: float) -> Received | None:
+    def _attempt(self, call: list[Any], deadline: float) -> Received | None:
         """The reply of the actor as it is now; None if it is not there."""
         if self._actor is None:
             try:
@@ -120,20 +124,20 @@ class RayTransport:
             except ValueError:
                 return None  # There is none of this name yet.
         try:
-            sent = self._actor.serve.remote(self._client, header, payload)
-            reply = ray.get(sent, timeout=max(deadline - time.monotonic(), 0))
+            sent = self._actor.serve.remote(*call)
+            reply: Any = ray.get(sent, timeout=max(deadline - time.monotonic(), 0))
             if reply is None:
                 return None
-            header, blocks = reply
-            held = [each for each in blocks if isinstance(each, ray.ObjectRef)]
-            found = iter(ray.get(held, timeout=max(deadline - time.monotonic(), 0)))
-            arrays = [next(found) if isinstance(each, ray.ObjectRef) else each for each in blocks]
+            packed, held = reply if isinstance(reply, tuple) else (reply, [])
+            large = iter(ray.get(held, timeout=max(deadline - time.monotonic(), 0)))
         except ActorDiedError:
             self._actor = None  # Another one may get its name.
             return None
         except (RayActorError, ObjectLostError):
             return None  # It is being started again.
-        return Received(from_plain(plain.unpack(header)), arrays)
+        message, inline = plain.unpack(packed)
+        blocks = [next(large) if x is None else np.frombuffer(x, np.uint8) for x in inline]
+        return Received(from_plain(message), blocks)
 
     def _check_initialised(self) -> None:
         """Raises if Ray was shut down: a call would start another one."""

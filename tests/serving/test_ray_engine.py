@@ -109,12 +109,12 @@ except sc.VariablesError as error:
 def test_all_readers_map_one_copy_of_a_version(server, actor):
     import ray
 
-    header = plain.pack(to_plain(ReadRequest(["params"], [0])))
+    request = plain.pack(["me", to_plain(ReadRequest(["params"], [0])), None])
     with server.connect() as connection:
         params = connection.variables("params", {"w": np.ones(LARGE, np.float32)}, write=SUM)
-        before = [ray.get(actor.serve.remote("me", header, None))[1][0] for _ in range(2)]
+        before = [ray.get(actor.serve.remote(request))[1][0] for _ in range(2)]
         params.push({"w": np.ones(LARGE, np.float32)})
-        after = ray.get(actor.serve.remote("me", header, None))[1][0]
+        after = ray.get(actor.serve.remote(request))[1][0]
         assert before[0] == before[1] != after
         values = [ray.get(each) for each in (*before, after)]
     assert values[0].ctypes.data == values[1].ctypes.data and not values[0].flags.writeable
@@ -223,7 +223,7 @@ def test_an_actor_that_was_stopped_is_replaced(server, actor):
         params = connection.variables("params", {"w": np.ones(3, np.float32)}, write=SUM)
         stopped = server.pid
         assert ray.get(actor.stop.remote())
-        assert ray.get(actor.serve.remote("me", b"", None)) is None
+        assert ray.get(actor.serve.remote(b"")) is None
         server.start()
         params.push({"w": np.ones(3, np.float32)})
         assert params.value["w"][0] == 2 and server.pid != stopped
@@ -296,29 +296,31 @@ def test_hosts_are_on_different_nodes_and_one_is_lost(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "header",
+    "request_",
     [
         b"",
         b"\xc1noise",
         7,
-        plain.pack(["os.system", {"command": "true"}]),
-        plain.pack(["ReadRequest", {"names": [["x"]], "known": ["y"]}]),
-        plain.pack(["JoinRequest", {"client": "me", "process": "x", "first": -1}]),
+        plain.pack(["me", ["os.system", {"command": "true"}], None]),
+        plain.pack(["me", ["ReadRequest", {"names": [["x"]], "known": ["y"]}], None]),
+        plain.pack(["me", ["JoinRequest", {"client": "me", "process": "x", "first": -1}], None]),
+        plain.pack([7, ["StatusRequest", {}], None]),
+        plain.pack(["me", ["StatusRequest", {}], [1, 2]]),
+        plain.pack(["me", ["StatusRequest", {}]]),
     ],
     ids=repr,
 )
-def test_messages_that_are_none_are_refused(shared_server, header):
+def test_messages_that_are_none_are_refused(shared_server, request_):
     import ray
 
     actor = ray.get_actor(shared_server.name, namespace="stepcache")
-    packed, blocks = ray.get(actor.serve.remote("me", header, None))
-    kind, reply = plain.unpack(packed)
+    (kind, reply), blocks = plain.unpack(ray.get(actor.serve.remote(request_)))
     assert (kind, reply["kind"], blocks) == ("Refused", "malformed", [])
 
 
 @pytest.mark.parametrize(
     "payload",
-    [None, 7, np.ones(3), np.zeros((8, 8), np.uint8)],
+    [(), (7,), (np.ones(3),), (np.zeros((8, 8), np.uint8),)],
     ids=["none", "int", "floats", "square"],
 )
 def test_payloads_that_are_none_are_refused(shared_server, name, payload):
@@ -326,14 +328,14 @@ def test_payloads_that_are_none_are_refused(shared_server, name, payload):
 
     actor = ray.get_actor(shared_server.name, namespace="stepcache")
 
-    def reply(message, payload=None):
-        header = plain.pack(to_plain(message))
-        return plain.unpack(ray.get(actor.serve.remote("me", header, payload))[0])
+    def reply(message, *payload):
+        request = plain.pack(["me", to_plain(message), None])
+        return plain.unpack(ray.get(actor.serve.remote(request, *payload)))[0]
 
     _, joined = reply(JoinRequest("me", "x", 1))
     types = [("w", [16], "float32")]
     write = WriteRequest("me", 1, joined["epoch"], name, "create", types=types)
-    kind, refused = reply(write, payload)
+    kind, refused = reply(write, *payload)
     assert (kind, refused["kind"]) == ("Refused", "malformed")
     with shared_server.connect() as connection:
         assert name not in [row[0] for row in connection.status().variables]
