@@ -38,7 +38,7 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
-from stepcache.serving.transport import Transport, Version, keep_in_thread
+from stepcache.serving.transport import Transport, Version, keep_in_thread, refusal
 from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
 
@@ -133,7 +133,23 @@ class Client:
             if isinstance(reply, Written):
                 return Version(reply.number, reply.token, reply.moment, reply.epoch)
             self._drop(sent)
-            raise self._refusal(name, reply)
+            raise refusal(reply, name)
+
+    def create(self, name: str, mode: str, *what: Any, **more: Any) -> Version:
+        """Has variables or a table made, unless they are there, as `write` does.
+
+        It returns when a snapshot has them: others write to them then, and it takes more than the
+        end of this process and of the host to lose them.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            version = self.write(name, mode, *what, **more)
+            while (found := self.describe(name)) is not None:
+                if found.is_saved:
+                    return version
+                if time.monotonic() > deadline:
+                    raise self._lost()
+                self._transport.pause()
 
     def _send(self, sent: _Sent, deadline: float) -> Any:
         """The reply to a write that has not been confirmed."""
@@ -289,7 +305,7 @@ class Client:
             if isinstance(reply, Values):
                 self._transport.release(received)
             elif not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
-                raise self._refusal(where, reply)
+                raise refusal(reply, where)
             self._join(deadline)
             if isinstance(reply, Refused):
                 self._transport.pause()
@@ -317,7 +333,7 @@ class Client:
 
     def _expected(self, reply: Any, kind: type[T], name: str | None = None) -> T:
         if not isinstance(reply, kind):
-            raise self._refusal(name, reply)
+            raise refusal(reply, name or self.where)
         return reply
 
     def flush(self) -> None:
@@ -374,16 +390,6 @@ class Client:
             f"the host of the variables has not answered in {self._timeout:g} s{kept}",
             where=self.where,
             hint="start it again with `stepcache serve`: what no snapshot has is sent again",
-        )
-
-    def _refusal(self, name: str | None, reply: Any) -> VariablesError:
-        why = reply.why if isinstance(reply, Refused) else f"a {type(reply).__name__} came back"
-        hint = "where several processes write, push updates: only one may carry"
-        has_conflict = isinstance(reply, Refused) and reply.kind == "conflict"
-        return VariablesError(
-            f"the host of the variables refuses: {why}",
-            where=name or self.where,
-            hint=hint if has_conflict else None,
         )
 
     def close(self) -> None:

@@ -119,7 +119,7 @@ class DurableHost:
         except Exception as error:  # The host has not changed. Others go on.
             _log.exception("%s of %s failed", name, client)
             reply, blocks = Refused("failed", first_line(error), self.host.epoch), []
-        self._wanted |= isinstance(message, SnapshotRequest) or self.host.created
+        self._wanted |= isinstance(message, SnapshotRequest) or bool(self.host.unsaved)
         if isinstance(reply, Status):
             more = {"snapshot": self._snapshot, "hosts": self.hosts}
             reply = replace(reply, counts=self._counted(reply), **more)

@@ -149,11 +149,12 @@ class Hosts:
 
         def opened(host: int) -> Version:
             there, part = found[host], parts[host]
-            if there is not None and not rule and BlockLayout(there.types) == part.block:
+            is_there = there is not None and BlockLayout(there.types) == part.block
+            if there is not None and is_there and there.is_saved and not rule:
                 return Version(there.number, 0)
             value = [np.asarray(leaves[number]) for number in part.leaves]
             row = (name, "create", part.block, value)
-            return self.clients[host].write(*row, types=part.block.types, rule=rule)
+            return self.clients[host].create(*row, types=part.block.types, rule=rule)
 
         versions = self.together([functools.partial(opened, host) for host in others])
         self._parts[name] = parts
@@ -307,7 +308,7 @@ class Hosts:
             rows = len(range(host, kind.rows, hosts))
             part = replace(kind, rows=rows, seed=kind.seed + (host << 32))
             row = (name, "create table", BlockLayout([]), [])
-            self.clients[host].write(*row, rule=part.packed())
+            self.clients[host].create(*row, rule=part.packed())
 
         first = first_host(name, hosts)  # Variables of this name are there, if they are anywhere.
         make(first)
