@@ -1,6 +1,6 @@
 """`Client`: numbers the writes of one process, and repeats those that the host may have lost.
 
-A write is kept until a snapshot of the host has it. Whoever joins a host that was started again
+A write is kept until a snapshot or an image of the host has it. Whoever joins a host that was started again
 sends, in order, what that host does not have; the host does each write once.
 """
 
@@ -89,6 +89,7 @@ class Client:
         self._next = 1
         self._unsaved: collections.deque[_Sent] = collections.deque()
         self._unsaved_bytes = 0
+        self._is_flushed = True
         self._is_closed = False
         self._keeper: threading.Thread | None = None
 
@@ -126,7 +127,7 @@ class Client:
             sent = _Sent(WriteRequest(*row), block)
             self._unsaved.append(sent)
             self._unsaved_bytes += block.data.size
-            self._next += 1
+            self._next, self._is_flushed = self._next + 1, False
             if self._keeps and self._keeper is None:
                 self._keeper = keep_in_thread(self.keep, _KEPT_SECONDS)
             reply = self._send(sent, deadline)
@@ -161,9 +162,9 @@ class Client:
                 self._give_up(sent, reply)
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
-        """Waits until a snapshot has so much that another write may be kept."""
+        """Waits until so much is in a snapshot or an image that another write may be kept."""
         while self._unsaved and self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
-            self._request(SnapshotRequest(), None, deadline)
+            self._request(SnapshotRequest(on_disk=False), None, deadline)
             self._join(deadline)
             if self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
                 self._transport.pause()
@@ -321,22 +322,28 @@ class Client:
         return reply
 
     def flush(self) -> None:
-        """Waits until a snapshot has all writes of this client.
+        """Waits until a snapshot on the disk has all writes of this client.
 
         Raises:
             ServerLostError: there was none in time.
         """
         deadline = time.monotonic() + self._timeout
-        while True:
-            with self._lock:
-                if not self._unsaved:
-                    return
+        wanted: float | None = None
+        with self._lock:
+            while not self._is_flushed:
                 self._settle(deadline)
-                self._request(SnapshotRequest(), None, deadline)
+                reply = self._request(SnapshotRequest(on_disk=True), None, deadline).message
+                status = self._expected(reply, Status)
+                if status.epoch != self._epoch:
+                    wanted = None  # Moments of the host have begun anew.
+                elif wanted is None:
+                    wanted = status.counts["writes"]
+                self._is_flushed = wanted is not None and status.stored >= wanted
                 self._join(deadline)
                 if time.monotonic() > deadline:
                     raise self._lost()
-                self._transport.pause()
+                if not self._is_flushed:
+                    self._transport.pause()
 
     # ---- a host that begins anew ---------------------------------------------------------------
 

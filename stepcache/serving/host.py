@@ -133,7 +133,7 @@ class Host:
         waiting_for: the clients that may have to send something again. Before they have, others
             neither read nor write: they would not see what has been acknowledged.
         moment: the number of writes done, over all incarnations that snapshots connect.
-        saved: the last write of each client that is in a snapshot.
+        saved: the last write of each client that is in a snapshot or in an image.
         created: whether variables were created that no snapshot has.
     """
 
@@ -373,8 +373,10 @@ class Host:
         return HostState(held, dict(self._applied), self.moment, processes, tables)
 
     def is_saved(self, state: HostState) -> None:
-        """Notes that a state is in a snapshot."""
-        self.saved = {name: state.applied.get(name, 0) for name in self._applied}
+        """Notes that a state is in a snapshot, or in an image."""
+        self.saved = {
+            name: max(state.applied.get(name, 0), self.saved.get(name, 0)) for name in self._applied
+        }
         is_there = self._held.keys() <= state.variables.keys()
         self.created = self.created and not (
             is_there and self._tables.held.keys() <= state.tables.keys()

@@ -59,7 +59,7 @@ class LocalServer:
 
     def __init__(self, directory: Path, **options: Any):
         self._pool, self._opened = Pool(), Opened()
-        self._durable = DurableHost(directory, self._pool.allocate, **options)
+        self._durable = DurableHost(directory, self._pool.allocate, has_images=True, **options)
         self.directory, self.host = self._durable.directory, self._durable.host
         self._counts = self._durable.counts
         self._leases: dict[str, dict[int, list[Any]]] = collections.defaultdict(dict)

@@ -102,6 +102,20 @@ def test_there_are_crashes_and_losses():
     network = Network(7)
     run(network)
     assert network.crashes > 3 and len(network.snapshots) > 10
+    assert network.image is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_flushed_is_there_after_a_loss_of_power(seed):
+    network = Network(seed)
+    each = client(network)
+    create(each, "a")
+    for number in range(WRITES):
+        each.write("a", "add", LAYOUT, [one_hot(number)])
+        if number % 8 == 7:
+            each.flush()
+            network.lose_power()
+            assert counts(each, "a")[0].sum() == number + 1
 
 
 TABLE = TableType(WRITES, [2], "float64", 0.0, 0, RowOptimizer())
