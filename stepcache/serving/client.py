@@ -1,13 +1,12 @@
 """`Client`: numbers the writes of one process, and repeats those that the host may have lost.
 
-A write is kept until a snapshot or an image of the host has it. Whoever joins a host that was started again
-sends, in order, what that host does not have; the host does each write once.
+A write is kept until a snapshot or an image of the host has it. Whoever joins a host that was
+started again sends, in order, what that host does not have; the host does each write once.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
 import logging
 import secrets
 import threading
@@ -234,7 +233,7 @@ class Client:
 
     def read(
         self, names: Sequence[str], known: Sequence[int], *, values: bool = True
-    ) -> tuple[list[Version], dict[str, np.ndarray], Callable[[], None]]:
+    ) -> tuple[list[Version], dict[str, np.ndarray]]:
         """Looks at variables, as they are at one moment, after all writes of this client.
 
         Args:
@@ -243,8 +242,8 @@ class Client:
             values: whether to get the values of other versions.
 
         Returns:
-            The versions, the blocks of those that the caller lacks, and a function that gives the
-            blocks back, which must not be read after it.
+            The versions, and the blocks of those that the caller lacks. A block never changes: the
+            host keeps it until nothing here refers to the array.
 
         Raises:
             VariablesError: the host does not have them.
@@ -259,9 +258,9 @@ class Client:
         blocks = dict(zip(sent, received.blocks, strict=True))
         rows = zip(reply.numbers, reply.tokens, strict=True)
         versions = [Version(*row, reply.moment, reply.epoch) for row in rows]
-        return versions, blocks, functools.partial(self._release, received)
+        return versions, blocks
 
-    def rows(self, name: str, ids: np.ndarray) -> tuple[np.ndarray, Callable[[], None]]:
+    def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Rows of a table, after all writes of this client.
 
         Args:
@@ -269,7 +268,7 @@ class Client:
             ids: of 64 bits.
 
         Returns:
-            The block of the rows, and a function that gives it back.
+            The block of the rows.
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
@@ -277,7 +276,7 @@ class Client:
             block.data[:] = ids.view(np.uint8)
             received = self._read(RowsRequest(name), block, deadline, name)
         (data,) = received.blocks
-        return data, functools.partial(self._release, received)
+        return data
 
     def _read(self, message: Request, block: Block | None, deadline: float, where: str) -> Any:
         """The reply to a read, of a host that has all writes of this client."""
@@ -287,17 +286,14 @@ class Client:
             reply = received.message
             if isinstance(reply, Values) and reply.epoch == self._epoch:
                 return received
-            if isinstance(reply, Values):
-                self._transport.release(received)
-            elif not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
+            if not isinstance(reply, Values | Refused) or (
+                isinstance(reply, Refused) and reply.kind not in _TRANSIENT
+            ):
                 raise self._refusal(where, reply)
+            del received
             self._join(deadline)
             if isinstance(reply, Refused):
                 self._transport.pause()
-
-    def _release(self, received: Any) -> None:
-        with self._lock:
-            self._transport.release(received)
 
     def describe(self, name: str) -> Described | None:
         """What some variables are; None if the host does not have them."""

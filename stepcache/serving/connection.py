@@ -150,12 +150,9 @@ class Connection:
                 master.answered(None, None)
             return
         names, known = [name for name, _, _ in asked], [token for _, token, _ in asked]
-        versions, blocks, release = self.client.read(names, known, values=values)
-        try:
-            for (master, _), name, version in zip(readers, names, versions, strict=True):
-                master.answered(version, blocks.get(name))
-        finally:
-            release()
+        versions, blocks = self.client.read(names, known, values=values)
+        for (master, _), name, version in zip(readers, names, versions, strict=True):
+            master.answered(version, blocks.get(name))
 
     def status(self) -> Status:
         """What the host holds, and what it has done."""

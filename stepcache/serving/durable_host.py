@@ -25,8 +25,8 @@ import numpy as np
 
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving import snapshots
-from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.host import Block, Host, HostState
+from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.messages import LeafType, Refused, Reply, Request, SnapshotRequest, Status
 from stepcache.serving.optimizers import ExportedRule
 from stepcache.storage.load_markers import Process
@@ -104,9 +104,7 @@ class DurableHost:
         self.counts: collections.Counter[str] = collections.Counter()
         self.seconds: collections.deque[float] = collections.deque(maxlen=_TIMED_REQUESTS)
 
-    def _newer(
-        self, state: HostState | None, allocate: Callable[[int], Block]
-    ) -> HostState | None:
+    def _newer(self, state: HostState | None, allocate: Callable[[int], Block]) -> HostState | None:
         """What an image has, if that is more than a snapshot has."""
         image = self._images.newest(allocate) if CAN_IMAGE else None
         if image is not None and image.moment > (state.moment if state else 0):

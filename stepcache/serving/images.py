@@ -76,7 +76,7 @@ class Images:
                 state, items = begun(about, allocate)
                 for array in _arrays(items):
                     file.seek(_next_page(offset))
-                    if file.readinto(array) != array.size:
+                    if file.readinto(array.data) != array.size:
                         raise OSError("it ends too early")
                     offset = file.tell()
         except (OSError, ValueError, KeyError, TypeError) as error:

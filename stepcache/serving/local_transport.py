@@ -14,7 +14,7 @@ import numpy as np
 import zmq
 
 from stepcache.errors import VariablesError
-from stepcache.serving.messages import from_plain, to_plain
+from stepcache.serving.messages import StatusRequest, from_plain, to_plain
 from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
 from stepcache.serving.transport import Received
 from stepcache.storage import plain
@@ -22,6 +22,7 @@ from stepcache.storage.load_markers import Process
 
 ADDRESS_FILE = "server.json"
 _SHORTEST_WAIT_SECONDS = 0.02
+_LAST_REQUEST_MS = 100
 
 
 def address(directory: Path) -> dict[str, Any] | None:
@@ -52,7 +53,6 @@ class LocalTransport:
         self._socket: Any = None
         self._server: dict[str, Any] | None = None
         self._number = 0
-        self._released: list[int] = []
         self._opened = Opened()
         self._pool = Pool()
 
@@ -73,8 +73,7 @@ class LocalTransport:
         """
         self._number += 1
         place = astuple(block.place) if block is not None and block.place is not None else None
-        released, self._released = self._released, []
-        header = plain.pack([self._number, self._client, released, place, to_plain(message)])
+        header = plain.pack([self._number, self._client, place, to_plain(message)])
         frames: list[Any] = [header]
         if block is not None and place is None:
             frames.append(block.data)
@@ -117,15 +116,13 @@ class LocalTransport:
 
     def _receive(self) -> Received | None:
         frames = self._socket.recv_multipart(copy=False)
-        number, lease, places, message = plain.unpack(bytes(frames[0].buffer))
+        number, places, message = plain.unpack(bytes(frames[0].buffer))
         if number != self._number:
-            if lease:
-                self._released.append(lease)  # Of a request that was given up.
-            return None
+            return None  # Of a request that was given up.
         inline = iter(frames[1:])
         try:
             blocks = [
-                self._opened.open(Place(*place)) if place else _bytes_of(next(inline).buffer)
+                self._opened.locked(Place(*place)) if place else _bytes_of(next(inline).buffer)
                 for place in places
             ]
         except OSError as error:
@@ -137,13 +134,7 @@ class LocalTransport:
                 got=str(error),
                 hint="run both processes as one user, in one space of process numbers",
             ) from error
-        return Received(from_plain(message), blocks, lease)
-
-    def release(self, received: Received) -> None:
-        """Says that the blocks of a reply are not read any more."""
-        received.blocks = []
-        if received.lease:
-            self._released.append(received.lease)
+        return Received(from_plain(message), blocks)
 
     def pause(self) -> None:
         """Waits a moment before a request is made again."""
@@ -157,5 +148,11 @@ class LocalTransport:
 
     def close(self) -> None:
         """Ends the use of the transport."""
+        if self._socket is not None:
+            # The server keeps the blocks of its last reply until the next request.
+            self._socket.setsockopt(zmq.LINGER, _LAST_REQUEST_MS)
+            header = plain.pack([self._number + 1, self._client, None, to_plain(StatusRequest())])
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(header, zmq.NOBLOCK)
         self.close_socket()
         self._context.term()

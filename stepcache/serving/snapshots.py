@@ -43,9 +43,9 @@ def write(directory: Path, state: HostState, state_types: StateTypes) -> None:
     Raises:
         VariablesError: it could not be written.
     """
-    items, about = contents(state, state_types)
-    table = np.frombuffer(plain.pack(about), np.uint8)
-    save(directory, keep=_KEPT, step=state.moment, table=table, **items)
+    arrays, about = contents(state, state_types)
+    items: dict[str, Any] = {**arrays, "table": np.frombuffer(plain.pack(about), np.uint8)}
+    save(directory, keep=_KEPT, step=state.moment, **items)
 
 
 def contents(state: HostState, state_types: StateTypes) -> tuple[Items, dict[str, Any]]:

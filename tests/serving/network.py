@@ -160,9 +160,6 @@ class Transport:
         copies = {name: each.copy() for name, each in values.items()}
         self.network.reads.append((reply.epoch, reply.moment, copies))
 
-    def release(self, received):
-        received.blocks = []
-
     def pause(self):
         """Others look whether the host has begun anew."""
         for each in self.network.clients:

@@ -20,9 +20,8 @@ def create(each, name):
 
 
 def counts(each, name):
-    versions, blocks, release = each.read([name], [0])
+    versions, blocks = each.read([name], [0])
     found = LAYOUT.views(blocks[name])[0].copy()
-    release()
     return found, versions[0]
 
 
@@ -139,11 +138,10 @@ def test_rows_are_updated_exactly_once(block):
             each.write("table", "rows", BlockLayout(types), [ids, np.ones((5, 2))], types=types)
             expected[ids] += 1
             if random.random() < 0.3:
-                data, release = each.rows("table", ids)
+                data = each.rows("table", ids)
                 assert np.array_equal(TABLE.layout(5).views(data)[0][:, 0], expected[ids])
-                release()
         network.faults = 0.0
-        data, _ = clients[0].rows("table", np.arange(WRITES))
+        data = clients[0].rows("table", np.arange(WRITES))
         assert np.array_equal(TABLE.layout(WRITES).views(data)[0][:, 1], expected)
 
 
