@@ -88,7 +88,8 @@ class LocalServer:
             while not self._stopping.is_set():
                 timeout = TEND_SECONDS if self._durable.is_waiting else 10 * TEND_SECONDS
                 if poller.poll(int(timeout * 1000)):
-                    self._serve_all()
+                    frames = self._socket.recv_multipart(copy=False)
+                    self._serve([frame.buffer for frame in frames])
                 self._durable.tend()
                 if time.monotonic() > swept + _SWEEP_SECONDS:
                     self._sweep()
@@ -108,14 +109,6 @@ class LocalServer:
         with contextlib.suppress(OSError):
             self._path.unlink()
         self._durable.close()
-
-    def _serve_all(self) -> None:
-        for _ in range(256):  # Then snapshots get their turn.
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._serve([frame.buffer for frame in frames])
 
     def _serve(self, frames: list[Any]) -> None:
         started = time.perf_counter()

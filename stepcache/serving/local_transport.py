@@ -91,11 +91,12 @@ class LocalTransport:
                 return None
             if self._socket is None:
                 time.sleep(min(wait, left))
-            elif self._socket.poll(int(min(wait, left) * 1000) + 1):
-                received = self._receive()
-                if received is not None:
-                    return received
-                continue
+            else:
+                self._socket.rcvtimeo = int(min(wait, left) * 1000) + 1
+                with contextlib.suppress(zmq.Again):
+                    if (received := self._receive()) is not None:
+                        return received
+                    continue
             is_connected, wait = False, min(wait * 2, 1.0)
 
     def _follow_server(self) -> bool:
