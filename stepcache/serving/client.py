@@ -37,7 +37,7 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
-from stepcache.serving.transport import Transport, Version, keep_in_thread
+from stepcache.serving.transport import Transport, Version, keep_in_thread, refusal
 from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
 
@@ -133,7 +133,23 @@ class Client:
             if isinstance(reply, Written):
                 return Version(reply.number, reply.token, reply.moment, reply.epoch)
             self._drop(sent)
-            raise self._refusal(name, reply)
+            raise refusal(reply, name)
+
+    def create(self, name: str, mode: str, *what: Any, **more: Any) -> Version:
+        """Has variables or a table made, unless they are there, as `write` does.
+
+        It returns when a snapshot or an image has them: others write to them then, and it takes
+        more than the end of this process and of the host to lose them.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            version = self.write(name, mode, *what, **more)
+            while (found := self.describe(name)) is not None:
+                if found.is_saved:
+                    return version
+                if time.monotonic() > deadline:
+                    raise self._lost()
+                self._transport.pause()
 
     def _send(self, sent: _Sent, deadline: float) -> Any:
         """The reply to a write that has not been confirmed."""
@@ -286,13 +302,11 @@ class Client:
             reply = received.message
             if isinstance(reply, Values) and reply.epoch == self._epoch:
                 return received
-            if not isinstance(reply, Values | Refused) or (
-                isinstance(reply, Refused) and reply.kind not in _TRANSIENT
-            ):
-                raise self._refusal(where, reply)
-            del received
+            is_transient = isinstance(reply, Refused) and reply.kind in _TRANSIENT
+            if not is_transient and not isinstance(reply, Values):
+                raise refusal(reply, where)
             self._join(deadline)
-            if isinstance(reply, Refused):
+            if is_transient:
                 self._transport.pause()
 
     def describe(self, name: str) -> Described | None:
@@ -314,7 +328,7 @@ class Client:
 
     def _expected(self, reply: Any, kind: type[T], name: str | None = None) -> T:
         if not isinstance(reply, kind):
-            raise self._refusal(name, reply)
+            raise refusal(reply, name or self.where)
         return reply
 
     def flush(self) -> None:
@@ -377,16 +391,6 @@ class Client:
             f"the host of the variables has not answered in {self._timeout:g} s{kept}",
             where=self.where,
             hint="start it again with `stepcache serve`: what no snapshot has is sent again",
-        )
-
-    def _refusal(self, name: str | None, reply: Any) -> VariablesError:
-        why = reply.why if isinstance(reply, Refused) else f"a {type(reply).__name__} came back"
-        hint = "where several processes write, push updates: only one may carry"
-        has_conflict = isinstance(reply, Refused) and reply.kind == "conflict"
-        return VariablesError(
-            f"the host of the variables refuses: {why}",
-            where=name or self.where,
-            hint=hint if has_conflict else None,
         )
 
     def close(self) -> None:

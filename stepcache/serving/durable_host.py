@@ -100,7 +100,7 @@ class DurableHost:
             self._kept = _Saved("images", self._images.write, self.host.moment)
         self._kept_bytes = 0  # Of the writes when it was begun.
         self._changed_time: float | None = None
-        self._is_wanted, self._is_room_wanted = stored < self.host.moment, False
+        self._is_wanted, self._is_keeping_wanted = stored < self.host.moment, False
         self.counts: collections.Counter[str] = collections.Counter()
         self.seconds: collections.deque[float] = collections.deque(maxlen=_TIMED_REQUESTS)
 
@@ -135,10 +135,10 @@ class DurableHost:
         except Exception as error:  # The host has not changed. Others go on.
             _log.exception("%s of %s failed", name, client)
             reply, blocks = Refused("failed", first_line(error), self.host.epoch), []
-        self._is_wanted |= self.host.created
+        self._is_keeping_wanted |= bool(self.host.unsaved)
         if isinstance(message, SnapshotRequest):
             self._is_wanted |= message.on_disk
-            self._is_room_wanted |= not message.on_disk
+            self._is_keeping_wanted |= not message.on_disk
         if isinstance(reply, Status):
             rest = {"snapshot": self._snapshot, "stored": self._stored.moment}
             reply = replace(reply, counts=self._counted(reply), **rest)
@@ -183,8 +183,8 @@ class DurableHost:
             if is_due or now - self._changed_time >= self._every_seconds:
                 self._begin(self._stored)
         if moment == self._kept.moment:
-            self._is_room_wanted = False
-        elif self._is_room_wanted or written - self._kept_bytes >= _KEPT_BYTES:
+            self._is_keeping_wanted = False
+        elif self._is_keeping_wanted or written - self._kept_bytes >= _KEPT_BYTES:
             self._begin(self._kept)
 
     def _begin(self, saved: _Saved) -> None:
@@ -194,7 +194,7 @@ class DurableHost:
         if saved is self._stored:
             self._is_wanted, self._changed_time = False, None
         if saved is self._kept:
-            self._is_room_wanted, self._kept_bytes = False, self.counts["bytes written"]
+            self._is_keeping_wanted, self._kept_bytes = False, self.counts["bytes written"]
 
     def _end(self, saved: _Saved) -> None:
         state, error = saved.end()

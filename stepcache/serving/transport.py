@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from stepcache.errors import VariablesError
 from stepcache.serving.host import Block
-from stepcache.serving.messages import Request
+from stepcache.serving.messages import Refused, Request
 
 _log = logging.getLogger("stepcache")
 
@@ -60,6 +61,16 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def refusal(reply: Any, where: str) -> VariablesError:
+    """The error for a reply that is not the expected one."""
+    is_refused = isinstance(reply, Refused)
+    why = reply.why if is_refused else f"a {type(reply).__name__} came back"
+    hint = None
+    if is_refused and reply.kind == "conflict":
+        hint = "where several processes write, push updates: only one may carry"
+    return VariablesError(f"the host of the variables refuses: {why}", where=where, hint=hint)
 
 
 def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread:
