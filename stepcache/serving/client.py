@@ -268,10 +268,9 @@ class Client:
         deadline = time.monotonic() + self._timeout
         with self._lock:
             message = ReadRequest([*names], [*known], values)
-            received = self._read(message, None, deadline, ", ".join(names))
-            reply = received.message
+            reply, data = self._read(message, None, deadline, ", ".join(names))
         sent = [name for name, is_sent in zip(names, reply.sent, strict=True) if is_sent]
-        blocks = dict(zip(sent, received.blocks, strict=True))
+        blocks = dict(zip(sent, data, strict=True))
         rows = zip(reply.numbers, reply.tokens, strict=True)
         versions = [Version(*row, reply.moment, reply.epoch) for row in rows]
         return versions, blocks
@@ -290,18 +289,19 @@ class Client:
         with self._lock:
             block = self._transport.allocate(ids.nbytes)
             block.data[:] = ids.view(np.uint8)
-            received = self._read(RowsRequest(name), block, deadline, name)
-        (data,) = received.blocks
+            _, (data,) = self._read(RowsRequest(name), block, deadline, name)
         return data
 
-    def _read(self, message: Request, block: Block | None, deadline: float, where: str) -> Any:
-        """The reply to a read, of a host that has all writes of this client."""
+    def _read(
+        self, message: Request, block: Block | None, deadline: float, where: str
+    ) -> tuple[Values, list[np.ndarray]]:
+        """The reply to a read, of a host that has all writes of this client, and its blocks."""
         while True:
             self._settle(deadline)
             received = self._request(message, block, deadline)
             reply = received.message
             if isinstance(reply, Values) and reply.epoch == self._epoch:
-                return received
+                return reply, received.blocks
             is_transient = isinstance(reply, Refused) and reply.kind in _TRANSIENT
             if not is_transient and not isinstance(reply, Values):
                 raise refusal(reply, where)
