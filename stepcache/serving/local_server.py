@@ -58,7 +58,7 @@ class LocalServer:
         self._durable = DurableHost(directory, self._pool.allocate, has_images=True, **options)
         self.directory, self.host = self._durable.directory, self._durable.host
         self._counts = self._durable.counts
-        self._sent: dict[str, list[Any]] = {}  # The blocks of the last reply, by client.
+        self._sent: dict[str, tuple[int, list[Any]]] = {}  # Number and blocks of the last reply.
         self._processes: dict[str, Process] = {}
         self._stopping = threading.Event()
         _allow_many_files()
@@ -116,7 +116,8 @@ class LocalServer:
         number, client = 0, ""
         try:
             number, client, place, message = _envelope(frames)
-            self._sent.pop(client, None)
+            if client in self._sent and number > self._sent[client][0]:
+                del self._sent[client]  # It has locked what it goes on to read.
             payload = self._payload(place, frames)
         except (MalformedMessageError, OSError) as error:
             reply: Reply = self._durable.refuse_malformed(error)
@@ -138,7 +139,7 @@ class LocalServer:
     def _send(self, peer: bytes, number: int, client: str, reply: Reply, blocks: list[Any]) -> None:
         places = [block.place and astuple(block.place) for block in blocks]
         if any(places):
-            self._sent[client] = blocks
+            self._sent.setdefault(client, (number, []))[1].extend(blocks)
         header = plain.pack([number, places, to_plain(reply)])
         inline = [block.data for block in blocks if block.place is None]
         self._counts["bytes sent"] += len(header) + sum(each.size for each in inline)

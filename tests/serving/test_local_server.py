@@ -14,6 +14,7 @@ import zmq
 
 import stepcache as sc
 from stepcache.serving.local_transport import address
+from stepcache.serving.shared_memory import Opened, Place
 from tests.serving.servers import LIMIT_SECONDS, LocalServer
 
 
@@ -33,6 +34,33 @@ def test_a_killed_client_leaves_nothing(server):
     server.kill()
     assert len(files) < 100
     assert set(Path("/dev/shm").iterdir()) == before
+
+
+def test_blocks_stay_until_the_next_request(server):
+    """Also where a message comes twice, or late."""
+    tree = {"w": np.ones(50_000, np.float32)}
+    context = zmq.Context()
+    with server.connect() as connection:
+        params = connection.variables("params", tree)
+        socket = context.socket(zmq.DEALER)
+        socket.connect(address(server.directory)["address"])
+        seen = []
+        for number in (7, 7, 3):
+            read = ["ReadRequest", {"names": ["params"], "known": [0], "values": True}]
+            socket.send(msgpack.packb([number, "me", None, read]))
+            _, (place,), _ = msgpack.unpackb(socket.recv())
+            seen.append(Opened().open(Place(*place)))
+            for value in range(2, 8):
+                params.assign({"w": np.full(50_000, value, np.float32)})
+        for data, value in zip(seen[:2], (1, 7), strict=True):
+            assert (data.view(np.float32)[:50_000] == value).all()
+        socket.send(msgpack.packb([8, "me", None, ["StatusRequest", {}]]))
+        socket.recv()
+        for value in range(10, 20):
+            params.assign({"w": np.full(50_000, value, np.float32)})
+        assert seen[0].view(np.float32)[0] >= 10  # Nobody has locked it: it was used again.
+        socket.close()
+        context.term()
 
 
 def test_closed_connections_leave_no_memory_with_the_server(server):
