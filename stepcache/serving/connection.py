@@ -139,12 +139,9 @@ class Connection:
             for master, _ in readers:
                 master.answered(None, None)
             return
-        versions, leaves, release = self._hosts.read(names, known, values=values)
-        try:
-            for (master, _), *row in zip(readers, versions, leaves, strict=True):
-                master.answered(*row)
-        finally:
-            release()
+        versions, leaves = self._hosts.read(names, known, values=values)
+        for (master, _), *row in zip(readers, versions, leaves, strict=True):
+            master.answered(*row)
 
     def status(self, host: int = 0) -> Status:
         """What a host holds, and what it has done; `Status.hosts` says how many there are."""

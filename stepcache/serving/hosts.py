@@ -228,7 +228,7 @@ class Hosts:
 
     def read(
         self, names: Sequence[str], known: Sequence[Versions | None], *, values: bool = True
-    ) -> tuple[list[Versions], list[list[np.ndarray] | None], Callable[[], None]]:
+    ) -> tuple[list[Versions], list[list[np.ndarray] | None]]:
         """Looks at variables, on each host as they are at one moment, after all own writes.
 
         Args:
@@ -237,12 +237,11 @@ class Hosts:
             values: whether to get the values of other versions.
 
         Returns:
-            For each name the version, and the leaves if the caller lacks any; and a function that
-            gives the leaves back, which must not be read after it.
+            For each name the version, and the leaves if the caller lacks any. They never change.
         """
         known = [*known]
         while True:
-            versions, blocks, release = self._read_once(names, known, values)
+            versions, blocks = self._read_once(names, known, values)
             partial = [
                 index
                 for index, name in enumerate(names)
@@ -250,18 +249,17 @@ class Hosts:
             ]
             if not partial:
                 break
-            release()
             for index in partial:  # Other hosts have the version that is known: get the whole.
                 known[index] = None
         leaves = [
             self._joined(name, found) if found else None
             for name, found in zip(names, blocks, strict=True)
         ]
-        return versions, leaves, release
+        return versions, leaves
 
     def _read_once(
         self, names: Sequence[str], known: Sequence[Versions | None], values: bool
-    ) -> tuple[list[Versions], list[dict[int, np.ndarray]], Callable[[], None]]:
+    ) -> tuple[list[Versions], list[dict[int, np.ndarray]]]:
         asked: dict[int, list[int]] = {}
         for index, name in enumerate(names):
             for host in self._parts[name]:
@@ -275,17 +273,12 @@ class Hosts:
         results = self.together([functools.partial(read, *row) for row in asked.items()])
         versions: list[Versions] = [{} for _ in names]
         blocks: list[dict[int, np.ndarray]] = [{} for _ in names]
-        for (host, indices), (found, sent, _) in zip(asked.items(), results, strict=True):
+        for (host, indices), (found, sent) in zip(asked.items(), results, strict=True):
             for index, version in zip(indices, found, strict=True):
                 versions[index][host] = version
                 if names[index] in sent:
                     blocks[index][host] = sent[names[index]]
-
-        def release() -> None:
-            for *_, each in results:
-                each()
-
-        return versions, blocks, release
+        return versions, blocks
 
     def _joined(self, name: str, blocks: dict[int, np.ndarray]) -> list[np.ndarray]:
         """The leaves of variables, in their order."""
@@ -332,11 +325,8 @@ class Hosts:
         """
 
         def read(host: int, at: Any, numbers: np.ndarray) -> None:
-            block, release = self.clients[host].rows(name, numbers)
-            try:
-                out[at] = kind.layout(numbers.size).views(block)[0]
-            finally:
-                release()
+            block = self.clients[host].rows(name, numbers)
+            out[at] = kind.layout(numbers.size).views(block)[0]
 
         self.together([functools.partial(read, *row) for row in self._rows_by_host(ids)])
 

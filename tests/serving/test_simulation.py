@@ -20,9 +20,8 @@ def create(each, name):
 
 
 def counts(each, name):
-    versions, blocks, release = each.read([name], [0])
+    versions, blocks = each.read([name], [0])
     found = LAYOUT.views(blocks[name])[0].copy()
-    release()
     return found, versions[0]
 
 
@@ -101,6 +100,20 @@ def test_there_are_crashes_and_losses():
     network = Network(7)
     run(network)
     assert network.crashes > 3 and len(network.snapshots) > 10
+    assert network.image is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_flushed_is_there_after_a_loss_of_power(seed):
+    network = Network(seed)
+    each = client(network)
+    create(each, "a")
+    for number in range(WRITES):
+        each.write("a", "add", LAYOUT, [one_hot(number)])
+        if number % 8 == 7:
+            each.flush()
+            network.lose_power()
+            assert counts(each, "a")[0].sum() == number + 1
 
 
 TABLE = TableType(WRITES, [2], "float64", 0.0, 0, RowOptimizer())
@@ -123,11 +136,10 @@ def test_rows_are_updated_exactly_once(block):
             each.write("table", "rows", BlockLayout(types), [ids, np.ones((5, 2))], types=types)
             expected[ids] += 1
             if random.random() < 0.3:
-                data, release = each.rows("table", ids)
+                data = each.rows("table", ids)
                 assert np.array_equal(TABLE.layout(5).views(data)[0][:, 0], expected[ids])
-                release()
         network.faults = 0.0
-        data, _ = clients[0].rows("table", np.arange(WRITES))
+        data = clients[0].rows("table", np.arange(WRITES))
         assert np.array_equal(TABLE.layout(WRITES).views(data)[0][:, 1], expected)
 
 
@@ -206,6 +218,28 @@ def test_what_one_has_created_outlives_it_and_the_host():
     network.clients.remove(creator)
     network.crash()
     assert counts(other, "a")[0].tolist() == one_hot(3).tolist()
+
+
+def test_what_was_seen_and_not_confirmed_is_seen_again():
+    network = Network(0, faults=0.0)
+    writer, reader = client(network), client(network)
+    create(writer, "a")
+    writer.write("a", "add", LAYOUT, [one_hot(1)])
+    transport, deliver = writer._transport, network.deliver
+
+    def crash_before_the_reply(message, payload):
+        reply = deliver(message, payload)
+        if isinstance(message, WriteRequest):
+            network.deliver = deliver
+            transport.is_busy = False  # Another thread of it looks after the host meanwhile.
+            assert counts(reader, "a")[0][2] == 1
+            network.crash()
+            assert counts(reader, "a")[0].tolist() == (one_hot(1) + one_hot(2)).tolist()
+        return reply
+
+    network.deliver = crash_before_the_reply
+    writer.write("a", "add", LAYOUT, [one_hot(2)])
+    assert counts(reader, "a")[0].tolist() == (one_hot(1) + one_hot(2)).tolist()
 
 
 def carry(each, name, value, base):
