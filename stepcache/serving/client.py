@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stepcache.errors import ServerLostError, VariablesError
-from stepcache.serving.host import Block
+from stepcache.serving.held import Block
 from stepcache.serving.messages import (
     BlockLayout,
     Described,
@@ -38,7 +38,7 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
-from stepcache.serving.transport import Transport, Version, keep_in_thread
+from stepcache.serving.transport import Transport, Version, keep_in_thread, refusal
 from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
 
@@ -103,13 +103,16 @@ class Client:
         base: int = 0,
         types: Sequence[LeafType] = (),
         rule: bytes = b"",
+        wire: str = "",
+        on_kept: Callable[[], None] = lambda: None,
     ) -> Version:
         """Has a write done exactly once.
 
         Args:
-            name, mode, base, types, rule: as in `WriteRequest`.
+            name, mode, base, types, rule, wire: as in `WriteRequest`.
             layout: of the block that is sent.
             leaves: the leaves in it. They are copied.
+            on_kept: called when the write is done, or will be, as this client keeps it.
 
         Raises:
             VariablesError: the host refused it.
@@ -123,17 +126,22 @@ class Client:
             layout.fill(block.data, leaves)
             self._settle(deadline)
             row = (self.name, self._next, self._epoch or 0, name, mode, base, list(types), rule)
-            sent = _Sent(WriteRequest(*row), block)
+            sent = _Sent(WriteRequest(*row, wire=wire), block)
             self._unsaved.append(sent)
             self._unsaved_bytes += block.data.size
             self._next += 1
             if self._keeps and self._keeper is None:
                 self._keeper = keep_in_thread(self.keep, _KEPT_SECONDS)
-            reply = self._send(sent, deadline)
+            try:
+                reply = self._send(sent, deadline)
+            except BaseException:
+                on_kept()
+                raise
             if isinstance(reply, Written):
+                on_kept()
                 return Version(reply.number, reply.token, reply.moment, reply.epoch)
             self._drop(sent)
-            raise self._refusal(name, reply)
+            raise refusal(name or self.where, reply)
 
     def _send(self, sent: _Sent, deadline: float) -> Any:
         """The reply to a write that has not been confirmed."""
@@ -232,7 +240,12 @@ class Client:
     # ---- reads ---------------------------------------------------------------------------------
 
     def read(
-        self, names: Sequence[str], known: Sequence[int], *, values: bool = True
+        self,
+        names: Sequence[str],
+        known: Sequence[int],
+        *,
+        values: bool = True,
+        wires: Sequence[str] = (),
     ) -> tuple[list[Version], dict[str, np.ndarray], Callable[[], None]]:
         """Looks at variables, as they are at one moment, after all writes of this client.
 
@@ -240,6 +253,7 @@ class Client:
             names: of the variables.
             known: the token of the version that the caller has of each; 0 for none.
             values: whether to get the values of other versions.
+            wires: as in `ReadRequest`.
 
         Returns:
             The versions, the blocks of those that the caller lacks, and a function that gives the
@@ -251,7 +265,7 @@ class Client:
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
-            message = ReadRequest([*names], [*known], values)
+            message = ReadRequest([*names], [*known], values, [*wires])
             received = self._read(message, None, deadline, ", ".join(names))
             reply = received.message
         sent = [name for name, is_sent in zip(names, reply.sent, strict=True) if is_sent]
@@ -289,7 +303,7 @@ class Client:
             if isinstance(reply, Values):
                 self._transport.release(received)
             elif not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
-                raise self._refusal(where, reply)
+                raise refusal(where, reply)
             self._join(deadline)
             if isinstance(reply, Refused):
                 self._transport.pause()
@@ -317,7 +331,7 @@ class Client:
 
     def _expected(self, reply: Any, kind: type[T], name: str | None = None) -> T:
         if not isinstance(reply, kind):
-            raise self._refusal(name, reply)
+            raise refusal(name or self.where, reply)
         return reply
 
     def flush(self) -> None:
@@ -374,16 +388,6 @@ class Client:
             f"the host of the variables has not answered in {self._timeout:g} s{kept}",
             where=self.where,
             hint="start it again with `stepcache serve`: what no snapshot has is sent again",
-        )
-
-    def _refusal(self, name: str | None, reply: Any) -> VariablesError:
-        why = reply.why if isinstance(reply, Refused) else f"a {type(reply).__name__} came back"
-        hint = "where several processes write, push updates: only one may carry"
-        has_conflict = isinstance(reply, Refused) and reply.kind == "conflict"
-        return VariablesError(
-            f"the host of the variables refuses: {why}",
-            where=name or self.where,
-            hint=hint if has_conflict else None,
         )
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class Connection:
             value = [np.asarray(leaf) for leaf in leaves]
             block = BlockLayout(types)
             version = self.client.write(name, "create", block, value, types=types, rule=rule)
-        master = Served(self, self.client, name, layout, read, version)
+        master = Served(self, self.client, name, layout, read, write, version)
         return Variables._over(master, name, placement, read, write)
 
     def table(
@@ -150,7 +150,8 @@ class Connection:
                 master.answered(None, None)
             return
         names, known = [name for name, _, _ in asked], [token for _, token, _ in asked]
-        versions, blocks, release = self.client.read(names, known, values=values)
+        wires = [master.wire for master, _ in readers]
+        versions, blocks, release = self.client.read(names, known, values=values, wires=wires)
         try:
             for (master, _), name, version in zip(readers, names, versions, strict=True):
                 master.answered(version, blocks.get(name))
@@ -197,11 +198,15 @@ def _check_policies(placement: object, read: object, write: object) -> None:
             expected="Replicated() or Sharded(rules), for the copies that steps read",
             got=repr(placement),
         )
+    if write.wire is not None and write.mode == "assign":
+        raise OptionError(
+            f"wire={write.wire!r} would do nothing: only updates are coded in transit",
+            where="variables(write=...)",
+            hint='leave it out, or say mode="add" or "apply"',
+        )
     for policy, option, given, possible in (
-        ("read", "wire", read.wire, (None,)),
         ("read", "prefetch", read.prefetch, (False,)),
         ("read", "route", read.route, ("auto", "each")),
-        ("write", "wire", write.wire, (None,)),
     ):
         if given not in possible:
             raise OptionError(

@@ -21,7 +21,8 @@ import numpy as np
 
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving import snapshots
-from stepcache.serving.host import Block, Host, HostState
+from stepcache.serving.held import Block, HostState
+from stepcache.serving.host import Host
 from stepcache.serving.messages import Refused, Reply, Request, SnapshotRequest, Status
 from stepcache.serving.optimizers import ExportedRule
 from stepcache.storage.load_markers import Process

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from stepcache.errors import VariablesError, first_line
-from stepcache.serving.host import Block
+from stepcache.serving.held import Block
 from stepcache.serving.messages import Request, from_plain, to_plain
 from stepcache.serving.shared_memory import Pool
 from stepcache.serving.transport import Received

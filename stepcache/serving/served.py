@@ -11,20 +11,22 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
+from stepcache.errors import VariablesError
 from stepcache.serving.client import Client
-from stepcache.serving.messages import BlockLayout
+from stepcache.serving.coding import Coding, ErrorFeedback
 from stepcache.serving.optimizers import types_of
 from stepcache.serving.transport import Version
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.describing import blank
 from stepcache.variables.masters import Master, Reader, Source
-from stepcache.variables.packing import Layout, Packed, Slot
+from stepcache.variables.packing import Buffer, Layout, Packed, Slot, shards_bytes
 from stepcache.variables.plan import HOST_LINK, SERVER_LINK, Extent, Transfer, extent_of, links
-from stepcache.variables.policy import (
-    Read,
-)
+from stepcache.variables.policy import Read, Write
+from stepcache.variables.routes import decoder
+from stepcache.variables.shares import replicated
 from stepcache.variables.transfer import Meter
+from stepcache.variables.wire import ERROR_BOUNDS
 
 
 class Served(Master):
@@ -39,7 +41,11 @@ class Served(Master):
         name: of the variables there.
         layout: of the value on the devices of this process.
         policy: which copies may serve.
+        write: how updates are coded.
         version: of the value.
+
+    Attributes:
+        wire: of the values that steps read; empty for none.
     """
 
     is_resident, applies_updates = False, True
@@ -51,14 +57,17 @@ class Served(Master):
         name: str,
         layout: Layout,
         policy: Read,
+        write: Write,
         version: Version,
     ):
         super().__init__(Packed(layout, ()))
         self.source = self._source = source
         self._client = client
         self._name, self._policy = name, policy
-        self._types = types_of([(slot.path, slot) for slot in layout.slots])
-        self._block = BlockLayout(self._types)
+        types = types_of([(slot.path, slot) for slot in layout.slots])
+        self.wire = policy.wire or ""
+        self._exact, self._read_coding = Coding(types), Coding(types, policy.wire)
+        self._feedback = ErrorFeedback(Coding(types, write.wire))
         self._copies = Copies(policy)
         self.version, self._current = version.number, version
         self._is_asked = False  # Whether `_current` is that of the call under way.
@@ -80,7 +89,17 @@ class Served(Master):
         Returns:
             The name, the token of the version that the reader needs no copy of, or 0, and the
             moment of the host from which a copy may serve without asking, or None.
+
+        Raises:
+            VariablesError: the reader carries the value, and reads are coded.
         """
+        if reader.carried and self.wire:
+            raise VariablesError(
+                "a carried value would be rounded at each call, and then assigned",
+                where=self._name,
+                got=f"Read(wire={self.wire!r})",
+                hint="leave the wire out, or push updates",
+            )
         self._is_asked = False
         may_serve = self._serving(reader)[0] is not None
         self._is_asked = True
@@ -100,7 +119,7 @@ class Served(Master):
         if version is not None:
             self._is_now(version)
         if data is not None:
-            self._fetched = self._kept(self._block.views(data))
+            self._fetched = self._kept(self._read_coding.layout.views(data))
 
     def _is_now(self, version: Version) -> None:
         before = self._current
@@ -108,10 +127,22 @@ class Served(Master):
             self._copies.begin_anew()  # Writes may have been repeated in another order.
         self._current, self.version = version, version.number
 
-    def _kept(self, leaves: Sequence[np.ndarray]) -> Any:
-        """A copy of the value: on the devices, or in memory of this process."""
+    def _kept(self, arrays: Sequence[np.ndarray]) -> Any:
+        """A copy of a block's arrays: in memory of this process, or decoded on the devices."""
         if self._policy.cache == "host":
-            return [np.array(leaf) for leaf in leaves]
+            return [np.array(each) for each in arrays]
+        return self._on_devices(arrays)
+
+    def _on_devices(self, arrays: Sequence[np.ndarray]) -> Packed:
+        coding, leaves = self._read_coding, []
+        rows = zip(coding.leaves, coding.of_leaves(arrays), self.layout.buffers, strict=True)
+        for leaf, parts, buffer in rows:
+            if leaf.wire is None or not _decodes(buffer):
+                leaves.append(leaf.decode(parts))
+                continue
+            copies = [np.array(each) for each in parts]  # device_put may use memory as it is.
+            sent = jax.device_put(copies, buffer.sharding and replicated(buffer.sharding))
+            leaves.append(decoder(leaf.wire, buffer)(sent))
         return transfer.pack(leaves, self.layout)
 
     # ---- a step --------------------------------------------------------------------------------
@@ -126,9 +157,9 @@ class Served(Master):
         if copy is not None and self._policy.cache == "device":
             rest = ("none", why, reader.arguments)
             return (Transfer(variable, copy.version, *there, *rest, extent=self._extent),)
-        server_bytes = self.layout.size_bytes if copy is None else 0
-        moved = links(self._extent.held_bytes, 0, server_bytes)
-        rest = ("copy", why, reader.arguments, moved)
+        server_bytes = self._read_coding.size_bytes if copy is None else 0
+        moved = links(self._host_bytes, 0, server_bytes)
+        rest = ("copy", why, reader.arguments, moved, self.wire, ERROR_BOUNDS[self._policy.wire])
         return (Transfer(variable, self.version, *there, *rest, extent=self._extent),)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
@@ -137,10 +168,24 @@ class Served(Master):
         return (Transfer(variable, self.version + 1, *way, moved, extent=self._extent),)
 
     @functools.cached_property
-    def _extent(self) -> Extent:
+    def _placed(self) -> list[Any]:
+        """The buffers, each with the sharding that it gets."""
         here = SingleDeviceSharding(jax.devices()[0])
-        buffers = self.layout.buffers
-        return extent_of([each._replace(sharding=each.sharding or here) for each in buffers])
+        return [each._replace(sharding=each.sharding or here) for each in self.layout.buffers]
+
+    @functools.cached_property
+    def _extent(self) -> Extent:
+        return extent_of(self._placed)
+
+    @functools.cached_property
+    def _host_bytes(self) -> int:
+        """Bytes that cross to the devices when a copy is moved there."""
+        return sum(
+            leaf.size_bytes * len(buffer.sharding.device_set)
+            if leaf.wire and _decodes(buffer)
+            else shards_bytes(buffer)
+            for leaf, buffer in zip(self._read_coding.leaves, self._placed, strict=True)
+        )
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         fetched, self._fetched = self._fetched, None
@@ -150,7 +195,7 @@ class Served(Master):
             fetched, self._fetched = self._fetched, None
             copy, _ = self._serving(reader)
         if fetched is not None:
-            meter[SERVER_LINK] += self.layout.size_bytes
+            meter[SERVER_LINK] += self._read_coding.size_bytes
             self._copies.keep(self.version, fetched)
             kept = fetched
         else:
@@ -162,8 +207,8 @@ class Served(Master):
             self._copies.drop()  # The program will donate it.
         is_on_host = not isinstance(kept, Packed)
         if is_on_host or fetched is not None:
-            meter[HOST_LINK] += self._extent.held_bytes
-        return transfer.pack(kept, self.layout) if is_on_host else kept
+            meter[HOST_LINK] += self._host_bytes
+        return self._on_devices(kept) if is_on_host else kept
 
     def described(self, *, in_program: bool) -> Packed:
         buffers = (
@@ -175,36 +220,43 @@ class Served(Master):
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += self.layout.size_bytes
         leaves = packed.layout.unpack([np.asarray(each) for each in packed.buffers])
-        self._write("assign", leaves, session, meter, base=self._current.token)
+        self._assign(leaves, session, meter, base=self._current.token)
         kept = packed if self._policy.cache == "device" else [np.array(leaf) for leaf in leaves]
         self._copies.keep(self.version, kept, exact=True)
 
-    def _write(
-        self, mode: str, leaves: Sequence[Any], session: Any, meter: Meter, base: int = 0
-    ) -> None:
-        self._is_now(self._client.write(self._name, mode, self._block, leaves, base))
-        meter[SERVER_LINK] += self.layout.size_bytes
+    def _assign(self, leaves: Sequence[Any], session: Any, meter: Meter, base: int = 0) -> None:
+        version = self._client.write(self._name, "assign", self._exact.layout, leaves, base)
+        self._written(version, self._exact, session, meter)
+
+    def _written(self, version: Version, coding: Coding, session: Any, meter: Meter) -> None:
+        self._is_now(version)
+        meter[SERVER_LINK] += coding.size_bytes
         self._copies.wrote(session, self.version)
 
     # ---- the methods of `Variables` ------------------------------------------------------------
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += transfer.to_host_bytes(leaves, None)
-        self._write("assign", list(map(np.asarray, leaves)), session, meter)
+        self._assign(list(map(np.asarray, leaves)), session, meter)
 
     def apply(self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter) -> None:
-        meter[HOST_LINK] += transfer.to_host_bytes(leaves, None)
-        self._write(mode, list(map(np.asarray, leaves)), session, meter)
+        meter[HOST_LINK] += self._feedback.host_bytes(leaves)
+        arrays, left = self._feedback.encode(leaves)
+        coding, on_kept = self._feedback.coding, functools.partial(self._feedback.keep, left)
+        options = {"wire": coding.wire or "", "on_kept": on_kept}
+        version = self._client.write(self._name, mode, coding.layout, arrays, **options)
+        self._written(version, coding, session, meter)
 
     def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
         way = ("devices", "server", "update", "the host computes", ())
-        moved = links(transfer.to_host_bytes(leaves, None), 0, self.layout.size_bytes)
+        coding = self._feedback.coding
+        moved = links(self._feedback.host_bytes(leaves), 0, coding.size_bytes)
         return (Transfer(variable, self.version + 1, *way, moved),)
 
     def leaves(self, meter: Meter) -> list[Any]:
         (version,), blocks, release = self._client.read([self._name], [0])
         try:
-            leaves = [np.array(view) for view in self._block.views(blocks[self._name])]
+            leaves = [np.array(view) for view in self._exact.layout.views(blocks[self._name])]
         finally:
             release()
         meter[SERVER_LINK] += self.layout.size_bytes
@@ -232,3 +284,12 @@ class Served(Master):
     @property
     def is_lost(self) -> bool:
         return False
+
+
+def _decodes(buffer: Buffer) -> bool:
+    """Whether the devices decode a buffer: else the host does, and each gets its own part.
+
+    Only numpy's values become weakly typed.
+    """
+    is_whole = buffer.sharding is None or buffer.sharding.is_fully_replicated
+    return is_whole and not buffer.weak_type

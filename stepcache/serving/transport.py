@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from stepcache.serving.host import Block
-from stepcache.serving.messages import Request
+from stepcache.errors import VariablesError
+from stepcache.serving.held import Block
+from stepcache.serving.messages import Refused, Request
 
 _log = logging.getLogger("stepcache")
 
@@ -64,6 +65,18 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def refusal(where: str, reply: Any) -> VariablesError:
+    """The error for a reply that refuses a request, or does not answer it."""
+    why = reply.why if isinstance(reply, Refused) else f"a {type(reply).__name__} came back"
+    hint = "where several processes write, push updates: only one may carry"
+    has_conflict = isinstance(reply, Refused) and reply.kind == "conflict"
+    return VariablesError(
+        f"the host of the variables refuses: {why}",
+        where=where,
+        hint=hint if has_conflict else None,
+    )
 
 
 def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread:

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +12,10 @@ from jax.sharding import PartitionSpec
 
 import stepcache as sc
 from stepcache.errors import OptionError, ServerLostError, VariablesError
-from stepcache.events import Moved, recorder
 from stepcache.variables.plan import SERVER_LINK
+from tests.serving.servers import SIZE, two
 
-SIZE = 5000  # Of four bytes each: as many as travel inside a message, and more in shared memory.
-LARGE = 50_000
-
-
-@pytest.fixture
-def moved():
-    """Bytes over each link, of all steps and methods."""
-    seen = Counter()
-
-    def note(event):
-        if isinstance(event, Moved):
-            seen.update(dict(event.link_bytes))
-
-    unsubscribe = recorder.subscribe(note)
-    yield seen
-    unsubscribe()
+LARGE = 50_000  # Of four bytes each: more than travel inside a message.
 
 
 @sc.step
@@ -42,14 +26,6 @@ def total(params, x):
 @sc.step(carry="state")
 def grow(state, x):
     return jax.tree.map(lambda leaf: leaf + x, state), x
-
-
-def two(connection, name, value=1.0, size=SIZE, **options):
-    """Variables of the same name in two connections, as two processes have them."""
-    tree = {"w": np.full(size, value, np.float32)}
-    first = connection.variables(name, tree, **options)
-    other = sc.connect(connection.address)
-    return first, other.variables(name, tree, **options)
 
 
 # ---- what a step sees ----------------------------------------------------------------------------
@@ -318,10 +294,8 @@ def test_another_tree_is_refused(connection, name):
     "options",
     [
         {"placement": sc.OnHost()},
-        {"read": sc.Read(cache="device", wire="bf16")},
         {"read": sc.Read(prefetch=True)},
         {"read": sc.Read(route="gather")},
-        {"write": sc.Write(mode="add", wire="int8")},
     ],
     ids=str,
 )
