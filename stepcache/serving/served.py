@@ -70,6 +70,7 @@ class Served(Master):
         self._feedback = ErrorFeedback(Coding(types, write.wire))
         self._copies = Copies(policy)
         self.version, self._current = version.number, version
+        self._copied_at = (0, 0)  # Epoch and moment of the host that the kept copy is of.
         self._is_asked = False  # Whether `_current` is that of the call under way.
         self._fetched: Any = None  # The current value, as copies are kept.
         self._seen = 0  # The version that `leaves` returned last.
@@ -83,12 +84,12 @@ class Served(Master):
             return None, "a carried value has to be current"
         return copy, why
 
-    def question(self, reader: Reader) -> tuple[str, int, int | None]:
+    def question(self, reader: Reader) -> tuple[str, int, tuple[int, int] | None]:
         """What to ask the host before a step.
 
         Returns:
             The name, the token of the version that the reader needs no copy of, or 0, and the
-            moment of the host from which a copy may serve without asking, or None.
+            epoch and moment of which a copy may serve without asking, or None.
 
         Raises:
             VariablesError: the reader carries the value, and reads are coded.
@@ -105,7 +106,7 @@ class Served(Master):
         self._is_asked = True
         copy, _ = self._serving(reader)
         is_current = copy is not None and copy.version == self.version
-        moment = self._current.moment if may_serve else None
+        moment = self._copied_at if may_serve else None
         return self._name, self._current.token if is_current else 0, moment
 
     def answered(self, version: Version | None, data: np.ndarray | None) -> None:
@@ -202,6 +203,8 @@ class Served(Master):
             assert copy is not None
             self._copies.served(copy, self.version if self._is_asked else None)
             kept = copy.value
+        if self._is_asked:
+            self._copied_at = self._current.epoch, self._current.moment
         self._is_asked = False
         if reader.carried:
             self._copies.drop()  # The program will donate it.
@@ -223,6 +226,7 @@ class Served(Master):
         self._assign(leaves, session, meter, base=self._current.token)
         kept = packed if self._policy.cache == "device" else [np.array(leaf) for leaf in leaves]
         self._copies.keep(self.version, kept, exact=True)
+        self._copied_at = self._current.epoch, self._current.moment
 
     def _assign(self, leaves: Sequence[Any], session: Any, meter: Meter, base: int = 0) -> None:
         version = self._client.write(self._name, "assign", self._exact.layout, leaves, base)

@@ -18,6 +18,9 @@ from tests.serving.servers import SIZE, two
 LARGE = 50_000  # Of four bytes each: more than travel inside a message.
 
 
+STALE = sc.Read(cache="device", max_staleness=5)
+
+
 @sc.step
 def total(params, x):
     return jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, params)) * x
@@ -140,6 +143,24 @@ def test_all_values_of_a_call_are_of_one_moment(connection, name):
                 total(pair[index], 1.0)  # One of them is newer than the other in this process.
             seen.add(float(difference(*pair)[0]))
     assert seen <= {0.0, 1.0}
+
+
+def test_copies_of_other_moments_do_not_serve_together(connection, name):
+    """Though `explain` has found out since which versions are the newest."""
+    tree = {"w": np.zeros(1, np.float32)}
+    pair = [connection.variables(f"{name}{n}", tree, read=STALE) for n in range(2)]
+    theirs = [sc.connect(connection.address).variables(f"{name}{n}", tree) for n in range(2)]
+
+    @sc.step
+    def difference(a, b):
+        return a["w"] - b["w"]
+
+    total(pair[0], 1.0)
+    for each in theirs:
+        each.assign({"w": np.ones(1, np.float32)})
+    total(pair[1], 1.0)
+    difference.explain(*pair)
+    assert difference(*pair)[0] == 0
 
 
 # ---- what is written -----------------------------------------------------------------------------
