@@ -42,6 +42,7 @@ class Connection:
 
     def __init__(self, address: str, client: Client):
         self.address, self.client = address, client
+        self._summing: list[Variables] = []
 
     def variables(
         self,
@@ -98,7 +99,10 @@ class Connection:
             block = BlockLayout(types)
             version = self.client.write(name, "create", block, value, types=types, rule=rule)
         master = Served(self, self.client, name, layout, read, write, version)
-        return Variables._over(master, name, placement, read, write)
+        made = Variables._over(master, name, placement, read, write)
+        if write.every > 1:
+            self._summing.append(made)
+        return made
 
     def table(
         self,
@@ -163,22 +167,42 @@ class Connection:
         return self.client.status()
 
     def flush(self) -> None:
-        """Waits until a snapshot of the host has all that this process has written.
+        """Waits until a snapshot of the host has all that this process has pushed.
+
+        That includes what `Write(every=...)` has added up so far.
 
         Raises:
             ServerLostError: there was none in time.
         """
+        self._write_sums()
         self.client.flush()
 
     def close(self) -> None:
-        """Ends the connection. What no snapshot has is not sent again if the host is lost."""
-        self.client.close()
+        """Writes what `Write(every=...)` has added up so far, and ends the connection.
+
+        What no snapshot has is not sent again if the host is lost.
+
+        Raises:
+            VariablesError: the host refuses a sum.
+            ServerLostError: it did not answer in time. The connection is ended all the same.
+        """
+        try:
+            self._write_sums()
+        finally:
+            self.client.close()
+
+    def _write_sums(self) -> None:
+        for each in self._summing:
+            each.flush()
 
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(self, *exception) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:  # Sums of an iteration that failed are not written.
+            self.client.close()
 
     def __repr__(self) -> str:
         return f"Connection({self.address!r})"

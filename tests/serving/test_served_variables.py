@@ -187,6 +187,57 @@ def test_sums_are_made_here_and_written_there(connection, name, moved):
     assert np.array_equal(params.value["w"], np.full(SIZE, 6, np.float32))
 
 
+@pytest.mark.parametrize("end", ["flush", "flush all", "close"])
+def test_sums_of_fewer_updates_are_written_at_the_end(connection, name, end):
+    write = sc.Write(mode="add", every=4)
+    mine, theirs = two(connection, name, 0.0, write=write)
+    with sc.connect(connection.address) as third:
+        pushed = third.variables(name, {"w": np.zeros(SIZE, np.float32)}, write=write)
+        for _ in range(6):
+            pushed.push({"w": np.ones(SIZE, np.float32)})
+            theirs.push({"w": np.ones(SIZE, np.float32)})
+        assert mine.value["w"][0] == 8
+        if end == "flush":
+            pushed.flush()
+            assert mine.value["w"][0] == 10
+        elif end == "flush all":
+            third.flush()
+            assert mine.value["w"][0] == 10
+    assert mine.value["w"][0] == 10
+    theirs.flush()
+    theirs.flush()
+    assert mine.value["w"][0] == 12 and theirs.version == 4
+
+
+def test_sums_of_a_loop_that_failed_are_not_written(connection, name):
+    mine, _ = two(connection, name, 0.0)
+    with pytest.raises(ZeroDivisionError), sc.connect(connection.address) as other:
+        tree = {"w": np.zeros(SIZE, np.float32)}
+        other.variables(name, tree, write=sc.Write(mode="add", every=2)).push(tree)
+        1 / 0  # noqa: B018
+    assert mine.version == 0 and mine.value["w"][0] == 0
+
+
+def test_sums_are_written_once_though_the_server_is_killed(engine, tmp_path):
+    server = engine(tmp_path / "server", snapshot_seconds=3600).start()
+    write, ones = sc.Write(mode="add", every=3), {"w": np.ones(SIZE, np.float32)}
+    with server.connect() as connection:
+        tree = {"w": np.zeros(SIZE, np.float32)}
+        params = connection.variables("params", tree, write=write)
+        connection.flush()
+        for _ in range(4):
+            params.push(ones)
+        server.kill()
+        server.start()
+        assert params.value["w"][0] == 3
+        for _ in range(3):
+            params.push(ones)
+        assert params.value["w"][0] == 6
+    with server.connect() as connection:
+        assert connection.variables("params", tree).value["w"][0] == 7
+    server.stop()
+
+
 def test_an_update_may_be_changed_after_it_was_pushed(connection, name):
     params, _ = two(connection, name, 0.0, LARGE, write=sc.Write(mode="add"))
     update = {"w": np.ones(LARGE, np.float32)}
