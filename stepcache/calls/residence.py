@@ -219,13 +219,16 @@ class Use:
 
     def _read_together(self, *, values: bool) -> None:
         """Has variables of one source looked at, or fetched, as they are at one moment."""
+        for source, readers in self._by_source().items():
+            source.read_together(readers, values=values)
+
+    def _by_source(self) -> dict[Source, list[tuple[Any, Reader]]]:
         groups: dict[Source, list[tuple[Any, Reader]]] = {}
         for index, each in enumerate(self.variables):
             if (source := each._master.source) is not None:
                 reader = Reader(self._session, (), index < self.carried)
                 groups.setdefault(source, []).append((each._master, reader))
-        for source, readers in groups.items():
-            source.read_together(readers, values=values)
+        return groups
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program would take them."""
@@ -301,6 +304,8 @@ class Use:
         for index, each in enumerate(self.variables):
             reader = Reader(self._session, carried=index < self.carried)
             each._master.ahead(reader, self.meter)
+        for source, readers in self._by_source().items():
+            source.read_ahead(readers)
         return outputs
 
 

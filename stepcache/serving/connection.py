@@ -12,6 +12,7 @@ from stepcache.serving.client import Client
 from stepcache.serving.lookup import Table
 from stepcache.serving.messages import DTYPES, BlockLayout, Status
 from stepcache.serving.optimizers import export_rule, types_of
+from stepcache.serving.read_ahead import ReadAhead
 from stepcache.serving.served import Served
 from stepcache.serving.tables import TableType
 from stepcache.serving.transport import Version
@@ -43,6 +44,7 @@ class Connection:
     def __init__(self, address: str, client: Client):
         self.address, self.client = address, client
         self._summing: list[Variables] = []
+        self._read_ahead = ReadAhead(client)
 
     def variables(
         self,
@@ -146,7 +148,15 @@ class Connection:
         Args:
             readers: the masters, and who reads them.
             values: whether to fetch the values that the readers lack.
+
+        Raises:
+            VariablesError: the host refuses this read, or one in the background for this call.
+            ServerLostError: it did not answer in time.
         """
+        jobs = [master.taken_job() for master, _ in readers]
+        for (master, _), job in zip(readers, jobs, strict=True):
+            if job is not None and (arrival := self._read_ahead.finish(job, master)) is not None:
+                master.arrived(arrival)
         asked = [master.question(reader) for master, reader in readers]
         moments = {moment for _, _, moment in asked}
         if len(moments) == 1 and None not in moments:
@@ -161,6 +171,17 @@ class Connection:
                 master.answered(version, blocks.get(name))
         finally:
             release()
+
+    def read_ahead(self, readers: Sequence[tuple[Any, Reader]]) -> None:
+        """Reads in the background what the next call of these readers could not have without it."""
+        ahead = [(master, reader) for master, reader in readers if master.reads_ahead(reader)]
+        if not ahead:
+            return
+        masters = [master for master, _ in ahead]
+        names, known, _ = zip(*(master.question(reader) for master, reader in ahead), strict=True)
+        job = self._read_ahead.start(masters, names, known)
+        for master in masters:
+            master.started(job)
 
     def status(self) -> Status:
         """What the host holds, and what it has done."""
@@ -228,10 +249,7 @@ def _check_policies(placement: object, read: object, write: object) -> None:
             where="variables(write=...)",
             hint='leave it out, or say mode="add" or "apply"',
         )
-    for policy, option, given, possible in (
-        ("read", "prefetch", read.prefetch, (False,)),
-        ("read", "route", read.route, ("auto", "each")),
-    ):
+    for policy, option, given, possible in (("read", "route", read.route, ("auto", "each")),):
         if given not in possible:
             raise OptionError(
                 f"{option}={given!r} is not supported for served variables",

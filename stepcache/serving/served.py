@@ -12,16 +12,26 @@ from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
+from stepcache.programs.background import Job
 from stepcache.serving.client import Client
 from stepcache.serving.coding import Coding, ErrorFeedback
 from stepcache.serving.optimizers import types_of
+from stepcache.serving.read_ahead import Arrival
 from stepcache.serving.transport import Version
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.describing import blank
 from stepcache.variables.masters import Master, Reader, Source
 from stepcache.variables.packing import Buffer, Layout, Packed, Slot, shards_bytes
-from stepcache.variables.plan import HOST_LINK, SERVER_LINK, Extent, Transfer, extent_of, links
+from stepcache.variables.plan import (
+    HOST_LINK,
+    SERVER_LINK,
+    Extent,
+    Links,
+    Transfer,
+    extent_of,
+    links,
+)
 from stepcache.variables.policy import Read, Write
 from stepcache.variables.routes import decoder
 from stepcache.variables.shares import replicated
@@ -73,6 +83,8 @@ class Served(Master):
         self._copied_at = (0, 0)  # Epoch and moment of the host that the kept copy is of.
         self._is_asked = False  # Whether `_current` is that of the call under way.
         self._fetched: Any = None  # The current value, as copies are kept.
+        self._job: Job | None = None  # A read in the background, for the next call.
+        self._ahead_links: Links = ()  # What it has moved, until a call counts it.
         self._seen = 0  # The version that `leaves` returned last.
 
     # ---- which copy serves ---------------------------------------------------------------------
@@ -119,8 +131,7 @@ class Served(Master):
         self._is_asked, self._fetched = version is not None, None
         if version is not None:
             self._is_now(version)
-        if data is not None:
-            self._fetched = self._kept(self._read_coding.layout.views(data))
+        self._fetched = self.kept(data)
 
     def _is_now(self, version: Version) -> None:
         before = self._current
@@ -128,8 +139,11 @@ class Served(Master):
             self._copies.begin_anew()  # Writes may have been repeated in another order.
         self._current, self.version = version, version.number
 
-    def _kept(self, arrays: Sequence[np.ndarray]) -> Any:
-        """A copy of a block's arrays: in memory of this process, or decoded on the devices."""
+    def kept(self, data: np.ndarray | None) -> Any:
+        """A copy of a block: in memory of this process, or decoded on the devices; or None."""
+        if data is None:
+            return None
+        arrays = self._read_coding.layout.views(data)
         if self._policy.cache == "host":
             return [np.array(each) for each in arrays]
         return self._on_devices(arrays)
@@ -146,6 +160,34 @@ class Served(Master):
             leaves.append(decoder(leaf.wire, buffer)(sent))
         return transfer.pack(leaves, self.layout)
 
+    # ---- reads in the background ---------------------------------------------------------------
+
+    def reads_ahead(self, reader: Reader) -> bool:
+        """Whether the policy asks for it, and no copy may serve the next step without asking."""
+        is_wanted = self._policy.prefetch and not reader.carried
+        return is_wanted and self._serving(reader)[0] is None
+
+    def started(self, job: Job) -> None:
+        """Notes that a job reads the value for the next call."""
+        self._job, self._is_asked = job, False
+
+    def taken_job(self) -> Job | None:
+        """The job that reads the value for this call; None for none."""
+        job, self._job = self._job, None
+        return job
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Keeps what the job has found, unless this process has seen something newer since."""
+        version, kept, seconds = arrival
+        if kept is not None:
+            is_there = self._policy.cache != "host"
+            self._ahead_links = self._read_links(is_there, is_sent=True)
+        moment = version.epoch, version.moment
+        if moment >= (self._current.epoch, self._current.moment):
+            self._is_now(version)
+            self._copies.arrived(version.number, kept, seconds)
+            self._copied_at = moment
+
     # ---- a step --------------------------------------------------------------------------------
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
@@ -154,14 +196,26 @@ class Served(Master):
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         copy, why = self._serving(reader)
-        there = ("server", "devices")
-        if copy is not None and self._policy.cache == "device":
-            rest = ("none", why, reader.arguments)
-            return (Transfer(variable, copy.version, *there, *rest, extent=self._extent),)
-        server_bytes = self._read_coding.size_bytes if copy is None else 0
-        moved = links(self._host_bytes, 0, server_bytes)
-        rest = ("copy", why, reader.arguments, moved, self.wire, ERROR_BOUNDS[self._policy.wire])
-        return (Transfer(variable, self.version, *there, *rest, extent=self._extent),)
+        if copy is not None and self._policy.cache != "host":
+            way = ("server", "devices", "none", why, reader.arguments)
+            planned = (Transfer(variable, copy.version, *way, extent=self._extent),)
+        else:
+            moved = self._read_links(True, is_sent=copy is None)
+            planned = (self._plan_read(variable, why, reader, moved),)
+        if self._ahead_links:
+            why = "it was fetched ahead of this step"
+            planned = (self._plan_read(variable, why, reader, self._ahead_links), *planned)
+        return planned
+
+    def _plan_read(self, variable: str, why: str, reader: Reader, moved: Links) -> Transfer:
+        coded = (self.wire, ERROR_BOUNDS[self._policy.wire])
+        way = ("server", "devices", "copy", why, reader.arguments, moved, *coded)
+        return Transfer(variable, self.version, *way, extent=self._extent)
+
+    def _read_links(self, is_moved: bool, is_sent: bool) -> Links:
+        """What crosses where a value is sent by the host, and where it is moved to the devices."""
+        server_bytes = self._read_coding.size_bytes if is_sent else 0
+        return links(self._host_bytes if is_moved else 0, 0, server_bytes)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         way = ("devices", "server", "scatter", "the new value is assigned", reader.arguments)
@@ -196,7 +250,6 @@ class Served(Master):
             fetched, self._fetched = self._fetched, None
             copy, _ = self._serving(reader)
         if fetched is not None:
-            meter[SERVER_LINK] += self._read_coding.size_bytes
             self._copies.keep(self.version, fetched)
             kept = fetched
         else:
@@ -209,8 +262,11 @@ class Served(Master):
         if reader.carried:
             self._copies.drop()  # The program will donate it.
         is_on_host = not isinstance(kept, Packed)
-        if is_on_host or fetched is not None:
-            meter[HOST_LINK] += self._host_bytes
+        is_moved = is_on_host or fetched is not None
+        moved = self._read_links(is_moved, is_sent=fetched is not None)
+        for link, size in (*self._ahead_links, *moved):
+            meter[link] += size
+        self._ahead_links = ()
         return self._on_devices(kept) if is_on_host else kept
 
     def described(self, *, in_program: bool) -> Packed:

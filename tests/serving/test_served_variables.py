@@ -366,7 +366,6 @@ def test_another_tree_is_refused(connection, name):
     "options",
     [
         {"placement": sc.OnHost()},
-        {"read": sc.Read(prefetch=True)},
         {"read": sc.Read(route="gather")},
     ],
     ids=str,
