@@ -215,7 +215,10 @@ class Use:
             packed = each._master.take(reader, self.meter)
             return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
-        return self._replaced(take)
+        arguments = self._replaced(take)
+        for source, readers in self._by_source().items():
+            source.read_ahead(readers)  # Now: a program may run before its call returns.
+        return arguments
 
     def _read_together(self, *, values: bool) -> None:
         """Has variables of one source looked at, or fetched, as they are at one moment."""
@@ -304,8 +307,6 @@ class Use:
         for index, each in enumerate(self.variables):
             reader = Reader(self._session, carried=index < self.carried)
             each._master.ahead(reader, self.meter)
-        for source, readers in self._by_source().items():
-            source.read_ahead(readers)
         return outputs
 
 
