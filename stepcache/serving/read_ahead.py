@@ -7,10 +7,22 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from stepcache import jaxcompat
+from stepcache import _process_hooks, jaxcompat
 from stepcache.programs.background import Job, Worker
 from stepcache.serving.client import Client
 from stepcache.serving.transport import Version
+from stepcache.weak_objects import WeakObjects
+
+
+_workers: WeakObjects[Worker] = WeakObjects()
+
+
+def _stop_all() -> None:
+    for worker in _workers:
+        worker.stop()
+
+
+_process_hooks.before_threads_end(_stop_all)  # Ray ends the process if a thread uses it later.
 
 
 class Arrival(NamedTuple):
@@ -33,6 +45,7 @@ class ReadAhead:
     def __init__(self, client: Client):
         self._client = client
         self._worker = Worker("stepcache read ahead", droppable=True)
+        _workers.add(self._worker)
 
     def start(self, masters: Sequence[Any], names: Sequence[str], known: Sequence[int]) -> Job:
         """Starts to read masters, as they are at one moment; names and tokens as for `Client`."""
