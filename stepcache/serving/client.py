@@ -6,14 +6,13 @@ sends, in order, what that host does not have; the host does each write once.
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +38,7 @@ from stepcache.serving.messages import (
     Written,
 )
 from stepcache.serving.transport import Transport, Version, keep_in_thread, refusal
+from stepcache.serving.unsaved import Sent, Unsaved
 from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
 
@@ -48,15 +48,6 @@ _KEPT_SECONDS = 0.5  # How often a client that has written looks whether the hos
 T = TypeVar("T")
 
 _log = logging.getLogger("stepcache")
-
-
-@dataclass(eq=False, slots=True)
-class _Sent:
-    """A write that no snapshot is known to have. The host has confirmed it if it has a stamp."""
-
-    request: WriteRequest
-    block: Block
-    stamp: tuple[int, int] | None = None
 
 
 class Client:
@@ -86,9 +77,7 @@ class Client:
         self._transport = connect(self.name)
         self._lock = threading.RLock()
         self._epoch: int | None = None
-        self._next = 1
-        self._unsaved: collections.deque[_Sent] = collections.deque()
-        self._unsaved_bytes = 0
+        self._unsaved = Unsaved()
         self._is_closed = False
         self._keeper: threading.Thread | None = None
 
@@ -125,11 +114,18 @@ class Client:
             block = self._transport.allocate(layout.size_bytes)
             layout.fill(block.data, leaves)
             self._settle(deadline)
-            row = (self.name, self._next, self._epoch or 0, name, mode, base, list(types), rule)
-            sent = _Sent(WriteRequest(*row, wire=wire), block)
-            self._unsaved.append(sent)
-            self._unsaved_bytes += block.data.size
-            self._next += 1
+            row = (
+                self.name,
+                self._unsaved.next,
+                self._epoch or 0,
+                name,
+                mode,
+                base,
+                list(types),
+                rule,
+            )
+            sent = Sent(WriteRequest(*row, wire=wire), block)
+            self._unsaved.add(sent)
             if self._keeps and self._keeper is None:
                 self._keeper = keep_in_thread(self.keep, _KEPT_SECONDS)
             try:
@@ -140,10 +136,26 @@ class Client:
             if isinstance(reply, Written):
                 on_kept()
                 return Version(reply.number, reply.token, reply.moment, reply.epoch)
-            self._drop(sent)
-            raise refusal(name or self.where, reply)
+            self._unsaved.drop(sent)
+            raise refusal(reply, name)
 
-    def _send(self, sent: _Sent, deadline: float) -> Any:
+    def create(self, name: str, mode: str, *what: Any, **more: Any) -> Version:
+        """Has variables or a table made, unless they are there, as `write` does.
+
+        It returns when a snapshot has them: others write to them then, and it takes more than the
+        end of this process and of the host to lose them.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            version = self.write(name, mode, *what, **more)
+            while (found := self.describe(name)) is not None:
+                if found.is_saved:
+                    return version
+                if time.monotonic() > deadline:
+                    raise self._lost()
+                self._transport.pause()
+
+    def _send(self, sent: Sent, deadline: float) -> Any:
         """The reply to a write that has not been confirmed."""
         while True:
             if sent.request.epoch != self._epoch:
@@ -151,7 +163,7 @@ class Client:
             reply = self._request(sent.request, sent.block, deadline).message
             if isinstance(reply, Written):
                 sent.stamp = (reply.epoch, reply.moment)
-                self._forget(reply.saved)
+                self._unsaved.forget(reply.saved)
                 return reply
             if not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
                 return reply
@@ -170,10 +182,10 @@ class Client:
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
         """Waits until a snapshot has so much that another write may be kept."""
-        while self._unsaved and self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
+        while self._unsaved and self._unsaved.size_bytes + size_bytes > self._max_unsaved_bytes:
             self._request(SnapshotRequest(), None, deadline)
             self._join(deadline)
-            if self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
+            if self._unsaved.size_bytes + size_bytes > self._max_unsaved_bytes:
                 self._transport.pause()
 
     def _join(self, deadline: float) -> None:
@@ -192,10 +204,10 @@ class Client:
                 return
 
     def _say_joined(self, deadline: float, complete: int = 0) -> Joined:
-        first = self._unsaved[0].request.sequence if self._unsaved else self._next
+        first = self._unsaved[0].request.sequence if self._unsaved else self._unsaved.next
         message = JoinRequest(self.name, str(Process.current()), first, complete)
         joined = self._expected(self._request(message, None, deadline).message, Joined)
-        self._forget(joined.saved)
+        self._unsaved.forget(joined.saved)
         return joined
 
     def _repeat(self, joined: Joined, deadline: float) -> bool:
@@ -217,25 +229,10 @@ class Client:
                 return False  # Those after it have other numbers now.
         return True
 
-    def _give_up(self, sent: _Sent, refused: Any) -> None:
+    def _give_up(self, sent: Sent, refused: Any) -> None:
         why = refused.why if isinstance(refused, Refused) else f"{refused}"
         _log.error("%s: a write of %s is lost: %s", self.where, sent.request.name, why)
-        self._drop(sent)
-
-    def _drop(self, sent: _Sent) -> None:
-        """Drops a write that the host refuses; those after it move up."""
-        if sent not in self._unsaved:
-            return
-        self._unsaved.remove(sent)
-        self._unsaved_bytes -= sent.block.data.size
-        for each in self._unsaved:
-            if each.request.sequence > sent.request.sequence:
-                each.request = replace(each.request, sequence=each.request.sequence - 1)
-        self._next -= 1
-
-    def _forget(self, saved: int) -> None:
-        while self._unsaved and self._unsaved[0].request.sequence <= saved:
-            self._unsaved_bytes -= self._unsaved.popleft().block.data.size
+        self._unsaved.drop(sent)
 
     # ---- reads ---------------------------------------------------------------------------------
 
@@ -303,7 +300,7 @@ class Client:
             if isinstance(reply, Values):
                 self._transport.release(received)
             elif not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
-                raise refusal(where, reply)
+                raise refusal(reply, where)
             self._join(deadline)
             if isinstance(reply, Refused):
                 self._transport.pause()
@@ -331,7 +328,7 @@ class Client:
 
     def _expected(self, reply: Any, kind: type[T], name: str | None = None) -> T:
         if not isinstance(reply, kind):
-            raise refusal(name or self.where, reply)
+            raise refusal(reply, name or self.where)
         return reply
 
     def flush(self) -> None:
@@ -383,7 +380,8 @@ class Client:
     def _lost(self) -> ServerLostError:
         kept = ""
         if self._unsaved:
-            kept = f"; {len(self._unsaved)} writes ({readable_bytes(self._unsaved_bytes)}) are kept"
+            size = readable_bytes(self._unsaved.size_bytes)
+            kept = f"; {len(self._unsaved)} writes ({size}) are kept"
         return ServerLostError(
             f"the host of the variables has not answered in {self._timeout:g} s{kept}",
             where=self.where,

@@ -92,6 +92,7 @@ class Connection:
             rule = export_rule(name, write.optimizer, structure, slots)
         if (
             known is not None
+            and known.is_saved
             and not rule
             and [*map(_listed, known.types)] == [*map(_listed, types)]
         ):
@@ -99,7 +100,7 @@ class Connection:
         else:
             value = [np.asarray(leaf) for leaf in leaves]
             block = BlockLayout(types)
-            version = self.client.write(name, "create", block, value, types=types, rule=rule)
+            version = self.client.create(name, "create", block, value, types=types, rule=rule)
         master = Served(self, self.client, name, layout, read, write, version)
         made = Variables._over(master, name, placement, read, write)
         if write.every > 1:
@@ -137,7 +138,7 @@ class Connection:
         sizes = [int(size) for size in shape]
         row = (int(rows), sizes, np.dtype(dtype).name, float(stddev), int(seed))
         kind = TableType(*row, optimizer)
-        self.client.write(name, "create table", BlockLayout([]), [], rule=kind.packed())
+        self.client.create(name, "create table", BlockLayout([]), [], rule=kind.packed())
         return Table(self.client, name, kind)
 
     def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:

@@ -114,7 +114,7 @@ class DurableHost:
         except Exception as error:  # The host has not changed. Others go on.
             _log.exception("%s of %s failed", name, client)
             reply, blocks = Refused("failed", first_line(error), self.host.epoch), []
-        self._wanted |= isinstance(message, SnapshotRequest) or self.host.created
+        self._wanted |= isinstance(message, SnapshotRequest) or bool(self.host.unsaved)
         if isinstance(reply, Status):
             reply = replace(reply, counts=self._counted(reply), snapshot=self._snapshot)
         if isinstance(reply, Refused) and reply.kind == "malformed":

@@ -210,7 +210,6 @@ class Written:
         moment: the number of writes of the host until then.
         number, token: the version after it.
         saved: the number of the client's last write in a snapshot.
-        created: it has made new variables.
     """
 
     epoch: int
@@ -218,7 +217,6 @@ class Written:
     number: int
     token: int
     saved: int
-    created: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,19 +240,21 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What some variables are.
+    """What some variables are, or a table.
 
     Attributes:
         epoch: of the host.
         number: their version.
-        types: of the leaves.
+        types: of the leaves; none, of a table.
         has_rule: whether they have an optimizer.
+        is_saved: whether a snapshot has them.
     """
 
     epoch: int
     number: int
     types: list[LeafType]
     has_rule: bool
+    is_saved: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from stepcache.serving.client import Client
 from stepcache.serving.transport import Version
 from stepcache.weak_objects import WeakObjects
 
-
 _workers: WeakObjects[Worker] = WeakObjects()
 
 

@@ -67,16 +67,14 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def refusal(where: str, reply: Any) -> VariablesError:
-    """The error for a reply that refuses a request, or does not answer it."""
-    why = reply.why if isinstance(reply, Refused) else f"a {type(reply).__name__} came back"
-    hint = "where several processes write, push updates: only one may carry"
-    has_conflict = isinstance(reply, Refused) and reply.kind == "conflict"
-    return VariablesError(
-        f"the host of the variables refuses: {why}",
-        where=where,
-        hint=hint if has_conflict else None,
-    )
+def refusal(reply: Any, where: str) -> VariablesError:
+    """The error for a reply that is not the expected one."""
+    is_refused = isinstance(reply, Refused)
+    why = reply.why if is_refused else f"a {type(reply).__name__} came back"
+    hint = None
+    if is_refused and reply.kind == "conflict":
+        hint = "where several processes write, push updates: only one may carry"
+    return VariablesError(f"the host of the variables refuses: {why}", where=where, hint=hint)
 
 
 def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread:

@@ -153,7 +153,9 @@ class Transport:
         received.blocks = []
 
     def pause(self):
-        """Others look whether the host has begun anew."""
+        """Others look whether the host has begun anew; and a snapshot gets what is new."""
+        if self.network.host.unsaved:
+            self.network.snapshot()
         for each in self.network.clients:
             if not each._transport.is_busy:
                 each.keep(1e6)

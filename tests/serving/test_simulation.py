@@ -18,7 +18,7 @@ LAYOUT = BlockLayout(TYPES)
 
 
 def create(each, name):
-    each.write(name, "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types)
+    each.create(name, "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types)
 
 
 def counts(each, name):
@@ -44,7 +44,6 @@ def run(network, wire=""):
     for name in NAMES:
         for each in clients:
             create(each, name)
-    clients[0].flush()  # What a client that is killed has created is not lost with it.
     begun = {name: set() for name in NAMES}
     acknowledged = {name: set() for name in NAMES}
     seen = {}
@@ -123,8 +122,7 @@ def test_rows_are_updated_exactly_once(block):
         clients = [client(network) for _ in range(3)]
         for each in clients:
             row = ("table", "create table", BlockLayout([]), [])
-            each.write(*row, rule=TABLE.packed())
-        clients[0].flush()
+            each.create(*row, rule=TABLE.packed())
         expected = np.zeros(WRITES)
         for _ in range(WRITES):
             ids = np.array(sorted(random.sample(range(WRITES), 5)))
@@ -208,6 +206,16 @@ def run_until_lost(network):
     assert WRITES - found.sum() <= network.lost
 
 
+def test_what_one_has_created_outlives_it_and_the_host():
+    network = Network(0, faults=0.0)
+    creator, other = client(network), client(network)
+    create(creator, "a")
+    other.write("a", "add", LAYOUT, [one_hot(3)])
+    network.clients.remove(creator)
+    network.crash()
+    assert counts(other, "a")[0].tolist() == one_hot(3).tolist()
+
+
 def carry(each, name, value, base):
     """Assigns a value that was computed from another one, as a step does with what it carries."""
     return each.write(name, "assign", LAYOUT, [np.full(WRITES, value)], base=base.token)
@@ -217,7 +225,7 @@ def carry(each, name, value, base):
 def test_the_only_one_that_carries_never_has_a_conflict(seed):
     network = Network(seed)
     each = client(network)
-    version = each.write("a", "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types)
+    version = each.create("a", "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types)
     for step in range(1, WRITES):
         version = carry(each, "a", step, version)
         found, now = counts(each, "a")
