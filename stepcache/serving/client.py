@@ -1,12 +1,11 @@
 """`Client`: numbers the writes of one process, and repeats those that the host may have lost.
 
-A write is kept until a snapshot of the host has it. Whoever joins a host that was started again
-sends, in order, what that host does not have; the host does each write once.
+A write is kept until a snapshot or an image of the host has it. Whoever joins a host that was
+started again sends, in order, what that host does not have; the host does each write once.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
 import threading
@@ -78,6 +77,7 @@ class Client:
         self._lock = threading.RLock()
         self._epoch: int | None = None
         self._unsaved = Unsaved()
+        self._is_flushed = True
         self._is_closed = False
         self._keeper: threading.Thread | None = None
 
@@ -114,18 +114,10 @@ class Client:
             block = self._transport.allocate(layout.size_bytes)
             layout.fill(block.data, leaves)
             self._settle(deadline)
-            row = (
-                self.name,
-                self._unsaved.next,
-                self._epoch or 0,
-                name,
-                mode,
-                base,
-                list(types),
-                rule,
-            )
-            sent = Sent(WriteRequest(*row, wire=wire), block)
+            row = (self.name, self._unsaved.next, self._epoch or 0, name, mode, base)
+            sent = Sent(WriteRequest(*row, list(types), rule, wire=wire), block)
             self._unsaved.add(sent)
+            self._is_flushed = False
             if self._keeps and self._keeper is None:
                 self._keeper = keep_in_thread(self.keep, _KEPT_SECONDS)
             try:
@@ -142,8 +134,8 @@ class Client:
     def create(self, name: str, mode: str, *what: Any, **more: Any) -> Version:
         """Has variables or a table made, unless they are there, as `write` does.
 
-        It returns when a snapshot has them: others write to them then, and it takes more than the
-        end of this process and of the host to lose them.
+        It returns when a snapshot or an image has them: others write to them then, and it takes
+        more than the end of this process and of the host to lose them.
         """
         deadline = time.monotonic() + self._timeout
         while True:
@@ -181,9 +173,9 @@ class Client:
                 self._give_up(sent, reply)
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
-        """Waits until a snapshot has so much that another write may be kept."""
+        """Waits until so much is in a snapshot or an image that another write may be kept."""
         while self._unsaved and self._unsaved.size_bytes + size_bytes > self._max_unsaved_bytes:
-            self._request(SnapshotRequest(), None, deadline)
+            self._request(SnapshotRequest(on_disk=False), None, deadline)
             self._join(deadline)
             if self._unsaved.size_bytes + size_bytes > self._max_unsaved_bytes:
                 self._transport.pause()
@@ -243,7 +235,7 @@ class Client:
         *,
         values: bool = True,
         wires: Sequence[str] = (),
-    ) -> tuple[list[Version], dict[str, np.ndarray], Callable[[], None]]:
+    ) -> tuple[list[Version], dict[str, np.ndarray]]:
         """Looks at variables, as they are at one moment, after all writes of this client.
 
         Args:
@@ -253,8 +245,8 @@ class Client:
             wires: as in `ReadRequest`.
 
         Returns:
-            The versions, the blocks of those that the caller lacks, and a function that gives the
-            blocks back, which must not be read after it.
+            The versions, and the blocks of those that the caller lacks. A block never changes: the
+            host keeps it until nothing here refers to the array.
 
         Raises:
             VariablesError: the host does not have them.
@@ -263,15 +255,14 @@ class Client:
         deadline = time.monotonic() + self._timeout
         with self._lock:
             message = ReadRequest([*names], [*known], values, [*wires])
-            received = self._read(message, None, deadline, ", ".join(names))
-            reply = received.message
+            reply, data = self._read(message, None, deadline, ", ".join(names))
         sent = [name for name, is_sent in zip(names, reply.sent, strict=True) if is_sent]
-        blocks = dict(zip(sent, received.blocks, strict=True))
+        blocks = dict(zip(sent, data, strict=True))
         rows = zip(reply.numbers, reply.tokens, strict=True)
         versions = [Version(*row, reply.moment, reply.epoch) for row in rows]
-        return versions, blocks, functools.partial(self._release, received)
+        return versions, blocks
 
-    def rows(self, name: str, ids: np.ndarray) -> tuple[np.ndarray, Callable[[], None]]:
+    def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Rows of a table, after all writes of this client.
 
         Args:
@@ -279,35 +270,31 @@ class Client:
             ids: of 64 bits.
 
         Returns:
-            The block of the rows, and a function that gives it back.
+            The block of the rows.
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
             block = self._transport.allocate(ids.nbytes)
             block.data[:] = ids.view(np.uint8)
-            received = self._read(RowsRequest(name), block, deadline, name)
-        (data,) = received.blocks
-        return data, functools.partial(self._release, received)
+            _, (data,) = self._read(RowsRequest(name), block, deadline, name)
+        return data
 
-    def _read(self, message: Request, block: Block | None, deadline: float, where: str) -> Any:
-        """The reply to a read, of a host that has all writes of this client."""
+    def _read(
+        self, message: Request, block: Block | None, deadline: float, where: str
+    ) -> tuple[Values, list[np.ndarray]]:
+        """The reply to a read, of a host that has all writes of this client, and its blocks."""
         while True:
             self._settle(deadline)
             received = self._request(message, block, deadline)
             reply = received.message
             if isinstance(reply, Values) and reply.epoch == self._epoch:
-                return received
-            if isinstance(reply, Values):
-                self._transport.release(received)
-            elif not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
+                return reply, received.blocks
+            is_transient = isinstance(reply, Refused) and reply.kind in _TRANSIENT
+            if not is_transient and not isinstance(reply, Values):
                 raise refusal(reply, where)
             self._join(deadline)
-            if isinstance(reply, Refused):
+            if is_transient:
                 self._transport.pause()
-
-    def _release(self, received: Any) -> None:
-        with self._lock:
-            self._transport.release(received)
 
     def describe(self, name: str) -> Described | None:
         """What some variables are; None if the host does not have them."""
@@ -332,22 +319,28 @@ class Client:
         return reply
 
     def flush(self) -> None:
-        """Waits until a snapshot has all writes of this client.
+        """Waits until a snapshot on the disk has all writes of this client.
 
         Raises:
             ServerLostError: there was none in time.
         """
         deadline = time.monotonic() + self._timeout
-        while True:
-            with self._lock:
-                if not self._unsaved:
-                    return
+        wanted: float | None = None
+        with self._lock:
+            while not self._is_flushed:
                 self._settle(deadline)
-                self._request(SnapshotRequest(), None, deadline)
+                reply = self._request(SnapshotRequest(on_disk=True), None, deadline).message
+                status = self._expected(reply, Status)
+                if status.epoch != self._epoch:
+                    wanted = None  # Moments of the host have begun anew.
+                elif wanted is None:
+                    wanted = status.counts["writes"]
+                self._is_flushed = wanted is not None and status.stored >= wanted
                 self._join(deadline)
                 if time.monotonic() > deadline:
                     raise self._lost()
-                self._transport.pause()
+                if not self._is_flushed:
+                    self._transport.pause()
 
     # ---- a host that begins anew ---------------------------------------------------------------
 

@@ -166,12 +166,9 @@ class Connection:
             return
         names, known = [name for name, _, _ in asked], [token for _, token, _ in asked]
         wires = [master.wire for master, _ in readers]
-        versions, blocks, release = self.client.read(names, known, values=values, wires=wires)
-        try:
-            for (master, _), name, version in zip(readers, names, versions, strict=True):
-                master.answered(version, blocks.get(name))
-        finally:
-            release()
+        versions, blocks = self.client.read(names, known, values=values, wires=wires)
+        for (master, _), name, version in zip(readers, names, versions, strict=True):
+            master.answered(version, blocks.get(name))
 
     def read_ahead(self, readers: Sequence[tuple[Any, Reader]]) -> None:
         """Reads in the background what the next call of these readers could not have without it."""

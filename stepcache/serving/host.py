@@ -77,8 +77,8 @@ class Host:
         waiting_for: the clients that may have to send something again. Before they have, others
             neither read nor write: they would not see what has been acknowledged.
         moment: the number of writes done, over all incarnations that snapshots connect.
-        saved: the last write of each client that is in a snapshot.
-        unsaved: names of variables and tables that no snapshot has.
+        saved: the last write of each client that is in a snapshot or in an image.
+        unsaved: names of variables and tables that are in none.
     """
 
     def __init__(
@@ -328,8 +328,10 @@ class Host:
         return HostState(held, dict(self._applied), self.moment, processes, tables)
 
     def is_saved(self, state: HostState) -> None:
-        """Notes that a state is in a snapshot."""
-        self.saved = {name: state.applied.get(name, 0) for name in self._applied}
+        """Notes that a state is in a snapshot, or in an image."""
+        self.saved = {
+            name: max(state.applied.get(name, 0), self.saved.get(name, 0)) for name in self._applied
+        }
         self.unsaved -= state.variables.keys() | state.tables.keys()
 
     def status(self) -> Status:

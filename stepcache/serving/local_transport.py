@@ -16,7 +16,7 @@ import numpy as np
 import zmq
 
 from stepcache.errors import VariablesError
-from stepcache.serving.messages import from_plain, to_plain
+from stepcache.serving.messages import StatusRequest, from_plain, to_plain
 from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
 from stepcache.serving.transport import Received
 from stepcache.storage import plain
@@ -24,6 +24,7 @@ from stepcache.storage.load_markers import Process
 
 ADDRESS_FILE = "server.json"
 _SHORTEST_WAIT_SECONDS = 0.02
+_LAST_REQUEST_MS = 100
 
 
 def address(directory: Path) -> dict[str, Any] | None:
@@ -59,7 +60,6 @@ class LocalTransport:
         self._socket: Any = None
         self._server: dict[str, Any] | None = None
         self._number = 0
-        self._released: list[int] = []
         self._opened = Opened()
         self._pool = Pool()
 
@@ -80,8 +80,7 @@ class LocalTransport:
         """
         self._number += 1
         place = astuple(block.place) if block is not None and block.place is not None else None
-        released, self._released = self._released, []
-        header = plain.pack([self._number, self._client, released, place, to_plain(message)])
+        header = plain.pack([self._number, self._client, place, to_plain(message)])
         frames: list[Any] = [header]
         if block is not None and place is None:
             frames.append(block.data)
@@ -99,11 +98,12 @@ class LocalTransport:
                 return None
             if self._socket is None:
                 time.sleep(min(wait, left))
-            elif self._socket.poll(int(min(wait, left) * 1000) + 1):
-                received = self._receive()
-                if received is not None:
-                    return received
-                continue
+            else:
+                self._socket.rcvtimeo = int(min(wait, left) * 1000) + 1
+                with contextlib.suppress(zmq.Again):
+                    if (received := self._receive()) is not None:
+                        return received
+                    continue
             is_connected, wait = False, min(wait * 2, 1.0)
 
     def _follow_server(self) -> bool:
@@ -124,15 +124,13 @@ class LocalTransport:
 
     def _receive(self) -> Received | None:
         frames = self._socket.recv_multipart(copy=False)
-        number, lease, places, message = plain.unpack(bytes(frames[0].buffer))
+        number, places, message = plain.unpack(bytes(frames[0].buffer))
         if number != self._number:
-            if lease:
-                self._released.append(lease)  # Of a request that was given up.
-            return None
+            return None  # Of a request that was given up.
         inline = iter(frames[1:])
         try:
             blocks = [
-                self._opened.open(Place(*place)) if place else _bytes_of(next(inline).buffer)
+                self._opened.locked(Place(*place)) if place else _bytes_of(next(inline).buffer)
                 for place in places
             ]
         except OSError as error:
@@ -144,13 +142,7 @@ class LocalTransport:
                 got=str(error),
                 hint="run both processes as one user, in one space of process numbers",
             ) from error
-        return Received(from_plain(message), blocks, lease)
-
-    def release(self, received: Received) -> None:
-        """Says that the blocks of a reply are not read any more."""
-        received.blocks = []
-        if received.lease:
-            self._released.append(received.lease)
+        return Received(from_plain(message), blocks)
 
     def pause(self) -> None:
         """Waits a moment before a request is made again."""
@@ -164,4 +156,10 @@ class LocalTransport:
 
     def close(self) -> None:
         """Ends the use of the transport."""
+        if self._socket is not None:
+            # The server keeps the blocks of its last reply until the next request.
+            self._socket.setsockopt(zmq.LINGER, _LAST_REQUEST_MS)
+            header = plain.pack([self._number + 1, self._client, None, to_plain(StatusRequest())])
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(header, zmq.NOBLOCK)
         self.close_socket()

@@ -55,14 +55,11 @@ class ReadAhead:
         try:
             with settings:
                 seconds, wires = time.monotonic(), [master.wire for master in masters]
-                versions, blocks, release = self._client.read(names, known, wires=wires)
-                try:
-                    return {
-                        master: Arrival(version, master.kept(blocks.get(name)), seconds)
-                        for master, name, version in zip(masters, names, versions, strict=True)
-                    }
-                finally:
-                    release()
+                versions, blocks = self._client.read(names, known, wires=wires)
+                return {
+                    master: Arrival(version, master.kept(blocks.get(name)), seconds)
+                    for master, name, version in zip(masters, names, versions, strict=True)
+                }
         except Exception as error:
             return error
 

@@ -126,7 +126,7 @@ class Served(Master):
 
         Args:
             version: the current one; None if nothing was asked.
-            data: the block of its value, which is copied; None if the reader needs none.
+            data: the block of its value, which never changes; None if the reader needs none.
         """
         self._is_asked, self._fetched = version is not None, None
         if version is not None:
@@ -140,13 +140,11 @@ class Served(Master):
         self._current, self.version = version, version.number
 
     def kept(self, data: np.ndarray | None) -> Any:
-        """A copy of a block: in memory of this process, or decoded on the devices; or None."""
+        """A copy of a block: where the host has it, or decoded on the devices; or None."""
         if data is None:
             return None
         arrays = self._read_coding.layout.views(data)
-        if self._policy.cache == "host":
-            return [np.array(each) for each in arrays]
-        return self._on_devices(arrays)
+        return arrays if self._policy.cache == "host" else self._on_devices(arrays)
 
     def _on_devices(self, arrays: Sequence[np.ndarray]) -> Packed:
         coding, leaves = self._read_coding, []
@@ -154,11 +152,10 @@ class Served(Master):
         for leaf, parts, buffer in rows:
             if leaf.wire is None or not _decodes(buffer):
                 leaves.append(leaf.decode(parts))
-                continue
-            copies = [np.array(each) for each in parts]  # device_put may use memory as it is.
-            sent = jax.device_put(copies, buffer.sharding and replicated(buffer.sharding))
-            leaves.append(decoder(leaf.wire, buffer)(sent))
-        return transfer.pack(leaves, self.layout)
+            else:
+                where = buffer.sharding and replicated(buffer.sharding)
+                leaves.append(decoder(leaf.wire, buffer)(jax.device_put(parts, where)))
+        return transfer.pack(leaves, self.layout, may_alias=True)
 
     # ---- reads in the background ---------------------------------------------------------------
 
@@ -314,11 +311,8 @@ class Served(Master):
         return (Transfer(variable, self.version + 1, *way, moved),)
 
     def leaves(self, meter: Meter) -> list[Any]:
-        (version,), blocks, release = self._client.read([self._name], [0])
-        try:
-            leaves = [np.array(view) for view in self._exact.layout.views(blocks[self._name])]
-        finally:
-            release()
+        (version,), blocks = self._client.read([self._name], [0])
+        leaves = [np.array(view) for view in self._exact.layout.views(blocks[self._name])]
         meter[SERVER_LINK] += self.layout.size_bytes
         self._seen = version.number
         return leaves

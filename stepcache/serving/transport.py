@@ -34,17 +34,17 @@ class Version(NamedTuple):
     epoch: int = 0
 
 
-class Received:
-    """A reply, and the blocks that came with it: memory of the engine's, until `release`.
+class Received(NamedTuple):
+    """A reply, and the blocks that came with it.
 
     Attributes:
         message: the reply.
-        blocks: their bytes.
-        lease: the number under which the host keeps them; 0 for none.
+        blocks: their bytes: memory of the engine's, which never changes while something refers to
+            the array.
     """
 
-    def __init__(self, message: Any, blocks: list[np.ndarray], lease: int = 0):
-        self.message, self.blocks, self.lease = message, blocks, lease
+    message: Any
+    blocks: list[np.ndarray]
 
 
 class Transport(Protocol):
@@ -54,10 +54,6 @@ class Transport(Protocol):
 
     def request(self, message: Request, block: Any, deadline: float) -> Any:
         """The reply to a request; None if none came in time."""
-        ...
-
-    def release(self, received: Any) -> None:
-        """Gives the blocks of a reply back."""
         ...
 
     def pause(self) -> None:

@@ -22,9 +22,8 @@ def create(each, name):
 
 
 def counts(each, name):
-    versions, blocks, release = each.read([name], [0])
+    versions, blocks = each.read([name], [0])
     found = LAYOUT.views(blocks[name])[0].copy()
-    release()
     return found, versions[0]
 
 
@@ -109,6 +108,20 @@ def test_there_are_crashes_and_losses():
     network = Network(7)
     run(network)
     assert network.crashes > 3 and len(network.snapshots) > 10
+    assert network.image is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_flushed_is_there_after_a_loss_of_power(seed):
+    network = Network(seed)
+    each = client(network)
+    create(each, "a")
+    for number in range(WRITES):
+        each.write("a", "add", LAYOUT, [one_hot(number)])
+        if number % 8 == 7:
+            each.flush()
+            network.lose_power()
+            assert counts(each, "a")[0].sum() == number + 1
 
 
 TABLE = TableType(WRITES, [2], "float64", 0.0, 0, RowOptimizer())
@@ -131,11 +144,10 @@ def test_rows_are_updated_exactly_once(block):
             each.write("table", "rows", BlockLayout(types), [ids, np.ones((5, 2))], types=types)
             expected[ids] += 1
             if random.random() < 0.3:
-                data, release = each.rows("table", ids)
+                data = each.rows("table", ids)
                 assert np.array_equal(TABLE.layout(5).views(data)[0][:, 0], expected[ids])
-                release()
         network.faults = 0.0
-        data, _ = clients[0].rows("table", np.arange(WRITES))
+        data = clients[0].rows("table", np.arange(WRITES))
         assert np.array_equal(TABLE.layout(WRITES).views(data)[0][:, 1], expected)
 
 
