@@ -12,6 +12,7 @@ from stepcache.serving.hosts import Hosts, Versions
 from stepcache.serving.lookup import Table
 from stepcache.serving.messages import DTYPES, Status
 from stepcache.serving.optimizers import export_rule, types_of
+from stepcache.serving.read_ahead import ReadAhead
 from stepcache.serving.served import Served
 from stepcache.serving.tables import TableType
 from stepcache.sharding import current_placer, processes_of
@@ -36,10 +37,13 @@ class Connection:
 
     Attributes:
         address: as given.
+        hosts: sends the requests.
     """
 
     def __init__(self, address: str, hosts: Hosts):
-        self.address, self._hosts = address, hosts
+        self.address, self.hosts = address, hosts
+        self._summing: list[Variables] = []
+        self._read_ahead = ReadAhead(hosts)
 
     def variables(
         self,
@@ -81,13 +85,16 @@ class Connection:
         _check_alone(name)
         layout = layout_of(structure, slots)
         types = types_of([(slot.path, slot) for slot in slots])
-        known = self._hosts.described(name)
+        known = self.hosts.described(name)
         rule = b""
         if write.mode == "apply" and (known is None or not known.has_rule):
             rule = export_rule(name, write.optimizer, structure, slots)
-        version = self._hosts.open(name, types, leaves, known, rule)
-        master = Served(self, self._hosts, name, layout, read, version)
-        return Variables._over(master, name, placement, read, write)
+        version = self.hosts.open(name, types, leaves, known, rule)
+        master = Served(self, self.hosts, name, layout, read, write, version)
+        made = Variables._over(master, name, placement, read, write)
+        if write.every > 1:
+            self._summing.append(made)
+        return made
 
     def table(
         self,
@@ -120,8 +127,8 @@ class Connection:
         sizes = [int(size) for size in shape]
         row = (int(rows), sizes, np.dtype(dtype).name, float(stddev), int(seed))
         kind = TableType(*row, optimizer)
-        self._hosts.make_table(name, kind)
-        return Table(self._hosts, name, kind)
+        self.hosts.make_table(name, kind)
+        return Table(self.hosts, name, kind)
 
     def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
         """Asks for the versions of several variables, and fetches what is needed.
@@ -132,38 +139,78 @@ class Connection:
         Args:
             readers: the masters, and who reads them.
             values: whether to fetch the values that the readers lack.
+
+        Raises:
+            VariablesError: the host refuses this read, or one in the background for this call.
+            ServerLostError: it did not answer in time.
         """
+        jobs = [master.taken_job() for master, _ in readers]
+        for (master, _), job in zip(readers, jobs, strict=True):
+            if job is not None and (arrival := self._read_ahead.finish(job, master)) is not None:
+                master.arrived(arrival)
         asked = [master.question(reader) for master, reader in readers]
         names, known, kept = zip(*asked, strict=True)
         if all(kept) and _are_of_one_moment(kept):
             for master, _ in readers:
                 master.answered(None, None)
             return
-        versions, leaves = self._hosts.read(names, known, values=values)
+        wires = [master.wire for master, _ in readers]
+        versions, leaves = self.hosts.read(names, known, values=values, wires=wires)
         for (master, _), *row in zip(readers, versions, leaves, strict=True):
             master.answered(*row)
 
+    def read_ahead(self, readers: Sequence[tuple[Any, Reader]]) -> None:
+        """Reads in the background what the next call of these readers could not have without it."""
+        ahead = [(master, reader) for master, reader in readers if master.reads_ahead(reader)]
+        if not ahead:
+            return
+        masters = [master for master, _ in ahead]
+        names, known, _ = zip(*(master.question(reader) for master, reader in ahead), strict=True)
+        job = self._read_ahead.start(masters, names, known)
+        for master in masters:
+            master.started(job)
+
     def status(self, host: int = 0) -> Status:
         """What a host holds, and what it has done; `Status.hosts` says how many there are."""
-        return self._hosts.clients[host].status()
+        return self.hosts.clients[host].status()
 
     def flush(self) -> None:
-        """Waits until snapshots have all that this process has written.
+        """Waits until snapshots have all that this process has pushed.
+
+        That includes what `Write(every=...)` has added up so far.
 
         Raises:
             ServerLostError: there was none in time.
         """
-        self._hosts.flush()
+        self._write_sums()
+        self.hosts.flush()
 
     def close(self) -> None:
-        """Ends the connection. What no snapshot has is not sent again if the host is lost."""
-        self._hosts.close()
+        """Writes what `Write(every=...)` has added up so far, and ends the connection.
+
+        What no snapshot has is not sent again if the host is lost.
+
+        Raises:
+            VariablesError: the host refuses a sum.
+            ServerLostError: it did not answer in time. The connection is ended all the same.
+        """
+        try:
+            self._write_sums()
+        finally:
+            self.hosts.close()
+
+    def _write_sums(self) -> None:
+        for each in self._summing:
+            each.flush()
 
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(self, *exception) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:  # Sums of an iteration that failed are not written.
+            self.hosts.close()
 
     def __repr__(self) -> str:
         return f"Connection({self.address!r})"
@@ -171,8 +218,9 @@ class Connection:
 
 def _are_of_one_moment(versions: Iterable[Versions]) -> bool:
     """Whether the parts of versions on each host were the newest ones at one moment."""
-    moments = {(host, part.moment) for version in versions for host, part in version.items()}
-    return len(moments) == len({host for host, _ in moments})
+    rows = [row for version in versions for row in version.items()]
+    moments = {(host, part.epoch, part.moment) for host, part in rows}
+    return len(moments) == len({host for host, _ in rows})
 
 
 def _check_policies(placement: object, read: object, write: object) -> None:
@@ -185,12 +233,13 @@ def _check_policies(placement: object, read: object, write: object) -> None:
             expected="Replicated() or Sharded(rules), for the copies that steps read",
             got=repr(placement),
         )
-    for policy, option, given, possible in (
-        ("read", "wire", read.wire, (None,)),
-        ("read", "prefetch", read.prefetch, (False,)),
-        ("read", "route", read.route, ("auto", "each")),
-        ("write", "wire", write.wire, (None,)),
-    ):
+    if write.wire is not None and write.mode == "assign":
+        raise OptionError(
+            f"wire={write.wire!r} would do nothing: only updates are coded in transit",
+            where="variables(write=...)",
+            hint='leave it out, or say mode="add" or "apply"',
+        )
+    for policy, option, given, possible in (("read", "route", read.route, ("auto", "each")),):
         if given not in possible:
             raise OptionError(
                 f"{option}={given!r} is not supported for served variables",

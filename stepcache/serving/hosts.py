@@ -14,13 +14,14 @@ import hashlib
 import heapq
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from stepcache.errors import VariablesError
 from stepcache.serving.client import Client
+from stepcache.serving.coding import Coding
 from stepcache.serving.messages import BlockLayout, Described, LeafType
 from stepcache.serving.tables import TableType
 from stepcache.serving.transport import Version
@@ -66,17 +67,24 @@ def leaves_by_host(name: str, sizes: Sequence[int], hosts: int) -> dict[int, lis
     return {host: sorted(leaves) for host, leaves in found.items()}
 
 
-@dataclass(frozen=True)
 class Part:
     """What one host holds of some variables.
 
-    Attributes:
+    Args:
         leaves: the numbers of the leaves.
-        block: how they lie in the block that travels.
+        types: theirs.
     """
 
-    leaves: list[int]
-    block: BlockLayout
+    def __init__(self, leaves: list[int], types: Sequence[LeafType]):
+        self.leaves, self._types = leaves, types
+        self._codings: dict[str, Coding] = {}
+        self.block = BlockLayout(types)
+
+    def coding(self, wire: str) -> Coding:
+        """How the leaves lie in the block that travels on a wire; "" for none."""
+        if wire not in self._codings:
+            self._codings[wire] = Coding(self._types, wire)
+        return self._codings[wire]
 
 
 class Hosts:
@@ -168,8 +176,7 @@ class Hosts:
         if is_whole:
             shares = {first_host(name, hosts): [*range(len(types))]}
         return {
-            host: Part(leaves, BlockLayout([types[leaf] for leaf in leaves]))
-            for host, leaves in shares.items()
+            host: Part(leaves, [types[leaf] for leaf in leaves]) for host, leaves in shares.items()
         }
 
     def _found_elsewhere(
@@ -203,14 +210,21 @@ class Hosts:
         return len(self._parts[name]) == 1
 
     def write(
-        self, name: str, mode: str, leaves: Sequence[Any], base: Versions | None = None
+        self,
+        name: str,
+        mode: str,
+        arrays: Sequence[Sequence[Any]],
+        base: Versions | None = None,
+        wire: str = "",
+        on_kept: Callable[[], None] = lambda: None,
     ) -> Versions:
         """Has a write done exactly once on each host that has leaves of the variables.
 
         Args:
-            name, mode: as in `WriteRequest`.
-            leaves: all of them.
+            name, mode, wire: as in `WriteRequest`.
+            arrays: those of each leaf, as the wire codes it.
             base: the version that they were computed from, of variables that one host has.
+            on_kept: called for each host that has done the write, or will.
 
         Raises:
             VariablesError: a host refused it. Others may have done it.
@@ -219,29 +233,37 @@ class Hosts:
         """
 
         def written(host: int, part: Part) -> Version:
-            values = [leaves[number] for number in part.leaves]
-            return self.clients[host].write(name, mode, part.block, values, _token(base, host))
+            values = [array for leaf in part.leaves for array in arrays[leaf]]
+            row = (name, mode, part.coding(wire).layout, values, _token(base, host))
+            return self.clients[host].write(*row, wire=wire, on_kept=on_kept)
 
         parts = self._parts[name]
         calls = [functools.partial(written, *row) for row in parts.items()]
         return dict(zip(parts, self.together(calls), strict=True))
 
     def read(
-        self, names: Sequence[str], known: Sequence[Versions | None], *, values: bool = True
-    ) -> tuple[list[Versions], list[list[np.ndarray] | None]]:
+        self,
+        names: Sequence[str],
+        known: Sequence[Versions | None],
+        *,
+        values: bool = True,
+        wires: Sequence[str] = (),
+    ) -> tuple[list[Versions], list[list[list[np.ndarray]] | None]]:
         """Looks at variables, on each host as they are at one moment, after all own writes.
 
         Args:
             names: of the variables.
             known: the version that the caller has of each; None for none.
             values: whether to get the values of other versions.
+            wires: which each is coded on; by default none is.
 
         Returns:
-            For each name the version, and the leaves if the caller lacks any. They never change.
+            For each name the version, and the arrays of each leaf, as its wire codes it, if the
+            caller lacks any. They never change.
         """
-        known = [*known]
+        known, wires = [*known], wires or [""] * len(names)
         while True:
-            versions, blocks = self._read_once(names, known, values)
+            versions, blocks = self._read_once(names, known, values, wires)
             partial = [
                 index
                 for index, name in enumerate(names)
@@ -251,14 +273,18 @@ class Hosts:
                 break
             for index in partial:  # Other hosts have the version that is known: get the whole.
                 known[index] = None
-        leaves = [
-            self._joined(name, found) if found else None
-            for name, found in zip(names, blocks, strict=True)
+        arrays = [
+            self._joined(name, wire, found) if found else None
+            for name, wire, found in zip(names, wires, blocks, strict=True)
         ]
-        return versions, leaves
+        return versions, arrays
 
     def _read_once(
-        self, names: Sequence[str], known: Sequence[Versions | None], values: bool
+        self,
+        names: Sequence[str],
+        known: Sequence[Versions | None],
+        values: bool,
+        wires: Sequence[str],
     ) -> tuple[list[Versions], list[dict[int, np.ndarray]]]:
         asked: dict[int, list[int]] = {}
         for index, name in enumerate(names):
@@ -267,8 +293,8 @@ class Hosts:
 
         def read(host: int, indices: list[int]) -> Any:
             tokens = [_token(known[index], host) for index in indices]
-            asked_names = [names[index] for index in indices]
-            return self.clients[host].read(asked_names, tokens, values=values)
+            asked_names, asked_wires = ([each[i] for i in indices] for each in (names, wires))
+            return self.clients[host].read(asked_names, tokens, values=values, wires=asked_wires)
 
         results = self.together([functools.partial(read, *row) for row in asked.items()])
         versions: list[Versions] = [{} for _ in names]
@@ -280,11 +306,15 @@ class Hosts:
                     blocks[index][host] = sent[names[index]]
         return versions, blocks
 
-    def _joined(self, name: str, blocks: dict[int, np.ndarray]) -> list[np.ndarray]:
-        """The leaves of variables, in their order."""
-        found: dict[int, np.ndarray] = {}
+    def _joined(
+        self, name: str, wire: str, blocks: dict[int, np.ndarray]
+    ) -> list[list[np.ndarray]]:
+        """The arrays of each leaf of variables, in the order of the leaves."""
+        found: dict[int, list[np.ndarray]] = {}
         for host, part in self._parts[name].items():
-            found.update(zip(part.leaves, part.block.views(blocks[host]), strict=True))
+            coding = part.coding(wire)
+            arrays = coding.of_leaves(coding.layout.views(blocks[host]))
+            found.update(zip(part.leaves, map(list, arrays), strict=True))
         return [found[number] for number in range(len(found))]
 
     # ---- tables --------------------------------------------------------------------------------
