@@ -56,8 +56,16 @@ class _DigestKnown(Exception):
 
 
 def serialize_executable(executable: Any) -> bytes:
-    """XLA's part of a program. One that was itself loaded must not be serialized again."""
-    return executable.client.serialize_executable(executable)
+    """XLA's part of a program. One that was itself loaded must not be serialized again.
+
+    Raises:
+        NotStorable: XLA has no form for a part of it, as for a sort's comparison on CPUs.
+    """
+    try:
+        return executable.client.serialize_executable(executable)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise NotStorable(f"XLA cannot serialize it: {reason}") from error
 
 
 def load_executable(data: bytes, devices: Sequence[Device]) -> Any:
@@ -67,11 +75,15 @@ def load_executable(data: bytes, devices: Sequence[Device]) -> Any:
     otherwise go by the numbers of the devices then.
     """
     assignment = np.array([[device.id for device in devices]])
+    client = devices[0].client
     options = compiler.get_compile_options(
-        num_replicas=1, num_partitions=len(devices), device_assignment=assignment
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=assignment,
+        backend=client,
     )
     listed = xla_client.DeviceList(tuple(devices))
-    return devices[0].client.deserialize_executable(data, listed, options)
+    return client.deserialize_executable(data, listed, options)
 
 
 def program_devices(run: Runnable) -> tuple[Device, ...]:

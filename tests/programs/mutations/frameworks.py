@@ -178,6 +178,20 @@ INSTALLED += [
         version="1.«0¦1»",
     ),
     _installed(
+        "method_that_a_package_calls",
+        "class Mine:\n    def rate(self): return «2¦3»\n"
+        "mine = Mine()\ndef step(x): return package.scale(x, mine)",
+        {"__init__.py": "def scale(x, config): return x * config.rate()"},
+        "Mine.rate",
+    ),
+    _installed(
+        "property_that_a_package_reads",
+        "class Mine:\n    @property\n    def rate(self): return «2¦3»\n"
+        "mine = Mine()\ndef step(x): return package.scale(x, mine)",
+        {"__init__.py": "def scale(x, config): return x * config.rate"},
+        "Mine.rate",
+    ),
+    _installed(
         "content_edit",
         "def step(x): return package.scale(x)",
         {"__init__.py": "def scale(x): return x * «2¦3»"},
