@@ -25,6 +25,7 @@ from stepcache.jaxcompat.tree_codec import decode_tree, encode_tree
 if CAN_STORE:
     from jax._src import compiler
     from jax._src.interpreters import pxla
+    from jax._src.lib import lapack
     from jaxlib import xla_client
 
 
@@ -74,6 +75,9 @@ def load_executable(data: bytes, devices: Sequence[Device]) -> Any:
     They need not be those that it was compiled for. The options say so to XLA too, which would
     otherwise go by the numbers of the devices then.
     """
+    if _CALLS_LAPACK in data:
+        # Through pointers that JAX sets when it lowers such a call; unset, they end the process.
+        lapack.prepare_lapack_call("potrf_ffi", np.dtype(np.float32))
     assignment = np.array([[device.id for device in devices]])
     client = devices[0].client
     options = compiler.get_compile_options(
@@ -84,6 +88,9 @@ def load_executable(data: bytes, devices: Sequence[Device]) -> Any:
     )
     listed = xla_client.DeviceList(tuple(devices))
     return client.deserialize_executable(data, listed, options)
+
+
+_CALLS_LAPACK = b"lapack_"  # Begins the names of all its functions, on CPUs.
 
 
 def program_devices(run: Runnable) -> tuple[Device, ...]:
