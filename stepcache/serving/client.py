@@ -1,13 +1,12 @@
 """`Client`: numbers the writes of one process, and repeats those that the host may have lost.
 
-A write is kept until a snapshot of the host has it. Whoever joins a host that was started again
-sends, in order, what that host does not have; the host does each write once.
+A write is kept until a snapshot or an image of the host has it. Whoever joins a host that was
+started again sends, in order, what that host does not have; the host does each write once.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
 import logging
 import secrets
 import threading
@@ -38,11 +37,12 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
-from stepcache.serving.transport import Transport, Version, keep_in_thread
+from stepcache.serving.transport import Transport, Version, keep_in_thread, refusal
 from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
 
 _TRANSIENT = ("epoch", "gap", "recovering")
+_ADDING, _LAST_MOMENT = ("add", "apply", "rows"), 1 << 62
 _KEPT_SECONDS = 0.5  # How often a client that has written looks whether the host has begun anew.
 
 T = TypeVar("T")
@@ -79,9 +79,8 @@ class Client:
         max_unsaved_bytes: int = 1 << 30,
         keeps: bool = True,
     ):
-        self._keeps = keeps
-        self.name = secrets.token_hex(16)
-        self.where, self._timeout = where, timeout
+        self.name, self.where = secrets.token_hex(16), where
+        self._timeout, self._keeps = timeout, keeps
         self._max_unsaved_bytes = max_unsaved_bytes
         self._transport = connect(self.name)
         self._lock = threading.RLock()
@@ -89,6 +88,7 @@ class Client:
         self._next = 1
         self._unsaved: collections.deque[_Sent] = collections.deque()
         self._unsaved_bytes = 0
+        self._is_flushed = True
         self._is_closed = False
         self._keeper: threading.Thread | None = None
 
@@ -126,14 +126,30 @@ class Client:
             sent = _Sent(WriteRequest(*row), block)
             self._unsaved.append(sent)
             self._unsaved_bytes += block.data.size
-            self._next += 1
+            self._next, self._is_flushed = self._next + 1, False
             if self._keeps and self._keeper is None:
                 self._keeper = keep_in_thread(self.keep, _KEPT_SECONDS)
             reply = self._send(sent, deadline)
             if isinstance(reply, Written):
                 return Version(reply.number, reply.token, reply.moment, reply.epoch)
             self._drop(sent)
-            raise self._refusal(name, reply)
+            raise refusal(reply, name)
+
+    def create(self, name: str, mode: str, *what: Any, **more: Any) -> Version:
+        """Has variables or a table made, unless they are there, as `write` does.
+
+        It returns when a snapshot or an image has them: others write to them then, and it takes
+        more than the end of this process and of the host to lose them.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            version = self.write(name, mode, *what, **more)
+            while (found := self.describe(name)) is not None:
+                if found.is_saved:
+                    return version
+                if time.monotonic() > deadline:
+                    raise self._lost()
+                self._transport.pause()
 
     def _send(self, sent: _Sent, deadline: float) -> Any:
         """The reply to a write that has not been confirmed."""
@@ -161,9 +177,9 @@ class Client:
                 self._give_up(sent, reply)
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
-        """Waits until a snapshot has so much that another write may be kept."""
+        """Waits until so much is in a snapshot or an image that another write may be kept."""
         while self._unsaved and self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
-            self._request(SnapshotRequest(), None, deadline)
+            self._request(SnapshotRequest(on_disk=False), None, deadline)
             self._join(deadline)
             if self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
                 self._transport.pause()
@@ -193,14 +209,13 @@ class Client:
     def _repeat(self, joined: Joined, deadline: float) -> bool:
         """Sends what the host does not have. Returns False if it has been started again."""
         for sent in self._unsaved:
-            sequence = sent.request.sequence
-            if sequence <= joined.applied:
+            if sent.request.sequence <= joined.applied:
                 continue
-            if sent.stamp is None:
-                break  # What was not confirmed is a new write: it waits until all have joined.
-            # It is done again whatever others have written.
-            row = {"epoch": joined.epoch, "base": 0, "stamp": sent.stamp}
-            request = replace(sent.request, **row)
+            if sent.stamp is None and sent.request.mode not in _ADDING:
+                break  # It was not confirmed: it is a new write, once all have joined.
+            # It is done again whatever others have written: somebody may have seen it.
+            stamp = sent.stamp or (sent.request.epoch, _LAST_MOMENT)
+            request = replace(sent.request, epoch=joined.epoch, base=0, stamp=stamp)
             reply = self._request(request, sent.block, deadline).message
             if isinstance(reply, Refused) and reply.kind in _TRANSIENT:
                 return False
@@ -233,7 +248,7 @@ class Client:
 
     def read(
         self, names: Sequence[str], known: Sequence[int], *, values: bool = True
-    ) -> tuple[list[Version], dict[str, np.ndarray], Callable[[], None]]:
+    ) -> tuple[list[Version], dict[str, np.ndarray]]:
         """Looks at variables, as they are at one moment, after all writes of this client.
 
         Args:
@@ -242,8 +257,8 @@ class Client:
             values: whether to get the values of other versions.
 
         Returns:
-            The versions, the blocks of those that the caller lacks, and a function that gives the
-            blocks back, which must not be read after it.
+            The versions, and the blocks of those that the caller lacks. A block never changes: the
+            host keeps it until nothing here refers to the array.
 
         Raises:
             VariablesError: the host does not have them.
@@ -252,15 +267,14 @@ class Client:
         deadline = time.monotonic() + self._timeout
         with self._lock:
             message = ReadRequest([*names], [*known], values)
-            received = self._read(message, None, deadline, ", ".join(names))
-            reply = received.message
+            reply, data = self._read(message, None, deadline, ", ".join(names))
         sent = [name for name, is_sent in zip(names, reply.sent, strict=True) if is_sent]
-        blocks = dict(zip(sent, received.blocks, strict=True))
+        blocks = dict(zip(sent, data, strict=True))
         rows = zip(reply.numbers, reply.tokens, strict=True)
         versions = [Version(*row, reply.moment, reply.epoch) for row in rows]
-        return versions, blocks, functools.partial(self._release, received)
+        return versions, blocks
 
-    def rows(self, name: str, ids: np.ndarray) -> tuple[np.ndarray, Callable[[], None]]:
+    def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Rows of a table, after all writes of this client.
 
         Args:
@@ -268,35 +282,31 @@ class Client:
             ids: of 64 bits.
 
         Returns:
-            The block of the rows, and a function that gives it back.
+            The block of the rows.
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
             block = self._transport.allocate(ids.nbytes)
             block.data[:] = ids.view(np.uint8)
-            received = self._read(RowsRequest(name), block, deadline, name)
-        (data,) = received.blocks
-        return data, functools.partial(self._release, received)
+            _, (data,) = self._read(RowsRequest(name), block, deadline, name)
+        return data
 
-    def _read(self, message: Request, block: Block | None, deadline: float, where: str) -> Any:
-        """The reply to a read, of a host that has all writes of this client."""
+    def _read(
+        self, message: Request, block: Block | None, deadline: float, where: str
+    ) -> tuple[Values, list[np.ndarray]]:
+        """The reply to a read, of a host that has all writes of this client, and its blocks."""
         while True:
             self._settle(deadline)
             received = self._request(message, block, deadline)
             reply = received.message
             if isinstance(reply, Values) and reply.epoch == self._epoch:
-                return received
-            if isinstance(reply, Values):
-                self._transport.release(received)
-            elif not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
-                raise self._refusal(where, reply)
+                return reply, received.blocks
+            is_transient = isinstance(reply, Refused) and reply.kind in _TRANSIENT
+            if not is_transient and not isinstance(reply, Values):
+                raise refusal(reply, where)
             self._join(deadline)
-            if isinstance(reply, Refused):
+            if is_transient:
                 self._transport.pause()
-
-    def _release(self, received: Any) -> None:
-        with self._lock:
-            self._transport.release(received)
 
     def describe(self, name: str) -> Described | None:
         """What some variables are; None if the host does not have them."""
@@ -317,26 +327,32 @@ class Client:
 
     def _expected(self, reply: Any, kind: type[T], name: str | None = None) -> T:
         if not isinstance(reply, kind):
-            raise self._refusal(name, reply)
+            raise refusal(reply, name or self.where)
         return reply
 
     def flush(self) -> None:
-        """Waits until a snapshot has all writes of this client.
+        """Waits until a snapshot on the disk has all writes of this client.
 
         Raises:
             ServerLostError: there was none in time.
         """
         deadline = time.monotonic() + self._timeout
-        while True:
-            with self._lock:
-                if not self._unsaved:
-                    return
+        wanted: float | None = None
+        with self._lock:
+            while not self._is_flushed:
                 self._settle(deadline)
-                self._request(SnapshotRequest(), None, deadline)
+                reply = self._request(SnapshotRequest(on_disk=True), None, deadline).message
+                status = self._expected(reply, Status)
+                if status.epoch != self._epoch:
+                    wanted = None  # Moments of the host have begun anew.
+                elif wanted is None:
+                    wanted = status.counts["writes"]
+                self._is_flushed = wanted is not None and status.stored >= wanted
                 self._join(deadline)
                 if time.monotonic() > deadline:
                     raise self._lost()
-                self._transport.pause()
+                if not self._is_flushed:
+                    self._transport.pause()
 
     # ---- a host that begins anew ---------------------------------------------------------------
 
@@ -374,16 +390,6 @@ class Client:
             f"the host of the variables has not answered in {self._timeout:g} s{kept}",
             where=self.where,
             hint="start it again with `stepcache serve`: what no snapshot has is sent again",
-        )
-
-    def _refusal(self, name: str | None, reply: Any) -> VariablesError:
-        why = reply.why if isinstance(reply, Refused) else f"a {type(reply).__name__} came back"
-        hint = "where several processes write, push updates: only one may carry"
-        has_conflict = isinstance(reply, Refused) and reply.kind == "conflict"
-        return VariablesError(
-            f"the host of the variables refuses: {why}",
-            where=name or self.where,
-            hint=hint if has_conflict else None,
         )
 
     def close(self) -> None:

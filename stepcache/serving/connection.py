@@ -89,6 +89,7 @@ class Connection:
             rule = export_rule(name, write.optimizer, structure, slots)
         if (
             known is not None
+            and known.is_saved
             and not rule
             and [*map(_listed, known.types)] == [*map(_listed, types)]
         ):
@@ -96,7 +97,7 @@ class Connection:
         else:
             value = [np.asarray(leaf) for leaf in leaves]
             block = BlockLayout(types)
-            version = self.client.write(name, "create", block, value, types=types, rule=rule)
+            version = self.client.create(name, "create", block, value, types=types, rule=rule)
         master = Served(self, self.client, name, layout, read, version)
         return Variables._over(master, name, placement, read, write)
 
@@ -131,7 +132,7 @@ class Connection:
         sizes = [int(size) for size in shape]
         row = (int(rows), sizes, np.dtype(dtype).name, float(stddev), int(seed))
         kind = TableType(*row, optimizer)
-        self.client.write(name, "create table", BlockLayout([]), [], rule=kind.packed())
+        self.client.create(name, "create table", BlockLayout([]), [], rule=kind.packed())
         return Table(self.client, name, kind)
 
     def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
@@ -150,12 +151,9 @@ class Connection:
                 master.answered(None, None)
             return
         names, known = [name for name, _, _ in asked], [token for _, token, _ in asked]
-        versions, blocks, release = self.client.read(names, known, values=values)
-        try:
-            for (master, _), name, version in zip(readers, names, versions, strict=True):
-                master.answered(version, blocks.get(name))
-        finally:
-            release()
+        versions, blocks = self.client.read(names, known, values=values)
+        for (master, _), name, version in zip(readers, names, versions, strict=True):
+            master.answered(version, blocks.get(name))
 
     def status(self) -> Status:
         """What the host holds, and what it has done."""

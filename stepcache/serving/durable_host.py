@@ -2,6 +2,9 @@
 
 What every engine needs, and no transport. An engine hands requests to `handle`, and calls `tend`
 every few hundredths of a second.
+
+Clients keep what they have written until it would outlive the host's process: until a snapshot has
+it, or, where the host is always started on the same machine, an image (see `images`).
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import collections
 import errno
 import fcntl
+import functools
 import logging
 import os
 import threading
@@ -22,14 +26,15 @@ import numpy as np
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving import snapshots
 from stepcache.serving.host import Block, Host, HostState
-from stepcache.serving.messages import Refused, Reply, Request, SnapshotRequest, Status
+from stepcache.serving.images import CAN_IMAGE, Images
+from stepcache.serving.messages import LeafType, Refused, Reply, Request, SnapshotRequest, Status
 from stepcache.serving.optimizers import ExportedRule
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory
 from stepcache.units import counted
 
 TEND_SECONDS = 0.05
-_SNAPSHOT_BYTES = 512 << 20  # After so much written: clients keep what no snapshot has.
+_KEPT_BYTES = 512 << 20  # After so much written, clients are told to keep less.
 _TIMED_REQUESTS = 4096
 _RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS = 1.5, 5.0
 _EPOCH = "epoch"
@@ -46,6 +51,7 @@ class DurableHost:
         snapshot_seconds: a snapshot is written so long after a write, unless one has been.
         snapshot_writes: and after so many writes.
         recovery_seconds: how long all clients wait after a crash for those that no snapshot knows.
+        has_images: whether images are written. The host must be started again on this machine.
 
     Attributes:
         directory: absolute.
@@ -66,15 +72,19 @@ class DurableHost:
         snapshot_seconds: float = 30.0,
         snapshot_writes: int = 10_000,
         recovery_seconds: float = _RECOVERY_SECONDS,
+        has_images: bool = False,
     ):
         self.directory = directory.expanduser().resolve()
         self._every_seconds, self._every_writes = snapshot_seconds, snapshot_writes
         self._recovery_seconds = recovery_seconds
         make_directory(self.directory)
         self._lock = _lock(self.directory)
-        self._snapshots = self.directory / "snapshots"
+        path = self.directory / "snapshots"
+        self._images = Images(self.directory, _state_types)
         try:
-            state, self._snapshot = snapshots.newest(self._snapshots, allocate)
+            state, self._snapshot = snapshots.newest(path, allocate)
+            stored = state.moment if state else 0
+            state = self._newer(state, allocate)
             epoch, was_stopped = _next_epoch(self.directory)
         except BaseException:
             self.close()
@@ -83,12 +93,24 @@ class DurableHost:
         self._started = time.monotonic()
         if not was_stopped:
             self.host.waiting_for = {"", *_alive(state)}
-        self._saved_moment, self._saved_bytes = self.host.moment, 0
+        write = functools.partial(snapshots.write, path, state_types=_state_types)
+        self._stored = _Saved("snapshots", write, stored)
+        self._kept = self._stored  # What lets clients forget.
+        if has_images and CAN_IMAGE:
+            self._kept = _Saved("images", self._images.write, self.host.moment)
+        self._kept_bytes = 0  # Of the writes when it was begun.
         self._changed_time: float | None = None
-        self._wanted = False
-        self._saving: _Saving | None = None
+        self._is_wanted, self._is_keeping_wanted = stored < self.host.moment, False
         self.counts: collections.Counter[str] = collections.Counter()
         self.seconds: collections.deque[float] = collections.deque(maxlen=_TIMED_REQUESTS)
+
+    def _newer(self, state: HostState | None, allocate: Callable[[int], Block]) -> HostState | None:
+        """What an image has, if that is more than a snapshot has."""
+        image = self._images.newest(allocate) if CAN_IMAGE else None
+        if image is not None and image.moment > (state.moment if state else 0):
+            return image
+        self._images.remove()  # From now on the host may do other writes than an image has.
+        return state
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -113,9 +135,13 @@ class DurableHost:
         except Exception as error:  # The host has not changed. Others go on.
             _log.exception("%s of %s failed", name, client)
             reply, blocks = Refused("failed", first_line(error), self.host.epoch), []
-        self._wanted |= isinstance(message, SnapshotRequest) or self.host.created
+        self._is_keeping_wanted |= bool(self.host.unsaved)
+        if isinstance(message, SnapshotRequest):
+            self._is_wanted |= message.on_disk
+            self._is_keeping_wanted |= not message.on_disk
         if isinstance(reply, Status):
-            reply = replace(reply, counts=self._counted(reply), snapshot=self._snapshot)
+            rest = {"snapshot": self._snapshot, "stored": self._stored.moment}
+            reply = replace(reply, counts=self._counted(reply), **rest)
         if isinstance(reply, Refused) and reply.kind == "malformed":
             self.counts["malformed messages"] += 1
         self.counts[name] += 1
@@ -138,43 +164,49 @@ class DurableHost:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a snapshot is being written, or will be."""
-        return self._saving is not None or self._changed_time is not None
+        """Whether a snapshot or an image is being written, or will be."""
+        return self._stored.is_busy or self._kept.is_busy or self._changed_time is not None
 
     def tend(self) -> None:
-        """Does what is due: ends the recovery, begins and ends snapshots."""
+        """Does what is due: ends the recovery, begins and ends snapshots and images."""
         if self.host.waiting_for:
             self._end_recovery()
-        if self._saving is not None:
-            if self._saving.is_alive():
-                return
-            self._end(self._saving)
-        now, moment = time.monotonic(), self.host.moment
-        if moment == self._saved_moment:
-            self._wanted, self._changed_time = False, None
-            return
-        self._changed_time = self._changed_time or now
-        is_due = moment - self._saved_moment >= self._every_writes
-        is_due |= self.counts["bytes written"] - self._saved_bytes >= _SNAPSHOT_BYTES
-        is_due |= now - self._changed_time >= self._every_seconds
-        if self._wanted or is_due:
-            self._saving = _Saving(self._snapshots, self.host.state())
-            self._wanted, self._changed_time = False, None
-            self._saved_bytes = self.counts["bytes written"]
-            self._saving.start()
-
-    def _end(self, saving: _Saving) -> None:
-        saving.join()
-        self._saving = None
-        if saving.error is None:
-            self.host.is_saved(saving.state)
-            self._saved_moment = saving.state.moment
-            self._snapshot = f"step_{saving.state.moment:08}"
-            self.counts["snapshots"] += 1
+        for saved in {self._stored, self._kept}:
+            if saved.has_ended:
+                self._end(saved)
+        now, moment, written = time.monotonic(), self.host.moment, self.counts["bytes written"]
+        if moment == self._stored.moment:
+            self._is_wanted, self._changed_time = False, None
         else:
-            self.counts["failed snapshots"] += 1
+            self._changed_time = self._changed_time or now
+            is_due = self._is_wanted or moment - self._stored.moment >= self._every_writes
+            if is_due or now - self._changed_time >= self._every_seconds:
+                self._begin(self._stored)
+        if moment == self._kept.moment:
+            self._is_keeping_wanted = False
+        elif self._is_keeping_wanted or written - self._kept_bytes >= _KEPT_BYTES:
+            self._begin(self._kept)
+
+    def _begin(self, saved: _Saved) -> None:
+        if saved.is_busy:
+            return
+        saved.begin(self.host.state())
+        if saved is self._stored:
+            self._is_wanted, self._changed_time = False, None
+        if saved is self._kept:
+            self._is_keeping_wanted, self._kept_bytes = False, self.counts["bytes written"]
+
+    def _end(self, saved: _Saved) -> None:
+        state, error = saved.end()
+        if error is None:
+            self.host.is_saved(state)
+            self.counts[saved.name] += 1
+        else:
+            self.counts[f"failed {saved.name}"] += 1
             self._changed_time = time.monotonic()  # Not again at once.
-            _log.error("no snapshot could be written: %s", saving.error)
+            _log.error("none of the %s could be written: %s", saved.name, error)
+        if saved is self._stored and error is None:
+            self._snapshot = f"step_{state.moment:08}"
 
     def _end_recovery(self) -> None:
         """Stops waiting for clients that have had time enough."""
@@ -192,15 +224,16 @@ class DurableHost:
         Returns:
             Whether the last snapshot has everything.
         """
-        if self._saving is not None:
-            self._end(self._saving)
-        if self.host.moment != self._saved_moment:
-            saving = _Saving(self._snapshots, self.host.state())
-            saving.start()
-            self._end(saving)
-        is_saved = self.host.moment == self._saved_moment
+        for saved in {self._stored, self._kept}:
+            if saved.is_busy:
+                self._end(saved)
+        if self.host.moment != self._stored.moment:
+            self._begin(self._stored)
+            self._end(self._stored)
+        is_saved = self.host.moment == self._stored.moment
         if is_saved:
             replace_file(self.directory / _EPOCH, f"{self.host.epoch} stopped")
+            self._images.remove()
         return is_saved
 
     def close(self) -> None:
@@ -208,19 +241,61 @@ class DurableHost:
         os.close(self._lock)
 
 
-class _Saving(threading.Thread):
-    """A snapshot that is being written. The blocks of its state do not change meanwhile."""
+class _Saved:
+    """What was written of the host's states, by a thread. Their blocks do not change meanwhile.
 
-    def __init__(self, directory: Path, state: HostState):
-        super().__init__(name="stepcache snapshot", daemon=True)
-        self.directory, self.state = directory, state
-        self.error: Exception | None = None
+    Args:
+        name: in counts and logs.
+        write: writes a state.
+        moment: of the last one that was written.
 
-    def run(self) -> None:
+    Attributes:
+        name, moment: as given, and now.
+    """
+
+    def __init__(self, name: str, write: Callable[[HostState], None], moment: int):
+        self.name, self.moment, self._write = name, moment, write
+        self._state: HostState | None = None
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a state is being written, or waits for `end`."""
+        return self._thread is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a state waits for `end`."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def begin(self, state: HostState) -> None:
+        """Begins to write a state."""
+        self._state, self._error = state, None
+        self._thread = threading.Thread(target=self._run, name=f"stepcache {self.name}")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def _run(self) -> None:
         try:
-            snapshots.write(self.directory, self.state, lambda rule: ExportedRule(rule).state_types)
+            assert self._state is not None
+            self._write(self._state)
         except Exception as error:
-            self.error = error
+            self._error = error
+
+    def end(self) -> tuple[HostState, Exception | None]:
+        """The state, once it is written, and why it could not be."""
+        state, thread = self._state, self._thread
+        assert state is not None and thread is not None
+        thread.join()
+        if self._error is None:
+            self.moment = state.moment
+        self._state = self._thread = None
+        return state, self._error
+
+
+def _state_types(rule: bytes) -> list[LeafType]:
+    return ExportedRule(rule).state_types
 
 
 # ---- one process a directory -------------------------------------------------------------------

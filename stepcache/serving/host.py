@@ -133,8 +133,8 @@ class Host:
         waiting_for: the clients that may have to send something again. Before they have, others
             neither read nor write: they would not see what has been acknowledged.
         moment: the number of writes done, over all incarnations that snapshots connect.
-        saved: the last write of each client that is in a snapshot.
-        created: whether variables were created that no snapshot has.
+        saved: the last write of each client that is in a snapshot or in an image.
+        unsaved: names of variables and tables that are in none.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Host:
         self._processes = dict(state.processes)
         self.waiting_for: set[str] = set()
         self.saved = dict(state.applied)
-        self.created = False
+        self.unsaved: set[str] = set()
 
     def handle(self, request: Request, payload: np.ndarray | None) -> tuple[Reply, list[Block]]:
         """Serves a request.
@@ -179,9 +179,7 @@ class Host:
                 case JoinRequest():
                     return self._join(request), []
                 case DescribeRequest():
-                    held = self._find(request.name)
-                    rows = (self.epoch, held.number, held.layout.types, bool(held.rule))
-                    return Described(*rows), []
+                    return self._described(request.name), []
                 case StatusRequest() | SnapshotRequest():
                     return self.status(), []
         except _RefusalError as error:
@@ -218,6 +216,13 @@ class Host:
             raise _refused("unknown", f"there are no variables {name!r} here; known: {known}")
         return held
 
+    def _described(self, name: str) -> Described:
+        is_saved = name not in self.unsaved
+        if (table := self._tables.held.get(name)) is not None:
+            return Described(self.epoch, table.number, [], True, is_saved)
+        held = self._find(name)
+        return Described(self.epoch, held.number, held.layout.types, bool(held.rule), is_saved)
+
     # ---- writes --------------------------------------------------------------------------------
 
     def _join(self, request: JoinRequest) -> Joined:
@@ -245,41 +250,40 @@ class Host:
             self._check_recovered()
         if request.sequence > applied + 1:
             raise _refused("gap", f"write {applied + 1} comes before write {request.sequence}")
-        created = False
         if request.sequence == applied + 1:
-            created = self._do(request, payload)
+            self._do(request, payload)
             self._applied[request.client] = request.sequence
             self._applied.move_to_end(request.client)
         saved = self.saved.get(request.client, 0)
         held = self._tables.held.get(request.name) or self._find(request.name)
-        return Written(self.epoch, self.moment, held.number, held.token, saved, created)
+        return Written(self.epoch, self.moment, held.number, held.token, saved)
 
-    def _do(self, request: WriteRequest, payload: np.ndarray | None) -> bool:
-        """Does a write, or raises and changes nothing. Returns whether it created variables."""
+    def _do(self, request: WriteRequest, payload: np.ndarray | None) -> None:
+        """Does a write, or raises and changes nothing."""
         if payload is None or payload.ndim != 1 or payload.dtype != np.uint8:
             raise MalformedMessageError("a write without a value")
         match request.mode:
             case "create":
-                return self._create(request, payload)
+                self._create(request, payload)
+                return
             case "create table" | "rows" if request.name in self._held:
                 raise _refused("type", f"{request.name} are variables, and no table")
             case "create table":
-                is_new = self._tables.create(request.name, request.rule, _token(0, request))
-                self.created |= is_new
-                self.moment += is_new
-                return is_new
+                if self._tables.create(request.name, request.rule, _token(0, request)):
+                    self._is_new(request.name)
+                return
             case "rows":
                 table = self._tables.update(request.name, request.types, payload)
                 table.number, table.token = table.number + 1, _token(table.token, request)
                 self.moment += 1
-                return False
+                return
         held = self._find(request.name)
         if payload.size != held.layout.size_bytes:
             expected = held.layout.size_bytes
             raise _refused("type", f"{request.name} has {expected} bytes, and not {payload.size}")
         stamp = (request.stamp[0], request.stamp[1])  # A list, if it was unpacked.
         if (0, 0) < stamp < held.assigned:
-            return False  # It is repeated, and was written over.
+            return  # It is repeated, and was written over.
         if request.base not in (0, held.token):
             raise _refused(
                 "conflict", f"somebody has written version {held.number} of {request.name}"
@@ -301,9 +305,8 @@ class Host:
         if request.mode == "assign":
             held.assigned = stamp if any(stamp) else (self.epoch, self.moment)
         held.token = _token(0 if request.mode == "assign" else held.token, request)
-        return False
 
-    def _create(self, request: WriteRequest, payload: np.ndarray) -> bool:
+    def _create(self, request: WriteRequest, payload: np.ndarray) -> None:
         layout, name = BlockLayout(request.types), request.name
         if payload.size != layout.size_bytes:
             raise MalformedMessageError("the value has another size than its leaves")
@@ -316,7 +319,7 @@ class Host:
             if bool(held.rule) != bool(request.rule):
                 has = "has an optimizer" if held.rule else "has no optimizer"
                 raise _refused("type", f"{name} is there already, and {has}")
-            return False
+            return
         if not name or name in self._tables.held or len(self._held) >= MAX_NAMES:
             raise MalformedMessageError(f"no name, that of a table, or over {MAX_NAMES} variables")
         made = HeldVariables(
@@ -326,9 +329,11 @@ class Host:
             rule = self._rule(made)
             made.state = self._filled(rule.state_types, rule.init(layout.views(made.value.data)))
         self._held[name] = made
-        self.created = True
+        self._is_new(name)
+
+    def _is_new(self, name: str) -> None:
+        self.unsaved.add(name)
         self.moment += 1
-        return True
 
     # ---- optimizers ----------------------------------------------------------------------------
 
@@ -373,12 +378,11 @@ class Host:
         return HostState(held, dict(self._applied), self.moment, processes, tables)
 
     def is_saved(self, state: HostState) -> None:
-        """Notes that a state is in a snapshot."""
-        self.saved = {name: state.applied.get(name, 0) for name in self._applied}
-        is_there = self._held.keys() <= state.variables.keys()
-        self.created = self.created and not (
-            is_there and self._tables.held.keys() <= state.tables.keys()
-        )
+        """Notes that a state is in a snapshot, or in an image."""
+        self.saved = {
+            name: max(state.applied.get(name, 0), self.saved.get(name, 0)) for name in self._applied
+        }
+        self.unsaved -= state.variables.keys() | state.tables.keys()
 
     def status(self) -> Status:
         """What the host holds, and what it has done."""

@@ -1,13 +1,12 @@
 """The local engine: a host of variables for the processes of one machine, over ZeroMQ.
 
 One thread serves one message after the other. Large values do not travel: a reader maps the memory
-that the host has them in, and the host reads what a writer has written to its own. A read leases
-the blocks that it gets; they are not used again before the reader has given them back, or ended.
+that the host has them in, and the host reads what a writer has written to its own. A reader locks
+the blocks that it gets, before its next request: until then they stay.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import json
@@ -16,7 +15,7 @@ import resource
 import tempfile
 import threading
 import time
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,7 @@ from stepcache.serving.durable_host import TEND_SECONDS, DurableHost, replace_fi
 from stepcache.serving.local_transport import ADDRESS_FILE
 from stepcache.serving.messages import (
     MalformedMessageError,
-    Refused,
     Reply,
-    Status,
     from_plain,
     to_plain,
 )
@@ -41,7 +38,6 @@ from stepcache.storage.private_files import make_directory
 
 MAX_FRAME_BYTES = 16 << 20 if CAN_SHARE else 4 << 30
 _SWEEP_SECONDS = 2.0
-_LEASES_A_CLIENT = 1024
 _MAX_SOCKET_PATH = 100  # Of 107 that the system allows.
 
 
@@ -59,12 +55,11 @@ class LocalServer:
 
     def __init__(self, directory: Path, **options: Any):
         self._pool, self._opened = Pool(), Opened()
-        self._durable = DurableHost(directory, self._pool.allocate, **options)
+        self._durable = DurableHost(directory, self._pool.allocate, has_images=True, **options)
         self.directory, self.host = self._durable.directory, self._durable.host
         self._counts = self._durable.counts
-        self._leases: dict[str, dict[int, list[Any]]] = collections.defaultdict(dict)
+        self._sent: dict[str, tuple[int, list[Any]]] = {}  # Number and blocks of the last reply.
         self._processes: dict[str, Process] = {}
-        self._lease = 0
         self._stopping = threading.Event()
         _allow_many_files()
         self._context = zmq.Context()
@@ -93,7 +88,8 @@ class LocalServer:
             while not self._stopping.is_set():
                 timeout = TEND_SECONDS if self._durable.is_waiting else 10 * TEND_SECONDS
                 if poller.poll(int(timeout * 1000)):
-                    self._serve_all()
+                    frames = self._socket.recv_multipart(copy=False)
+                    self._serve([frame.buffer for frame in frames])
                 self._durable.tend()
                 if time.monotonic() > swept + _SWEEP_SECONDS:
                     self._sweep()
@@ -114,22 +110,14 @@ class LocalServer:
             self._path.unlink()
         self._durable.close()
 
-    def _serve_all(self) -> None:
-        for _ in range(256):  # Then snapshots get their turn.
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._serve([frame.buffer for frame in frames])
-
     def _serve(self, frames: list[Any]) -> None:
         started = time.perf_counter()
         self._counts["bytes received"] += sum(len(frame) for frame in frames)
         number, client = 0, ""
         try:
-            number, client, released, place, message = _envelope(frames)
-            for lease in released:
-                self._leases[client].pop(lease, None)
+            number, client, place, message = _envelope(frames)
+            if client in self._sent and number > self._sent[client][0]:
+                del self._sent[client]  # It has locked what it goes on to read.
             payload = self._payload(place, frames)
         except (MalformedMessageError, OSError) as error:
             reply: Reply = self._durable.refuse_malformed(error)
@@ -138,9 +126,6 @@ class LocalServer:
         reply, blocks = self._durable.handle(client, message, payload)
         if hasattr(message, "process") and (process := Process.parse(message.process)):
             self._processes[client] = process
-        if isinstance(reply, Status):
-            leases = sum(map(len, self._leases.values()))
-            reply = replace(reply, counts={**reply.counts, "leases": leases})
         self._send(bytes(frames[0]), number, client, reply, blocks)
         self._durable.seconds.append(time.perf_counter() - started)
 
@@ -153,37 +138,27 @@ class LocalServer:
 
     def _send(self, peer: bytes, number: int, client: str, reply: Reply, blocks: list[Any]) -> None:
         places = [block.place and astuple(block.place) for block in blocks]
-        lease = 0
         if any(places):
-            self._lease = lease = self._lease + 1
-            held = self._leases[client]
-            held[lease] = blocks
-            if len(held) > _LEASES_A_CLIENT:
-                blocks, places, lease = [], [], 0
-                held.clear()
-                reply = Refused("malformed", "too many leases", self.host.epoch)
-        header = plain.pack([number, lease, places, to_plain(reply)])
+            self._sent.setdefault(client, (number, []))[1].extend(blocks)
+        header = plain.pack([number, places, to_plain(reply)])
         inline = [block.data for block in blocks if block.place is None]
         self._counts["bytes sent"] += len(header) + sum(each.size for each in inline)
-        self._counts["bytes leased"] += sum(each[-1] for each in places if each)
+        self._counts["bytes shared"] += sum(each[-1] for each in places if each)
         try:
             self._socket.send_multipart([peer, header, *inline], zmq.NOBLOCK)
         except zmq.ZMQError:  # It has gone, or does not read: it asks again if it is there.
             self._counts["replies dropped"] += 1
-            self._leases[client].pop(lease, None)
 
     def _sweep(self) -> None:
-        """Takes back what ended processes had leased."""
+        """Forgets the blocks of processes that have ended."""
         for client, process in list(self._processes.items()):
             if process.is_local() and process.has_ended():
                 del self._processes[client]
-                self._leases.pop(client, None)
+                self._sent.pop(client, None)
                 self._opened.forget(process.pid)
-        for client in [client for client, leases in self._leases.items() if not leases]:
-            del self._leases[client]
 
 
-def _envelope(frames: list[Any]) -> tuple[int, str, list[int], Any, Any]:
+def _envelope(frames: list[Any]) -> tuple[int, str, Any, Any]:
     """What a request consists of.
 
     Raises:
@@ -192,19 +167,18 @@ def _envelope(frames: list[Any]) -> tuple[int, str, list[int], Any, Any]:
     if not 2 <= len(frames) <= 3:
         raise MalformedMessageError(f"{len(frames)} frames")
     try:
-        number, client, released, place, message = plain.unpack(bytes(frames[1]))
+        number, client, place, message = plain.unpack(bytes(frames[1]))
     except Exception:
         raise MalformedMessageError("its header cannot be read") from None
     fits = (
         plain.fits(number, int)
         and plain.fits(client, str)
-        and plain.fits(released, list[int])
         and (place is None or plain.fits(place, tuple[int, int, int, int, int]))
         and len(client) <= 64
     )
     if not fits or (place is not None and not 0 < place[-1] < 1 << 62):
         raise MalformedMessageError("its header is of another type")
-    return number, client, released, place, from_plain(message)
+    return number, client, place, from_plain(message)
 
 
 # ---- the socket, and where clients find it -----------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import zmq
 
 from stepcache.errors import VariablesError
-from stepcache.serving.messages import from_plain, to_plain
+from stepcache.serving.messages import StatusRequest, from_plain, to_plain
 from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
 from stepcache.serving.transport import Received
 from stepcache.storage import plain
@@ -22,6 +22,9 @@ from stepcache.storage.load_markers import Process
 
 ADDRESS_FILE = "server.json"
 _SHORTEST_WAIT_SECONDS = 0.02
+_SILENCE_SECONDS = 2.0
+"""After so long without a reply a request is sent again, then after twice as long, and so on."""
+_LAST_REQUEST_MS = 100
 
 
 def address(directory: Path) -> dict[str, Any] | None:
@@ -52,7 +55,6 @@ class LocalTransport:
         self._socket: Any = None
         self._server: dict[str, Any] | None = None
         self._number = 0
-        self._released: list[int] = []
         self._opened = Opened()
         self._pool = Pool()
 
@@ -61,7 +63,7 @@ class LocalTransport:
         return self._pool.allocate(size_bytes)
 
     def request(self, message: Any, block: SharedBlock | None, deadline: float) -> Received | None:
-        """Sends a request, again to each new server, and waits for its reply.
+        """Sends a request, again to each new server and after some silence; waits for its reply.
 
         Args:
             message: the request.
@@ -73,12 +75,12 @@ class LocalTransport:
         """
         self._number += 1
         place = astuple(block.place) if block is not None and block.place is not None else None
-        released, self._released = self._released, []
-        header = plain.pack([self._number, self._client, released, place, to_plain(message)])
+        header = plain.pack([self._number, self._client, place, to_plain(message)])
         frames: list[Any] = [header]
         if block is not None and place is None:
             frames.append(block.data)
-        is_sent, wait = False, _SHORTEST_WAIT_SECONDS
+        is_sent, wait, silence = False, _SHORTEST_WAIT_SECONDS, _SILENCE_SECONDS
+        again = time.monotonic() + silence
         is_connected = self._socket is not None  # The server is looked for when it is late.
         while True:
             if not is_connected:
@@ -92,12 +94,16 @@ class LocalTransport:
                 return None
             if self._socket is None:
                 time.sleep(min(wait, left))
-            elif self._socket.poll(int(min(wait, left) * 1000) + 1):
-                received = self._receive()
-                if received is not None:
-                    return received
-                continue
+            else:
+                self._socket.rcvtimeo = int(min(wait, left) * 1000) + 1
+                with contextlib.suppress(zmq.Again):
+                    if (received := self._receive()) is not None:
+                        return received
+                    continue
             is_connected, wait = False, min(wait * 2, 1.0)
+            if time.monotonic() > again:  # A connection that breaks loses replies.
+                is_sent, silence = False, silence * 2
+                again = time.monotonic() + silence
 
     def _follow_server(self) -> bool:
         """Connects to the latest server. Returns whether it is the one that is connected."""
@@ -117,15 +123,13 @@ class LocalTransport:
 
     def _receive(self) -> Received | None:
         frames = self._socket.recv_multipart(copy=False)
-        number, lease, places, message = plain.unpack(bytes(frames[0].buffer))
+        number, places, message = plain.unpack(bytes(frames[0].buffer))
         if number != self._number:
-            if lease:
-                self._released.append(lease)  # Of a request that was given up.
-            return None
+            return None  # Of a request that was given up.
         inline = iter(frames[1:])
         try:
             blocks = [
-                self._opened.open(Place(*place)) if place else _bytes_of(next(inline).buffer)
+                self._opened.locked(Place(*place)) if place else _bytes_of(next(inline).buffer)
                 for place in places
             ]
         except OSError as error:
@@ -137,13 +141,7 @@ class LocalTransport:
                 got=str(error),
                 hint="run both processes as one user, in one space of process numbers",
             ) from error
-        return Received(from_plain(message), blocks, lease)
-
-    def release(self, received: Received) -> None:
-        """Says that the blocks of a reply are not read any more."""
-        received.blocks = []
-        if received.lease:
-            self._released.append(received.lease)
+        return Received(from_plain(message), blocks)
 
     def pause(self) -> None:
         """Waits a moment before a request is made again."""
@@ -157,5 +155,11 @@ class LocalTransport:
 
     def close(self) -> None:
         """Ends the use of the transport."""
+        if self._socket is not None:
+            # The server keeps the blocks of its last reply until the next request.
+            self._socket.setsockopt(zmq.LINGER, _LAST_REQUEST_MS)
+            header = plain.pack([self._number + 1, self._client, None, to_plain(StatusRequest())])
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(header, zmq.NOBLOCK)
         self.close_socket()
         self._context.term()

@@ -94,11 +94,8 @@ class Table:
         layout = self._type.layout(different.size)
         padded = 1 << max(different.size - 1, _LEAST_ROWS - 1).bit_length()
         values = np.zeros((padded, *self._type.shape), self.dtype)
-        block, release = self._client.rows(self.name, different)
-        try:
-            values[: different.size] = layout.views(block)[0]
-        finally:
-            release()
+        block = self._client.rows(self.name, different)
+        values[: different.size] = layout.views(block)[0]
         self._note(different.size * self._row_bytes)
         return Rows(values, index, different)
 

@@ -166,7 +166,13 @@ class StatusRequest:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Asks for a snapshot, without waiting for it."""
+    """Asks for a snapshot, without waiting for it.
+
+    Attributes:
+        on_disk: whether it has to be on the disk. If not, an image may be written instead.
+    """
+
+    on_disk: bool
 
 
 Request = (
@@ -187,7 +193,7 @@ class Joined:
     Attributes:
         epoch: of the host: each start has a higher one.
         applied: the number of the client's last write that is done.
-        saved: that of the last one in a snapshot.
+        saved: that of the last one in a snapshot or an image.
         lost: the number of writes that the client cannot send any more and the host does not have.
     """
 
@@ -205,8 +211,7 @@ class Written:
         epoch: of the host.
         moment: the number of writes of the host until then.
         number, token: the version after it.
-        saved: the number of the client's last write in a snapshot.
-        created: it has made new variables.
+        saved: the number of the client's last write in a snapshot or an image.
     """
 
     epoch: int
@@ -214,7 +219,6 @@ class Written:
     number: int
     token: int
     saved: int
-    created: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,19 +242,21 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What some variables are.
+    """What some variables are, or a table.
 
     Attributes:
         epoch: of the host.
         number: their version.
-        types: of the leaves.
+        types: of the leaves; none, of a table.
         has_rule: whether they have an optimizer.
+        is_saved: whether a snapshot or an image has them.
     """
 
     epoch: int
     number: int
     types: list[LeafType]
     has_rule: bool
+    is_saved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +267,11 @@ class Status:
         epoch: of the host.
         variables: name, version, bytes of the value and of the optimizer's state, and number of
             leaves.
-        clients: name, process, number of the last write done, and of the last one in a snapshot.
+        clients: name, process, number of the last write done, and of the last one that is in a
+            snapshot or an image.
         counts: numbers, bytes and seconds, by name.
         snapshot: which was written last; empty for none.
+        stored: the number of writes of the host that it has.
     """
 
     epoch: int
@@ -271,6 +279,7 @@ class Status:
     clients: list[tuple[str, str, int, int]]
     counts: dict[str, float]
     snapshot: str = ""
+    stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,10 +142,6 @@ class RayTransport:
                 "Ray was shut down in this process", where=f"ray:{self._name}", hint="connect again"
             )
 
-    def release(self, received: Received) -> None:
-        """Says that the blocks of a reply are not read any more."""
-        received.blocks = []
-
     def pause(self) -> None:
         """Waits a moment before a request is made again."""
         time.sleep(_RETRY_SECONDS)

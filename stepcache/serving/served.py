@@ -94,7 +94,7 @@ class Served(Master):
 
         Args:
             version: the current one; None if nothing was asked.
-            data: the block of its value, which is copied; None if the reader needs none.
+            data: the block of its value, which never changes; None if the reader needs none.
         """
         self._is_asked, self._fetched = version is not None, None
         if version is not None:
@@ -109,10 +109,10 @@ class Served(Master):
         self._current, self.version = version, version.number
 
     def _kept(self, leaves: Sequence[np.ndarray]) -> Any:
-        """A copy of the value: on the devices, or in memory of this process."""
+        """A copy of the value: on the devices, or where the host has it."""
         if self._policy.cache == "host":
-            return [np.array(leaf) for leaf in leaves]
-        return transfer.pack(leaves, self.layout)
+            return leaves
+        return transfer.pack(leaves, self.layout, may_alias=True)
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Served(Master):
         is_on_host = not isinstance(kept, Packed)
         if is_on_host or fetched is not None:
             meter[HOST_LINK] += self._extent.held_bytes
-        return transfer.pack(kept, self.layout) if is_on_host else kept
+        return transfer.pack(kept, self.layout, may_alias=True) if is_on_host else kept
 
     def described(self, *, in_program: bool) -> Packed:
         buffers = (
@@ -202,11 +202,8 @@ class Served(Master):
         return (Transfer(variable, self.version + 1, *way, moved),)
 
     def leaves(self, meter: Meter) -> list[Any]:
-        (version,), blocks, release = self._client.read([self._name], [0])
-        try:
-            leaves = [np.array(view) for view in self._block.views(blocks[self._name])]
-        finally:
-            release()
+        (version,), blocks = self._client.read([self._name], [0])
+        leaves = [np.array(view) for view in self._block.views(blocks[self._name])]
         meter[SERVER_LINK] += self.layout.size_bytes
         self._seen = version.number
         return leaves

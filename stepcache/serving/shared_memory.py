@@ -2,7 +2,8 @@
 
 A block is a memfd of Linux: it has no name, and goes with the last process that maps it. Others of
 the same user open it through `/proc/<pid>/fd`, if the kernel lets them. It is sealed against
-shrinking, so that a process that reads it cannot be killed by one that cuts it off.
+shrinking, so that a process that reads it cannot be killed by one that cuts it off. A reader locks
+the blocks that it goes on to read: their memory is not used again before.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import mmap
 import os
 import stat
+import struct
 import threading
 import weakref
 from dataclasses import dataclass
@@ -58,6 +60,14 @@ class _Segment:
         self.free = list(range(0, size_bytes, slot_bytes))
         self.slots = len(self.free)
 
+    def take(self) -> int | None:
+        """The offset of a block that is free and that nobody reads; None if there is none."""
+        for offset in reversed(self.free):
+            if not _is_locked(self.descriptor, offset):
+                self.free.remove(offset)
+                return offset
+        return None
+
 
 class SharedBlock:
     """Memory of a value.
@@ -76,8 +86,8 @@ class SharedBlock:
 class Pool:
     """Makes blocks, of memory that earlier ones had if there is any: new memory costs more.
 
-    What is written to a block must be done, and nobody may read it any more, when the last
-    reference to the block goes.
+    What is written to a block must be done when the last reference to the block goes. Other
+    processes that still read it then have to have locked it.
     """
 
     def __init__(self) -> None:
@@ -91,19 +101,23 @@ class Pool:
             return SharedBlock(np.empty(size_bytes, np.uint8))
         slot_bytes = _slot_bytes(size_bytes)
         with self._lock:
-            segments = self._segments[slot_bytes]
-            segment = next((each for each in segments if each.free), None)
-            if segment is None:
-                segment = _Segment(slot_bytes)
-                segments.append(segment)
-            elif len(segment.free) == segment.slots:
-                self._unused_bytes -= slot_bytes * segment.slots
-            offset = segment.free.pop()
+            segment, offset = self._taken(slot_bytes)
         data = np.frombuffer(segment.map, np.uint8, size_bytes, offset)
         place = Place(os.getpid(), segment.descriptor, segment.inode, offset, size_bytes)
         block = SharedBlock(data, place)
         weakref.finalize(block, self._give_back, segment, offset).atexit = False
         return block
+
+    def _taken(self, slot_bytes: int) -> tuple[_Segment, int]:
+        """A segment of blocks of one size, and the offset of one that is taken from it."""
+        for segment in self._segments[slot_bytes]:
+            was_unused = len(segment.free) == segment.slots
+            if (offset := segment.take()) is not None:
+                self._unused_bytes -= was_unused * slot_bytes * segment.slots
+                return segment, offset
+        segment = _Segment(slot_bytes)
+        self._segments[slot_bytes].append(segment)
+        return segment, segment.free.pop()
 
     def _give_back(self, segment: _Segment, offset: int) -> None:
         with self._lock:
@@ -123,6 +137,44 @@ def _slot_bytes(size_bytes: int) -> int:
     return -(-size_bytes // step) * step
 
 
+class _OpenedFile:
+    """A file of another process, mapped to be read. The blocks that are read are locked."""
+
+    def __init__(self, place: Place):
+        path = f"/proc/{place.pid}/fd/{place.descriptor}"
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_ino != place.inode:
+            raise OSError(errno.ESTALE, "the block is gone", path)
+        sealed = fcntl.fcntl(self._descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK
+        if not sealed or not found.st_size:
+            raise OSError(errno.EINVAL, "this is no block", path)
+        self._map = mmap.mmap(self._descriptor, found.st_size, prot=mmap.PROT_READ)
+        self._readers: collections.Counter[int] = collections.Counter()  # By offset.
+        self._lock = threading.RLock()  # Arrays may be freed by the garbage collector, anywhere.
+
+    def array(self, place: Place) -> np.ndarray:
+        if not 0 <= place.offset <= len(self._map) - place.size_bytes:
+            raise OSError(errno.EINVAL, "this is no block", str(place))
+        return np.frombuffer(self._map, np.uint8, place.size_bytes, place.offset)
+
+    def locked(self, place: Place) -> np.ndarray:
+        data = self.array(place)
+        with self._lock:
+            self._readers[place.offset] += 1
+            _set_lock(self._descriptor, place.offset, fcntl.F_RDLCK)
+        weakref.finalize(data, self._unlock, place.offset).atexit = False
+        return data
+
+    def _unlock(self, offset: int) -> None:
+        with self._lock:
+            self._readers[offset] -= 1
+            if not self._readers[offset]:
+                del self._readers[offset]
+                _set_lock(self._descriptor, offset, fcntl.F_UNLCK)
+
+
 class Opened:
     """Blocks of other processes, mapped to be read. Maps are kept: to make one costs page faults.
 
@@ -130,52 +182,57 @@ class Opened:
     """
 
     def __init__(self) -> None:
-        self._maps: collections.OrderedDict[tuple[int, int], tuple[int, mmap.mmap]] = (
+        self._files: collections.OrderedDict[tuple[int, int], _OpenedFile] = (
             collections.OrderedDict()
         )
         self._lock = threading.Lock()
 
     def open(self, place: Place) -> np.ndarray:
-        """The bytes of a block, read only.
+        """The bytes of a block, read only. Its owner must not use its memory again meanwhile.
 
         Raises:
             OSError: there is no such block, or it could shrink while it is read.
         """
+        return self._file(place).array(place)
+
+    def locked(self, place: Place) -> np.ndarray:
+        """As `open`, and the owner's pool does not use the memory again before the array is freed.
+
+        Raises:
+            OSError: as `open`.
+        """
+        return self._file(place).locked(place)
+
+    def _file(self, place: Place) -> _OpenedFile:
         key = (place.pid, place.inode)
         with self._lock:
-            found = self._maps.get(key)
-            if found is None:
-                found = self._mapped(place)
-                self._maps[key] = found
-            self._maps.move_to_end(key)
-            while len(self._maps) > _OPENED_AT_MOST:
-                self._close(*self._maps.popitem(last=False)[1])
-            if not 0 <= place.offset <= len(found[1]) - place.size_bytes:
-                raise OSError(errno.EINVAL, "this is no block", str(place))
-            return np.frombuffer(found[1], np.uint8, place.size_bytes, place.offset)
-
-    def _mapped(self, place: Place) -> tuple[int, mmap.mmap]:
-        path = f"/proc/{place.pid}/fd/{place.descriptor}"
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_ino != place.inode:
-                raise OSError(errno.ESTALE, "the block is gone", path)
-            sealed = fcntl.fcntl(descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK
-            if not sealed or not found.st_size:
-                raise OSError(errno.EINVAL, "this is no block", path)
-            return descriptor, mmap.mmap(descriptor, found.st_size, prot=mmap.PROT_READ)
-        except BaseException:
-            os.close(descriptor)
-            raise
+            if key not in self._files:
+                self._files[key] = _OpenedFile(place)
+            self._files.move_to_end(key)
+            while len(self._files) > _OPENED_AT_MOST:
+                self._files.popitem(last=False)
+            return self._files[key]
 
     def forget(self, pid: int) -> None:
         """Drops the blocks of a process that has ended."""
         with self._lock:
-            for key in [key for key in self._maps if key[0] == pid]:
-                self._close(*self._maps.pop(key))
+            for key in [key for key in self._files if key[0] == pid]:
+                del self._files[key]
 
-    @staticmethod
-    def _close(descriptor: int, mapped: mmap.mmap) -> None:
-        os.close(descriptor)
-        del mapped  # Closed when no array refers to it.
+
+# ---- locks -------------------------------------------------------------------------------------
+# A reader locks the first byte of a block in its own open file. The kernel unlocks it when the
+# reader has ended, however it did.
+
+_FLOCK = "hhqqi"  # Type, whence, start, length and process of a `struct flock`.
+
+
+def _set_lock(descriptor: int, offset: int, kind: int) -> None:
+    row = struct.pack(_FLOCK, kind, os.SEEK_SET, offset, 1, 0)
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, row)
+
+
+def _is_locked(descriptor: int, offset: int) -> bool:
+    row = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
+    found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, row)
+    return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK

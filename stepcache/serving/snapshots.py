@@ -25,10 +25,14 @@ from stepcache.variables.restoring import restore, stored_kinds
 
 _KEPT = 2
 
+Items = dict[str, dict[str, dict[str, np.ndarray]]]
+"""Arrays by part ("values" or "optimizers"), name of the variables, and path."""
+StateTypes = Callable[[bytes], Any]
+
 _log = logging.getLogger("stepcache")
 
 
-def write(directory: Path, state: HostState, state_types: Callable[[bytes], Any]) -> None:
+def write(directory: Path, state: HostState, state_types: StateTypes) -> None:
     """Writes a snapshot, and removes older ones but the last.
 
     Args:
@@ -39,6 +43,13 @@ def write(directory: Path, state: HostState, state_types: Callable[[bytes], Any]
     Raises:
         VariablesError: it could not be written.
     """
+    arrays, about = contents(state, state_types)
+    items: dict[str, Any] = {**arrays, "table": np.frombuffer(plain.pack(about), np.uint8)}
+    save(directory, keep=_KEPT, step=state.moment, **items)
+
+
+def contents(state: HostState, state_types: StateTypes) -> tuple[Items, dict[str, Any]]:
+    """The arrays of a host, without a copy, and all else that `begun` needs, as plain data."""
     values, optimizers, about = {}, {}, []
     for name, held in state.variables.items():
         values[name] = _named(held.layout, held.value)
@@ -51,10 +62,8 @@ def write(directory: Path, state: HostState, state_types: Callable[[bytes], Any]
         values[name], optimizers[name] = {"rows": table.rows}, table.state
         tables.append([name, table.number, table.token, table.type.packed()])
     rest = {"applied": state.applied, "moment": state.moment, "processes": state.processes}
-    rest["tables"] = tables
-    table = np.frombuffer(plain.pack({"variables": about, **rest}), np.uint8)
-    items = {"values": values, "optimizers": optimizers, "table": table}
-    save(directory, keep=_KEPT, step=state.moment, **items)
+    items = {"values": values, "optimizers": optimizers}
+    return items, {"variables": about, **rest, "tables": tables}
 
 
 def newest(directory: Path, allocate: Callable[[int], Block]) -> tuple[HostState | None, str]:
@@ -79,9 +88,20 @@ def newest(directory: Path, allocate: Callable[[int], Block]) -> tuple[HostState
 def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
     kind = stored_kinds(path)["table",]
     table = restore(path, partial=True, table=np.zeros(kind.shape, np.uint8))["table"]
-    data = plain.unpack(table.tobytes())
-    variables, items = {}, {"values": {}, "optimizers": {}}
-    for name, number, token, assigned, types, rule, state_types in data["variables"]:
+    state, items = begun(plain.unpack(table.tobytes()), allocate)
+    read = restore(path, partial=True, **items)
+    for part, blocks in items.items():
+        for name, views in blocks.items():
+            for key, view in views.items():
+                view[...] = read[part][name][key]
+    return state
+
+
+def begun(about: dict[str, Any], allocate: Callable[[int], Block]) -> tuple[HostState, Items]:
+    """A host's state of what `contents` has said, and its arrays, which the caller has to fill."""
+    variables: dict[str, HeldVariables] = {}
+    items: Items = {"values": {}, "optimizers": {}}
+    for name, number, token, assigned, types, rule, state_types in about["variables"]:
         layout = BlockLayout([tuple(each) for each in types])
         block = allocate(layout.size_bytes)
         held = HeldVariables(layout, number, token, tuple(assigned), block, rule)
@@ -92,17 +112,13 @@ def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
             held.state = allocate(layout.size_bytes)
             items["optimizers"][name] = _named(layout, held.state)
     tables = {}
-    for name, number, token, packed in data["tables"]:
+    for name, number, token, packed in about["tables"]:
         table = HeldTable.made(dataclasses.replace(TableType.unpacked(packed), stddev=0.0), token)
         table.number, table.type = number, TableType.unpacked(packed)
         tables[name] = table
         items["values"][name], items["optimizers"][name] = {"rows": table.rows}, table.state
-    read = restore(path, partial=True, **items)
-    for part, blocks in items.items():
-        for name, views in blocks.items():
-            for key, view in views.items():
-                view[...] = read[part][name][key]
-    return HostState(variables, data["applied"], data["moment"], data["processes"], tables)
+    rest = (about["applied"], about["moment"], about["processes"], tables)
+    return HostState(variables, *rest), items
 
 
 def _version(held: HeldVariables) -> tuple[Any, ...]:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from stepcache.errors import VariablesError
 from stepcache.serving.host import Block
-from stepcache.serving.messages import Request
+from stepcache.serving.messages import Refused, Request
 
 _log = logging.getLogger("stepcache")
 
@@ -33,17 +34,17 @@ class Version(NamedTuple):
     epoch: int = 0
 
 
-class Received:
-    """A reply, and the blocks that came with it: memory of the engine's, until `release`.
+class Received(NamedTuple):
+    """A reply, and the blocks that came with it.
 
     Attributes:
         message: the reply.
-        blocks: their bytes.
-        lease: the number under which the host keeps them; 0 for none.
+        blocks: their bytes: memory of the engine's, which never changes while something refers to
+            the array.
     """
 
-    def __init__(self, message: Any, blocks: list[np.ndarray], lease: int = 0):
-        self.message, self.blocks, self.lease = message, blocks, lease
+    message: Any
+    blocks: list[np.ndarray]
 
 
 class Transport(Protocol):
@@ -55,15 +56,21 @@ class Transport(Protocol):
         """The reply to a request; None if none came in time."""
         ...
 
-    def release(self, received: Any) -> None:
-        """Gives the blocks of a reply back."""
-        ...
-
     def pause(self) -> None:
         """Waits a moment before a request is made again."""
         ...
 
     def close(self) -> None: ...
+
+
+def refusal(reply: Any, where: str) -> VariablesError:
+    """The error for a reply that is not the expected one."""
+    is_refused = isinstance(reply, Refused)
+    why = reply.why if is_refused else f"a {type(reply).__name__} came back"
+    hint = None
+    if is_refused and reply.kind == "conflict":
+        hint = "where several processes write, push updates: only one may carry"
+    return VariablesError(f"the host of the variables refuses: {why}", where=where, hint=hint)
 
 
 def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread:

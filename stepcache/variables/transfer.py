@@ -34,12 +34,21 @@ class Meter(dict[str, int]):
             recorder.emit(Moved(mover, crossed))
 
 
-def pack(leaves: Sequence[Any], layout: Layout) -> Packed:
-    """Copies leaves into buffers on the devices. They may be changed or donated afterwards."""
-    return Packed(layout, tuple(map(_put, layout.pack(leaves, np), layout.buffers)))
+def pack(leaves: Sequence[Any], layout: Layout, *, may_alias: bool = False) -> Packed:
+    """Copies leaves into buffers on the devices. They may be changed or donated afterwards.
+
+    Args:
+        leaves: of the value.
+        layout: of the buffers.
+        may_alias: whether the leaves never change, so that a CPU device may use the memory of numpy
+            arrays as it is. JAX refers to them then, and does not write to them, as PJRT promises
+            (`kImmutableZeroCopy`): it copies them when they are donated.
+    """
+    put = functools.partial(_put, may_alias=may_alias)
+    return Packed(layout, tuple(map(put, layout.pack(leaves, np), layout.buffers)))
 
 
-def _put(value: Any, buffer: Buffer) -> jax.Array:
+def _put(value: Any, buffer: Buffer, may_alias: bool = False) -> jax.Array:
     """A copy of a value, with the type and sharding that programs expect of the buffer."""
     sharding = buffer.sharding
     is_array = isinstance(value, jax.Array) and not is_key_type(value.dtype)
@@ -48,6 +57,8 @@ def _put(value: Any, buffer: Buffer) -> jax.Array:
     if buffer.weak_type and isinstance(value, np.ndarray | np.generic) and value.ndim == 0:
         value = value.item()
     if isinstance(value, np.ndarray):
+        if may_alias:
+            return placed(value, sharding)
         value = np.array(value)  # device_put may use the caller's memory as it is.
     elif not isinstance(value, jax.Array):
         value = jax.numpy.asarray(value, None if buffer.weak_type else buffer.dtype)

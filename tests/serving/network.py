@@ -1,12 +1,12 @@
 """A network, a host that crashes, and clients that are killed, all in one thread, by a seed.
 
 The clients and the host are stepcache's own. Messages are lost, doubled, and delivered late; the
-host crashes between any two of them and begins again from its last snapshot. Whatever happens can
-be played again by the seed.
+host crashes between any two of them and begins again from its last snapshot or image, or, where the
+machine loses power, from its last snapshot. Whatever happens can be played again by the seed.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Network:
         self.make_host, self.faults, self.old_snapshots = make_host, faults, old_snapshots
         self.epoch = 0
         self.clients = []
-        self.snapshots = [None]
+        self.snapshots, self.image = [None], None
         self.late = []
         self.states, self.reads = {}, []
         self.crashes = self.lost = 0
@@ -57,8 +57,10 @@ class Network:
     def begin(self):
         self.epoch += 1
         known = self.snapshots[-1]
+        if self.image is not None and (known is None or self.image.moment > known.moment):
+            known = self.image
         if self.old_snapshots and self.random.random() < 0.2:
-            known = self.random.choice(self.snapshots)
+            known, self.image = self.random.choice(self.snapshots), None
         if known is not None:  # Tables are written to in place.
             tables = {name: each.copied() for name, each in known.tables.items()}
             known = known._replace(tables=tables)
@@ -76,15 +78,24 @@ class Network:
         self.crashes += 1
         self.begin()
 
-    def snapshot(self):
+    def lose_power(self):
+        self.image = None
+        self.crash()
+
+    def snapshot(self, *, on_disk=True):
         state = self.host.state()
-        self.snapshots.append(state)
+        if on_disk:
+            self.snapshots.append(state)
+        else:
+            self.image = state
         self.host.is_saved(state)
 
     def deliver(self, message, payload):
         if isinstance(message, SnapshotRequest):
-            self.snapshot()
+            self.snapshot(on_disk=message.on_disk)
         reply, blocks = self.host.handle(message, payload)
+        if isinstance(message, SnapshotRequest):
+            reply = replace(reply, stored=self.snapshots[-1].moment)
         if isinstance(message, JoinRequest):
             self.lost += reply.lost
         self.note()
@@ -98,7 +109,7 @@ class Network:
         if self.happens() and self.random.random() < 0.2:
             self.crash()
         if self.happens():
-            self.snapshot()
+            self.snapshot(on_disk=self.random.random() < 0.5)
         if self.late and self.happens():
             self.deliver(*self.late.pop(self.random.randrange(len(self.late))))
 
@@ -149,11 +160,10 @@ class Transport:
         copies = {name: each.copy() for name, each in values.items()}
         self.network.reads.append((reply.epoch, reply.moment, copies))
 
-    def release(self, received):
-        received.blocks = []
-
     def pause(self):
-        """Others look whether the host has begun anew."""
+        """Others look whether the host has begun anew; and a snapshot gets what is new."""
+        if self.network.host.unsaved:
+            self.network.snapshot()
         for each in self.network.clients:
             if not each._transport.is_busy:
                 each.keep(1e6)

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import zmq
 
+import stepcache as sc
 from stepcache.serving.local_transport import address
+from stepcache.serving.shared_memory import Opened, Place
 from tests.serving.servers import LIMIT_SECONDS, LocalServer
 
 
@@ -28,15 +30,73 @@ def test_a_killed_client_leaves_nothing(server):
     for each in victims:
         each.kill()
         each.communicate()
-    with server.connect() as connection:
-        limit = time.monotonic() + LIMIT_SECONDS
-        while connection.status().counts["leases"] and time.monotonic() < limit:
-            time.sleep(0.1)
-        assert not connection.status().counts["leases"]
     files = list(Path(f"/proc/{server.pid}/fd").iterdir())
     server.kill()
     assert len(files) < 100
     assert set(Path("/dev/shm").iterdir()) == before
+
+
+def test_blocks_stay_until_the_next_request(server):
+    """Also where a message comes twice, or late."""
+    tree = {"w": np.ones(50_000, np.float32)}
+    context = zmq.Context()
+    with server.connect() as connection:
+        params = connection.variables("params", tree)
+        socket = context.socket(zmq.DEALER)
+        socket.connect(address(server.directory)["address"])
+        seen = []
+        for number in (7, 7, 3):
+            read = ["ReadRequest", {"names": ["params"], "known": [0], "values": True}]
+            socket.send(msgpack.packb([number, "me", None, read]))
+            _, (place,), _ = msgpack.unpackb(socket.recv())
+            seen.append(Opened().open(Place(*place)))
+            for value in range(2, 8):
+                params.assign({"w": np.full(50_000, value, np.float32)})
+        for data, value in zip(seen[:2], (1, 7), strict=True):
+            assert (data.view(np.float32)[:50_000] == value).all()
+        socket.send(msgpack.packb([8, "me", None, ["StatusRequest", {}]]))
+        socket.recv()
+        for value in range(10, 20):
+            params.assign({"w": np.full(50_000, value, np.float32)})
+        assert seen[0].view(np.float32)[0] >= 10  # Nobody has locked it: it was used again.
+        socket.close()
+        context.term()
+
+
+def test_closed_connections_leave_no_memory_with_the_server(server):
+    tree = {"w": np.zeros(20 << 20, np.uint8)}
+    with server.connect() as connection:
+        params = connection.variables("params", tree)
+        for value in range(8):
+            params.assign({"w": np.full(20 << 20, value, np.uint8)})
+            with server.connect() as other:
+                assert other.variables("params", tree).value["w"][-1] == value
+        lines = Path(f"/proc/{server.pid}/maps").read_text().splitlines()
+    assert sum("rw-s" in line and "memfd:stepcache" in line for line in lines) < 6
+
+
+def test_a_cpu_reads_the_memory_of_the_server(server):
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.ones(50_000, np.float32)})
+        assert sc.step(lambda params: params["w"].sum())(params) == 50_000
+        (buffer,) = params._master._copies.serving(None, 0)[0].value.buffers
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split()[0] for line in lines if "r--s" in line and "memfd:stepcache" in line]
+    ranges = [[int(end, 16) for end in row.split("-")] for row in mapped]
+    assert any(first <= buffer.unsafe_buffer_pointer() < last for first, last in ranges)
+
+
+def test_clients_forget_what_an_image_has(server):
+    with server.connect(max_unsaved_bytes=1 << 20) as connection:
+        tree = {"w": np.zeros(50_000, np.float32)}
+        params = connection.variables("params", tree, write=sc.Write(mode="add"))
+        for count in range(1, 31):
+            params.push({"w": np.ones(50_000, np.float32)})
+            if count % 10 == 0:
+                assert connection.status().counts["images"]
+                server.kill()
+                server.start()
+                assert (params.value["w"] == count).all()
 
 
 # ---- one server a directory, for one user --------------------------------------------------------

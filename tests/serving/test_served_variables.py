@@ -210,6 +210,27 @@ def test_a_value_that_was_looked_at_does_not_change(connection, name):
     assert [value[0] for value in looked_at] == list(range(6))
 
 
+@pytest.mark.parametrize("cache", ["device", "host"])
+def test_a_copy_does_not_change(connection, name, cache):
+    """It may lie where the host has it, which must not use that memory again."""
+    read = sc.Read(cache=cache, max_staleness=100)
+    mine, theirs = two(connection, name, 1.0, LARGE, read=read)
+    assert total(mine, 1.0) == LARGE
+    connection.status()  # The copy is not the last thing that this client was sent.
+    for value in range(2, 8):
+        theirs.assign({"w": np.full(LARGE, value, np.float32)})
+        assert total(mine, 1.0) == LARGE
+
+
+def test_a_step_that_carries_does_not_write_to_what_others_read(connection, name):
+    mine, theirs = two(connection, name, 1.0, LARGE)
+    total(mine, 1.0)
+    taken = theirs.value["w"]
+    grow(mine, 1.0)
+    grow(theirs, 1.0)
+    assert total(mine, 1.0) == 3 * LARGE and taken.max() == 1
+
+
 def test_a_training_loop_gives_the_losses_of_one_process(connection, name):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 8)).astype(np.float32)

@@ -16,13 +16,12 @@ LAYOUT = BlockLayout([("counts", [WRITES], "int64")])
 
 
 def create(each, name):
-    each.write(name, "create", LAYOUT, [np.zeros(WRITES, np.int64)], types=LAYOUT.types)
+    each.create(name, "create", LAYOUT, [np.zeros(WRITES, np.int64)], types=LAYOUT.types)
 
 
 def counts(each, name):
-    versions, blocks, release = each.read([name], [0])
+    versions, blocks = each.read([name], [0])
     found = LAYOUT.views(blocks[name])[0].copy()
-    release()
     return found, versions[0]
 
 
@@ -42,7 +41,6 @@ def run(network):
     for name in NAMES:
         for each in clients:
             create(each, name)
-    clients[0].flush()  # What a client that is killed has created is not lost with it.
     begun = {name: set() for name in NAMES}
     acknowledged = {name: set() for name in NAMES}
     seen = {}
@@ -102,6 +100,20 @@ def test_there_are_crashes_and_losses():
     network = Network(7)
     run(network)
     assert network.crashes > 3 and len(network.snapshots) > 10
+    assert network.image is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_flushed_is_there_after_a_loss_of_power(seed):
+    network = Network(seed)
+    each = client(network)
+    create(each, "a")
+    for number in range(WRITES):
+        each.write("a", "add", LAYOUT, [one_hot(number)])
+        if number % 8 == 7:
+            each.flush()
+            network.lose_power()
+            assert counts(each, "a")[0].sum() == number + 1
 
 
 TABLE = TableType(WRITES, [2], "float64", 0.0, 0, RowOptimizer())
@@ -115,8 +127,7 @@ def test_rows_are_updated_exactly_once(block):
         clients = [client(network) for _ in range(3)]
         for each in clients:
             row = ("table", "create table", BlockLayout([]), [])
-            each.write(*row, rule=TABLE.packed())
-        clients[0].flush()
+            each.create(*row, rule=TABLE.packed())
         expected = np.zeros(WRITES)
         for _ in range(WRITES):
             ids = np.array(sorted(random.sample(range(WRITES), 5)))
@@ -125,11 +136,10 @@ def test_rows_are_updated_exactly_once(block):
             each.write("table", "rows", BlockLayout(types), [ids, np.ones((5, 2))], types=types)
             expected[ids] += 1
             if random.random() < 0.3:
-                data, release = each.rows("table", ids)
+                data = each.rows("table", ids)
                 assert np.array_equal(TABLE.layout(5).views(data)[0][:, 0], expected[ids])
-                release()
         network.faults = 0.0
-        data, _ = clients[0].rows("table", np.arange(WRITES))
+        data = clients[0].rows("table", np.arange(WRITES))
         assert np.array_equal(TABLE.layout(WRITES).views(data)[0][:, 1], expected)
 
 
@@ -200,6 +210,38 @@ def run_until_lost(network):
     assert WRITES - found.sum() <= network.lost
 
 
+def test_what_one_has_created_outlives_it_and_the_host():
+    network = Network(0, faults=0.0)
+    creator, other = client(network), client(network)
+    create(creator, "a")
+    other.write("a", "add", LAYOUT, [one_hot(3)])
+    network.clients.remove(creator)
+    network.crash()
+    assert counts(other, "a")[0].tolist() == one_hot(3).tolist()
+
+
+def test_what_was_seen_and_not_confirmed_is_seen_again():
+    network = Network(0, faults=0.0)
+    writer, reader = client(network), client(network)
+    create(writer, "a")
+    writer.write("a", "add", LAYOUT, [one_hot(1)])
+    transport, deliver = writer._transport, network.deliver
+
+    def crash_before_the_reply(message, payload):
+        reply = deliver(message, payload)
+        if isinstance(message, WriteRequest):
+            network.deliver = deliver
+            transport.is_busy = False  # Another thread of it looks after the host meanwhile.
+            assert counts(reader, "a")[0][2] == 1
+            network.crash()
+            assert counts(reader, "a")[0].tolist() == (one_hot(1) + one_hot(2)).tolist()
+        return reply
+
+    network.deliver = crash_before_the_reply
+    writer.write("a", "add", LAYOUT, [one_hot(2)])
+    assert counts(reader, "a")[0].tolist() == (one_hot(1) + one_hot(2)).tolist()
+
+
 def carry(each, name, value, base):
     """Assigns a value that was computed from another one, as a step does with what it carries."""
     return each.write(name, "assign", LAYOUT, [np.full(WRITES, value)], base=base.token)
@@ -209,7 +251,7 @@ def carry(each, name, value, base):
 def test_the_only_one_that_carries_never_has_a_conflict(seed):
     network = Network(seed)
     each = client(network)
-    version = each.write("a", "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types)
+    version = each.create("a", "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types)
     for step in range(1, WRITES):
         version = carry(each, "a", step, version)
         found, now = counts(each, "a")

@@ -1,0 +1,123 @@
+"""Images of a host: its arrays in files, written without waiting for the disk.
+
+The kernel keeps what a process has written to a file, also if the process is killed. So an image is
+as safe from that as a snapshot, and costs one copy in memory. It does not outlive the machine: only
+snapshots, which wait for the disk, do that. The kernel writes an image to the disk every half a
+minute, whatever the number of images until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepcache.serving.host import Block, HostState
+from stepcache.serving.snapshots import Items, StateTypes, begun, contents
+from stepcache.storage import plain
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LENGTH_BYTES, _PAGE_BYTES = 8, 4096
+_NAMES = ("image-0", "image-1")
+
+_log = logging.getLogger("stepcache")
+
+CAN_IMAGE = _BOOT_ID.exists()
+"""Whether the system says when it was started, so that older images are known."""
+
+
+class Images:
+    """Two files, so that one is whole while the other one is written.
+
+    A file holds the length of its head, the head, and from the next page on the arrays. The length
+    is written last; it is 0 while the rest is not whole.
+
+    Args:
+        directory: of the host.
+        state_types: gives the types of the state of an optimizer, as it was sent.
+    """
+
+    def __init__(self, directory: Path, state_types: StateTypes):
+        self._paths, self._state_types = [directory / name for name in _NAMES], state_types
+
+    def write(self, state: HostState) -> None:
+        """Writes an image in place of the older one.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        items, about = contents(state, self._state_types)
+        head = plain.pack([_BOOT_ID.read_text(), about])
+        path, *rest = self._paths
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _write(descriptor, 0, bytes(_LENGTH_BYTES))
+            offset = _write(descriptor, _LENGTH_BYTES, head)
+            for array in _arrays(items):
+                offset = _write(descriptor, _next_page(offset), array)
+            _write(descriptor, 0, len(head).to_bytes(_LENGTH_BYTES, "little"))
+        finally:
+            os.close(descriptor)
+        self._paths = [*rest, path]
+
+    def newest(self, allocate: Callable[[int], Block]) -> HostState | None:
+        """What the newest image of a host of this start of the machine has; None for none."""
+        found = [(about["moment"], path, about) for path in self._paths if (about := _about(path))]
+        if not found:
+            return None
+        _, path, about = max(found, key=lambda row: row[0])
+        try:
+            with path.open("rb") as file:
+                offset = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
+                state, items = begun(about, allocate)
+                for array in _arrays(items):
+                    file.seek(_next_page(offset))
+                    if file.readinto(array.data) != array.size:
+                        raise OSError("it ends too early")
+                    offset = file.tell()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.error("the image %s cannot be read: %s", path, error)
+            return None
+        self._paths = [*(each for each in self._paths if each != path), path]
+        return state
+
+    def remove(self) -> None:
+        """Removes what is not needed any more, or is of another start of the machine."""
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+def _arrays(items: Items) -> Iterator[np.ndarray]:
+    """The arrays of a host as flat bytes, in one order."""
+    for blocks in items.values():
+        for views in blocks.values():
+            for view in views.values():
+                yield view.reshape(-1).view(np.uint8)
+
+
+def _next_page(offset: int) -> int:
+    return -(-offset // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _write(descriptor: int, offset: int, data: Any) -> int:
+    """Writes bytes at a place. Returns where they end."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(descriptor, left, offset)
+        offset, left = offset + written, left[written:]
+    return offset
+
+
+def _about(path: Path) -> dict[str, Any] | None:
+    """What an image says of its arrays; None if it is not whole, or of another start."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            boot, about = plain.unpack(file.read(length))
+    except (OSError, ValueError, TypeError):
+        return None
+    return about if boot == _BOOT_ID.read_text() else None

@@ -1,0 +1,100 @@
+"""What several processes see of variables has one order, whatever befalls servers and messages."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.serving.faulty import FaultyNetwork
+from tests.serving.histories import Operation, Recorder, violations
+from tests.serving.servers import LocalServer
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))]
+
+
+def W(place, *times):
+    return Operation(False, frozenset([place]), *times)
+
+
+def R(places, *times):
+    return Operation(True, frozenset(places), *times)
+
+
+@pytest.mark.parametrize(
+    "history, expected",
+    [
+        ([W(1, 0, 1), R([1], 2, 3)], None),
+        ([W(1, 0, 9), R([], 1, 2), R([1], 3, 4)], None),
+        ([W(1, 0), R([1], 1, 2), R([1], 3, 4)], None),
+        ([W(1, 0, 1), R([], 2, 3)], "has not seen"),
+        ([W(1, 0), R([1], 1, 2), R([], 3, 4)], "has not seen"),
+        ([W(1, 5, 6), R([1], 1, 2)], "before they were written"),
+        ([W(1, 0, 9), W(2, 0, 9), R([1], 1, 8), R([2], 1, 8)], "another order"),
+    ],
+)
+def test_the_check_itself(history, expected):
+    found = violations(history)
+    assert not found if expected is None else expected in "; ".join(found)
+
+
+def check(directory, address, disturb, seed, count=60, victim=True, staleness=0):
+    """Three processes record what they see while something disturbs them."""
+    paths = [directory / f"history {number}" for number in range(3)]
+    recorders = [Recorder(paths[n], address, "set", n * count, count, staleness) for n in range(2)]
+    extra = Recorder(paths[2], address, "set", 2 * count, 10 * count) if victim else None
+    disturb(random.Random(seed), recorders, extra)
+    histories = [each.history() for each in recorders]
+    lost = frozenset()
+    if extra is not None:
+        extra.kill()
+        histories.append(extra.history())
+        lost = frozenset(range(2 * count, 12 * count))
+    history = [each for of_one in histories for each in of_one]
+    assert sum(each.end < float("inf") for each in history if not each.is_read) >= 2 * count
+    assert not violations(history, lost)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kills_of_the_server_and_of_a_client(engine, tmp_path, seed):
+    server = engine(tmp_path / "server", snapshot_seconds=0.2).start()
+
+    def disturb(moment, recorders, extra):
+        for number in range(3):
+            time.sleep(moment.uniform(0.05, 0.5))
+            server.kill()
+            if number == 1:
+                extra.kill()
+            server.start()
+
+    check(tmp_path, server.address, disturb, seed)
+    server.stop()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_stops_of_the_server_and_of_a_client(server, tmp_path, seed):
+    def disturb(moment, recorders, extra):
+        for pid in (server.pid, recorders[0].process.pid, server.pid):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(moment.uniform(0.05, 0.5))
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(moment.uniform(0.05, 0.2))
+
+    check(tmp_path, server.address, disturb, seed, victim=False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_messages_are_lost_doubled_and_overtaken(tmp_path, seed):
+    server = LocalServer(tmp_path / "server", snapshot_seconds=0.2).start()
+
+    def disturb(moment, recorders, extra):
+        time.sleep(moment.uniform(0.5, 1))
+        server.kill()
+        server.start()
+        network.publish()
+
+    with FaultyNetwork(server, tmp_path / "n", seed) as network:
+        check(tmp_path, network.address, disturb, seed, victim=False, staleness=4 * (seed % 2))
+    assert network.lost and network.doubled and network.overtaken
+    server.stop()

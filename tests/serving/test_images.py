@@ -1,0 +1,147 @@
+"""Images: what outlives a kill of the host, and which images are none."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from stepcache.serving import durable_host, images
+from stepcache.serving.durable_host import DurableHost
+from stepcache.serving.host import Host
+from stepcache.serving.messages import BlockLayout, JoinRequest, WriteRequest
+from stepcache.serving.optimizers import ExportedRule, export_rule
+from stepcache.serving.tables import TableType
+from stepcache.variables.policy import RowOptimizer
+from tests.serving.network import Block
+
+LAYOUT = BlockLayout([("w", [3000], "float32"), ("empty", [0, 2], "int8"), ("b", [], "bfloat16")])
+pytestmark = pytest.mark.skipif(not images.CAN_IMAGE, reason="needs the number of a start")
+
+
+def types_of_rule(rule):
+    return ExportedRule(rule).state_types
+
+
+def handle(host, *message):
+    return host.handle(*(("client",) if isinstance(host, DurableHost) else ()), *message)
+
+
+def write(host, sequence, name, mode, value=0, **options):
+    """Has a client write leaves that are all one number."""
+    payload = np.zeros(LAYOUT.size_bytes, np.uint8)
+    for view in LAYOUT.views(payload):
+        view[...] = value
+    if mode == "create table":
+        payload = payload[:0]
+    epoch = getattr(host, "host", host).epoch
+    request = WriteRequest("client", sequence, epoch, name, mode, **options)
+    reply, _ = handle(host, request, payload)
+    assert not hasattr(reply, "why"), reply
+
+
+def filled(host):
+    """Variables, some with an optimizer, and a table."""
+    handle(host, JoinRequest("client", "1.1.host", 1), None)
+    tree = jax.tree.structure([0, 0, 0])
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in LAYOUT.types]
+    rule = export_rule("adam", optax.sgd(0.1, momentum=0.9), tree, leaves)
+    table = TableType(10, [4], "float32", 0.5, 3, RowOptimizer("adagrad", 0.1))
+    write(host, 1, "plain", "create", 1, types=LAYOUT.types)
+    write(host, 2, "plain", "add", 2)
+    write(host, 3, "adam", "create", 1, types=LAYOUT.types, rule=rule)
+    write(host, 4, "adam", "apply", 1)
+    write(host, 5, "table", "create table", rule=table.packed())
+    return host
+
+
+def compare(state, expected):
+    for name, held in expected.variables.items():
+        found = state.variables[name]
+        assert np.array_equal(found.value.data, held.value.data)
+        assert (found.number, found.token, found.rule) == (held.number, held.token, held.rule)
+        if held.state is not None:
+            assert np.array_equal(found.state.data, held.state.data)
+    for name, table in expected.tables.items():
+        assert np.array_equal(state.tables[name].rows, table.rows)
+        assert np.array_equal(state.tables[name].state["squares"], table.state["squares"])
+    rest = ("applied", "moment", "processes")
+    assert all(getattr(state, key) == getattr(expected, key) for key in rest)
+
+
+def test_an_image_has_all_that_a_host_has(tmp_path):
+    host = filled(Host(1, Block, ExportedRule))
+    images.Images(tmp_path, types_of_rule).write(host.state())
+    compare(images.Images(tmp_path, types_of_rule).newest(Block), host.state())
+
+
+def test_the_newest_image_that_is_whole_counts(tmp_path):
+    host, written = filled(Host(1, Block, ExportedRule)), images.Images(tmp_path, types_of_rule)
+    states = []
+    for sequence in range(6, 9):
+        write(host, sequence, "plain", "add", sequence)
+        states.append(host.state())
+        written.write(states[-1])
+        compare(images.Images(tmp_path, types_of_rule).newest(Block), states[-1])
+
+    class KilledBlock:
+        @property
+        def data(self):
+            raise KeyboardInterrupt
+
+    write(host, 9, "plain", "add", 1)
+    state = host.state()
+    state.variables["adam"].value = KilledBlock()  # The host is killed in the middle of an image.
+    with pytest.raises(KeyboardInterrupt):
+        written.write(state)
+    compare(images.Images(tmp_path, types_of_rule).newest(Block), states[-1])
+
+
+def begin(directory, **options):
+    return DurableHost(directory, Block, recovery_seconds=0.0, has_images=True, **options)
+
+
+def until(durable, name, count):
+    while durable.counts[name] < count:
+        durable.tend()
+
+
+def test_images_let_clients_forget(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable_host, "_KEPT_BYTES", 4 * LAYOUT.size_bytes)
+    before = begin(tmp_path / "served")
+    filled(before)
+    until(before, "snapshots", 1)
+    for sequence in range(6, 12):
+        write(before, sequence, "plain", "add", 1)
+    while before.host.saved["client"] < 11:
+        before.tend()
+    assert before.counts["images"] and before.counts["snapshots"] == 1
+    expected = before.host.state()
+    before.close()  # Without `finish`: as a crash.
+    after = begin(tmp_path / "served")
+    compare(after.host.state(), expected)
+    assert after.host.saved["client"] == 11
+    until(after, "snapshots", 1)
+    assert after.finish()
+    after.close()
+    assert not list((tmp_path / "served").glob("image*"))
+
+
+def test_after_a_start_of_the_machine_images_are_none(tmp_path, monkeypatch):
+    """They may be torn; and the host goes on to do other writes than they have."""
+    monkeypatch.setattr(durable_host, "_KEPT_BYTES", 1)
+    before = begin(tmp_path / "served")
+    filled(before)
+    until(before, "snapshots", 1)
+    write(before, 6, "plain", "add", 1)
+    until(before, "images", 1)
+    before.close()
+    boot = tmp_path / "boot"
+    boot.write_text("another")
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "_BOOT_ID", boot)
+        after = begin(tmp_path / "served")
+        assert after.host.moment == 5
+        after.close()
+    again = begin(tmp_path / "served")
+    assert again.host.moment == 5
+    again.close()

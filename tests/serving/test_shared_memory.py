@@ -1,0 +1,85 @@
+"""Blocks that processes share: their memory is not used again while somebody reads it."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from stepcache.serving.shared_memory import CAN_SHARE, Opened, Pool
+
+pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="the system shares no memory")
+SIZES = [100_000, 20 << 20]  # Many in one file, and one.
+
+
+def block(pool, size, value):
+    made = pool.allocate(size)
+    made.data[:] = value
+    return made
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_memory_is_used_again(size):
+    pool = Pool()
+    places = {(each.place.inode, each.place.offset) for each in (pool.allocate(size),)}
+    for _ in range(5):
+        made = pool.allocate(size)
+        places.add((made.place.inode, made.place.offset))
+        del made
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_memory_that_is_read_is_not_used_again(size):
+    pool, opened = Pool(), Opened()
+    first = block(pool, size, 7)
+    place = first.place
+    readers = [opened.locked(place), opened.locked(place)]
+    del first
+    for _ in range(2):
+        others = [block(pool, size, 9) for _ in range(3)]
+        assert all(each.place != place for each in others)
+        assert (readers[-1] == 7).all()
+        readers.pop()  # The other one still reads; then nobody does.
+        del others
+    assert pool.allocate(size).place == place or size == SIZES[0]
+    held = [pool.allocate(size) for _ in range(4)]
+    assert any(each.place == place for each in held)
+
+
+READER = """
+import sys
+from stepcache.serving.shared_memory import Opened, Place
+data = Opened().locked(Place(*map(int, sys.argv[1:])))
+print(data[0], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_has_read_is_used_again():
+    pool = Pool()
+    first = block(pool, SIZES[1], 7)
+    place = first.place
+    row = [place.pid, place.descriptor, place.inode, place.offset, place.size_bytes]
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER, *map(str, row)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert reader.stdout.readline() == "7\n"
+    del first
+    held = [pool.allocate(SIZES[1]) for _ in range(3)]
+    assert all(each.place != place for each in held)
+    reader.kill()
+    reader.communicate()
+    assert pool.allocate(SIZES[1]).place == place
+
+
+def test_a_part_of_a_block_keeps_it():
+    pool, opened = Pool(), Opened()
+    place = block(pool, SIZES[1], 7).place
+    part = opened.locked(place)[64:128].view(np.float32).reshape(4, 4)
+    before = part.copy()
+    assert block(pool, SIZES[1], 9).place != place
+    assert np.array_equal(part, before)
