@@ -25,8 +25,7 @@ from stepcache.jaxcompat.tree_codec import decode_tree, encode_tree
 if CAN_STORE:
     from jax._src import compiler
     from jax._src.interpreters import pxla
-    from jax._src.lib import lapack
-    from jaxlib import xla_client
+    from jaxlib import lapack, xla_client
 
 
 # ---- compiling, with a store in between --------------------------------------------------------
