@@ -42,6 +42,7 @@ from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
 
 _TRANSIENT = ("epoch", "gap", "recovering")
+_ADDING, _LAST_MOMENT = ("add", "apply", "rows"), 1 << 62
 _KEPT_SECONDS = 0.5  # How often a client that has written looks whether the host has begun anew.
 
 T = TypeVar("T")
@@ -77,9 +78,8 @@ class Client:
         max_unsaved_bytes: int = 1 << 30,
         keeps: bool = True,
     ):
-        self._keeps = keeps
-        self.name = secrets.token_hex(16)
-        self.where, self._timeout = where, timeout
+        self.name, self.where = secrets.token_hex(16), where
+        self._timeout, self._keeps = timeout, keeps
         self._max_unsaved_bytes = max_unsaved_bytes
         self._transport = connect(self.name)
         self._lock = threading.RLock()
@@ -208,14 +208,13 @@ class Client:
     def _repeat(self, joined: Joined, deadline: float) -> bool:
         """Sends what the host does not have. Returns False if it has been started again."""
         for sent in self._unsaved:
-            sequence = sent.request.sequence
-            if sequence <= joined.applied:
+            if sent.request.sequence <= joined.applied:
                 continue
-            if sent.stamp is None:
-                break  # What was not confirmed is a new write: it waits until all have joined.
-            # It is done again whatever others have written.
-            row = {"epoch": joined.epoch, "base": 0, "stamp": sent.stamp}
-            request = replace(sent.request, **row)
+            if sent.stamp is None and sent.request.mode not in _ADDING:
+                break  # It was not confirmed: it is a new write, once all have joined.
+            # It is done again whatever others have written: somebody may have seen it.
+            stamp = sent.stamp or (sent.request.epoch, _LAST_MOMENT)
+            request = replace(sent.request, epoch=joined.epoch, base=0, stamp=stamp)
             reply = self._request(request, sent.block, deadline).message
             if isinstance(reply, Refused) and reply.kind in _TRANSIENT:
                 return False

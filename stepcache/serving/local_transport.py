@@ -22,6 +22,8 @@ from stepcache.storage.load_markers import Process
 
 ADDRESS_FILE = "server.json"
 _SHORTEST_WAIT_SECONDS = 0.02
+_SILENCE_SECONDS = 2.0
+"""After so long without a reply a request is sent again, then after twice as long, and so on."""
 _LAST_REQUEST_MS = 100
 
 
@@ -61,7 +63,7 @@ class LocalTransport:
         return self._pool.allocate(size_bytes)
 
     def request(self, message: Any, block: SharedBlock | None, deadline: float) -> Received | None:
-        """Sends a request, again to each new server, and waits for its reply.
+        """Sends a request, again to each new server and after some silence; waits for its reply.
 
         Args:
             message: the request.
@@ -77,7 +79,8 @@ class LocalTransport:
         frames: list[Any] = [header]
         if block is not None and place is None:
             frames.append(block.data)
-        is_sent, wait = False, _SHORTEST_WAIT_SECONDS
+        is_sent, wait, silence = False, _SHORTEST_WAIT_SECONDS, _SILENCE_SECONDS
+        again = time.monotonic() + silence
         is_connected = self._socket is not None  # The server is looked for when it is late.
         while True:
             if not is_connected:
@@ -98,6 +101,9 @@ class LocalTransport:
                         return received
                     continue
             is_connected, wait = False, min(wait * 2, 1.0)
+            if time.monotonic() > again:  # A connection that breaks loses replies.
+                is_sent, silence = False, silence * 2
+                again = time.monotonic() + silence
 
     def _follow_server(self) -> bool:
         """Connects to the latest server. Returns whether it is the one that is connected."""

@@ -18,17 +18,17 @@ class FaultyNetwork(threading.Thread):
         server: a local one.
         directory: short-lived, of its own.
         seed: of what befalls messages.
-        loss, doubling: how likely each is, for a message. Only requests are doubled: what comes
-            back twice on the way is what was asked twice.
+        loss: each so many messages one is lost.
+        doubling: how likely it is that a request comes twice.
         delay: seconds, at most, by which a message may be late: later ones may overtake it.
     """
 
-    def __init__(self, server, directory, seed, loss=0.0, doubling=0.1, delay=0.02):
+    def __init__(self, server, directory, seed, loss=200, doubling=0.1, delay=0.02):
         super().__init__(daemon=True)
         self.random = random.Random(seed)
         self.server, self.directory = server, directory
         self.loss, self.doubling, self.delay = loss, doubling, delay
-        self.lost = self.doubled = self.overtaken = 0
+        self.messages = self.lost = self.doubled = self.overtaken = 0
         self.is_ended = False
         directory.mkdir(mode=0o700)
         self.address = f"local:{directory}"
@@ -79,7 +79,8 @@ class FaultyNetwork(threading.Thread):
 
     def times(self, is_request):
         """How often a message is delivered."""
-        if self.random.random() < self.loss:
+        self.messages += 1
+        if self.messages % self.loss == 0:
             self.lost += 1
             return 0
         if is_request and self.random.random() < self.doubling:

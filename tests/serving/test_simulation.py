@@ -220,6 +220,28 @@ def test_what_one_has_created_outlives_it_and_the_host():
     assert counts(other, "a")[0].tolist() == one_hot(3).tolist()
 
 
+def test_what_was_seen_and_not_confirmed_is_seen_again():
+    network = Network(0, faults=0.0)
+    writer, reader = client(network), client(network)
+    create(writer, "a")
+    writer.write("a", "add", LAYOUT, [one_hot(1)])
+    transport, deliver = writer._transport, network.deliver
+
+    def crash_before_the_reply(message, payload):
+        reply = deliver(message, payload)
+        if isinstance(message, WriteRequest):
+            network.deliver = deliver
+            transport.is_busy = False  # Another thread of it looks after the host meanwhile.
+            assert counts(reader, "a")[0][2] == 1
+            network.crash()
+            assert counts(reader, "a")[0].tolist() == (one_hot(1) + one_hot(2)).tolist()
+        return reply
+
+    network.deliver = crash_before_the_reply
+    writer.write("a", "add", LAYOUT, [one_hot(2)])
+    assert counts(reader, "a")[0].tolist() == (one_hot(1) + one_hot(2)).tolist()
+
+
 def carry(each, name, value, base):
     """Assigns a value that was computed from another one, as a step does with what it carries."""
     return each.write(name, "assign", LAYOUT, [np.full(WRITES, value)], base=base.token)
