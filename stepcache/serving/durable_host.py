@@ -25,7 +25,8 @@ import numpy as np
 
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving import snapshots
-from stepcache.serving.host import Block, Host, HostState
+from stepcache.serving.held import Block, HostState
+from stepcache.serving.host import Host
 from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.messages import LeafType, Refused, Reply, Request, SnapshotRequest, Status
 from stepcache.serving.optimizers import ExportedRule
