@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stepcache.serving.host import Block, HostState
+from stepcache.serving.held import Block, HostState
 from stepcache.serving.snapshots import Items, StateTypes, begun, contents
 from stepcache.storage import plain
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stepcache.errors import StepCacheError
-from stepcache.serving.host import Block, HeldVariables, HostState
+from stepcache.serving.held import Block, HeldVariables, HostState
 from stepcache.serving.messages import BlockLayout
 from stepcache.serving.tables import HeldTable, TableType
 from stepcache.storage import plain
