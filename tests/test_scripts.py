@@ -271,7 +271,7 @@ def test_checking_at_every_call(tmp_path):
     # What `lru_cache` remembers cannot be looked at: each run traces, and says why.
     assert second.how == ["traced"] * 2, shown(second)
     for program in second.programs:
-        assert "make_optimizer: it remembers results" in program["miss"], shown(second)
+        assert "make_optimizer: its cache holds results" in program["miss"], shown(second)
 
 
 @pytest.mark.slow
