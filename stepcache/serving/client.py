@@ -57,8 +57,7 @@ class Client:
         connect: makes the transport of a client, given its name.
         where: the address, for errors.
         timeout: how long a request may take in seconds, a restart of the host included.
-        max_unsaved_bytes: bound on the writes that are kept because no snapshot has them. A write
-            that would need more waits for a snapshot.
+        max_unsaved_bytes: bound on the writes that are kept. One that needs more waits.
         keeps: whether a thread looks after a host that begins anew; without it, `keep` does.
     """
 

@@ -28,7 +28,7 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
             of this machine, or of `RAY_ADDRESS`, or starts one.
         timeout: how long a request may take in seconds, a restart of the server included.
         max_unsaved_bytes: bound on the writes that this process keeps for each host, to send them
-            again, because no snapshot has them. A write beyond it waits for a snapshot.
+            again, because no snapshot or image has them. A write beyond it waits for one.
 
     Where several hosts share one set (`stepcache serve --hosts`), the address leads to all of them.
 

@@ -208,12 +208,13 @@ class DurableHost:
         if error is None:
             self.host.is_saved(state)
             self.counts[saved.name] += 1
+            if saved is self._stored:
+                self._snapshot = f"step_{state.moment:08}"
         else:
             self.counts[f"failed {saved.name}"] += 1
-            self._changed_time = time.monotonic()  # Not again at once.
             _log.error("none of the %s could be written: %s", saved.name, error)
-        if saved is self._stored and error is None:
-            self._snapshot = f"step_{state.moment:08}"
+            if saved is self._stored:
+                self._changed_time = time.monotonic()  # Not again at once.
 
     def _end_recovery(self) -> None:
         """Stops waiting for clients that have had time enough."""

@@ -1849,6 +1849,17 @@ OUTSIDE = [
         vouched=False,
     ),
     Kind(
+        "id_in_a_repr",
+        """
+        class Config:
+            def __repr__(self): return "Config" + " " * (id(self) % 7)
+        config = Config()
+        def step(x): return x * «2¦3» + 0 * len(repr(config))
+        """,
+        "builtins.id",
+        vouched=False,
+    ),
+    Kind(
         "string_hash", 'def step(x): return x * «2¦3» + 0 * (hash("a") % 7)', "hash", vouched=False
     ),
     Kind(
