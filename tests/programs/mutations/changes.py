@@ -1622,7 +1622,7 @@ OUTSIDE = [
         # --- data.txt
         «2.0¦3.0»
         """,
-        "remembers",
+        "earlier calls",
         vouched=False,
     ),
     Kind(
