@@ -14,7 +14,7 @@ from tests.serving.servers import LocalHosts, LocalServer, RayServer
 # In a process of its own: Ray forks to start its processes, and JAX has threads here.
 RAY = """
 import sys, ray
-ray.init(num_cpus=2, object_store_memory=1 << 30, include_dashboard=False)
+ray.init(address="local", num_cpus=2, object_store_memory=1 << 30, include_dashboard=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
