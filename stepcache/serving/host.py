@@ -172,7 +172,7 @@ class Host:
                     return self._read(request)
                 case RowsRequest():
                     self._check_recovered()
-                    row, rows = self._tables.read(request.name, payload)
+                    row, rows = self._tables.read(request, payload, self.epoch)
                     return Values(self.epoch, self.moment, *row), [self._filled(*rows)]
                 case WriteRequest():
                     return self._write(request, payload), []
@@ -274,7 +274,7 @@ class Host:
                 return
             case "rows":
                 table = self._tables.update(request.name, request.types, payload)
-                table.number, table.token = table.number + 1, _token(table.token, request)
+                table.token = _token(table.token, request)
                 self.moment += 1
                 return
         held = self._find(request.name)

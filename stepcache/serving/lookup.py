@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +14,11 @@ from stepcache.errors import VariablesError
 from stepcache.events import Moved, recorder
 from stepcache.serving.client import Client
 from stepcache.serving.messages import DTYPES, BlockLayout
+from stepcache.serving.row_cache import RowCache, padded_count
 from stepcache.serving.tables import TableType
 from stepcache.serving.transport import Version
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.plan import links
-
-_LEAST_ROWS = 8
 
 
 @jax.tree_util.register_pytree_node_class
@@ -62,12 +62,20 @@ class Table:
         loss, gradients = step(params, rows, batch)  # by rows.values; inside: rows.spread(values)
         table.push(rows, gradients)
 
-    Only the rows of a batch move, each once. Nothing is cached here: a lookup gives the rows as
-    they are now. An update is done exactly once, as those of variables are.
+    Only the rows of a batch move, each once. An update is done exactly once, as those of variables
+    are. Without a cache, a lookup gives the rows as they are now. With one, it asks only for rows
+    whose copies may not serve, as `read` says, and gets only those that have been updated. Rows
+    that were pushed through this object are asked for. Thread-safe.
+
+    Args:
+        client: of the host.
+        name, kind: of the table.
+        cache: copies of rows; None for none.
     """
 
-    def __init__(self, client: Client, name: str, kind: TableType):
+    def __init__(self, client: Client, name: str, kind: TableType, cache: RowCache | None = None):
         self._client, self.name, self._type = client, name, kind
+        self._cache, self._lock = cache, threading.Lock()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,13 +99,29 @@ class Table:
         """
         check_not_tracing("rows cannot be looked up", self.name)
         different, index = self._different(ids)
-        layout = self._type.layout(different.size)
-        padded = 1 << max(different.size - 1, _LEAST_ROWS - 1).bit_length()
+        padded = padded_count(different.size)
+        if self._cache is not None and different.size <= self._cache.capacity:
+            with self._lock:
+                values, copied_bytes = self._cache.lookup(different, padded, self._compared)
+            self._note(0, copied_bytes)
+            return Rows(values, index, different)
         values = np.zeros((padded, *self._type.shape), self.dtype)
-        block = self._client.rows(self.name, different)
-        values[: different.size] = layout.views(block)[0]
-        self._note(different.size * self._row_bytes)
+        _, data = self._client.rows(self.name, different)
+        values[: different.size] = self._type.layout(different.size).views(data)[0]
+        self._note(different.nbytes + different.size * self._row_bytes)
         return Rows(values, index, different)
+
+    def _compared(
+        self, ids: np.ndarray, compared: np.ndarray, epoch: int
+    ) -> tuple[Version, np.ndarray, np.ndarray]:
+        """What the host sends of rows; see `row_cache.Fetch`."""
+        asked = np.concatenate([ids, compared])
+        version, data = self._client.rows(self.name, asked, epoch)
+        is_sent = data[: ids.size].view(bool)
+        count = int(is_sent.sum())
+        types = [("sent", [ids.size], "bool"), *self._type.layout(count).types]
+        self._note(asked.nbytes + is_sent.nbytes + count * self._row_bytes)
+        return version, is_sent, BlockLayout(types).views(data)[1]
 
     def _different(self, ids: Any) -> tuple[np.ndarray, np.ndarray]:
         """The different ids, and for each id which of these it is."""
@@ -143,7 +167,10 @@ class Table:
         types = self._type.update_types(rows.ids.size)
         layout = BlockLayout(types)
         leaves = [rows.ids, np.asarray(update)[: rows.ids.size]]
-        version = self._client.write(self.name, "rows", layout, leaves, types=types)
+        with self._lock:
+            if self._cache is not None:
+                self._cache.invalidate(rows.ids)
+            version = self._client.write(self.name, "rows", layout, leaves, types=types)
         self._note(rows.ids.nbytes + rows.ids.size * self._row_bytes)
         return version
 
@@ -151,8 +178,8 @@ class Table:
     def _row_bytes(self) -> int:
         return math.prod(self._type.shape) * self.dtype.itemsize
 
-    def _note(self, size_bytes: int) -> None:
-        recorder.emit(Moved(self.name, links(0, 0, size_bytes)))
+    def _note(self, server_bytes: int, host_bytes: int = 0) -> None:
+        recorder.emit(Moved(self.name, links(host_bytes, 0, server_bytes)))
 
     def __repr__(self) -> str:
         how = self._type.optimizer.name

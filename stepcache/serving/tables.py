@@ -20,6 +20,7 @@ from stepcache.serving.messages import (
     BlockLayout,
     LeafType,
     MalformedMessageError,
+    RowsRequest,
 )
 from stepcache.storage import plain
 from stepcache.variables.policy import RowOptimizer
@@ -130,6 +131,7 @@ class HeldTable:
         number: the number of updates.
         token: stands for the writes that led to it.
         rows: all of them.
+        versions: of each row, the number of its last update in this epoch; 0 for none.
         state: the optimizer's, by name.
     """
 
@@ -137,6 +139,7 @@ class HeldTable:
     number: int
     token: int
     rows: np.ndarray
+    versions: np.ndarray
     state: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
@@ -154,7 +157,7 @@ class HeldTable:
             name: like[name] if name in like else np.zeros(rows.shape, dtype)
             for name in _STATE.get(kind.optimizer.name, ())
         }
-        return cls(kind, 0, token, rows, state)
+        return cls(kind, 0, token, rows, np.zeros(kind.rows, np.int64), state)
 
     def checked(self, ids: np.ndarray) -> np.ndarray:
         """Numbers of rows. Raises `MalformedMessageError` for those that are not there."""
@@ -163,7 +166,7 @@ class HeldTable:
         return ids
 
     def update(self, ids: np.ndarray, update: np.ndarray) -> None:
-        """Updates different rows. Nothing changes where it raises."""
+        """Updates different rows, for a new version. Nothing changes where it raises."""
         if np.unique(self.checked(ids)).size != ids.size:
             raise MalformedMessageError("a row is there twice")
         state = {name: values[ids] for name, values in self.state.items()}  # Copies.
@@ -172,11 +175,14 @@ class HeldTable:
         self.rows[ids] = rows
         for name, values in state.items():
             self.state[name][ids] = values
+        self.number += 1
+        self.versions[ids] = self.number
 
     def copied(self) -> HeldTable:
         """The table as it is now."""
         state = {name: values.copy() for name, values in self.state.items()}
-        return HeldTable(self.type, self.number, self.token, self.rows.copy(), state)
+        versions = np.zeros_like(self.versions)
+        return HeldTable(self.type, self.number, self.token, self.rows.copy(), versions, state)
 
 
 class TableError(Exception):
@@ -212,18 +218,31 @@ class Tables:
         return True
 
     def read(
-        self, name: str, payload: np.ndarray | None
+        self, request: RowsRequest, payload: np.ndarray | None, epoch: int
     ) -> tuple[tuple[list[int], list[int], list[bool]], tuple[list[LeafType], list[np.ndarray]]]:
-        """Version of a table, as `Values` says it; types and values of the rows asked for."""
-        table = self._find(name)
-        if payload is None or payload.size % 8:
+        """Version of a table, as `Values` says it; types and values of what is sent.
+
+        Args:
+            request: what is asked for.
+            payload: its block.
+            epoch: of the host.
+        """
+        table, is_compared = self._find(request.name), request.epoch >= 0
+        columns = 2 if is_compared else 1
+        if payload is None or payload.size % (8 * columns):
             raise MalformedMessageError("these are no numbers of rows")
-        ids = table.checked(payload.view(np.int64))
+        ids, *compared = payload.view(np.int64).reshape(columns, -1)
         version = ([table.number], [table.token], [True])
-        return version, (table.type.layout(ids.size).types, [table.rows[ids]])
+        rows = table.checked(ids)
+        if not is_compared:
+            return version, (table.type.layout(ids.size).types, [table.rows[rows]])
+        is_sent = (table.versions[rows] > compared[0]) | (request.epoch != epoch)
+        rows = rows[is_sent]
+        types = [("sent", [ids.size], "bool"), *table.type.layout(rows.size).types]
+        return version, (types, [is_sent, table.rows[rows]])
 
     def update(self, name: str, types: Sequence[LeafType], payload: np.ndarray) -> HeldTable:
-        """Updates rows; the number of the version is left to the caller."""
+        """Updates rows; the token of the version is left to the caller."""
         table, layout = self._find(name), BlockLayout(types)
         count = layout.types[0][1][0] if layout.types and layout.types[0][1] else 0
         if layout.types != table.type.update_types(count) or layout.size_bytes != payload.size:

@@ -175,6 +175,8 @@ def hostile(rng, server):
                 {"client": "me", "process": "x", "first": rng.choice([-1, 0, 1 << 62])},
             ],
             ["JoinRequest", {"client": "m" * 1000, "process": "1.1.x", "first": 1}],
+            ["RowsRequest", {"name": "rows", "epoch": rng.choice([-1, 0, 1, 1 << 62])}],
+            ["RowsRequest", {"name": "rows", "epoch": rng.choice([1.5, "1", None])}],
             ["DescribeRequest", {"name": "no such"}],
             ["Joined", {"epoch": 1, "applied": 1, "saved": 1, "lost": 0}],
             ["os.system", {"command": "true"}],
@@ -209,6 +211,7 @@ def test_messages_that_are_none_do_no_harm(server, count):
     context = zmq.Context()
     with server.connect() as connection:
         params = connection.variables("params", {"w": np.ones(50_000, np.float32)})
+        connection.table("rows", 10, (4,))
         for number in range(count):
             if number % 200 == 0:
                 socket = context.socket(zmq.DEALER)
@@ -225,7 +228,7 @@ def test_messages_that_are_none_do_no_harm(server, count):
         time.sleep(0.5)
         status = connection.status()
         assert status.counts["malformed messages"] > count / 3
-        assert [name for name, *_ in status.variables] == ["params"]
+        assert [name for name, *_ in status.variables] == ["params", "rows"]
         assert resident_bytes(server) < before_bytes + (64 << 20)
 
 
