@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from stepcache.serving.host import Block, HostState
-from stepcache.serving.snapshots import Items, StateTypes, begun, contents
+from stepcache.serving.snapshots import StateTypes, arrays_of, begun, contents
 from stepcache.storage import plain
 from stepcache.storage.private_files import write_at
 
@@ -58,7 +56,7 @@ class Images:
         try:
             write_at(descriptor, 0, memoryview(bytes(_LENGTH_BYTES)))
             offset = write_at(descriptor, _LENGTH_BYTES, memoryview(head))
-            for array in _arrays(items):
+            for array in arrays_of(items):
                 offset = write_at(descriptor, _next_page(offset), array.data)
             length = len(head).to_bytes(_LENGTH_BYTES, "little")
             write_at(descriptor, 0, memoryview(length))
@@ -76,7 +74,7 @@ class Images:
             with path.open("rb") as file:
                 offset = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
                 state, items = begun(about, allocate)
-                for array in _arrays(items):
+                for array in arrays_of(items):
                     file.seek(_next_page(offset))
                     if file.readinto(array.data) != array.size:
                         raise OSError("it ends too early")
@@ -91,14 +89,6 @@ class Images:
         """Removes what is not needed any more, or is of another start of the machine."""
         for path in self._paths:
             path.unlink(missing_ok=True)
-
-
-def _arrays(items: Items) -> Iterator[np.ndarray]:
-    """The arrays of a host as flat bytes, in one order."""
-    for blocks in items.values():
-        for views in blocks.values():
-            for view in views.values():
-                yield view.reshape(-1).view(np.uint8)
 
 
 def _next_page(offset: int) -> int:

@@ -7,8 +7,10 @@ done. It is there whole or not at all. `step` is the host's moment.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ def write(directory: Path, state: HostState, state_types: StateTypes) -> None:
         VariablesError: it could not be written.
     """
     arrays, about = contents(state, state_types)
+    about["checksum"] = _checksum(arrays)
     items: dict[str, Any] = {**arrays, "table": np.frombuffer(plain.pack(about), np.uint8)}
     save(directory, keep=_KEPT, step=state.moment, **items)
     for path in files.step_path(directory, state.moment).rglob("*"):
@@ -117,12 +120,15 @@ def newest(
 def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
     kind = stored_kinds(path)["table",]
     table = restore(path, partial=True, table=np.zeros(kind.shape, np.uint8))["table"]
-    state, items = begun(plain.unpack(table.tobytes()), allocate)
+    about = plain.unpack(table.tobytes())
+    state, items = begun(about, allocate)
     read = restore(path, partial=True, **items)
     for part, blocks in items.items():
         for name, views in blocks.items():
             for key, view in views.items():
                 view[...] = read[part][name][key]
+    if _checksum(items) != about["checksum"]:
+        raise VariablesError("an array of a snapshot is damaged", where=str(path))
     return state
 
 
@@ -149,6 +155,19 @@ def begun(about: dict[str, Any], allocate: Callable[[int], Block]) -> tuple[Host
         items["tables"][name] = {"ids": ids, **arrays}
     rest = (about["applied"], about["moment"], about["processes"], tables)
     return HostState(variables, *rest), items
+
+
+def arrays_of(items: Items) -> Iterator[np.ndarray]:
+    """The arrays of a host as flat bytes, in one order."""
+    for blocks in items.values():
+        for views in blocks.values():
+            for view in views.values():
+                yield view.reshape(-1).view(np.uint8)
+
+
+def _checksum(items: Items) -> int:
+    """Of the arrays: orbax's files do not tell whether one of them has changed."""
+    return functools.reduce(lambda sum, each: zlib.crc32(each.data, sum), arrays_of(items), 0)
 
 
 def _version(held: HeldVariables) -> tuple[Any, ...]:

@@ -296,7 +296,7 @@ class Tables:
             return False
         if not name or len(self.held) >= MAX_NAMES:
             raise MalformedMessageError(f"no name, or over {MAX_NAMES} tables")
-        key = f"{quote(name, safe='', errors='surrogatepass')[:80]}-{token:016x}"
+        key = f"{quote(name, safe='')[:80]}-{token:016x}"
         try:
             self._storage.make(key, kind)
             new = SavedTable(kind, key, 0, token, 0, 0, np.empty(0, np.int64), {})

@@ -15,6 +15,8 @@ import zmq
 import stepcache as sc
 from stepcache.serving.local_transport import address
 from stepcache.serving.shared_memory import Opened, Place
+from stepcache.serving.tables import TableType
+from stepcache.variables.policy import RowOptimizer
 from tests.serving.servers import LIMIT_SECONDS, LocalServer
 
 
@@ -163,10 +165,14 @@ def hostile(rng, server):
             [["w", [1], "float32"]] * 1000,
         ]
     )
+    rows, stddev = rng.choice([(1 << 60, 0.0), (1 << 40, 1.0), (-1, 0.0)])
+    huge = TableType(rows, [1 << 10], "float32", stddev, 0, RowOptimizer()).packed()
     message = rng.choice(
         [
             ["WriteRequest", write | {"types": types}],
             ["WriteRequest", write | {"mode": rng.choice(["eval", "", "add"]), "rule": noise}],
+            ["WriteRequest", write | {"mode": "create table", "rule": rng.choice([noise, huge])}],
+            ["WriteRequest", write | {"name": "rows", "mode": "rows", "types": types}],
             ["WriteRequest", {"client": "me"}],
             ["ReadRequest", {"names": ["x"] * rng.choice([1, 20_000]), "known": [0]}],
             ["ReadRequest", {"names": [["x"]], "known": ["y"]}],
