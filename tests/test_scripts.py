@@ -142,6 +142,12 @@ def test_a_train_state_of_linen(tmp_path):
     built_once_then_loaded(script, "train_step", "eval_step")
 
 
+def test_linear_algebra(tmp_path):
+    """LAPACK's functions are found when JAX lowers a call of one, and without a trace too."""
+    script = Script("linear_algebra", tmp_path)
+    built_once_then_loaded(script, "fit", "spectra")
+
+
 @pytest.mark.slow
 def test_a_partitioned_module_of_equinox(tmp_path):
     script = Script("equinox_loop", tmp_path)
@@ -265,7 +271,7 @@ def test_checking_at_every_call(tmp_path):
     # What `lru_cache` remembers cannot be looked at: each run traces, and says why.
     assert second.how == ["traced"] * 2, shown(second)
     for program in second.programs:
-        assert "make_optimizer: it remembers results" in program["miss"], shown(second)
+        assert "make_optimizer: its cache holds results" in program["miss"], shown(second)
 
 
 @pytest.mark.slow

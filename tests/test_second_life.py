@@ -374,7 +374,7 @@ def test_a_step_with_a_callback_is_not_stored_and_says_so(tmp_path):
             step(np.ones(8))
         cache.flush()
         assert levels(step.stats()) == BUILT
-        assert "not stored" in str(step.last_miss) and "calls back" in str(step.last_miss)
+        assert "cannot be stored" in str(step.last_miss) and "calls back" in str(step.last_miss)
 
 
 def test_loading_is_no_recompile(tmp_path):

@@ -215,17 +215,23 @@ class Use:
             packed = each._master.take(reader, self.meter)
             return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
-        return self._replaced(take)
+        arguments = self._replaced(take)
+        for source, readers in self._by_source().items():
+            source.read_ahead(readers)  # Now: a program may run before its call returns.
+        return arguments
 
     def _read_together(self, *, values: bool) -> None:
         """Has variables of one source looked at, or fetched, as they are at one moment."""
+        for source, readers in self._by_source().items():
+            source.read_together(readers, values=values)
+
+    def _by_source(self) -> dict[Source, list[tuple[Any, Reader]]]:
         groups: dict[Source, list[tuple[Any, Reader]]] = {}
         for index, each in enumerate(self.variables):
             if (source := each._master.source) is not None:
                 reader = Reader(self._session, (), index < self.carried)
                 groups.setdefault(source, []).append((each._master, reader))
-        for source, readers in groups.items():
-            source.read_together(readers, values=values)
+        return groups
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments as a program would take them."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from stepcache.fingerprint import instances, opened_files, values
 from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS
-from stepcache.fingerprint.provenance import USER, origin_of
+from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
 from stepcache.fingerprint.tokens import digest, plain_text, qualified_name
 from stepcache.fingerprint.trail import Trail, making
 from stepcache.jaxcompat import inspection
@@ -115,6 +115,7 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
     matched = vars(cls).get("__match_args__")
     if type(matched) is tuple:
         walk.read_attributes(each for each in matched if isinstance(each, str))
+    of_packages = _prefixes_of_packages(cls)
     for attribute, value in sorted(vars(cls).items()):
         if attribute in _INTERNALS or isinstance(value, instances.SLOT_TYPES):
             continue
@@ -123,10 +124,22 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         path = f"{name}.{attribute}"
         if selective and attribute in _CONSTRUCTORS:
             walk.when_named(making(name), path, value)
-        elif selective and not is_special(attribute):
+        elif (selective and not is_special(attribute)) or attribute.startswith(of_packages):
             walk.when_named(attribute, path, value)
         else:
             walk.value(path, value)
+
+
+def _prefixes_of_packages(cls: type) -> tuple[str, ...]:
+    """How names begin that a base's package gives to what it keeps in a class.
+
+    As `__pydantic_validator__`: Python asks for no such name, so it is read where code names it.
+    JAX's and numpy's compiled code does ask for some of theirs.
+    """
+    metaclass: type = type(cls)
+    bases = {*cls.__mro__, *metaclass.__mro__}
+    packages = {base.__module__.partition(".")[0] for base in bases if origin_of(base) == INSTALLED}
+    return tuple(f"__{package}_" for package in packages - values.TRUSTED)
 
 
 # They run when an instance is made. One that is there already does not need them.

@@ -75,8 +75,16 @@ def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, 
         late = name.startswith(LATE) and None in (old, new)
         if old != new and not late and not (new is None and name in unknown):
             changes.append(_change(name, old, new))
+    shown = [change.path for change in changes]
+    changes = [each for each in changes if not _is_shown_by_name(each.path, shown)]
     changes.sort(key=lambda change: KINDS.index(change.part))
     return tuple(changes[:_MAX_CHANGES])
+
+
+def _is_shown_by_name(path: str, shown: list[str]) -> bool:
+    """Whether a change of names in a module is one that is shown by the name itself."""
+    owner = f"{path.removeprefix(NAMES_OF)}."
+    return path.startswith(NAMES_OF) and any(each.startswith(owner) for each in shown)
 
 
 def _of_modules_not_loaded(recorded: dict[str, str]) -> set[str]:

@@ -67,6 +67,7 @@ def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
 
 
 def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
+    walk.reader = label
     names = names_of(function.__code__)
     walk.note(label, f"code {code_digest(function.__code__)}")
     walk.codes.update(names.codes)
@@ -127,6 +128,8 @@ def _follow_global(walk: Trail, label: str, function: types.FunctionType, read: 
         walk.note(path, walk.place(value))
     elif value is builtins.hash and function.__name__ == "__hash__":
         walk.note(path, "builtin hash")  # Whoever calls that is the one to be blamed.
+    elif value is builtins.id and function.__name__ == "__repr__":
+        walk.note(path, "builtin id")  # `Lookup.untrackable_in` blames it where a trace comes by.
     else:
         if any(value is each for each in (builtins.globals, builtins.eval, builtins.exec)):
             _note_namespace(walk, function)

@@ -198,7 +198,9 @@ class _ModuleState:
             return meaning, False
         self._values[name] = value
         if value is _GONE:
-            meaning.text = f"{name} gone"
+            # A module that is imported meanwhile, as by the trace, is what it would have been.
+            is_module = file_of_module(f"{self._name}.{name}") is not None
+            meaning.text = f"{name} {self._name}.{name}" if is_module else f"{name} gone"
             return meaning, False
         path = f"{self._name}.{name}"
         text = text_of(meaning, path, value, self._has_state)

@@ -171,7 +171,7 @@ def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> s
     for number, each in enumerate(each_value):
         if type(each) is types.FunctionType and is_foreign(each):
             notes.value(f"{path}[{number}]", each)
-    return type(value).__name__
+    return f"{type(value).__name__} of objects"
 
 
 def _callable_text(notes: Meaning, path: str, value: Any) -> str:

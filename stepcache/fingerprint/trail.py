@@ -11,10 +11,11 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from typing import Any
 
 from stepcache.fingerprint.bytecode import Names
+from stepcache.fingerprint.held import function_in
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import distribution_of, file_label
 from stepcache.fingerprint.tokens import digest
@@ -43,12 +44,14 @@ class Trail(ABC):
         dependencies: path and token of everything found.
         untrackable: what cannot be fingerprinted, in order.
         codes: the user's code among what was found.
+        reader: the user's function that is being followed, if one is.
     """
 
     def __init__(self, root: str = "") -> None:
         self.dependencies: dict[str, str] = {}
         self.untrackable: dict[str, None] = {}
         self.codes: set[types.CodeType] = set()
+        self.reader = ""
         self._root = root
         self._names: set[str] = set(_ALWAYS_READ)
         self._reads_all = self._makes_any = False
@@ -77,9 +80,24 @@ class Trail(ABC):
         """Notes attributes of the user's objects that a library is known to read."""
         self._add(set(names))
 
-    def waiting(self) -> set[str]:
-        """Attributes of the user's objects that no code of theirs names."""
-        return set(self._waiting)
+    def waiting(self, entered: Container[types.CodeType]) -> set[str]:
+        """Attributes of the user's objects that no code of theirs names.
+
+        A library that used a method would have entered it, so what was not entered is left out.
+
+        Args:
+            entered: the code that a trace entered.
+        """
+
+        def may_be_used(value: Any) -> bool:
+            function = function_in(value)
+            return function is None or function.__code__ in entered
+
+        return {
+            name
+            for name, found in self._waiting.items()
+            if any(may_be_used(value) for _, value in found)
+        }
 
     # ---- dependencies ---------------------------------------------------------------------------
 
@@ -177,7 +195,7 @@ class Trail(ABC):
         """Blames what gives another result in each run."""
         why = why_impure(full_name)
         if why:
-            self.blame(path, why)
+            self.blame(self.reader or path, why)
 
     def namespace(self, space: dict[str, Any], value: Any, module: str | None = None) -> str:
         """What to call the globals of a function, or those of a module: by file, each its own."""

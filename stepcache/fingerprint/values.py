@@ -205,7 +205,8 @@ def note_remembering(walk: Trail, path: str, value: Any) -> None:
         walk.blame(path, "it remembers results that cannot be looked at")
         return
     if value.cache_info().currsize and origin_of(function) == USER:
-        walk.blame(path, "it remembers results whose origin is not known any more")
+        why = "its cache holds results of earlier calls, and what those read is not known"
+        walk.blame(path, why)
     walk.value(f"{path} (function)", function)
 
 

@@ -48,7 +48,7 @@ class Walk(Trail):
     def fingerprint(self) -> Fingerprint:
         """Follows everything that is still to be followed."""
         while self.todo:
-            task = self.todo.popleft()
+            task, self.reader = self.todo.popleft(), ""
             try:
                 task()
             except Exception as error:  # An object may fail at anything that it is asked.

@@ -43,6 +43,7 @@ _TO_STORE = {
     "jax._src.interpreters.mlir": "_lowerings _platform_specific_lowerings",
     "jax._src.interpreters.pxla": "UnloadedMeshExecutable",
     "jax._src.layout": "AutoLayout Layout",
+    "jaxlib.lapack": "prepare_lapack_call",
     "jax._src.lib.xla_client.HloSharding": "subgroup_with_device_ordering",
     "jax._src.mesh": "AbstractDevice",
     "jax._src.sharding_impls": "GSPMDSharding",

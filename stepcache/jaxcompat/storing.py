@@ -25,7 +25,7 @@ from stepcache.jaxcompat.tree_codec import decode_tree, encode_tree
 if CAN_STORE:
     from jax._src import compiler
     from jax._src.interpreters import pxla
-    from jaxlib import xla_client
+    from jaxlib import lapack, xla_client
 
 
 # ---- compiling, with a store in between --------------------------------------------------------
@@ -56,8 +56,16 @@ class _DigestKnown(Exception):
 
 
 def serialize_executable(executable: Any) -> bytes:
-    """XLA's part of a program. One that was itself loaded must not be serialized again."""
-    return executable.client.serialize_executable(executable)
+    """XLA's part of a program. One that was itself loaded must not be serialized again.
+
+    Raises:
+        NotStorable: XLA has no form for a part of it, as for a sort's comparison on CPUs.
+    """
+    try:
+        return executable.client.serialize_executable(executable)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise NotStorable(f"XLA cannot serialize it: {reason}") from error
 
 
 def load_executable(data: bytes, devices: Sequence[Device]) -> Any:
@@ -66,12 +74,22 @@ def load_executable(data: bytes, devices: Sequence[Device]) -> Any:
     They need not be those that it was compiled for. The options say so to XLA too, which would
     otherwise go by the numbers of the devices then.
     """
+    if _CALLS_LAPACK in data:
+        # Through pointers that JAX sets when it lowers such a call; unset, they end the process.
+        lapack.prepare_lapack_call("potrf_ffi", np.dtype(np.float32))
     assignment = np.array([[device.id for device in devices]])
+    client = devices[0].client
     options = compiler.get_compile_options(
-        num_replicas=1, num_partitions=len(devices), device_assignment=assignment
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=assignment,
+        backend=client,
     )
     listed = xla_client.DeviceList(tuple(devices))
-    return devices[0].client.deserialize_executable(data, listed, options)
+    return client.deserialize_executable(data, listed, options)
+
+
+_CALLS_LAPACK = b"lapack_"  # Begins the names of all its functions, on CPUs.
 
 
 def program_devices(run: Runnable) -> tuple[Device, ...]:

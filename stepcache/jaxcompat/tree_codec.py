@@ -81,7 +81,7 @@ class _TreeEncoder:
         children = tree.children()
         if children:
             same_size = self._subtrees.get((tree.num_nodes, tree.num_leaves), ())
-            position = _position_of(tree, same_size)
+            position = _position_of(tree, same_size, _are_ordered_alike)
             if position is not None:
                 return ["known", position]
         parts = [self.encode(child) for child in children]
@@ -92,7 +92,7 @@ class _TreeEncoder:
         try:
             return ["node", _name_of(kind, _check_node_class), encode_value(extra), parts]
         except NotStorable as error:
-            position = _position_of(extra, self._extras.get(kind, ()))
+            position = _position_of(extra, self._extras.get(kind, ()), _is_written_alike)
             if position is not None:
                 return ["like", position, parts]
             raise NotStorable(
@@ -100,12 +100,33 @@ class _TreeEncoder:
             ) from None
 
 
-def _position_of(value: Any, places: Sequence[tuple[list[int], Any]]) -> list[int] | None:
+def _position_of(
+    value: Any, places: Sequence[tuple[list[int], Any]], alike: Callable[[Any, Any], bool]
+) -> list[int] | None:
     for position, other in places:
         with contextlib.suppress(Exception):  # What a node keeps may refuse to be compared.
-            if other is value or other == value:
+            if other is value or (other == value and alike(other, value)):
                 return position
     return None
+
+
+def _are_ordered_alike(tree: Any, other: Any) -> bool:
+    """Whether the nodes of equal trees keep equal values in one order, as of a mapping's keys."""
+    data, others = tree.node_data(), other.node_data()
+    if data is None:
+        return True
+    return _is_written_alike(data[1], others[1]) and all(
+        map(_are_ordered_alike, tree.children(), other.children())
+    )
+
+
+def _is_written_alike(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    try:
+        return encode_value(value) == encode_value(other)
+    except NotStorable:  # That they are equal is all there is to ask.
+        return True
 
 
 def _subtrees(tree: Any) -> Iterator[tuple[list[int], Any]]:
@@ -257,7 +278,7 @@ def _encode_type(value: Any) -> Any:
             return ["builtin", value.__name__]
         if issubclass(value, np.generic) and np.dtype(value).type is value:
             return ["numpy", encode_dtype(np.dtype(value))]
-    raise NotStorable(f"{value!r:.80} of the type {type(value).__qualname__} is no plain data")
+    raise NotStorable(f"{type(value).__qualname__} cannot be written as plain data: {value!r:.80}")
 
 
 def _check_enum(found: Any) -> None:

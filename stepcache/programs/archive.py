@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -29,6 +29,7 @@ from stepcache.storage.dependency_record import (
     Address,
     DependencyRecord,
     Publication,
+    Used,
     pack_records,
     unpack_records,
 )
@@ -37,6 +38,8 @@ from stepcache.storage.run_log import Row, RunLog, script_name
 from stepcache.storage.starts import Starts
 
 RECORDS_KEPT = 8
+NEVER_STORED = "it cannot be stored: "
+"""Begins the reason of a program which is of a kind that no process can store."""
 _RUNS_COMPARED = 8
 _PRELOADED_AT_MOST = 256
 
@@ -86,12 +89,21 @@ class LookupResult:
         since: when the build was made that `changes` compares with; None without one.
         changes: what differs from that build.
         untrackable: why no record could be looked for, or none was kept.
+        used: what the trace of that build used.
+        found: the dependencies of that trace as they were at the lookup.
     """
 
     record: DependencyRecord | None = None
     since: float | None = None
     changes: tuple[Change, ...] = ()
     untrackable: tuple[str, ...] = ()
+    used: Used = field(default_factory=Used)
+    found: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_never_stored(self) -> bool:
+        """Whether the last run built the same program, and found that it cannot be stored."""
+        return any(why.startswith(NEVER_STORED) for why in self.untrackable)
 
 
 class Archive:
@@ -139,17 +151,15 @@ class Archive:
         if lookup.base.untrackable:
             return LookupResult(untrackable=lookup.base.untrackable)
         records = self._records(lookup.address.digest)
-        newest: tuple[dict[str, str], dict[str, str]] | None = None
+        newest: LookupResult | None = None
         for record in records:
             found = lookup.with_used(record.used)
             if found.untrackable:
                 return LookupResult(untrackable=found.untrackable)
             if agree(record.dependencies, found.dependencies):
                 return LookupResult(record)
-            newest = newest or (record.dependencies, dict(found.dependencies))
-        if newest is not None:
-            return LookupResult(None, records[0].created_time, differences(*newest))
-        return self._compared_with_last_run(lookup)
+            newest = newest or _compared(record, found.dependencies)
+        return newest or self._compared_with_last_run(lookup)
 
     def _records(self, lookup: str) -> list[DependencyRecord]:
         entry = self.disk.read("step", lookup)
@@ -164,14 +174,16 @@ class Archive:
     def _compared_with_last_run(self, lookup: Lookup) -> LookupResult:
         """Compares a call without an entry with the closest record of the last run."""
         rows = [row for row in self.run_log.last_run_of(lookup.address.label) if row.lookup]
+        for row in rows:
+            if row.lookup == lookup.address.digest and row.untrackable:
+                return LookupResult(untrackable=tuple(row.untrackable))
         lookups = list(dict.fromkeys(row.lookup for row in reversed(rows)))[:_RUNS_COMPARED]
         latest = [found[0] for found in map(self._records, lookups) if found]
         if not latest:
             return LookupResult()
         base = dict(lookup.base.dependencies)
         nearest = min(latest, key=lambda each: _distance(each.dependencies, base))
-        changes = differences(nearest.dependencies, lookup.with_used(nearest.used).dependencies)
-        return LookupResult(None, nearest.created_time, changes)
+        return _compared(nearest, lookup.with_used(nearest.used).dependencies)
 
     @_no_matter_of_the_step("load a program", _nothing)
     def load(self, record: DependencyRecord, address: Address, in_tree: Any) -> Runnable | None:
@@ -250,14 +262,15 @@ class Archive:
 
     # ---- level 3: keeping what was built -------------------------------------------------------
 
-    @_no_matter_of_the_step("store a program", _nothing)
-    def publish(self, publication: Publication) -> None:
-        """Stores a program."""
+    @_no_matter_of_the_step("store a program", lambda: "it is not stored: see the log")
+    def publish(self, publication: Publication) -> str:
+        """Stores a program. Returns why that cannot be done; an empty text if it can."""
         try:
             with quick_switching():
                 self._publish(publication)
         except storing.NotStorable as error:
-            _log.warning("%s will have to be traced again: %s", publication.address.label, error)
+            return f"{NEVER_STORED}{error}"
+        return ""
 
     def _publish(self, publication: Publication) -> None:
         address, digest = publication.address, publication.digest
@@ -339,6 +352,11 @@ class Archive:
             rank, processes = jax.process_index(), jax.process_count()
         details = {"rank": rank, "processes": processes} | details
         self.run_log.add(Row(event, now, script_name(), step, label, **details))
+
+
+def _compared(record: DependencyRecord, found: dict[str, str]) -> LookupResult:
+    changes = differences(record.dependencies, found)
+    return LookupResult(None, record.created_time, changes, used=record.used, found=dict(found))
 
 
 def start_name(address: Address, record: DependencyRecord) -> str:

@@ -15,10 +15,10 @@ from stepcache import jaxcompat
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured, Change
 from stepcache.fingerprint import shared_traces
-from stepcache.fingerprint.dependencies import differences, digest_dependencies
+from stepcache.fingerprint.dependencies import NAMES_OF, differences, digest_dependencies
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
-from stepcache.programs.archive import Archive, LookupResult
+from stepcache.programs.archive import NEVER_STORED, Archive, LookupResult
 from stepcache.programs.build import Program, build
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.recorded_trace import RecordedTrace
@@ -122,6 +122,7 @@ class Levels:
         resolution = None
         while resolution is None:
             resolution = self._traced_once(call, lookup, result, sharing)
+            result = replace(result, found={})  # What was found then is of before the first trace.
         return _watched(*resolution, call.watch)
 
     def _traced_once(
@@ -135,12 +136,17 @@ class Levels:
             known = lookup.extend(lookup.used_by(recorded)).dependencies
             changes = self._changes_to(known)
             own = lookup.own_code()
-            shared = shared_traces.begin() if lookup.is_alone() and sharing is None else None
+            # To record what will not be stored would cost each start time for nothing.
+            records = not result.is_never_stored or call.watch or sharing is not None
+            may_share = records and lookup.is_alone() and sharing is None
+            shared = shared_traces.begin() if may_share else None
             # What JAX has traced inside the step before is shared where the dependencies are equal.
             values = (self._number, digest_dependencies(known))
         find = archive.find if archive is not None else lambda digest, load: None
-        examine = functools.partial(self._examined, request, lookup)
-        trace = RecordedTrace(sharing.find if sharing else find, sharing, examine)
+        examine = functools.partial(self._examined, request, lookup, result)
+        if not records:
+            examine = _not_examined
+        trace = RecordedTrace(sharing.find if sharing else find, sharing, examine, records)
         watched = trace.watched(own if shared else None, shared or values)
         hooks = (watched, trace.compiling, trace.is_lowered_by_jax)
         program, staged = build(self._spec, request, stopwatch, *hooks)
@@ -165,21 +171,32 @@ class Levels:
         return resolution, traced.dependencies, traced.used
 
     def _examined(
-        self, request: Request, lookup: Lookup, recording: Recording, staged: jaxcompat.Staged
+        self,
+        request: Request,
+        lookup: Lookup,
+        result: LookupResult,
+        recording: Recording,
+        staged: jaxcompat.Staged,
     ) -> Traced:
         """What a recorded trace depended on."""
         try:
-            return self._examine(request, lookup, recording, staged)
+            return self._examine(request, lookup, result, recording, staged)
         except Exception as error:
             return self._unexamined(error)
 
     def _examine(
-        self, request: Request, lookup: Lookup, recording: Recording, staged: jaxcompat.Staged
+        self,
+        request: Request,
+        lookup: Lookup,
+        result: LookupResult,
+        recording: Recording,
+        staged: jaxcompat.Staged,
     ) -> Traced:
         with self._lock:
             self._recording = recorded = self._recording.with_all_of(recording)
         used = lookup.used_by(recorded)
         dependencies = dict(lookup.extend(used).dependencies)
+        dependencies |= _filled_by_trace(dependencies, used, result)
         untrackable = lookup.untrackable_in(recorded)
         # What the trace itself changed, as a count of its calls, is no change after it.
         self._remember(dependencies | lookup.values_now(used))
@@ -218,6 +235,28 @@ class Levels:
             self._dependencies, self._recording = {}, Recording()
 
 
+def _not_examined(recording: Recording, staged: jaxcompat.Staged) -> Traced:
+    return Traced({}, Used(), None)
+
+
+def _filled_by_trace(
+    dependencies: dict[str, str], used: Used, result: LookupResult
+) -> dict[str, str]:
+    """What names in installed modules meant when the trace began, if the trace changed that.
+
+    A package may keep a cache that its own code fills while it is traced. The trace depends on what
+    the cache held before. That is known of names that the last build read too.
+    """
+    alike = [name for name, read in used.names.items() if result.used.names.get(name) == read]
+    prefixes = tuple(f"{name}." for name in alike)
+    whole = {f"{NAMES_OF}{name}" for name in alike}
+    return {
+        name: result.found[name]
+        for name in dependencies.keys() & result.found.keys()
+        if name in whole or name.startswith(prefixes)
+    }
+
+
 def _to_store(
     resolution: Resolution,
     address: Address,
@@ -229,7 +268,7 @@ def _to_store(
     program = resolution.program
     digest, why = program.lowered, _why_not_stored(program, archive)
     if why is not None:
-        return replace(resolution, address=address, untrackable=(f"it is not stored: {why}",))
+        return replace(resolution, address=address, untrackable=(why,))
     publication = Publication(
         address, digest, program.run, traced, program.captured, program.seconds, outline
     )
@@ -238,12 +277,14 @@ def _to_store(
 
 def _why_not_stored(program: Program, archive: Archive | None) -> str | None:
     why = storing.why_not_storable(program.run)
-    if why is None and not program.lowered:
-        why = "JAX had compiled it before"
+    if why is not None:
+        return f"{NEVER_STORED}{why}"
+    if not program.lowered:
+        return "it is not stored: JAX had compiled it before"
     seconds = sum(program.seconds.values())
-    if why is None and archive is not None and seconds < archive.min_build_seconds:
-        why = f"it was built in less than {archive.min_build_seconds} s"
-    return why
+    if archive is not None and seconds < archive.min_build_seconds:
+        return f"it is not stored: it was built in less than {archive.min_build_seconds} s"
+    return None
 
 
 def _watched(

@@ -25,6 +25,7 @@ from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.code_reads import reads_of
 from stepcache.fingerprint.dependencies import digest_dependencies
+from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     USER,
@@ -146,7 +147,8 @@ class Lookup:
     def used_by(self, recording: Recording) -> Used:
         """What a trace used."""
         reads = reads_of((*recording.entered.values(), *recording.of_jax.values()))
-        named = (self._walk().waiting() | self._attributes) & reads.attributes
+        waiting = self._walk().waiting(set(recording.entered.values()))
+        named = (waiting | self._attributes) & reads.attributes
         return Used(
             sorted(reads.asked_for | named),
             reads.modules,
@@ -165,6 +167,11 @@ class Lookup:
             for code in recording.entered.values()
             if origin_of_file(code.co_filename) == USER and code.co_name != "<module>"
         } - self._walk().codes
+        shown = [code for code in recording.entered.values() if code.co_name == "__repr__"]
+        for code in shown:
+            if "id" in code.co_names and origin_of_file(code.co_filename) == USER:
+                where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
+                untrackable.append(f"{where}: {why_impure('builtins.id')}")
         if any(code.co_filename.startswith("<") for code in unknown):
             unknown -= _explained_by_classes(unknown, self._walk())
         for code in unknown:

@@ -29,6 +29,7 @@ class RecordedTrace:
         find: looks for the executable of a lowered module, on disk or in other processes.
         sharing: with other processes, or None.
         examine: finds out what a recorded trace depends on.
+        records: whether the trace is recorded at all.
 
     Attributes:
         digest: of what XLA was given; empty where JAX had compiled it before.
@@ -41,8 +42,10 @@ class RecordedTrace:
         find: storing.Find,
         sharing: Sharing | None,
         examine: Callable[[Recording, jaxcompat.Staged], Traced],
+        records: bool = True,
     ):
         self._find, self._sharing, self._examine = find, sharing, examine
+        self._records = records
         self._recording = Recording()
         self._examined: Future[Traced] | None = None
         self.digest, self.is_loaded = "", False
@@ -58,7 +61,8 @@ class RecordedTrace:
         """
         recording, complete = self._recording, None
         try:
-            with recording, jaxcompat.recording_context(jaxcompat.ValueToken(token)):
+            watch = recording if self._records else nullcontext()
+            with watch, jaxcompat.recording_context(jaxcompat.ValueToken(token)):
                 yield
             complete = recording
         finally:

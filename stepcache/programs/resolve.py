@@ -211,12 +211,13 @@ class _Settling:
             if resolution.publication is None:
                 return WHEN_QUIET
         seconds = self._seconds
-        _note(archive, self._name, resolution, self._miss)
+        why_not = ""
+        if resolution.publication is not None:
+            why_not = archive.publish(resolution.publication)
+        _note(archive, self._name, resolution, self._miss, why_not)
         if seconds is not None:
             label = resolution.address.label
             archive.note("executed", self._name, label, seconds={"execute": seconds})
-        if resolution.publication is not None:
-            archive.publish(resolution.publication)
         record = resolution.result.record
         if self.verify is None or record is None:
             return None
@@ -237,7 +238,8 @@ def compared(miss: Miss, result: LookupResult) -> Miss:
     if result.since is None:
         return miss
     if miss.reason != "first call":
-        stored = tuple(each for each in result.changes if each.part not in _OF_CALL)
+        said = {each.part for each in miss.changes}.intersection(_OF_CALL)
+        stored = tuple(each for each in result.changes if each.part not in said)
         return dataclasses.replace(miss, stored=stored, since=result.since if stored else None)
     return dataclasses.replace(miss, reason="other run", changes=result.changes, since=result.since)
 
@@ -251,7 +253,7 @@ def _completed(miss: Miss, resolution: Resolution) -> Miss:
     if program.level < 3:
         remedy += f", in {sum(program.seconds.values()):.2f} s"
     advice = (*miss.advice, *map(_advise_on_capture, program.captured))
-    untrackable = resolution.untrackable
+    untrackable = resolution.untrackable or resolution.result.untrackable
     return dataclasses.replace(miss, advice=advice, untrackable=untrackable, remedy=remedy)
 
 
@@ -262,7 +264,9 @@ def _advise_on_capture(captured: Captured) -> str:
     )
 
 
-def _note(archive: Archive, name: str, resolution: Resolution, miss: Miss) -> None:
+def _note(
+    archive: Archive, name: str, resolution: Resolution, miss: Miss, why_not_stored: str
+) -> None:
     """Writes a row of the run log; for what is being stored, when that is decided."""
     address, program = resolution.address, resolution.program
     assert address is not None
@@ -277,7 +281,7 @@ def _note(archive: Archive, name: str, resolution: Resolution, miss: Miss) -> No
         seconds={stage: round(value, 4) for stage, value in program.seconds.items()},
         reason=miss.headline,
         changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
-        untrackable=list(resolution.untrackable),
+        untrackable=[*resolution.untrackable, *filter(None, [why_not_stored])],
     )
     for rank, (level, seconds) in resolution.others.items():
         archive.note(_EVENTS[level], name, address.label, rank=rank, seconds=seconds)

@@ -6,19 +6,18 @@ started again sends, in order, what that host does not have; the host does each 
 
 from __future__ import annotations
 
-import collections
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from stepcache.errors import ServerLostError, VariablesError
-from stepcache.serving.host import Block
+from stepcache.serving.held import Block
 from stepcache.serving.messages import (
     BlockLayout,
     Described,
@@ -38,6 +37,7 @@ from stepcache.serving.messages import (
     Written,
 )
 from stepcache.serving.transport import Transport, Version, keep_in_thread, refusal
+from stepcache.serving.unsaved import Sent, Unsaved
 from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
 
@@ -50,15 +50,6 @@ T = TypeVar("T")
 _log = logging.getLogger("stepcache")
 
 
-@dataclass(eq=False, slots=True)
-class _Sent:
-    """A write that no snapshot is known to have. The host has confirmed it if it has a stamp."""
-
-    request: WriteRequest
-    block: Block
-    stamp: tuple[int, int] | None = None
-
-
 class Client:
     """The client of one host. Thread-safe: one request is under way at a time.
 
@@ -66,8 +57,7 @@ class Client:
         connect: makes the transport of a client, given its name.
         where: the address, for errors.
         timeout: how long a request may take in seconds, a restart of the host included.
-        max_unsaved_bytes: bound on the writes that are kept because no snapshot has them. A write
-            that would need more waits for a snapshot.
+        max_unsaved_bytes: bound on the writes that are kept. One that needs more waits.
         keeps: whether a thread looks after a host that begins anew; without it, `keep` does.
     """
 
@@ -85,9 +75,7 @@ class Client:
         self._transport = connect(self.name)
         self._lock = threading.RLock()
         self._epoch: int | None = None
-        self._next = 1
-        self._unsaved: collections.deque[_Sent] = collections.deque()
-        self._unsaved_bytes = 0
+        self._unsaved = Unsaved()
         self._is_flushed = True
         self._is_closed = False
         self._keeper: threading.Thread | None = None
@@ -103,13 +91,16 @@ class Client:
         base: int = 0,
         types: Sequence[LeafType] = (),
         rule: bytes = b"",
+        wire: str = "",
+        on_kept: Callable[[], None] = lambda: None,
     ) -> Version:
         """Has a write done exactly once.
 
         Args:
-            name, mode, base, types, rule: as in `WriteRequest`.
+            name, mode, base, types, rule, wire: as in `WriteRequest`.
             layout: of the block that is sent.
             leaves: the leaves in it. They are copied.
+            on_kept: called when the write is done, or will be, as this client keeps it.
 
         Raises:
             VariablesError: the host refused it.
@@ -122,17 +113,21 @@ class Client:
             block = self._transport.allocate(layout.size_bytes)
             layout.fill(block.data, leaves)
             self._settle(deadline)
-            row = (self.name, self._next, self._epoch or 0, name, mode, base, list(types), rule)
-            sent = _Sent(WriteRequest(*row), block)
-            self._unsaved.append(sent)
-            self._unsaved_bytes += block.data.size
-            self._next, self._is_flushed = self._next + 1, False
+            row = (self.name, self._unsaved.next, self._epoch or 0, name, mode, base)
+            sent = Sent(WriteRequest(*row, list(types), rule, wire=wire), block)
+            self._unsaved.add(sent)
+            self._is_flushed = False
             if self._keeps and self._keeper is None:
                 self._keeper = keep_in_thread(self.keep, _KEPT_SECONDS)
-            reply = self._send(sent, deadline)
+            try:
+                reply = self._send(sent, deadline)
+            except BaseException:
+                on_kept()
+                raise
             if isinstance(reply, Written):
+                on_kept()
                 return Version(reply.number, reply.token, reply.moment, reply.epoch)
-            self._drop(sent)
+            self._unsaved.drop(sent)
             raise refusal(reply, name)
 
     def create(self, name: str, mode: str, *what: Any, **more: Any) -> Version:
@@ -151,7 +146,7 @@ class Client:
                     raise self._lost()
                 self._transport.pause()
 
-    def _send(self, sent: _Sent, deadline: float) -> Any:
+    def _send(self, sent: Sent, deadline: float) -> Any:
         """The reply to a write that has not been confirmed."""
         while True:
             if sent.request.epoch != self._epoch:
@@ -159,7 +154,7 @@ class Client:
             reply = self._request(sent.request, sent.block, deadline).message
             if isinstance(reply, Written):
                 sent.stamp = (reply.epoch, reply.moment)
-                self._forget(reply.saved)
+                self._unsaved.forget(reply.saved)
                 return reply
             if not isinstance(reply, Refused) or reply.kind not in _TRANSIENT:
                 return reply
@@ -178,10 +173,10 @@ class Client:
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
         """Waits until so much is in a snapshot or an image that another write may be kept."""
-        while self._unsaved and self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
+        while self._unsaved and self._unsaved.size_bytes + size_bytes > self._max_unsaved_bytes:
             self._request(SnapshotRequest(on_disk=False), None, deadline)
             self._join(deadline)
-            if self._unsaved_bytes + size_bytes > self._max_unsaved_bytes:
+            if self._unsaved.size_bytes + size_bytes > self._max_unsaved_bytes:
                 self._transport.pause()
 
     def _join(self, deadline: float) -> None:
@@ -200,10 +195,10 @@ class Client:
                 return
 
     def _say_joined(self, deadline: float, complete: int = 0) -> Joined:
-        first = self._unsaved[0].request.sequence if self._unsaved else self._next
+        first = self._unsaved[0].request.sequence if self._unsaved else self._unsaved.next
         message = JoinRequest(self.name, str(Process.current()), first, complete)
         joined = self._expected(self._request(message, None, deadline).message, Joined)
-        self._forget(joined.saved)
+        self._unsaved.forget(joined.saved)
         return joined
 
     def _repeat(self, joined: Joined, deadline: float) -> bool:
@@ -224,30 +219,20 @@ class Client:
                 return False  # Those after it have other numbers now.
         return True
 
-    def _give_up(self, sent: _Sent, refused: Any) -> None:
+    def _give_up(self, sent: Sent, refused: Any) -> None:
         why = refused.why if isinstance(refused, Refused) else f"{refused}"
         _log.error("%s: a write of %s is lost: %s", self.where, sent.request.name, why)
-        self._drop(sent)
-
-    def _drop(self, sent: _Sent) -> None:
-        """Drops a write that the host refuses; those after it move up."""
-        if sent not in self._unsaved:
-            return
-        self._unsaved.remove(sent)
-        self._unsaved_bytes -= sent.block.data.size
-        for each in self._unsaved:
-            if each.request.sequence > sent.request.sequence:
-                each.request = replace(each.request, sequence=each.request.sequence - 1)
-        self._next -= 1
-
-    def _forget(self, saved: int) -> None:
-        while self._unsaved and self._unsaved[0].request.sequence <= saved:
-            self._unsaved_bytes -= self._unsaved.popleft().block.data.size
+        self._unsaved.drop(sent)
 
     # ---- reads ---------------------------------------------------------------------------------
 
     def read(
-        self, names: Sequence[str], known: Sequence[int], *, values: bool = True
+        self,
+        names: Sequence[str],
+        known: Sequence[int],
+        *,
+        values: bool = True,
+        wires: Sequence[str] = (),
     ) -> tuple[list[Version], dict[str, np.ndarray]]:
         """Looks at variables, as they are at one moment, after all writes of this client.
 
@@ -255,6 +240,7 @@ class Client:
             names: of the variables.
             known: the token of the version that the caller has of each; 0 for none.
             values: whether to get the values of other versions.
+            wires: as in `ReadRequest`.
 
         Returns:
             The versions, and the blocks of those that the caller lacks. A block never changes: the
@@ -266,7 +252,7 @@ class Client:
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
-            message = ReadRequest([*names], [*known], values)
+            message = ReadRequest([*names], [*known], values, [*wires])
             reply, data = self._read(message, None, deadline, ", ".join(names))
         sent = [name for name, is_sent in zip(names, reply.sent, strict=True) if is_sent]
         blocks = dict(zip(sent, data, strict=True))
@@ -385,7 +371,8 @@ class Client:
     def _lost(self) -> ServerLostError:
         kept = ""
         if self._unsaved:
-            kept = f"; {len(self._unsaved)} writes ({readable_bytes(self._unsaved_bytes)}) are kept"
+            size = readable_bytes(self._unsaved.size_bytes)
+            kept = f"; {len(self._unsaved)} writes ({size}) are kept"
         return ServerLostError(
             f"the host of the variables has not answered in {self._timeout:g} s{kept}",
             where=self.where,

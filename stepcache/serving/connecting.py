@@ -28,7 +28,7 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
             of this machine, or of `RAY_ADDRESS`, or starts one.
         timeout: how long a request may take in seconds, a restart of the server included.
         max_unsaved_bytes: bound on the writes that this process keeps, to send them again, because
-            no snapshot has them. A write beyond it waits for a snapshot.
+            no snapshot or image of the server has them. A write beyond it waits for one.
 
     Returns:
         A connection; a context manager. Nothing is sent before variables are asked for.

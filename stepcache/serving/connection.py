@@ -13,6 +13,7 @@ from stepcache.serving.client import Client
 from stepcache.serving.lookup import Table
 from stepcache.serving.messages import DTYPES, BlockLayout, Status
 from stepcache.serving.optimizers import export_rule, types_of
+from stepcache.serving.read_ahead import ReadAhead
 from stepcache.serving.row_cache import RowCache
 from stepcache.serving.served import Served
 from stepcache.serving.tables import TableType
@@ -46,6 +47,8 @@ class Connection:
 
     def __init__(self, address: str, client: Client):
         self.address, self.client = address, client
+        self._summing: list[Variables] = []
+        self._read_ahead = ReadAhead(client)
 
     def variables(
         self,
@@ -102,8 +105,11 @@ class Connection:
             value = [np.asarray(leaf) for leaf in leaves]
             block = BlockLayout(types)
             version = self.client.create(name, "create", block, value, types=types, rule=rule)
-        master = Served(self, self.client, name, layout, read, version)
-        return Variables._over(master, name, placement, read, write)
+        master = Served(self, self.client, name, layout, read, write, version)
+        made = Variables._over(master, name, placement, read, write)
+        if write.every > 1:
+            self._summing.append(made)
+        return made
 
     def table(
         self,
@@ -159,7 +165,15 @@ class Connection:
         Args:
             readers: the masters, and who reads them.
             values: whether to fetch the values that the readers lack.
+
+        Raises:
+            VariablesError: the host refuses this read, or one in the background for this call.
+            ServerLostError: it did not answer in time.
         """
+        jobs = [master.taken_job() for master, _ in readers]
+        for (master, _), job in zip(readers, jobs, strict=True):
+            if job is not None and (arrival := self._read_ahead.finish(job, master)) is not None:
+                master.arrived(arrival)
         asked = [master.question(reader) for master, reader in readers]
         moments = {moment for _, _, moment in asked}
         if len(moments) == 1 and None not in moments:
@@ -167,31 +181,63 @@ class Connection:
                 master.answered(None, None)
             return
         names, known = [name for name, _, _ in asked], [token for _, token, _ in asked]
-        versions, blocks = self.client.read(names, known, values=values)
+        wires = [master.wire for master, _ in readers]
+        versions, blocks = self.client.read(names, known, values=values, wires=wires)
         for (master, _), name, version in zip(readers, names, versions, strict=True):
             master.answered(version, blocks.get(name))
+
+    def read_ahead(self, readers: Sequence[tuple[Any, Reader]]) -> None:
+        """Reads in the background what the next call of these readers could not have without it."""
+        ahead = [(master, reader) for master, reader in readers if master.reads_ahead(reader)]
+        if not ahead:
+            return
+        masters = [master for master, _ in ahead]
+        names, known, _ = zip(*(master.question(reader) for master, reader in ahead), strict=True)
+        job = self._read_ahead.start(masters, names, known)
+        for master in masters:
+            master.started(job)
 
     def status(self) -> Status:
         """What the host holds, and what it has done."""
         return self.client.status()
 
     def flush(self) -> None:
-        """Waits until a snapshot of the host has all that this process has written.
+        """Waits until a snapshot of the host has all that this process has pushed.
+
+        That includes what `Write(every=...)` has added up so far.
 
         Raises:
             ServerLostError: there was none in time.
         """
+        self._write_sums()
         self.client.flush()
 
     def close(self) -> None:
-        """Ends the connection. What no snapshot has is not sent again if the host is lost."""
-        self.client.close()
+        """Writes what `Write(every=...)` has added up so far, and ends the connection.
+
+        What no snapshot has is not sent again if the host is lost.
+
+        Raises:
+            VariablesError: the host refuses a sum.
+            ServerLostError: it did not answer in time. The connection is ended all the same.
+        """
+        try:
+            self._write_sums()
+        finally:
+            self.client.close()
+
+    def _write_sums(self) -> None:
+        for each in self._summing:
+            each.flush()
 
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(self, *exception) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:  # Sums of an iteration that failed are not written.
+            self.client.close()
 
     def __repr__(self) -> str:
         return f"Connection({self.address!r})"
@@ -211,13 +257,13 @@ def _check_policies(placement: object, read: object, write: object) -> None:
             expected="Replicated() or Sharded(rules), for the copies that steps read",
             got=repr(placement),
         )
-    _check_options(
-        "variables",
-        ("read", "wire", read.wire, (None,)),
-        ("read", "prefetch", read.prefetch, (False,)),
-        ("read", "route", read.route, ("auto", "each")),
-        ("write", "wire", write.wire, (None,)),
-    )
+    if write.wire is not None and write.mode == "assign":
+        raise OptionError(
+            f"wire={write.wire!r} would do nothing: only updates are coded in transit",
+            where="variables(write=...)",
+            hint='leave it out, or say mode="add" or "apply"',
+        )
+    _check_options("variables", ("read", "route", read.route, ("auto", "each")))
 
 
 def _check_table_policy(read: object, cache_rows: object, dtype: np.dtype) -> None:

@@ -24,7 +24,8 @@ import numpy as np
 
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving import snapshots
-from stepcache.serving.host import Block, Host, HostState
+from stepcache.serving.held import Block, HostState
+from stepcache.serving.host import Host
 from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.messages import LeafType, Refused, Reply, Request, SnapshotRequest, Status
 from stepcache.serving.optimizers import ExportedRule
@@ -225,12 +226,13 @@ class DurableHost:
         if error is None:
             self.host.is_saved(state)
             self.counts[saved.name] += 1
+            if saved is self._stored:
+                self._is_stored(state)
         else:
             self.counts[f"failed {saved.name}"] += 1
-            self._changed_time = time.monotonic()  # Not again at once.
             _log.error("none of the %s could be written: %s", saved.name, error)
-        if saved is self._stored and error is None:
-            self._is_stored(state)
+            if saved is self._stored:
+                self._changed_time = time.monotonic()  # Not again at once.
 
     def _end_recovery(self) -> None:
         """Stops waiting for clients that have had time enough."""

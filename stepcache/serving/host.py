@@ -14,11 +14,12 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from stepcache.serving.held import Block, HeldVariables, HostState, Rule
 from stepcache.serving.messages import (
     MAX_NAMES,
     BlockLayout,
@@ -40,67 +41,10 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
-from stepcache.serving.tables import SavedTable, TableError, Tables, TableStorage
+from stepcache.serving.tables import TableError, Tables, TableStorage
 
 MAX_CLIENTS = 65_536
 """So many clients are remembered, those that wrote last."""
-
-
-class Block(Protocol):
-    """Memory of a value; freed, or used again, when nothing refers to it."""
-
-    data: np.ndarray  # Flat, of bytes.
-
-
-class Rule(Protocol):
-    """An optimizer."""
-
-    state_types: list[LeafType]
-
-    def init(self, value: Sequence[np.ndarray]) -> Sequence[Any]:
-        """The leaves of its state for a value."""
-        ...
-
-    def update(
-        self, value: Sequence[Any], state: Sequence[Any], update: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The leaves of a new value and state."""
-        ...
-
-
-@dataclass(slots=True)
-class HeldVariables:
-    """Variables of the host.
-
-    Attributes:
-        layout: of the block of the value.
-        number: the version.
-        token: stands for the writes that led to it. After a restart clients may repeat their writes
-            in another order: the same number is another value then.
-        assigned: epoch and moment of the host when the value was assigned. What was written before
-            is not done again.
-        value: its block.
-        rule: the optimizer as it was sent; empty for none.
-        state: the block of the optimizer's state.
-    """
-
-    layout: BlockLayout
-    number: int
-    token: int
-    assigned: tuple[int, int]
-    value: Block
-    rule: bytes = b""
-    state: Block | None = None
-
-
-class HostState(NamedTuple):
-    """All that a snapshot keeps, as of one moment. Its blocks do not change."""
-
-    variables: dict[str, HeldVariables]
-    applied: dict[str, int]
-    moment: int
-    processes: dict[str, str]
-    tables: dict[str, SavedTable]
 
 
 def _token(before: int, request: WriteRequest) -> int:
@@ -199,14 +143,19 @@ class Host:
 
     def _read(self, request: ReadRequest) -> tuple[Reply, list[Block]]:
         self._check_recovered()
-        if len(request.names) != len(request.known) or len(request.names) > MAX_NAMES:
-            raise MalformedMessageError("names and versions do not match")
+        count, wires = len(request.names), request.wires or [""] * len(request.names)
+        if not len(request.known) == len(wires) == count <= MAX_NAMES:
+            raise MalformedMessageError("names, versions and wires do not match")
         held = [self._find(name) for name in request.names]
         sent = [
             request.values and each.token != known
             for each, known in zip(held, request.known, strict=True)
         ]
-        blocks = [each.value for each, is_sent in zip(held, sent, strict=True) if is_sent]
+        blocks = [
+            each.block(wire, self._allocate)
+            for each, wire, is_sent in zip(held, wires, sent, strict=True)
+            if is_sent
+        ]
         numbers, tokens = [each.number for each in held], [each.token for each in held]
         return Values(self.epoch, self.moment, numbers, tokens, sent), blocks
 
@@ -279,8 +228,8 @@ class Host:
                 self.moment += 1
                 return
         held = self._find(request.name)
-        if payload.size != held.layout.size_bytes:
-            expected = held.layout.size_bytes
+        coding = held.coding(request.wire)
+        if payload.size != (expected := coding.layout.size_bytes):
             raise _refused("type", f"{request.name} has {expected} bytes, and not {payload.size}")
         stamp = (request.stamp[0], request.stamp[1])  # A list, if it was unpacked.
         if (0, 0) < stamp < held.assigned:
@@ -290,15 +239,15 @@ class Host:
                 "conflict", f"somebody has written version {held.number} of {request.name}"
             )
         match request.mode:
-            case "assign":
+            case "assign" if not request.wire:
                 value, state = self._copy(payload), held.state
             case "add":
                 value, state = self._allocate(held.layout.size_bytes), held.state
-                views = map(held.layout.views, (held.value.data, payload, value.data))
-                for old, update, new in zip(*views, strict=True):
+                views = map(held.layout.views, (held.value.data, value.data))
+                for old, new, update in zip(*views, coding.decode(payload), strict=True):
                     np.add(old, update, out=new)
             case "apply":
-                value, state = self._updated(request.name, held, payload)
+                value, state = self._updated(request.name, held, coding.decode(payload))
             case _:
                 raise MalformedMessageError(f"there is no mode {request.mode!r}")
         held.number, held.value, held.state = held.number + 1, value, state
@@ -338,14 +287,15 @@ class Host:
 
     # ---- optimizers ----------------------------------------------------------------------------
 
-    def _updated(self, name: str, held: HeldVariables, payload: np.ndarray) -> tuple[Block, Block]:
+    def _updated(
+        self, name: str, held: HeldVariables, update: Sequence[np.ndarray]
+    ) -> tuple[Block, Block]:
         if held.state is None:
             raise _refused("type", f"{name} was created without an optimizer")
         rule = self._rule(held)
         old_state = BlockLayout(rule.state_types).views(held.state.data)
-        views = (held.layout.views(held.value.data), old_state, held.layout.views(payload))
         try:
-            value, state = rule.update(*views)
+            value, state = rule.update(held.layout.views(held.value.data), old_state, update)
         except Exception as error:
             raise _refused("failed", f"the optimizer of {name}: {error}") from None
         return self._filled(held.layout.types, value), self._filled(rule.state_types, state)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepcache.serving.host import Block, HostState
+from stepcache.serving.held import Block, HostState
 from stepcache.serving.snapshots import StateTypes, arrays_of, begun, contents
 from stepcache.storage import plain
 from stepcache.storage.private_files import write_at

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
+import os
 import time
 from dataclasses import astuple
 from pathlib import Path
@@ -41,6 +43,12 @@ def _bytes_of(frame: Any) -> np.ndarray:
     return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
 
 
+@functools.cache
+def _context_of(pid: int) -> zmq.Context:
+    """The context of this process. One that the garbage collector frees waits for open sockets."""
+    return zmq.Context()
+
+
 class LocalTransport:
     """Carries the requests of one client to the server of a directory. Not thread-safe.
 
@@ -51,7 +59,6 @@ class LocalTransport:
 
     def __init__(self, directory: Path, client: str):
         self._directory, self._client = directory.expanduser().resolve(), client
-        self._context = zmq.Context()
         self._socket: Any = None
         self._server: dict[str, Any] | None = None
         self._number = 0
@@ -115,7 +122,7 @@ class LocalTransport:
         if server is None or server == self._server:
             return self._socket is not None
         self.close_socket()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = _context_of(os.getpid()).socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(server["address"])
         self._server = server
@@ -162,4 +169,3 @@ class LocalTransport:
             with contextlib.suppress(zmq.Again):
                 self._socket.send(header, zmq.NOBLOCK)
         self.close_socket()
-        self._context.term()

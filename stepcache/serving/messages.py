@@ -117,6 +117,7 @@ class WriteRequest:
         rule: the optimizer to create them with, as `optimizers.export_rule` gives it; what a table
             is, as `TableType.packed` does.
         stamp: of a write that is repeated: epoch and moment of the host when it was done first.
+        wire: how an update to add or apply is coded in its block; empty for not at all.
     """
 
     client: str
@@ -128,6 +129,7 @@ class WriteRequest:
     types: list[LeafType] = field(default_factory=list)
     rule: bytes = b""
     stamp: tuple[int, int] = (0, 0)
+    wire: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +140,13 @@ class ReadRequest:
         names: of the variables.
         known: the token of the version that the client has of each; 0 for none.
         values: whether to send the values of other versions.
+        wires: how each is to be coded, as in `WriteRequest`; none of them if it is empty.
     """
 
     names: list[str]
     known: list[int]
     values: bool = True
+    wires: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from stepcache.errors import VariablesError, first_line
-from stepcache.serving.host import Block
+from stepcache.serving.held import Block
 from stepcache.serving.messages import Request, from_plain, to_plain
 from stepcache.serving.shared_memory import Pool
 from stepcache.serving.transport import Received
@@ -35,6 +35,7 @@ INLINE_BYTES = 64 << 10
 """Smaller blocks travel inside calls, as Ray does with small arguments."""
 
 _RETRY_SECONDS = 0.05
+_TURN_SECONDS = 0.5
 
 
 def initialise(log_to_driver: bool = False) -> None:
@@ -61,6 +62,18 @@ def initialise(log_to_driver: bool = False) -> None:
                 hint="if it asks for a token, set RAY_AUTH_MODE=token",
             ) from error
         ray.init(address="local", include_dashboard=False, **options)
+
+
+def _get(references: Any, deadline: float) -> Any:
+    """`ray.get` until a deadline, in turns: between them a thread can be ended with its process.
+
+    Raises:
+        GetTimeoutError: it is not there in time.
+    """
+    while (left := deadline - time.monotonic()) > _TURN_SECONDS:
+        with contextlib.suppress(GetTimeoutError):
+            return ray.get(references, timeout=_TURN_SECONDS)
+    return ray.get(references, timeout=max(left, 0))
 
 
 class RayTransport:
@@ -121,12 +134,12 @@ class RayTransport:
                 return None  # There is none of this name yet.
         try:
             sent = self._actor.serve.remote(self._client, header, payload)
-            reply = ray.get(sent, timeout=max(deadline - time.monotonic(), 0))
+            reply = _get(sent, deadline)
             if reply is None:
                 return None
             header, blocks = reply
             held = [each for each in blocks if isinstance(each, ray.ObjectRef)]
-            found = iter(ray.get(held, timeout=max(deadline - time.monotonic(), 0)))
+            found = iter(_get(held, deadline))
             arrays = [next(found) if isinstance(each, ray.ObjectRef) else each for each in blocks]
         except ActorDiedError:
             self._actor = None  # Another one may get its name.

@@ -11,20 +11,32 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
+from stepcache.errors import VariablesError
+from stepcache.programs.background import Job
 from stepcache.serving.client import Client
-from stepcache.serving.messages import BlockLayout
+from stepcache.serving.coding import Coding, ErrorFeedback
 from stepcache.serving.optimizers import types_of
+from stepcache.serving.read_ahead import Arrival
 from stepcache.serving.transport import Version
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.describing import blank
 from stepcache.variables.masters import Master, Reader, Source
-from stepcache.variables.packing import Layout, Packed, Slot
-from stepcache.variables.plan import HOST_LINK, SERVER_LINK, Extent, Transfer, extent_of, links
-from stepcache.variables.policy import (
-    Read,
+from stepcache.variables.packing import Buffer, Layout, Packed, Slot, shards_bytes
+from stepcache.variables.plan import (
+    HOST_LINK,
+    SERVER_LINK,
+    Extent,
+    Links,
+    Transfer,
+    extent_of,
+    links,
 )
+from stepcache.variables.policy import Read, Write
+from stepcache.variables.routes import decoder
+from stepcache.variables.shares import replicated
 from stepcache.variables.transfer import Meter
+from stepcache.variables.wire import ERROR_BOUNDS
 
 
 class Served(Master):
@@ -39,7 +51,11 @@ class Served(Master):
         name: of the variables there.
         layout: of the value on the devices of this process.
         policy: which copies may serve.
+        write: how updates are coded.
         version: of the value.
+
+    Attributes:
+        wire: of the values that steps read; empty for none.
     """
 
     is_resident, applies_updates = False, True
@@ -51,18 +67,24 @@ class Served(Master):
         name: str,
         layout: Layout,
         policy: Read,
+        write: Write,
         version: Version,
     ):
         super().__init__(Packed(layout, ()))
         self.source = self._source = source
         self._client = client
         self._name, self._policy = name, policy
-        self._types = types_of([(slot.path, slot) for slot in layout.slots])
-        self._block = BlockLayout(self._types)
+        types = types_of([(slot.path, slot) for slot in layout.slots])
+        self.wire = policy.wire or ""
+        self._exact, self._read_coding = Coding(types), Coding(types, policy.wire)
+        self._feedback = ErrorFeedback(Coding(types, write.wire))
         self._copies = Copies(policy)
         self.version, self._current = version.number, version
+        self._copied_at = (0, 0)  # Epoch and moment of the host that the kept copy is of.
         self._is_asked = False  # Whether `_current` is that of the call under way.
         self._fetched: Any = None  # The current value, as copies are kept.
+        self._job: Job | None = None  # A read in the background, for the next call.
+        self._ahead_links: Links = ()  # What it has moved, until a call counts it.
         self._seen = 0  # The version that `leaves` returned last.
 
     # ---- which copy serves ---------------------------------------------------------------------
@@ -74,19 +96,29 @@ class Served(Master):
             return None, "a carried value has to be current"
         return copy, why
 
-    def question(self, reader: Reader) -> tuple[str, int, int | None]:
+    def question(self, reader: Reader) -> tuple[str, int, tuple[int, int] | None]:
         """What to ask the host before a step.
 
         Returns:
             The name, the token of the version that the reader needs no copy of, or 0, and the
-            moment of the host from which a copy may serve without asking, or None.
+            epoch and moment of which a copy may serve without asking, or None.
+
+        Raises:
+            VariablesError: the reader carries the value, and reads are coded.
         """
+        if reader.carried and self.wire:
+            raise VariablesError(
+                "a carried value would be rounded at each call, and then assigned",
+                where=self._name,
+                got=f"Read(wire={self.wire!r})",
+                hint="leave the wire out, or push updates",
+            )
         self._is_asked = False
         may_serve = self._serving(reader)[0] is not None
         self._is_asked = True
         copy, _ = self._serving(reader)
         is_current = copy is not None and copy.version == self.version
-        moment = self._current.moment if may_serve else None
+        moment = self._copied_at if may_serve else None
         return self._name, self._current.token if is_current else 0, moment
 
     def answered(self, version: Version | None, data: np.ndarray | None) -> None:
@@ -99,8 +131,7 @@ class Served(Master):
         self._is_asked, self._fetched = version is not None, None
         if version is not None:
             self._is_now(version)
-        if data is not None:
-            self._fetched = self._kept(self._block.views(data))
+        self._fetched = self.kept(data)
 
     def _is_now(self, version: Version) -> None:
         before = self._current
@@ -108,11 +139,51 @@ class Served(Master):
             self._copies.begin_anew()  # Writes may have been repeated in another order.
         self._current, self.version = version, version.number
 
-    def _kept(self, leaves: Sequence[np.ndarray]) -> Any:
-        """A copy of the value: on the devices, or where the host has it."""
-        if self._policy.cache == "host":
-            return leaves
+    def kept(self, data: np.ndarray | None) -> Any:
+        """A copy of a block: where the host has it, or decoded on the devices; or None."""
+        if data is None:
+            return None
+        arrays = self._read_coding.layout.views(data)
+        return arrays if self._policy.cache == "host" else self._on_devices(arrays)
+
+    def _on_devices(self, arrays: Sequence[np.ndarray]) -> Packed:
+        coding, leaves = self._read_coding, []
+        rows = zip(coding.leaves, coding.of_leaves(arrays), self.layout.buffers, strict=True)
+        for leaf, parts, buffer in rows:
+            if leaf.wire is None or not _decodes(buffer):
+                leaves.append(leaf.decode(parts))
+            else:
+                where = buffer.sharding and replicated(buffer.sharding)
+                leaves.append(decoder(leaf.wire, buffer)(jax.device_put(parts, where)))
         return transfer.pack(leaves, self.layout, may_alias=True)
+
+    # ---- reads in the background ---------------------------------------------------------------
+
+    def reads_ahead(self, reader: Reader) -> bool:
+        """Whether the policy asks for it, and no copy may serve the next step without asking."""
+        is_wanted = self._policy.prefetch and not reader.carried
+        return is_wanted and self._serving(reader)[0] is None
+
+    def started(self, job: Job) -> None:
+        """Notes that a job reads the value for the next call."""
+        self._job, self._is_asked = job, False
+
+    def taken_job(self) -> Job | None:
+        """The job that reads the value for this call; None for none."""
+        job, self._job = self._job, None
+        return job
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Keeps what the job has found, unless this process has seen something newer since."""
+        version, kept, seconds = arrival
+        if kept is not None:
+            is_there = self._policy.cache != "host"
+            self._ahead_links = self._read_links(is_there, is_sent=True)
+        moment = version.epoch, version.moment
+        if moment >= (self._current.epoch, self._current.moment):
+            self._is_now(version)
+            self._copies.arrived(version.number, kept, seconds)
+            self._copied_at = moment
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -122,14 +193,26 @@ class Served(Master):
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         copy, why = self._serving(reader)
-        there = ("server", "devices")
-        if copy is not None and self._policy.cache == "device":
-            rest = ("none", why, reader.arguments)
-            return (Transfer(variable, copy.version, *there, *rest, extent=self._extent),)
-        server_bytes = self.layout.size_bytes if copy is None else 0
-        moved = links(self._extent.held_bytes, 0, server_bytes)
-        rest = ("copy", why, reader.arguments, moved)
-        return (Transfer(variable, self.version, *there, *rest, extent=self._extent),)
+        if copy is not None and self._policy.cache != "host":
+            way = ("server", "devices", "none", why, reader.arguments)
+            planned = (Transfer(variable, copy.version, *way, extent=self._extent),)
+        else:
+            moved = self._read_links(True, is_sent=copy is None)
+            planned = (self._plan_read(variable, why, reader, moved),)
+        if self._ahead_links:
+            why = "it was fetched ahead of this step"
+            planned = (self._plan_read(variable, why, reader, self._ahead_links), *planned)
+        return planned
+
+    def _plan_read(self, variable: str, why: str, reader: Reader, moved: Links) -> Transfer:
+        coded = (self.wire, ERROR_BOUNDS[self._policy.wire])
+        way = ("server", "devices", "copy", why, reader.arguments, moved, *coded)
+        return Transfer(variable, self.version, *way, extent=self._extent)
+
+    def _read_links(self, is_moved: bool, is_sent: bool) -> Links:
+        """What crosses where a value is sent by the host, and where it is moved to the devices."""
+        server_bytes = self._read_coding.size_bytes if is_sent else 0
+        return links(self._host_bytes if is_moved else 0, 0, server_bytes)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         way = ("devices", "server", "scatter", "the new value is assigned", reader.arguments)
@@ -137,10 +220,24 @@ class Served(Master):
         return (Transfer(variable, self.version + 1, *way, moved, extent=self._extent),)
 
     @functools.cached_property
-    def _extent(self) -> Extent:
+    def _placed(self) -> list[Any]:
+        """The buffers, each with the sharding that it gets."""
         here = SingleDeviceSharding(jax.devices()[0])
-        buffers = self.layout.buffers
-        return extent_of([each._replace(sharding=each.sharding or here) for each in buffers])
+        return [each._replace(sharding=each.sharding or here) for each in self.layout.buffers]
+
+    @functools.cached_property
+    def _extent(self) -> Extent:
+        return extent_of(self._placed)
+
+    @functools.cached_property
+    def _host_bytes(self) -> int:
+        """Bytes that cross to the devices when a copy is moved there."""
+        return sum(
+            leaf.size_bytes * len(buffer.sharding.device_set)
+            if leaf.wire and _decodes(buffer)
+            else shards_bytes(buffer)
+            for leaf, buffer in zip(self._read_coding.leaves, self._placed, strict=True)
+        )
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         fetched, self._fetched = self._fetched, None
@@ -150,20 +247,24 @@ class Served(Master):
             fetched, self._fetched = self._fetched, None
             copy, _ = self._serving(reader)
         if fetched is not None:
-            meter[SERVER_LINK] += self.layout.size_bytes
             self._copies.keep(self.version, fetched)
             kept = fetched
         else:
             assert copy is not None
             self._copies.served(copy, self.version if self._is_asked else None)
             kept = copy.value
+        if self._is_asked:
+            self._copied_at = self._current.epoch, self._current.moment
         self._is_asked = False
         if reader.carried:
             self._copies.drop()  # The program will donate it.
         is_on_host = not isinstance(kept, Packed)
-        if is_on_host or fetched is not None:
-            meter[HOST_LINK] += self._extent.held_bytes
-        return transfer.pack(kept, self.layout, may_alias=True) if is_on_host else kept
+        is_moved = is_on_host or fetched is not None
+        moved = self._read_links(is_moved, is_sent=fetched is not None)
+        for link, size in (*self._ahead_links, *moved):
+            meter[link] += size
+        self._ahead_links = ()
+        return self._on_devices(kept) if is_on_host else kept
 
     def described(self, *, in_program: bool) -> Packed:
         buffers = (
@@ -175,35 +276,43 @@ class Served(Master):
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += self.layout.size_bytes
         leaves = packed.layout.unpack([np.asarray(each) for each in packed.buffers])
-        self._write("assign", leaves, session, meter, base=self._current.token)
+        self._assign(leaves, session, meter, base=self._current.token)
         kept = packed if self._policy.cache == "device" else [np.array(leaf) for leaf in leaves]
         self._copies.keep(self.version, kept, exact=True)
+        self._copied_at = self._current.epoch, self._current.moment
 
-    def _write(
-        self, mode: str, leaves: Sequence[Any], session: Any, meter: Meter, base: int = 0
-    ) -> None:
-        self._is_now(self._client.write(self._name, mode, self._block, leaves, base))
-        meter[SERVER_LINK] += self.layout.size_bytes
+    def _assign(self, leaves: Sequence[Any], session: Any, meter: Meter, base: int = 0) -> None:
+        version = self._client.write(self._name, "assign", self._exact.layout, leaves, base)
+        self._written(version, self._exact, session, meter)
+
+    def _written(self, version: Version, coding: Coding, session: Any, meter: Meter) -> None:
+        self._is_now(version)
+        meter[SERVER_LINK] += coding.size_bytes
         self._copies.wrote(session, self.version)
 
     # ---- the methods of `Variables` ------------------------------------------------------------
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += transfer.to_host_bytes(leaves, None)
-        self._write("assign", list(map(np.asarray, leaves)), session, meter)
+        self._assign(list(map(np.asarray, leaves)), session, meter)
 
     def apply(self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter) -> None:
-        meter[HOST_LINK] += transfer.to_host_bytes(leaves, None)
-        self._write(mode, list(map(np.asarray, leaves)), session, meter)
+        meter[HOST_LINK] += self._feedback.host_bytes(leaves)
+        arrays, left = self._feedback.encode(leaves)
+        coding, on_kept = self._feedback.coding, functools.partial(self._feedback.keep, left)
+        options = {"wire": coding.wire or "", "on_kept": on_kept}
+        version = self._client.write(self._name, mode, coding.layout, arrays, **options)
+        self._written(version, coding, session, meter)
 
     def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
         way = ("devices", "server", "update", "the host computes", ())
-        moved = links(transfer.to_host_bytes(leaves, None), 0, self.layout.size_bytes)
+        coding = self._feedback.coding
+        moved = links(self._feedback.host_bytes(leaves), 0, coding.size_bytes)
         return (Transfer(variable, self.version + 1, *way, moved),)
 
     def leaves(self, meter: Meter) -> list[Any]:
         (version,), blocks = self._client.read([self._name], [0])
-        leaves = [np.array(view) for view in self._block.views(blocks[self._name])]
+        leaves = [np.array(view) for view in self._exact.layout.views(blocks[self._name])]
         meter[SERVER_LINK] += self.layout.size_bytes
         self._seen = version.number
         return leaves
@@ -229,3 +338,12 @@ class Served(Master):
     @property
     def is_lost(self) -> bool:
         return False
+
+
+def _decodes(buffer: Buffer) -> bool:
+    """Whether the devices decode a buffer: else the host does, and each gets its own part.
+
+    Only numpy's values become weakly typed.
+    """
+    is_whole = buffer.sharding is None or buffer.sharding.is_fully_replicated
+    return is_whole and not buffer.weak_type

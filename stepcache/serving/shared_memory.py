@@ -30,7 +30,6 @@ _SEGMENT_BYTES = 16 << 20  # Of one file with several blocks: a process may open
 _KEPT_UNUSED_BYTES = 1 << 30
 _PAGE_BYTES = 4096
 _OPENED_AT_MOST = 512
-CAN_SHARE = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,3 +235,19 @@ def _is_locked(descriptor: int, offset: int) -> bool:
     row = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
     found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, row)
     return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK
+
+
+def _can_share() -> bool:
+    if not hasattr(os, "memfd_create") or not Path("/proc/self/fd").is_dir():
+        return False
+    descriptor = os.memfd_create("stepcache", os.MFD_CLOEXEC)
+    try:
+        _set_lock(descriptor, 0, fcntl.F_RDLCK)
+    except OSError:  # Some sandboxes have no such locks.
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+CAN_SHARE = _can_share()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from stepcache.errors import StepCacheError, VariablesError
-from stepcache.serving.host import Block, HeldVariables, HostState
+from stepcache.serving.held import Block, HeldVariables, HostState
 from stepcache.serving.messages import BlockLayout
 from stepcache.serving.tables import SavedTable, TableType
 from stepcache.storage import plain

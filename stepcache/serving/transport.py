@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from stepcache.errors import VariablesError
-from stepcache.serving.host import Block
+from stepcache.serving.held import Block
 from stepcache.serving.messages import Refused, Request
 
 _log = logging.getLogger("stepcache")

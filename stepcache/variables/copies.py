@@ -98,6 +98,19 @@ class Copies:
         """Keeps a copy for the next step."""
         self._ahead = Copy(version, value, self._clock(), exact=exact)
 
+    def arrived(self, version: int, value: Any, seconds: float) -> None:
+        """Keeps a copy of the version that was current at a moment, by `clock`.
+
+        Its value is None if the copy that is kept may have that version.
+        """
+        if value is None:
+            if self._kept is not None and self._kept.version == version:
+                self._kept.fetched_seconds, self._kept.served_steps = seconds, 0
+        elif self._policy.cache is None:
+            self._ahead = Copy(version, value, seconds)
+        else:
+            self._kept = Copy(version, value, seconds)
+
     def drop(self) -> None:
         """Drops all copies."""
         self._kept = self._ahead = None

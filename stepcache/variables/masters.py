@@ -65,6 +65,10 @@ class Source(Protocol):
         """
         ...
 
+    def read_ahead(self, readers: Sequence[tuple[Any, Reader]]) -> None:
+        """Starts to read what the next call of these readers needs, where policies say so."""
+        ...
+
 
 class Master:
     """A master copy in the memory of the devices: a step takes its buffers as they are.

@@ -136,13 +136,17 @@ class Read:
             it is checked against the current version.
         max_age: the same in seconds; both bounds hold where both are given.
         prefetch: whether the read for the next step starts while a step computes. It takes device
-            memory for one more copy, and has no effect where a copy is kept.
+            memory for one more copy, and has no effect where a copy is kept, but for masters in
+            another process: where that copy may not serve the next step, it is read in the
+            background. It serves that step if it is still current, or if `max_staleness` or
+            `max_age` allows it.
         route: how one value reaches several devices. "each": every device copies all of it from the
             host. "fanout": one device does, and passes it to the others. "gather": every device
             copies its share, and a program all-gathers the shares, after the step before it.
             "auto": "gather", but "fanout" for what one process prefetches; `explain()` says why.
         wire: how values are coded in transit: None sends them as they are; "bf16"; or "int8" with
-            one scale for each block. The error is bounded; `explain()` gives the bound.
+            one scale for each block. The error is bounded; `explain()` gives the bound. What is
+            carried is read exactly; masters in another process refuse to be carried then.
 
     Raises:
         OptionError: a field has no such value, or two of them contradict each other.
@@ -196,9 +200,11 @@ class Write:
         mode: "assign" makes the update the new value; "add" adds it; "apply" passes it, as
             gradients, to `optimizer`, which runs where the master copy lives.
         optimizer: an `optax.GradientTransformation`, for mode "apply".
-        every: how many updates are summed before they are written as one.
+        every: how many updates are summed before they are written as one. `Variables.flush`
+            writes a sum of fewer.
         wire: how updates are coded in transit, as in `Read`: those that are added or applied under
-            `OnHost(update="host")`.
+            `OnHost(update="host")`, or in another process. To another process, what rounding leaves
+            out is added to the next update (error feedback).
 
     Raises:
         OptionError: a field has no such value, or two of them contradict each other.

@@ -92,7 +92,7 @@ class Route:
             arrived = jax.device_put(arrived, everywhere)
         if self.name != "each":
             meter[DEVICE_LINK] += crossed * (devices - 1)
-        return arrived[0] if leg.wire is None else _decoder(leg.wire, device)(arrived)
+        return arrived[0] if leg.wire is None else decoder(leg.wire, device)(arrived)
 
     def _first_stop(self, everywhere: Any) -> Any:
         if self.name == "fanout":
@@ -111,21 +111,21 @@ def _leg(host: Buffer | None, device: Buffer, route: str, wire: str | None) -> _
     parts = devices if route == "gather" else 1
     # A split buffer has no other way than the program, and only a program keeps a type weak.
     needs_program = device.weak_type or not sharding.is_fully_replicated
-    crossing = device.size_bytes
-    if wire is not None and not needs_program and codes(wire, device.dtype):
-        crossing = min(crossing, coded_bytes(wire, device.size, parts))
-    is_coded = crossing < device.size_bytes
+    is_coded = not needs_program and codes(wire, device.dtype, device.size, parts)
     if needs_program or (route == "gather" and not is_coded):
         return _Leg(shards_bytes(host), shards_bytes(device) - shards_bytes(host))
+    crossing = coded_bytes(wire, device.size, parts) if is_coded and wire else device.size_bytes
     moved = (crossing * devices, 0) if route == "each" else (crossing, crossing * (devices - 1))
     return _Leg(*moved, in_program=False, wire=wire if is_coded else None, parts=parts)
 
 
 @functools.lru_cache(maxsize=1024)
-def _decoder(wire: str, device: Buffer) -> Any:
-    def decoder(coded: Sequence[Any]) -> Any:
+def decoder(wire: str, device: Buffer) -> Any:
+    """A program that decodes what is coded on a wire into a buffer of the devices."""
+
+    def decoded(coded: Sequence[Any]) -> Any:
         # The coded values are gathered, which are fewer bytes than the decoded ones.
         coded = [jax.device_put(each, replicated(device.sharding)) for each in coded]
         return decode(wire, coded, device.shape, device.dtype)
 
-    return jax.jit(decoder, out_shardings=device.sharding)
+    return jax.jit(decoded, out_shardings=device.sharding)

@@ -249,7 +249,7 @@ def to_host(array: Any, wire: str | None, meter: Meter) -> np.ndarray:
     """A numpy copy of an array, coded in transit."""
     if not isinstance(array, jax.Array):
         return np.array(array)
-    if wire is None or not codes(wire, array.dtype):
+    if wire is None or not codes(wire, array.dtype, array.size):
         meter[HOST_LINK] += array.nbytes
         return np.array(array)
     coded = [np.asarray(each) for each in _encoder(wire)(array)]
@@ -260,7 +260,7 @@ def to_host(array: Any, wire: str | None, meter: Meter) -> np.ndarray:
 def to_host_bytes(leaves: Iterable[Any], wire: str | None) -> int:
     """Bytes that cross when `to_host` copies leaves."""
     return sum(
-        coded_bytes(wire, leaf.size, 1) if wire and codes(wire, leaf.dtype) else leaf.nbytes
+        coded_bytes(wire, leaf.size) if wire and codes(wire, leaf.dtype, leaf.size) else leaf.nbytes
         for leaf in leaves
         if isinstance(leaf, jax.Array)
     )

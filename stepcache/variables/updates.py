@@ -54,22 +54,38 @@ class Updates:
 
         Making the optimizer's state counts for the meter, not for the budget.
         """
+        is_last = self.pending + 1 >= self._write.every
+        reader = self._ready(leaves, master, meter, is_last)
+        # An update that leaves this process at once is not copied before.
+        is_sent = master.applies_updates and is_last and self.pending_leaves is None
+        summed = list(leaves) if is_sent else self._summed(leaves, meter)
+        if is_last:
+            self._write_sum(summed, master, reader, meter)
+        else:
+            self.resume(summed, self.pending + 1)
+
+    def flush(self, master: Master, meter: Meter) -> None:
+        """Writes the sum of the pending updates, if there are any."""
+        if self.pending_leaves is not None:
+            reader = self._ready(self.pending_leaves, master, meter, is_last=True)
+            self._write_sum(self.pending_leaves, master, reader, meter)
+
+    def _ready(self, leaves: Sequence[Any], master: Master, meter: Meter, is_last: bool) -> Reader:
+        """Checks what an update needs, and makes the optimizer's state if it is missing."""
         master.check_not_lost(self._name)
         if self.state is not None:
             self.state.check_not_lost(self._name)
         reader = Reader(current_reader(), carried=True)
-        is_last = self.pending + 1 >= self._write.every
         self._check_budget(leaves, master, reader, is_last)
         needs_state = self._write.mode == "apply" and is_last and not master.applies_updates
         if needs_state and self.state is None:
             self.state = self.ready_state(master, meter)
             self._check_budget(leaves, master, reader, is_last)
-        # An update that leaves this process at once is not copied before.
-        is_sent = master.applies_updates and is_last and self.pending_leaves is None
-        summed = list(leaves) if is_sent else self._summed(leaves, meter)
-        if not is_last:
-            self.resume(summed, self.pending + 1)
-            return
+        return reader
+
+    def _write_sum(
+        self, summed: Sequence[Any], master: Master, reader: Reader, meter: Meter
+    ) -> None:
         self.resume(None, 0)
         if master.applies_updates:
             master.apply(summed, self._write.mode, reader.session, meter)

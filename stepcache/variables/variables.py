@@ -233,7 +233,8 @@ class Variables(NoTree, Savable):
             table = sc.Variables({"w": w}, write=sc.Write(mode="apply", optimizer=optax.adam(1e-3)))
             table.push({"w": gradient})
 
-        With `Write(every=k)` each k-th push writes the sum of k updates, and raises the version.
+        With `Write(every=k)` each k-th push writes the sum of k updates, and raises the version;
+        `flush` writes what is left at the end.
 
         Args:
             update: of the structure and shapes of the value; of its dtypes too, unless it is for an
@@ -252,6 +253,21 @@ class Variables(NoTree, Savable):
         leaves = matching(self.name, self._layout, update, "pushed", dtypes=exact)
         with self._lock, self._moving("push") as meter:
             self._updates.push(leaves, self._master, meter)
+
+    def flush(self) -> None:
+        """Writes the updates that `Write(every=k)` has summed so far, though they are fewer than k.
+
+            for batch in batches:
+                table.push(gradients(table, batch))
+            table.flush()
+
+        Raises:
+            VariablesError: the value is lost.
+            TransferBudgetError: it would move more than the session allows.
+        """
+        check_not_tracing("updates cannot be written", self.name)
+        with self._lock, self._moving("flush") as meter:
+            self._updates.flush(self._master, meter)
 
     @contextlib.contextmanager
     def _moving(self, method: str, *written: Master) -> Iterator[Meter]:

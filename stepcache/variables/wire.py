@@ -23,43 +23,51 @@ ERROR_BOUNDS = {
 }
 
 
-def codes(wire: str | None, dtype: Any) -> bool:
-    """Whether values of a dtype are coded on this wire."""
+def codes(wire: str | None, dtype: Any, size: int, parts: int = 1) -> bool:
+    """Whether `size` values of a dtype are coded on this wire: floats that it makes smaller."""
     if wire is None or not jnp.issubdtype(dtype, jnp.floating):
         return False
-    return np.dtype(dtype).itemsize > np.dtype(_TYPES[wire]).itemsize
+    return coded_bytes(wire, size, parts) < size * np.dtype(dtype).itemsize
 
 
-def padded_size(wire: str, size: int, parts: int) -> int:
-    """The number of values that are sent: whole blocks, equally many in each part."""
+def coded_arrays(wire: str, size: int, parts: int = 1) -> list[tuple[int, Any]]:
+    """Size and dtype of each of the flat arrays that `size` values in equal parts are coded as.
+
+    They are whole blocks, equally many in each part.
+    """
     unit = parts if wire == "bf16" else BLOCK * parts
-    return -(-size // unit) * unit
+    padded = -(-size // unit) * unit
+    scales = [] if wire == "bf16" else [(padded // BLOCK, np.dtype(np.float32))]
+    return [(padded, np.dtype(_TYPES[wire])), *scales]
 
 
-def coded_bytes(wire: str, size: int, parts: int) -> int:
+def coded_bytes(wire: str, size: int, parts: int = 1) -> int:
     """Bytes that are sent for `size` values in equal parts."""
-    padded = padded_size(wire, size, parts)
-    scales = 0 if wire == "bf16" else padded // BLOCK * 4
-    return padded * np.dtype(_TYPES[wire]).itemsize + scales
+    return sum(count * dtype.itemsize for count, dtype in coded_arrays(wire, size, parts))
 
 
 def encode(wire: str, flat: Any, parts: int = 1, xp: Any = jnp) -> tuple[Any, ...]:
-    """Flat floats, coded in equal parts, and, for "int8", the scales of their blocks."""
-    missing = padded_size(wire, flat.shape[0], parts) - flat.shape[0]
+    """Flat floats, coded in equal parts, and, for "int8", the scales of their blocks.
+
+    A block with an infinite value or a NaN is decoded as NaNs.
+    """
+    missing = coded_arrays(wire, flat.shape[0], parts)[0][0] - flat.shape[0]
     flat = xp.pad(flat, (0, missing))
-    if wire == "bf16":
-        return (flat.astype(jnp.bfloat16),)
-    blocks = flat.astype(xp.float32).reshape(-1, BLOCK)
-    largest = xp.max(xp.abs(blocks), axis=1)
-    scales = xp.where(largest > 0, largest / _LARGEST, 1.0).astype(xp.float32)
-    scaled = xp.clip(xp.round(blocks / scales[:, None]), -_LARGEST, _LARGEST)
-    return scaled.astype(jnp.int8).reshape(-1), scales
+    with np.errstate(all="ignore"):  # Of what is not finite, or underflows.
+        if wire == "bf16":
+            return (flat.astype(jnp.bfloat16),)
+        blocks = flat.astype(xp.float32).reshape(-1, BLOCK)
+        scales = xp.max(xp.abs(blocks), axis=1) / xp.float32(_LARGEST)
+        scales = xp.where(scales == 0, xp.float32(1), scales)
+        scaled = xp.clip(xp.round(blocks / scales[:, None]), -_LARGEST, _LARGEST)
+        return scaled.astype(jnp.int8).reshape(-1), scales
 
 
 def decode(wire: str, coded: Sequence[Any], shape: Sequence[int], dtype: Any, xp: Any = jnp) -> Any:
     """The values that were coded, in their shape and dtype."""
     flat = coded[0]
-    if wire != "bf16":
-        blocks = flat.astype(xp.float32).reshape(-1, BLOCK)
-        flat = (blocks * coded[1][:, None]).reshape(-1)
-    return flat[: math.prod(shape)].reshape(shape).astype(dtype)
+    with np.errstate(all="ignore"):  # Of what is not finite, or underflows.
+        if wire != "bf16":
+            blocks = flat.astype(xp.float32).reshape(-1, BLOCK)
+            flat = (blocks * coded[1][:, None]).reshape(-1)
+        return flat[: math.prod(shape)].reshape(shape).astype(dtype)

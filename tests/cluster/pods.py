@@ -128,11 +128,23 @@ def run_pod(
         for rank, process in enumerate(processes)
     ]
     for process in processes:
+        left = _group(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            raise AssertionError("a rank has left a process behind")
+            raise AssertionError(f"a rank has left a process behind: {left}")
     _assert_none_hung(ranks, ended)
     return ranks
+
+
+def _group(pid: int) -> list[str]:
+    """The processes of a group, as `/proc` describes them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            status = (path / "stat").read_text()
+            if status.rpartition(")")[2].split()[2] == str(pid):
+                found.append(f"{status[:60]} {(path / 'cmdline').read_text()[:200]}")
+    return found
 
 
 def _output_of(directory: Path, rank: int) -> tuple[str, str]:

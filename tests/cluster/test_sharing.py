@@ -182,7 +182,7 @@ def test_what_cannot_be_shared_is_built_by_each(run, tmp_path):
     inside = "jax.debug.callback(lambda: None)"
     ranks = run(tmp_path / "a", 2, "off", inside=inside)
     assert levels(ranks) == ["3", "3"]
-    assert "for itself: it is not stored: it calls back into Python" in ranks[1].output
+    assert "for itself: it cannot be stored: it calls back into Python" in ranks[1].output
 
 
 def test_a_binary_that_does_not_load_is_built_there(run, tmp_path):

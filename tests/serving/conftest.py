@@ -4,9 +4,11 @@ import os
 import secrets
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
+from stepcache.events import Moved, recorder
 from tests.serving.servers import LocalServer, RayServer
 
 # In a process of its own: Ray forks to start its processes, and JAX has threads here.
@@ -87,3 +89,17 @@ def connection(shared_server):
 def name(request):
     """A name that no other test gives to variables."""
     return f"{request.node.name}-{os.getpid()}"
+
+
+@pytest.fixture
+def moved():
+    """Bytes over each link, of all steps and methods."""
+    seen = Counter()
+
+    def note(event):
+        if isinstance(event, Moved):
+            seen.update(dict(event.link_bytes))
+
+    unsubscribe = recorder.subscribe(note)
+    yield seen
+    unsubscribe()

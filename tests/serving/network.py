@@ -84,7 +84,7 @@ class Network:
         self.clients = []
         self.snapshots, self.image = [None], None
         self.files, self.unmerged = MemoryTables(), {}
-        self.late = []
+        self.late, self.asked = [], []
         self.states, self.reads = {}, []
         self.crashes = self.lost = 0
         self.begin()
@@ -131,11 +131,11 @@ class Network:
         self.host.is_saved(state)
 
     def deliver(self, message, payload):
-        if isinstance(message, SnapshotRequest):
-            self.snapshot(on_disk=message.on_disk)
         reply, blocks = self.host.handle(message, payload)
         if isinstance(message, SnapshotRequest):
-            reply = replace(reply, stored=getattr(self.snapshots[-1], "moment", 0))
+            self.asked.append(message.on_disk)
+            stored = self.snapshots[-1]
+            reply = replace(reply, stored=stored.moment if stored else 0)
         if isinstance(message, JoinRequest):
             self.lost += reply.lost
         self.note()
@@ -204,6 +204,8 @@ class Transport:
         """Others look whether the host has begun anew; and a snapshot gets what is new."""
         if self.network.host.unsaved:
             self.network.snapshot()
+        while self.network.asked:
+            self.network.snapshot(on_disk=self.network.asked.pop())
         for each in self.network.clients:
             if not each._transport.is_busy:
                 each.keep(1e6)

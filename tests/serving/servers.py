@@ -7,12 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 import stepcache as sc
 from stepcache.serving.local_transport import address
 from stepcache.storage.load_markers import Process
 
 PROJECT = Path(__file__).parents[2]
 LIMIT_SECONDS = 60
+SIZE = 5000  # Of a value of four bytes each: as many as travel inside a message.
 
 
 class Server:
@@ -123,3 +126,11 @@ class RayServer(Server):
             return f"{ray_engine.stop(self.name)} writes"
         except VariablesError as error:
             return str(error)
+
+
+def two(connection, name, value=1.0, size=SIZE, **options):
+    """Variables of the same name in two connections, as two processes have them."""
+    tree = {"w": np.full(size, value, np.float32)}
+    first = connection.variables(name, tree, **options)
+    other = sc.connect(connection.address)
+    return first, other.variables(name, tree, **options)

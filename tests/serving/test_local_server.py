@@ -1,10 +1,12 @@
 """The local engine: what it leaves behind, who may use it, and messages that are none."""
 
+import gc
 import os
 import random
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import msgpack
@@ -253,3 +255,14 @@ def test_a_frame_that_is_too_large_ends_only_its_connection(server):
         assert connection.variables("params", {"w": np.ones(2)}).value["w"].sum() == 2
     socket.close()
     context.term()
+
+
+def test_a_connection_that_the_garbage_collector_frees_holds_nobody_up(server):
+    connection = server.connect()
+    params = connection.variables("params", {"w": np.ones(2)})
+    connection.itself = (connection, params)
+    assert params.value["w"].sum() == 2
+    freed = weakref.ref(connection)
+    del connection, params
+    gc.collect()
+    assert freed() is None

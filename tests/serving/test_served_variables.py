@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +12,13 @@ from jax.sharding import PartitionSpec
 
 import stepcache as sc
 from stepcache.errors import OptionError, ServerLostError, VariablesError
-from stepcache.events import Moved, recorder
 from stepcache.variables.plan import SERVER_LINK
+from tests.serving.servers import SIZE, two
 
-SIZE = 5000  # Of four bytes each: as many as travel inside a message, and more in shared memory.
-LARGE = 50_000
+LARGE = 50_000  # Of four bytes each: more than travel inside a message.
 
 
-@pytest.fixture
-def moved():
-    """Bytes over each link, of all steps and methods."""
-    seen = Counter()
-
-    def note(event):
-        if isinstance(event, Moved):
-            seen.update(dict(event.link_bytes))
-
-    unsubscribe = recorder.subscribe(note)
-    yield seen
-    unsubscribe()
+STALE = sc.Read(cache="device", max_staleness=5)
 
 
 @sc.step
@@ -42,14 +29,6 @@ def total(params, x):
 @sc.step(carry="state")
 def grow(state, x):
     return jax.tree.map(lambda leaf: leaf + x, state), x
-
-
-def two(connection, name, value=1.0, size=SIZE, **options):
-    """Variables of the same name in two connections, as two processes have them."""
-    tree = {"w": np.full(size, value, np.float32)}
-    first = connection.variables(name, tree, **options)
-    other = sc.connect(connection.address)
-    return first, other.variables(name, tree, **options)
 
 
 # ---- what a step sees ----------------------------------------------------------------------------
@@ -166,6 +145,24 @@ def test_all_values_of_a_call_are_of_one_moment(connection, name):
     assert seen <= {0.0, 1.0}
 
 
+def test_copies_of_other_moments_do_not_serve_together(connection, name):
+    """Though `explain` has found out since which versions are the newest."""
+    tree = {"w": np.zeros(1, np.float32)}
+    pair = [connection.variables(f"{name}{n}", tree, read=STALE) for n in range(2)]
+    theirs = [sc.connect(connection.address).variables(f"{name}{n}", tree) for n in range(2)]
+
+    @sc.step
+    def difference(a, b):
+        return a["w"] - b["w"]
+
+    total(pair[0], 1.0)
+    for each in theirs:
+        each.assign({"w": np.ones(1, np.float32)})
+    total(pair[1], 1.0)
+    difference.explain(*pair)
+    assert difference(*pair)[0] == 0
+
+
 # ---- what is written -----------------------------------------------------------------------------
 
 
@@ -188,6 +185,57 @@ def test_sums_are_made_here_and_written_there(connection, name, moved):
         params.push({"w": np.ones(SIZE, np.float32)})
     assert params.version == 2 and moved[SERVER_LINK] == 2 * 4 * SIZE
     assert np.array_equal(params.value["w"], np.full(SIZE, 6, np.float32))
+
+
+@pytest.mark.parametrize("end", ["flush", "flush all", "close"])
+def test_sums_of_fewer_updates_are_written_at_the_end(connection, name, end):
+    write = sc.Write(mode="add", every=4)
+    mine, theirs = two(connection, name, 0.0, write=write)
+    with sc.connect(connection.address) as third:
+        pushed = third.variables(name, {"w": np.zeros(SIZE, np.float32)}, write=write)
+        for _ in range(6):
+            pushed.push({"w": np.ones(SIZE, np.float32)})
+            theirs.push({"w": np.ones(SIZE, np.float32)})
+        assert mine.value["w"][0] == 8
+        if end == "flush":
+            pushed.flush()
+            assert mine.value["w"][0] == 10
+        elif end == "flush all":
+            third.flush()
+            assert mine.value["w"][0] == 10
+    assert mine.value["w"][0] == 10
+    theirs.flush()
+    theirs.flush()
+    assert mine.value["w"][0] == 12 and theirs.version == 4
+
+
+def test_sums_of_a_loop_that_failed_are_not_written(connection, name):
+    mine, _ = two(connection, name, 0.0)
+    with pytest.raises(ZeroDivisionError), sc.connect(connection.address) as other:
+        tree = {"w": np.zeros(SIZE, np.float32)}
+        other.variables(name, tree, write=sc.Write(mode="add", every=2)).push(tree)
+        1 / 0  # noqa: B018
+    assert mine.version == 0 and mine.value["w"][0] == 0
+
+
+def test_sums_are_written_once_though_the_server_is_killed(engine, tmp_path):
+    server = engine(tmp_path / "server", snapshot_seconds=3600).start()
+    write, ones = sc.Write(mode="add", every=3), {"w": np.ones(SIZE, np.float32)}
+    with server.connect() as connection:
+        tree = {"w": np.zeros(SIZE, np.float32)}
+        params = connection.variables("params", tree, write=write)
+        connection.flush()
+        for _ in range(4):
+            params.push(ones)
+        server.kill()
+        server.start()
+        assert params.value["w"][0] == 3
+        for _ in range(3):
+            params.push(ones)
+        assert params.value["w"][0] == 6
+    with server.connect() as connection:
+        assert connection.variables("params", tree).value["w"][0] == 7
+    server.stop()
 
 
 def test_an_update_may_be_changed_after_it_was_pushed(connection, name):
@@ -339,10 +387,7 @@ def test_another_tree_is_refused(connection, name):
     "options",
     [
         {"placement": sc.OnHost()},
-        {"read": sc.Read(cache="device", wire="bf16")},
-        {"read": sc.Read(prefetch=True)},
         {"read": sc.Read(route="gather")},
-        {"write": sc.Write(mode="add", wire="int8")},
     ],
     ids=str,
 )

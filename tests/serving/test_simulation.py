@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from stepcache.errors import VariablesError
+from stepcache.serving.coding import Coding
 from stepcache.serving.host import Host
 from stepcache.serving.messages import BlockLayout, WriteRequest
 from stepcache.serving.tables import TableType
@@ -12,11 +13,12 @@ from tests.serving.network import Killed, Network, check_reads, client
 
 WRITES = 64
 NAMES = ("a", "b")
-LAYOUT = BlockLayout([("counts", [WRITES], "int64")])
+TYPES = [("counts", [WRITES], "float32")]
+LAYOUT = BlockLayout(TYPES)
 
 
 def create(each, name):
-    each.create(name, "create", LAYOUT, [np.zeros(WRITES, np.int64)], types=LAYOUT.types)
+    each.create(name, "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types)
 
 
 def counts(each, name):
@@ -26,17 +28,17 @@ def counts(each, name):
 
 
 def one_hot(number):
-    update = np.zeros(WRITES, np.int64)
+    update = np.zeros(WRITES, np.float32)
     update[number] = 1
     return update
 
 
-def run(network):
+def run(network, wire=""):
     """Some clients that push, read, and are killed.
 
     Returns the counts of each variable, which writes of it were acknowledged, and which were begun.
     """
-    random = network.random
+    random, coding = network.random, Coding(TYPES, wire)
     clients = [client(network) for _ in range(3)]
     for name in NAMES:
         for each in clients:
@@ -51,7 +53,8 @@ def run(network):
             each._transport.is_killed = True
         begun[name].add(number)
         try:
-            version = each.write(name, "add", LAYOUT, [one_hot(number)])
+            arrays = coding.encode([one_hot(number)])
+            version = each.write(name, "add", coding.layout, arrays, wire=wire)
             acknowledged[name].add(number)
             seen.setdefault((index, name), set()).add(number)
             if random.random() < 0.5:
@@ -68,13 +71,13 @@ def run(network):
     found = {name: counts(clients[0], name)[0] for name in NAMES}
     for each in clients:  # Each has its writes repeated if the host does not have them.
         for name in NAMES:
-            each.write(name, "add", LAYOUT, [np.zeros(WRITES, np.int64)])
+            each.write(name, "add", LAYOUT, [np.zeros(WRITES)])
     found = {name: counts(clients[0], name)[0] for name in NAMES}
     return found, acknowledged, begun
 
 
-def check(network):
-    found, acknowledged, begun = run(network)
+def check(network, wire=""):
+    found, acknowledged, begun = run(network, wire)
     for name in NAMES:
         assert found[name].max() <= 1, f"{name}: a write was done twice"
         done = {int(number) for number in np.flatnonzero(found[name])}
@@ -94,6 +97,11 @@ def test_writes_are_done_exactly_once(block):
 def test_writes_are_done_exactly_once_for_10_000_seeds(block):
     for seed in range(1000 + block * 100, 1000 + block * 100 + 100):
         check(Network(seed))
+
+
+def test_coded_writes_are_done_exactly_once():
+    for seed in range(50):
+        check(Network(seed), "bf16")  # It has ones and zeros exactly.
 
 
 def test_there_are_crashes_and_losses():

@@ -71,6 +71,9 @@ def test_updates_add_up_before_they_are_written(session, placement):
         variables.push(tree(1.0)), variables.push(tree(1.0))
         assert variables.version == 3
         near(variables.value, tree(10.0))
+        variables.push(tree(1.0)), variables.flush(), variables.flush()
+        assert variables.version == 4
+        near(variables.value, tree(11.0))
 
 
 @pytest.mark.sample

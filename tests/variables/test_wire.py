@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import stepcache as sc
-from stepcache.variables.wire import BLOCK, coded_bytes, codes, decode, encode, padded_size
+from stepcache.variables.wire import BLOCK, coded_arrays, coded_bytes, codes, decode, encode
 
 BOUNDS = {
     "bf16": lambda values, largest: np.abs(values) * 2.0**-8,
@@ -39,7 +39,8 @@ def test_no_value_is_off_by_more_than_its_bound(wire, values, parts):
     assert (error <= bound * (1 + 1e-5) + tiny).all()
     assert sum(each.nbytes for each in coded) == coded_bytes(wire, values.size, parts)
     assert all(each.shape[0] % parts == 0 for each in coded)
-    assert coded[0].shape[0] == padded_size(wire, values.size, parts)
+    rows = [(each.size, each.dtype) for each in coded]
+    assert rows == coded_arrays(wire, values.size, parts)
 
 
 @pytest.mark.parametrize("wire", BOUNDS)
@@ -55,11 +56,27 @@ def test_a_host_and_a_device_code_alike(wire):
     np.testing.assert_array_equal(decode(wire, zeros, (7,), np.dtype("float32"), xp=np), 0)
 
 
-def test_only_wider_floats_are_coded():
-    assert codes("bf16", np.dtype("float32")) and not codes("bf16", jnp.bfloat16)
-    assert codes("int8", jnp.bfloat16) and codes("int8", np.dtype("float16"))
-    assert not any(codes(wire, np.dtype("int32")) for wire in BOUNDS)
-    assert not codes(None, np.dtype("float32"))
+def test_only_what_gets_smaller_is_coded():
+    size = 10 * BLOCK
+    assert codes("bf16", np.dtype("float32"), size) and not codes("bf16", jnp.bfloat16, size)
+    assert codes("int8", jnp.bfloat16, size) and codes("int8", np.dtype("float16"), size)
+    assert not any(codes(wire, np.dtype("int32"), size) for wire in BOUNDS)
+    assert not codes(None, np.dtype("float32"), size)
+    assert codes("bf16", np.dtype("float32"), 1) and not codes("int8", np.dtype("float32"), 10)
+    assert not codes("bf16", np.dtype("float32"), 0)
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.filterwarnings("error")
+def test_what_is_not_finite_does_not_become_a_number(bad, xp):
+    values = np.ones(2 * BLOCK, np.float32)
+    values[3] = bad
+    coded = encode("int8", xp.asarray(values), xp=xp)
+    again = np.asarray(decode("int8", coded, values.shape, values.dtype, xp=xp))
+    assert np.isnan(again[:BLOCK]).all() and np.allclose(again[BLOCK:], 1)
+    (coded,) = encode("bf16", xp.asarray(values), xp=xp)
+    np.testing.assert_array_equal(np.asarray(coded, np.float32), values)
 
 
 @pytest.mark.parametrize("wire", BOUNDS)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepcache.errors import first_line
+from stepcache.jaxcompat import storing
 from stepcache.programs.pods.part import Part
 from stepcache.programs.resolution import Resolution
 from stepcache.storage import plain
@@ -63,11 +64,10 @@ class Leader(Part):
                     return resolution
                 record = publication.record(time.time())
                 if self.decision.shares_directory and self.archive is not None:
-                    self.archive.publish(publication)
-                    self._send_program(record, b"")
+                    why_not = self.archive.publish(publication)
+                    self._send_program(None if why_not else record, b"", why_not)
                     return replace(resolution, publication=None)
-                data = self._serialized(resolution)
-                why_not = "the leader cannot read the executable from its disk"
+                data, why_not = self._serialized(resolution)
                 self._send_program(record if data else None, data, why_not)
                 return replace(resolution, publication=replace(publication, data=data))
         except BaseException as error:
@@ -105,13 +105,18 @@ class Leader(Part):
                 data = channel.receive("executable", rank)
         return data
 
-    def _serialized(self, resolution: Resolution) -> bytes:
+    def _serialized(self, resolution: Resolution) -> tuple[bytes, str]:
+        """The executable; empty, and why, if it cannot be given to others."""
         assert resolution.publication is not None
         if "compile" in resolution.program.seconds:
-            return resolution.publication.serialized()
-        if self._received:
-            return self._received
-        return self.archive.executable_bytes(resolution.digest) if self.archive is not None else b""
+            try:
+                return resolution.publication.serialized(), ""
+            except storing.NotStorable as error:
+                return b"", str(error)
+        if self._received or self.archive is None:
+            return self._received, ""
+        why_not = "the leader cannot read the executable from its disk"
+        return self.archive.executable_bytes(resolution.digest), why_not
 
     def _send_trace(self, traced: Traced | None, why_not: str = "") -> None:
         """Sends what the trace depends on; None if the followers have to build for themselves."""

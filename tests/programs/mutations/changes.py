@@ -1622,7 +1622,7 @@ OUTSIDE = [
         # --- data.txt
         «2.0¦3.0»
         """,
-        "remembers",
+        "earlier calls",
         vouched=False,
     ),
     Kind(
@@ -1846,6 +1846,17 @@ OUTSIDE = [
         "object_identity",
         "A = object()\ndef step(x): return x * «2¦3» + 0 * (id(A) % 7)",
         "id",
+        vouched=False,
+    ),
+    Kind(
+        "id_in_a_repr",
+        """
+        class Config:
+            def __repr__(self): return "Config" + " " * (id(self) % 7)
+        config = Config()
+        def step(x): return x * «2¦3» + 0 * len(repr(config))
+        """,
+        "builtins.id",
         vouched=False,
     ),
     Kind(

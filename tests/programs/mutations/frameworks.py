@@ -178,6 +178,49 @@ INSTALLED += [
         version="1.«0¦1»",
     ),
     _installed(
+        "what_a_package_keeps_in_a_class",
+        "class Mine(package.Base): rate = «2¦3»\ndef step(x): return x * Mine.rate",
+        {
+            "__init__.py": """
+import itertools
+class Base:
+    def __init_subclass__(cls):
+        cls.__what_a_package_keeps_in_a_class_pkg_numbers__ = itertools.count(2)
+def scale(x, cls): return x * (1 + bool(cls.__what_a_package_keeps_in_a_class_pkg_numbers__))
+"""
+        },
+        "Mine.rate",
+    ),
+    _installed(
+        "what_a_package_reads_in_a_class",
+        "class Mine(package.Base): rate = 2\ndef step(x): return package.scale(x, Mine) * «1¦2»",
+        {
+            "__init__.py": """
+import itertools
+class Base:
+    def __init_subclass__(cls):
+        cls.__what_a_package_reads_in_a_class_pkg_numbers__ = itertools.count(2)
+def scale(x, cls): return x * (1 + bool(cls.__what_a_package_reads_in_a_class_pkg_numbers__))
+"""
+        },
+        "_pkg_numbers__",
+        vouched=False,
+    ),
+    _installed(
+        "method_that_a_package_calls",
+        "class Mine:\n    def rate(self): return «2¦3»\n"
+        "mine = Mine()\ndef step(x): return package.scale(x, mine)",
+        {"__init__.py": "def scale(x, config): return x * config.rate()"},
+        "Mine.rate",
+    ),
+    _installed(
+        "property_that_a_package_reads",
+        "class Mine:\n    @property\n    def rate(self): return «2¦3»\n"
+        "mine = Mine()\ndef step(x): return package.scale(x, mine)",
+        {"__init__.py": "def scale(x, config): return x * config.rate"},
+        "Mine.rate",
+    ),
+    _installed(
         "content_edit",
         "def step(x): return package.scale(x)",
         {"__init__.py": "def scale(x): return x * «2¦3»"},

@@ -83,6 +83,28 @@ HARMLESS = [
         """,
         2,
     ),
+    _kind(
+        "harmless_method_that_a_library_could_name",
+        """
+        import time
+        class Trainer:
+            rate = 2
+            def run(self): return time.time() + «1¦2»
+            def update(self, x): return jnp.sin(x) * self.rate
+        step = Trainer().update
+        """,
+    ),
+    _kind(
+        "harmless_repr_by_identity",
+        """
+        class Config:
+            def __init__(self): self.rate = 2
+            def __repr__(self): return f"«Config¦A config» at {id(self):x}"
+        config = Config()
+        def step(x): return x * config.rate
+        """,
+        2,
+    ),
     _kind("harmless_print", 'def step(x):\n    print("«one¦two»", end="")\n    return x * 2', 2),
     _kind("harmless_assertion", "def step(x):\n    «¦assert x.ndim == 1\n    »return x * 2", 2),
     _kind("harmless_dead_code", "def step(x):\n    «¦if False: x = x * 3\n    »return x * 2", 2),

@@ -1,0 +1,223 @@
+"""What a later start of an unchanged program finds where a trace itself changes what it reads.
+
+The same source made anew stands for another process, with the packages that it uses imported anew.
+"""
+
+import importlib
+import logging
+import sys
+import textwrap
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache import jaxcompat
+from stepcache.fingerprint import provenance
+from stepcache.fingerprint.recorder import Recording
+from stepcache.jaxcompat import storing
+
+pytestmark = pytest.mark.skipif(
+    not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
+)
+
+BUILT, WITHOUT_COMPILING, WITHOUT_A_TRACE = (1, 1, 0), (1, 0, 1), (0, 0, 1)
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package of the given files for one test."""
+    site = tmp_path / "site-packages"
+    monkeypatch.syspath_prepend(str(site))
+    installed = []
+
+    def install_package(name, files):
+        texts = {site / name / file: textwrap.dedent(text) for file, text in files.items()}
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        texts[site / f"{name}-1.0.dist-info" / "METADATA"] = about
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        importlib.invalidate_caches()
+        provenance.distribution_of.cache_clear()
+        installed.append(name)
+
+    yield install_package
+    for name in installed:
+        unload(name)
+
+
+def unload(package):
+    for name in [each for each in sys.modules if each.partition(".")[0] == package]:
+        del sys.modules[name]
+
+
+def start(source, package, tmp_path):
+    """One start of a program, up to its first result; its module."""
+    unload(package)
+    cache = sc.ProgramCache(tmp_path / "programs", verify="off")
+    module = types.ModuleType("life")
+    path = tmp_path / "life.py"
+    path.write_text(textwrap.dedent(source))
+    module.__dict__.update(jax=jax, jnp=jnp, np=np, sc=sc, __file__=str(path))
+    sys.modules["life"] = module
+    with sc.Session(cache=cache):
+        exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+        assert np.asarray(module.step(np.arange(3, dtype=np.float32))).tolist() == [0, 2, 4]
+    cache.flush()
+    return module
+
+
+def levels(module):
+    """Traces, compiles, loads of a module's step."""
+    stats = module.step.stats()
+    return stats.traces, stats.compiles, stats.loads
+
+
+FILLS_A_CACHE = {
+    "__init__.py": """
+    _backends = {}
+    _types = {}
+
+    class Backend:
+        pass
+
+    def scale(x):
+        if "jax" not in _backends:
+            _backends["jax"] = Backend()
+        _types[type(x)] = _backends["jax"]
+        return x * 2
+    """
+}
+USES_IT = """
+    import filling_pkg
+
+    def double(x):
+        return filling_pkg.scale(x)
+
+    @sc.step
+    def step(x):
+        return double(x)
+    """
+
+
+def test_a_cache_that_a_package_fills_while_it_is_traced(install, tmp_path):
+    install("filling_pkg", FILLS_A_CACHE)
+    _, second, third = (start(USES_IT, "filling_pkg", tmp_path) for _ in range(3))
+    assert levels(second) == WITHOUT_COMPILING
+    assert levels(third) == WITHOUT_A_TRACE
+    miss = str(second.step.last_miss)
+    assert "filling_pkg._backends: dict of objects → dict()" in miss
+    assert "names of filling_pkg" not in miss  # Digests would say it again.
+
+
+def test_what_the_user_puts_into_that_cache_first_is_a_change(install, tmp_path):
+    install("filling_pkg", FILLS_A_CACHE)
+    for _ in range(3):
+        start(USES_IT, "filling_pkg", tmp_path)
+    mine = USES_IT.replace(
+        "import filling_pkg\n",
+        "import filling_pkg\n    filling_pkg._types['mine'] = filling_pkg.Backend()\n",
+    )
+    assert levels(start(mine, "filling_pkg", tmp_path))[0] == 1
+
+
+def test_a_module_that_a_package_imports_when_it_is_needed(install, tmp_path):
+    files = {
+        "__init__.py": "",
+        "rules/__init__.py": "",
+        "rules/double.py": "def apply(x):\n    return x * 2\n",
+        "ops.py": """
+        from lazy_pkg import rules
+
+        def scale(x):
+            from lazy_pkg.rules import double
+            return rules.double.apply(x)
+        """,
+    }
+    install("lazy_pkg", files)
+    source = "from lazy_pkg import ops\n@sc.step\ndef step(x):\n    return ops.scale(x)\n"
+    start(source, "lazy_pkg", tmp_path)
+    assert levels(start(source, "lazy_pkg", tmp_path)) == WITHOUT_A_TRACE
+
+
+def test_a_program_that_xla_cannot_serialize_is_no_alarm(tmp_path, monkeypatch, caplog):
+    class Client:
+        def serialize_executable(self, executable):
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: `LessThan` is not serializable.\nAt")
+
+    executable = types.SimpleNamespace(client=Client())
+    serialize = storing.serialize_executable
+    monkeypatch.setattr(storing, "serialize_executable", lambda _: serialize(executable))
+    source = "@sc.step\ndef step(x):\n    return x * 2\n"
+    with caplog.at_level(logging.WARNING, logger="stepcache"):
+        start(source, "", tmp_path)
+        again = start(source, "", tmp_path)
+    assert not caplog.records
+    assert levels(again) == BUILT
+    why = "it cannot be stored: XLA cannot serialize it: UNIMPLEMENTED: `LessThan` is not"
+    assert why in str(again.step.last_miss)
+
+
+def test_what_cannot_be_stored_is_not_recorded_at_the_next_start(tmp_path, monkeypatch):
+    recordings = []
+    enter = Recording.__enter__
+
+    def counted(recording):
+        recordings.append(recording)
+        return enter(recording)
+
+    monkeypatch.setattr(Recording, "__enter__", counted)
+    source = """
+    @sc.step
+    def step(x):
+        jax.debug.callback(lambda total: None, x.sum())
+        return x * 2
+    """
+    for _ in range(3):
+        found = start(source, "", tmp_path)
+        assert len(recordings) == 1
+        assert levels(found) == BUILT
+        assert "it cannot be stored: it calls back into Python" in str(found.step.last_miss)
+    assert levels(start(source.replace("* 2", "* 1 * 2"), "", tmp_path)) == BUILT
+    assert len(recordings) == 2
+
+
+def test_what_a_first_trace_changed_is_told_where_a_second_program_misses_it(install, tmp_path):
+    """As of an optimizer's schedule, whose first trace makes a float of a number of steps."""
+    make_schedule = """
+    def make_schedule(steps):
+        def schedule(x):
+            nonlocal steps
+            steps = float(steps)
+            return x * steps
+        return schedule
+    """
+    install("schedule_pkg", {"__init__.py": make_schedule})
+    source = """
+    import schedule_pkg
+
+    @jax.tree_util.register_pytree_node_class
+    class State:
+        def __init__(self, w, schedule):
+            self.w, self.schedule = w, schedule
+        def tree_flatten(self):
+            return (self.w,), self.schedule
+        @classmethod
+        def tree_unflatten(cls, schedule, leaves):
+            return cls(*leaves, schedule)
+
+    schedule = schedule_pkg.make_schedule(2)
+    update = sc.step(lambda state: state.schedule(state.w))
+
+    def step(x):
+        update(State(x[:2], schedule))
+        return update(State(x, schedule))
+    """
+    start(source, "schedule_pkg", tmp_path)
+    again = start(source, "schedule_pkg", tmp_path).update
+    assert (again.stats().traces, again.stats().loads) == (1, 2)
+    assert "steps: 2.0 → 2" in str(again.last_miss)

@@ -1,0 +1,259 @@
+"""Which copy serves a step: staleness, age and reads ahead, while two processes write."""
+
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache.errors import VariablesError
+from stepcache.variables.copies import Copies
+from stepcache.variables.plan import SERVER_LINK
+from tests.serving.servers import LIMIT_SECONDS, SIZE, two
+
+AHEAD = sc.Read(cache="device", max_staleness=1, prefetch=True)
+ADD = sc.Write(mode="add")
+ONES = {"w": np.ones(SIZE, np.float32)}
+
+
+@sc.step
+def look(params):
+    return params["w"][-1]
+
+
+@sc.step
+def difference(a, b):
+    return a["w"][0] - b["w"][0]
+
+
+def arrived(connection):
+    """Waits for what is read ahead."""
+    connection._read_ahead._worker.flush()
+
+
+# ---- an oracle -----------------------------------------------------------------------------------
+
+
+class Oracle:
+    """What a reader has to see, by its policy."""
+
+    def __init__(self, policy):
+        self.policy, self.value, self.own = policy, 0, 0
+        self.kept = None  # Value, time and number of steps.
+
+    def may_serve(self, now):
+        if self.kept is None or self.own > self.kept[0] or self.policy.cache is None:
+            return False
+        _, seconds, steps = self.kept
+        is_young = self.policy.max_age is None or now - seconds <= self.policy.max_age
+        is_early = not self.policy.max_staleness or steps < self.policy.max_staleness
+        return is_young and is_early and bool(self.policy.max_age or self.policy.max_staleness)
+
+    def step(self, now):
+        if self.may_serve(now):
+            self.kept[2] += 1
+        else:
+            self.kept = [self.value, now, 0]
+        return self.kept[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        sc.Read(),
+        sc.Read(cache="device"),
+        sc.Read(cache="host", max_staleness=2),
+        sc.Read(cache="device", max_age=5),
+        sc.Read(cache="device", max_staleness=3, max_age=4),
+    ],
+    ids=str,
+)
+def test_a_reader_sees_what_its_policy_says(connection, name, policy, seed):
+    moment, now = random.Random(seed), [0.0]
+    mine, theirs = two(connection, name, 0.0, read=policy, write=ADD)
+    mine._master._copies = Copies(policy, lambda: now[0])
+    oracle = Oracle(policy)
+    for _ in range(60):
+        match moment.choice(["step", "step", "mine", "theirs", "wait"]):
+            case "step":
+                assert look(mine) == oracle.step(now[0])
+            case "mine":
+                mine.push(ONES)
+                oracle.value += 1
+                oracle.own = oracle.value
+            case "theirs":
+                theirs.push(ONES)
+                oracle.value += 1
+            case "wait":
+                now[0] += moment.choice([1, 3])
+    assert np.array_equal(mine.value["w"], np.full(SIZE, oracle.value, np.float32))
+
+
+# ---- reads ahead ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def readers(connection, monkeypatch):
+    """The names of the threads that read."""
+    seen, read = [], connection.client.read
+
+    def noting(*args, **options):
+        seen.append(threading.current_thread().name)
+        return read(*args, **options)
+
+    monkeypatch.setattr(connection.client, "read", noting)
+    return seen
+
+
+def test_what_was_read_ahead_is_one_step_old_and_nobody_waits_for_it(connection, name, readers):
+    mine, theirs = two(connection, name, 0.0, read=AHEAD, write=ADD)
+    seen = []
+    for _ in range(6):
+        seen.append(int(look(mine)))
+        arrived(connection)
+        theirs.push(ONES)
+    assert seen == [0, 0, 1, 2, 3, 4]
+    assert readers == ["MainThread"] + 5 * ["stepcache read ahead"]
+
+
+@pytest.mark.parametrize("cache", [None, "device", "host"])
+def test_without_staleness_what_was_read_ahead_is_compared(connection, name, moved, cache):
+    read = sc.Read(cache=cache, prefetch=True)
+    mine, theirs = two(connection, name, 0.0, read=read, write=ADD)
+    for count in range(4):
+        assert look(mine) == count
+        arrived(connection)
+        theirs.push(ONES)
+    look(mine)
+    arrived(connection)
+    look(mine)
+    moved.clear()
+    arrived(connection)
+    look(mine)
+    assert moved[SERVER_LINK] == (4 * SIZE if cache is None else 0)  # Once, and not twice.
+
+
+@pytest.mark.parametrize("cache", [None, "device", "host"])
+def test_what_a_read_ahead_moves_is_what_explain_says(connection, name, moved, cache):
+    staleness = {} if cache is None else {"max_staleness": 1}
+    read = sc.Read(cache=cache, prefetch=True, **staleness)
+    mine, theirs = two(connection, name, 0.0, read=read, write=ADD)
+    whys = []
+    for turn in range(8):
+        arrived(connection)
+        plan = look.explain(mine).plan
+        whys += [each.why for each in plan.transfers if each.bytes]
+        moved.clear()
+        look(mine)
+        assert {link: size for link, size in moved.items() if size} == plan.link_bytes
+        arrived(connection)
+        if turn % 3 == 1:
+            theirs.push(ONES)
+        if turn % 3 == 2:
+            mine.push(ONES)  # What was read ahead is too old now.
+    assert any("ahead" in why for why in whys)
+
+
+def test_a_read_ahead_does_not_hide_what_this_process_wrote(connection, name):
+    read = sc.Read(cache="device", max_staleness=50, prefetch=True)
+    mine, _ = two(connection, name, 0.0, read=read, write=ADD)
+    for count in range(1, 6):
+        look(mine)
+        mine.push(ONES)
+        assert look(mine) == count
+    no_copy = connection.variables(name, ONES, read=sc.Read(prefetch=True), write=ADD)
+    for count in range(6, 10):
+        look(no_copy)
+        arrived(connection)
+        no_copy.push(ONES)
+        assert look(no_copy) == count
+
+
+def test_values_that_are_read_ahead_are_of_one_moment(connection, name):
+    pair = [connection.variables(f"{name}{n}", ONES, read=AHEAD) for n in range(2)]
+    with sc.connect(connection.address) as other:
+        theirs = [other.variables(f"{name}{n}", ONES, write=ADD) for n in range(2)]
+        is_over = threading.Event()
+
+        def write():
+            while not is_over.is_set():
+                for each in theirs:
+                    each.push(ONES)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            seen = {float(difference(*pair)) for _ in range(100)}
+        finally:
+            is_over.set()
+            thread.join()
+    assert seen <= {0.0, 1.0} and pair[0].version > 5
+
+
+def test_the_age_of_what_was_read_ahead_counts_from_its_read(connection, name):
+    read = sc.Read(cache="device", max_age=0.3, prefetch=True)
+    mine, theirs = two(connection, name, 0.0, read=read, write=ADD)
+    look(mine)
+    time.sleep(0.4)
+    mine._master.source.read_ahead([(mine._master, mine_reader())])
+    arrived(connection)
+    theirs.push(ONES)
+    time.sleep(0.4)
+    assert look(mine) == 1
+
+
+def mine_reader():
+    from stepcache.variables.masters import Reader
+
+    return Reader(None)
+
+
+def test_what_a_read_ahead_raises_is_raised_by_the_next_call(connection, name, monkeypatch):
+    mine, _ = two(connection, name, 0.0, read=sc.Read(prefetch=True))
+    read = connection.client.read
+
+    def failing(*args, **options):
+        if threading.current_thread() is threading.main_thread():
+            return read(*args, **options)
+        raise VariablesError("the background has failed")
+
+    monkeypatch.setattr(connection.client, "read", failing)
+    look(mine)
+    arrived(connection)
+    monkeypatch.undo()
+    with pytest.raises(VariablesError, match="background"):
+        look(mine)
+    assert look(mine) == 0
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_read_ahead(engine, tmp_path):
+    server = engine(tmp_path / "server").start()
+    code = f"""
+import sys, time
+import numpy as np, stepcache as sc
+connection = sc.connect("{server.address}")
+params = connection.variables("params", {{"w": np.zeros(5)}}, read=sc.Read(prefetch=True))
+look = sc.step(lambda params: params["w"])
+print("ready", flush=True)
+sys.stdin.readline()
+connection.read_ahead([(params._master, sc.variables.masters.Reader(None))])
+time.sleep(0.3)
+print(connection._read_ahead._worker._running is not None, flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    server.kill()
+    began = time.monotonic()
+    printed, _ = process.communicate("go\n", timeout=LIMIT_SECONDS)
+    assert printed == "True\n" and process.returncode == 0
+    assert time.monotonic() - began < 20, "it waited for a server that is gone"
+    if engine.engine == "ray":  # Ray has started it again.
+        server.start()
+        server.stop()
