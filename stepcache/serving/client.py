@@ -260,22 +260,22 @@ class Client:
         versions = [Version(*row, reply.moment, reply.epoch) for row in rows]
         return versions, blocks
 
-    def rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+    def rows(self, name: str, asked: np.ndarray, epoch: int = -1) -> tuple[Version, np.ndarray]:
         """Rows of a table, after all writes of this client.
 
         Args:
-            name: of the table.
-            ids: of 64 bits.
+            name, epoch: as in `RowsRequest`.
+            asked: its block, as numbers.
 
         Returns:
-            The block of the rows.
+            The version of the table, and the block of the rows.
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
-            block = self._transport.allocate(ids.nbytes)
-            block.data[:] = ids.view(np.uint8)
-            _, (data,) = self._read(RowsRequest(name), block, deadline, name)
-        return data
+            block = self._transport.allocate(asked.nbytes)
+            block.data[:] = asked.view(np.uint8)
+            reply, (data,) = self._read(RowsRequest(name, epoch), block, deadline, name)
+        return Version(reply.numbers[0], reply.tokens[0], reply.moment, reply.epoch), data
 
     def _read(
         self, message: Request, block: Block | None, deadline: float, where: str

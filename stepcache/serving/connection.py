@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from stepcache.errors import OptionError, VariablesError
@@ -13,7 +14,9 @@ from stepcache.serving.lookup import Table
 from stepcache.serving.messages import DTYPES, Status
 from stepcache.serving.optimizers import export_rule, types_of
 from stepcache.serving.read_ahead import ReadAhead
+from stepcache.serving.row_cache import RowCache
 from stepcache.serving.served import Served
+from stepcache.serving.split_table import SplitTable
 from stepcache.serving.tables import TableType
 from stepcache.sharding import current_placer, processes_of
 from stepcache.units import readable_bytes
@@ -30,6 +33,8 @@ from stepcache.variables.policy import (
     check_kinds,
 )
 from stepcache.variables.variables import Variables
+
+CACHE_ROWS = 65_536
 
 
 class Connection:
@@ -106,6 +111,8 @@ class Connection:
         stddev: float = 0.0,
         seed: int = 0,
         optimizer: RowOptimizer = RowOptimizer(),
+        read: Read = Read(),
+        cache_rows: int = CACHE_ROWS,
     ) -> Table:
         """A table of rows that the host holds; made there if it has none of this name.
 
@@ -118,17 +125,28 @@ class Connection:
             shape, dtype: of one row.
             stddev, seed: the rows begin as normal noise of this deviation; as zeros, if it is 0.
             optimizer: what `Table.push` does with the rows of an update.
+            read: which copies of rows may serve a lookup. By default there are none. With
+                `cache="device"`, copies of the rows looked up last are kept on the device, and a
+                row that nobody has updated is not sent again. `max_staleness` is a number of
+                lookups, and `max_age` of seconds, for which a copy of a row serves without asking.
+            cache_rows: how many rows that are at most. A lookup of more does not use them.
 
         Raises:
+            OptionError: `read` has an option without effect here, or `cache_rows` is not positive.
             VariablesError: the host has another table of this name, or there can be no such table.
             ServerLostError: the host did not answer in time.
         """
         check_not_tracing("a table cannot be made", name)
+        _check_table_policy(read, cache_rows, np.dtype(dtype))
         sizes = [int(size) for size in shape]
         row = (int(rows), sizes, np.dtype(dtype).name, float(stddev), int(seed))
         kind = TableType(*row, optimizer)
-        self.hosts.make_table(name, kind)
-        return Table(self.hosts, name, kind)
+        rows_there = SplitTable(self.hosts, name, kind)
+        rows_there.make()
+        cache = None
+        if read.cache is not None:
+            cache = RowCache(read, max(min(cache_rows, kind.rows), 1), sizes, np.dtype(dtype))
+        return Table(rows_there, name, kind, cache)
 
     def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
         """Asks for the versions of several variables, and fetches what is needed.
@@ -239,11 +257,42 @@ def _check_policies(placement: object, read: object, write: object) -> None:
             where="variables(write=...)",
             hint='leave it out, or say mode="add" or "apply"',
         )
-    for policy, option, given, possible in (("read", "route", read.route, ("auto", "each")),):
+    _check_options("variables", ("read", "route", read.route, ("auto", "each")))
+
+
+def _check_table_policy(read: object, cache_rows: object, dtype: np.dtype) -> None:
+    check_kinds(Replicated(), read, Write())
+    assert isinstance(read, Read)
+    _check_options(
+        "table",
+        ("read", "cache", read.cache, (None, "device")),
+        ("read", "wire", read.wire, (None,)),
+        ("read", "prefetch", read.prefetch, (False,)),
+        ("read", "route", read.route, ("auto", "each")),
+    )
+    if not isinstance(cache_rows, int) or isinstance(cache_rows, bool) or cache_rows < 1:
+        got = repr(cache_rows)
+        raise OptionError("cache_rows counts rows", where="table", expected="an int ≥ 1", got=got)
+    if read.cache is None and cache_rows != CACHE_ROWS:
+        raise OptionError(
+            f"cache_rows={cache_rows} would do nothing: no rows are kept",
+            where="table",
+            hint='say read=sc.Read(cache="device")',
+        )
+    if read.cache is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise OptionError(
+            f"JAX would keep rows of {dtype} as {jax.dtypes.canonicalize_dtype(dtype)}",
+            where="table(read=...)",
+            hint="set jax_enable_x64, or leave out the cache",
+        )
+
+
+def _check_options(where: str, *options: tuple[str, str, object, tuple]) -> None:
+    for policy, option, given, possible in options:
         if given not in possible:
             raise OptionError(
-                f"{option}={given!r} is not supported for served variables",
-                where=f"variables({policy}=...)",
+                f"{option}={given!r} is not supported for served {where}",
+                where=f"{where}({policy}=...)",
                 expected=" or ".join(map(repr, possible)),
             )
 

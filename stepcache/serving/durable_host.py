@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import errno
 import fcntl
-import functools
 import logging
 import os
 import threading
@@ -30,12 +29,14 @@ from stepcache.serving.host import Host
 from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.messages import LeafType, Refused, Reply, Request, SnapshotRequest, Status
 from stepcache.serving.optimizers import ExportedRule
+from stepcache.serving.table_files import TableFiles
 from stepcache.storage.load_markers import Process
-from stepcache.storage.private_files import make_directory
+from stepcache.storage.private_files import make_directory, replace_file
 from stepcache.units import counted
 
 TEND_SECONDS = 0.05
 _KEPT_BYTES = 512 << 20  # After so much written, clients are told to keep less.
+_CHANGED_BYTES = 512 << 20  # Memory of rows that a snapshot gives back.
 _TIMED_REQUESTS = 4096
 _RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS = 1.5, 5.0
 _EPOCH, _HOSTS = "epoch", "hosts"
@@ -84,24 +85,30 @@ class DurableHost:
         self._recovery_seconds = recovery_seconds
         make_directory(self.directory)
         self._lock = _lock(self.directory)
-        path = self.directory / "snapshots"
+        self._path = path = self.directory / "snapshots"
         self._images = Images(self.directory, _state_types)
         self.hosts = hosts
         try:
             _check_hosts(self.directory, hosts)
-            state, self._snapshot = snapshots.newest(path, allocate)
-            stored = state.moment if state else 0
-            state = self._newer(state, allocate)
+            self._files = TableFiles(self.directory / "tables")
+            self._unmerged, self._snapshot = snapshots.newest(path, allocate, self._files.moment)
+            stored = self._unmerged.moment if self._unmerged else 0
+            state = self._newer(self._unmerged, allocate)
+            if state is not self._unmerged:
+                self._unmerged = None  # The next snapshot has all that is not in the files.
             epoch, was_stopped = _next_epoch(self.directory)
-        except BaseException:
+            self.host = Host(epoch, allocate, ExportedRule, self._files, state)
+            self._files.remove_others({each.key for each in self.host.tables.held.values()})
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                where, got = str(self.directory), str(error)
+                raise VariablesError("it cannot be served", where=where, got=got) from error
             raise
-        self.host = Host(epoch, allocate, ExportedRule, state)
         self._started = time.monotonic()
         if not was_stopped:
             self.host.waiting_for = {"", *_alive(state)}
-        write = functools.partial(snapshots.write, path, state_types=_state_types)
-        self._stored = _Saved("snapshots", write, stored)
+        self._stored = _Saved("snapshots", self._store, stored)
         self._kept = self._stored  # What lets clients forget.
         if has_images and CAN_IMAGE:
             self._kept = _Saved("images", self._images.write, self.host.moment)
@@ -114,7 +121,7 @@ class DurableHost:
     def _newer(self, state: HostState | None, allocate: Callable[[int], Block]) -> HostState | None:
         """What an image has, if that is more than a snapshot has."""
         image = self._images.newest(allocate) if CAN_IMAGE else None
-        if image is not None and image.moment > (state.moment if state else 0):
+        if image is not None and image.moment > (state.moment if state else self._files.moment):
             return image
         self._images.remove()  # From now on the host may do other writes than an image has.
         return state
@@ -187,6 +194,7 @@ class DurableHost:
         else:
             self._changed_time = self._changed_time or now
             is_due = self._is_wanted or moment - self._stored.moment >= self._every_writes
+            is_due |= self.host.tables.changed_bytes >= _CHANGED_BYTES
             if is_due or now - self._changed_time >= self._every_seconds:
                 self._begin(self._stored)
         if moment == self._kept.moment:
@@ -197,11 +205,27 @@ class DurableHost:
     def _begin(self, saved: _Saved) -> None:
         if saved.is_busy:
             return
-        saved.begin(self.host.state())
+        saved.begin(self.host.state(on_disk=saved is self._stored))
         if saved is self._stored:
             self._is_wanted, self._changed_time = False, None
         if saved is self._kept:
             self._is_keeping_wanted, self._kept_bytes = False, self.counts["bytes written"]
+
+    def _store(self, state: HostState) -> None:
+        """Writes a snapshot, when the files of tables have the rows of the one before it."""
+        if self._unmerged is not None:
+            self._files.merge(self._unmerged.tables, self._unmerged.moment)
+        snapshots.write(self._path, state, _state_types)
+
+    def _is_stored(self, state: HostState) -> None:
+        """Notes that a snapshot is whole."""
+        self._snapshot = f"step_{state.moment:08}"
+        tables = self.host.tables
+        tables.is_stored(state.tables)
+        for name, each in self._unmerged.tables.items() if self._unmerged else ():
+            held = tables.held[name]
+            self._files.give_back(each.key, each.ids, held.changed(held.base))
+        self._unmerged = state
 
     def _end(self, saved: _Saved) -> None:
         state, error = saved.end()
@@ -209,7 +233,7 @@ class DurableHost:
             self.host.is_saved(state)
             self.counts[saved.name] += 1
             if saved is self._stored:
-                self._snapshot = f"step_{state.moment:08}"
+                self._is_stored(state)
         else:
             self.counts[f"failed {saved.name}"] += 1
             _log.error("none of the %s could be written: %s", saved.name, error)
@@ -371,13 +395,3 @@ def _alive(state: HostState | None) -> set[str]:
         for client, process in found.items()
         if process and not (process.is_local() and process.has_ended())
     }
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file so that others see all of it or none, also after a crash of the machine."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)

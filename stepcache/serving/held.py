@@ -10,7 +10,7 @@ import numpy as np
 
 from stepcache.serving.coding import Coding
 from stepcache.serving.messages import BlockLayout, LeafType
-from stepcache.serving.tables import HeldTable
+from stepcache.serving.tables import SavedTable
 
 
 class Block(Protocol):
@@ -87,4 +87,4 @@ class HostState(NamedTuple):
     applied: dict[str, int]
     moment: int
     processes: dict[str, str]
-    tables: dict[str, HeldTable]
+    tables: dict[str, SavedTable]

@@ -41,7 +41,7 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
-from stepcache.serving.tables import TableError, Tables
+from stepcache.serving.tables import TableError, Tables, TableStorage
 
 MAX_CLIENTS = 65_536
 """So many clients are remembered, those that wrote last."""
@@ -70,6 +70,7 @@ class Host:
         epoch: of this incarnation: higher than that of any earlier one.
         allocate: gives a block of so many bytes.
         load_rule: makes an optimizer of what was sent.
+        storage: has the bases of its tables.
         state: what to begin with.
 
     Attributes:
@@ -79,6 +80,7 @@ class Host:
         moment: the number of writes done, over all incarnations that snapshots connect.
         saved: the last write of each client that is in a snapshot or in an image.
         unsaved: names of variables and tables that are in none.
+        tables: of rows.
     """
 
     def __init__(
@@ -86,18 +88,17 @@ class Host:
         epoch: int,
         allocate: Callable[[int], Block],
         load_rule: Callable[[bytes], Rule],
+        storage: TableStorage,
         state: HostState | None = None,
     ):
         self.epoch, self._allocate = epoch, allocate
         self._load_rule = functools.lru_cache(maxsize=64)(load_rule)
         state = state or HostState({}, {}, 0, {}, {})
-        self._tables = Tables(state.tables)
+        self.tables = Tables(storage, state.tables)
         self._held = {name: replace(each) for name, each in state.variables.items()}
-        self.moment = state.moment
-        self._applied = OrderedDict(state.applied)
-        self._processes = dict(state.processes)
+        self._applied, self._processes = OrderedDict(state.applied), dict(state.processes)
         self.waiting_for: set[str] = set()
-        self.saved = dict(state.applied)
+        self.moment, self.saved = state.moment, dict(state.applied)
         self.unsaved: set[str] = set()
 
     def handle(self, request: Request, payload: np.ndarray | None) -> tuple[Reply, list[Block]]:
@@ -116,7 +117,7 @@ class Host:
                     return self._read(request)
                 case RowsRequest():
                     self._check_recovered()
-                    row, rows = self._tables.read(request.name, payload)
+                    row, rows = self.tables.read(request, payload, self.epoch)
                     return Values(self.epoch, self.moment, *row), [self._filled(*rows)]
                 case WriteRequest():
                     return self._write(request, payload), []
@@ -167,7 +168,7 @@ class Host:
 
     def _described(self, name: str) -> Described:
         is_saved = name not in self.unsaved
-        if (table := self._tables.held.get(name)) is not None:
+        if (table := self.tables.held.get(name)) is not None:
             return Described(self.epoch, table.number, [], True, is_saved)
         held = self._find(name)
         return Described(self.epoch, held.number, held.layout.types, bool(held.rule), is_saved)
@@ -204,7 +205,7 @@ class Host:
             self._applied[request.client] = request.sequence
             self._applied.move_to_end(request.client)
         saved = self.saved.get(request.client, 0)
-        held = self._tables.held.get(request.name) or self._find(request.name)
+        held = self.tables.held.get(request.name) or self._find(request.name)
         return Written(self.epoch, self.moment, held.number, held.token, saved)
 
     def _do(self, request: WriteRequest, payload: np.ndarray | None) -> None:
@@ -218,12 +219,12 @@ class Host:
             case "create table" | "rows" if request.name in self._held:
                 raise _refused("type", f"{request.name} are variables, and no table")
             case "create table":
-                if self._tables.create(request.name, request.rule, _token(0, request)):
+                if self.tables.create(request.name, request.rule, _token(0, request)):
                     self._is_new(request.name)
                 return
             case "rows":
-                table = self._tables.update(request.name, request.types, payload)
-                table.number, table.token = table.number + 1, _token(table.token, request)
+                table = self.tables.update(request.name, request.types, payload)
+                table.token = _token(table.token, request)
                 self.moment += 1
                 return
         held = self._find(request.name)
@@ -269,7 +270,7 @@ class Host:
                 has = "has an optimizer" if held.rule else "has no optimizer"
                 raise _refused("type", f"{name} is there already, and {has}")
             return
-        if not name or name in self._tables.held or len(self._held) >= MAX_NAMES:
+        if not name or name in self.tables.held or len(self._held) >= MAX_NAMES:
             raise MalformedMessageError(f"no name, that of a table, or over {MAX_NAMES} variables")
         made = HeldVariables(
             layout, 0, _token(0, request), (0, 0), self._copy(payload), request.rule
@@ -318,13 +319,13 @@ class Host:
 
     # ---- what it holds -------------------------------------------------------------------------
 
-    def state(self) -> HostState:
-        """All of it, as it is now. Tables are copied; values are not, as they do not change."""
+    def state(self, *, on_disk: bool = True) -> HostState:
+        """All of it, as it is now, for a snapshot on the disk or an image. Values do not change."""
         held = {name: replace(each) for name, each in self._held.items()}
         processes = {
             name: self._processes[name] for name in self._applied if name in self._processes
         }
-        tables = self._tables.copied()
+        tables = self.tables.saved(on_disk=on_disk)
         return HostState(held, dict(self._applied), self.moment, processes, tables)
 
     def is_saved(self, state: HostState) -> None:
@@ -341,7 +342,7 @@ class Host:
             state_bytes = held.state.data.size if held.state is not None else 0
             sizes = (held.value.data.size, state_bytes, len(held.layout.types))
             variables.append((name, held.number, *sizes))
-        variables += self._tables.status()
+        variables += self.tables.status()
         clients = [
             (client, self._processes.get(client, ""), applied, self.saved.get(client, 0))
             for client, applied in self._applied.items()

@@ -14,7 +14,6 @@ import hashlib
 import heapq
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +22,6 @@ from stepcache.errors import VariablesError
 from stepcache.serving.client import Client
 from stepcache.serving.coding import Coding
 from stepcache.serving.messages import BlockLayout, Described, LeafType
-from stepcache.serving.tables import TableType
 from stepcache.serving.transport import Version
 from stepcache.variables.describing import joined
 
@@ -316,59 +314,6 @@ class Hosts:
             arrays = coding.of_leaves(coding.layout.views(blocks[host]))
             found.update(zip(part.leaves, map(list, arrays), strict=True))
         return [found[number] for number in range(len(found))]
-
-    # ---- tables --------------------------------------------------------------------------------
-
-    def make_table(self, name: str, kind: TableType) -> None:
-        """Has each host make its rows of a table, where there is none yet.
-
-        Raises:
-            VariablesError: a host has something else of this name.
-        """
-        hosts = len(self.clients)
-
-        def make(host: int) -> None:
-            rows = len(range(host, kind.rows, hosts))
-            part = replace(kind, rows=rows, seed=kind.seed + (host << 32))
-            row = (name, "create table", BlockLayout([]), [])
-            self.clients[host].create(*row, rule=part.packed())
-
-        first = first_host(name, hosts)  # Variables of this name are there, if they are anywhere.
-        make(first)
-        self.together([functools.partial(make, host) for host in range(hosts) if host != first])
-
-    def _rows_by_host(self, ids: np.ndarray) -> list[tuple[int, Any, np.ndarray]]:
-        """Host, places among the ids, and numbers there, of different rows."""
-        hosts = len(self.clients)
-        if hosts == 1:
-            return [(0, slice(None), ids)]
-        places = [(host, np.flatnonzero(ids % hosts == host)) for host in range(hosts)]
-        return [(host, at, ids[at] // hosts) for host, at in places if at.size]
-
-    def rows(self, name: str, kind: TableType, ids: np.ndarray, out: np.ndarray) -> None:
-        """Gets rows of a table, after all writes of this process.
-
-        Args:
-            name, kind: of the table.
-            ids: different numbers of rows.
-            out: where to write them.
-        """
-
-        def read(host: int, at: Any, numbers: np.ndarray) -> None:
-            block = self.clients[host].rows(name, numbers)
-            out[at] = kind.layout(numbers.size).views(block)[0]
-
-        self.together([functools.partial(read, *row) for row in self._rows_by_host(ids)])
-
-    def update_rows(self, name: str, kind: TableType, ids: np.ndarray, update: np.ndarray) -> None:
-        """Has rows of a table updated, exactly once; see `rows`."""
-
-        def write(host: int, at: Any, numbers: np.ndarray) -> None:
-            types = kind.update_types(numbers.size)
-            row = (name, "rows", BlockLayout(types), [numbers, update[at]])
-            self.clients[host].write(*row, types=types)
-
-        self.together([functools.partial(write, *row) for row in self._rows_by_host(ids)])
 
     # ---- all hosts -----------------------------------------------------------------------------
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from stepcache.serving.held import Block, HostState
-from stepcache.serving.snapshots import Items, StateTypes, begun, contents
+from stepcache.serving.snapshots import StateTypes, arrays_of, begun, contents
 from stepcache.storage import plain
+from stepcache.storage.private_files import write_at
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LENGTH_BYTES, _PAGE_BYTES = 8, 4096
@@ -55,11 +54,12 @@ class Images:
         path, *rest = self._paths
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _write(descriptor, 0, bytes(_LENGTH_BYTES))
-            offset = _write(descriptor, _LENGTH_BYTES, head)
-            for array in _arrays(items):
-                offset = _write(descriptor, _next_page(offset), array)
-            _write(descriptor, 0, len(head).to_bytes(_LENGTH_BYTES, "little"))
+            write_at(descriptor, 0, memoryview(bytes(_LENGTH_BYTES)))
+            offset = write_at(descriptor, _LENGTH_BYTES, memoryview(head))
+            for array in arrays_of(items):
+                offset = write_at(descriptor, _next_page(offset), array.data)
+            length = len(head).to_bytes(_LENGTH_BYTES, "little")
+            write_at(descriptor, 0, memoryview(length))
         finally:
             os.close(descriptor)
         self._paths = [*rest, path]
@@ -74,7 +74,7 @@ class Images:
             with path.open("rb") as file:
                 offset = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
                 state, items = begun(about, allocate)
-                for array in _arrays(items):
+                for array in arrays_of(items):
                     file.seek(_next_page(offset))
                     if file.readinto(array.data) != array.size:
                         raise OSError("it ends too early")
@@ -91,25 +91,8 @@ class Images:
             path.unlink(missing_ok=True)
 
 
-def _arrays(items: Items) -> Iterator[np.ndarray]:
-    """The arrays of a host as flat bytes, in one order."""
-    for blocks in items.values():
-        for views in blocks.values():
-            for view in views.values():
-                yield view.reshape(-1).view(np.uint8)
-
-
 def _next_page(offset: int) -> int:
     return -(-offset // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def _write(descriptor: int, offset: int, data: Any) -> int:
-    """Writes bytes at a place. Returns where they end."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(descriptor, left, offset)
-        offset, left = offset + written, left[written:]
-    return offset
 
 
 def _about(path: Path) -> dict[str, Any] | None:

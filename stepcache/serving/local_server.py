@@ -23,7 +23,7 @@ import numpy as np
 import zmq
 
 from stepcache.errors import VariablesError
-from stepcache.serving.durable_host import TEND_SECONDS, DurableHost, replace_file
+from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.local_transport import ADDRESS_FILE
 from stepcache.serving.messages import (
     MalformedMessageError,
@@ -34,7 +34,7 @@ from stepcache.serving.messages import (
 from stepcache.serving.shared_memory import CAN_SHARE, Opened, Place, Pool
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
-from stepcache.storage.private_files import make_directory
+from stepcache.storage.private_files import make_directory, replace_file
 
 MAX_FRAME_BYTES = 16 << 20 if CAN_SHARE else 4 << 30
 _SWEEP_SECONDS = 2.0

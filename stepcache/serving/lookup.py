@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +12,12 @@ import numpy as np
 
 from stepcache.errors import VariablesError
 from stepcache.events import Moved, recorder
-from stepcache.serving.hosts import Hosts
 from stepcache.serving.messages import DTYPES
+from stepcache.serving.row_cache import RowCache, padded_count
+from stepcache.serving.split_table import SplitTable
 from stepcache.serving.tables import TableType
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.plan import links
-
-_LEAST_ROWS = 8
 
 
 @jax.tree_util.register_pytree_node_class
@@ -61,12 +61,22 @@ class Table:
         loss, gradients = step(params, rows, batch)  # by rows.values; inside: rows.spread(values)
         table.push(rows, gradients)
 
-    Only the rows of a batch move, each once. Nothing is cached here: a lookup gives the rows as
-    they are now. An update is done exactly once, as those of variables are.
+    Only the rows of a batch move, each once. An update is done exactly once, as those of variables
+    are. Without a cache, a lookup gives the rows as they are now. With one, it asks only for rows
+    whose copies may not serve, as `read` says, and gets only those that have been updated. Rows
+    that were pushed through this object are asked for. Thread-safe.
+
+    Args:
+        split: the rows, on their hosts.
+        name, kind: of the table.
+        cache: copies of rows; None for none.
     """
 
-    def __init__(self, hosts: Hosts, name: str, kind: TableType):
-        self._hosts, self.name, self._type = hosts, name, kind
+    def __init__(
+        self, split: SplitTable, name: str, kind: TableType, cache: RowCache | None = None
+    ):
+        self._split, self.name, self._type = split, name, kind
+        self._cache, self._lock = cache, threading.Lock()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,11 +100,25 @@ class Table:
         """
         check_not_tracing("rows cannot be looked up", self.name)
         different, index = self._different(ids)
-        padded = 1 << max(different.size - 1, _LEAST_ROWS - 1).bit_length()
+        padded = padded_count(different.size)
+        if self._cache is not None and different.size <= self._cache.capacity:
+            with self._lock:
+                values, copied_bytes = self._cache.lookup(different, padded, self._compared)
+            self._note(0, copied_bytes)
+            return Rows(values, index, different)
         values = np.zeros((padded, *self._type.shape), self.dtype)
-        self._hosts.rows(self.name, self._type, different, values[: different.size])
-        self._note(different.size * self._row_bytes)
+        self._split.read(different, values[: different.size])
+        self._note(different.nbytes + different.size * self._row_bytes)
         return Rows(values, index, different)
+
+    def _compared(
+        self, ids: np.ndarray, compared: np.ndarray, epochs: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What the hosts send of rows; see `row_cache.Fetch`."""
+        found = self._split.compare(ids, compared, epochs)
+        is_sent, rows = found[2:]
+        self._note(ids.nbytes + compared.nbytes + is_sent.nbytes + rows.nbytes)
+        return found
 
     def _different(self, ids: Any) -> tuple[np.ndarray, np.ndarray]:
         """The different ids, and for each id which of these it is."""
@@ -135,15 +159,18 @@ class Table:
                 got=f"an update of shape {list(got)}",
             )
         update = np.asarray(update)[: rows.ids.size]
-        self._hosts.update_rows(self.name, self._type, rows.ids, update)
+        with self._lock:
+            if self._cache is not None:
+                self._cache.invalidate(rows.ids)
+            self._split.update(rows.ids, update)
         self._note(rows.ids.nbytes + rows.ids.size * self._row_bytes)
 
     @property
     def _row_bytes(self) -> int:
         return math.prod(self._type.shape) * self.dtype.itemsize
 
-    def _note(self, size_bytes: int) -> None:
-        recorder.emit(Moved(self.name, links(0, 0, size_bytes)))
+    def _note(self, server_bytes: int, host_bytes: int = 0) -> None:
+        recorder.emit(Moved(self.name, links(host_bytes, 0, server_bytes)))
 
     def __repr__(self) -> str:
         how = self._type.optimizer.name

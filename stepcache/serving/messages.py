@@ -151,9 +151,18 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class RowsRequest:
-    """A look at some rows of a table; their numbers, of 64 bits, come as its block."""
+    """A look at some rows of a table. Its block has their numbers, of 64 bits.
+
+    Attributes:
+        name: of the table.
+        epoch: of the host that the client has compared its copies of rows with; 0 for none. Then
+            the block has a second number for each row: the table's version when its copy was
+            compared, or -1. Only rows that were updated since are sent, after a byte for each row
+            asked for: whether it is sent. With -1 for the epoch, all rows are sent, and no bytes.
+    """
 
     name: str
+    epoch: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,27 @@
 """Snapshots of a host: checkpoints that `stepcache.restore` and orbax read too.
 
-A snapshot holds the value and the optimizer's state of each of the variables, leaf by leaf, and the
-table of the writes that are done. It is there whole or not at all. `step` is the host's moment.
+A snapshot holds the value and the optimizer's state of each of the variables, leaf by leaf, the
+rows of tables that are not in their files (see `table_files`), and the table of the writes that are
+done. It is there whole or not at all. `step` is the host's moment.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stepcache.errors import StepCacheError
+from stepcache.errors import StepCacheError, VariablesError
 from stepcache.serving.held import Block, HeldVariables, HostState
 from stepcache.serving.messages import BlockLayout
-from stepcache.serving.tables import HeldTable, TableType
+from stepcache.serving.tables import SavedTable, TableType
 from stepcache.storage import plain
+from stepcache.storage.private_files import remove, sync
 from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoints import save
 from stepcache.variables.restoring import restore, stored_kinds
@@ -26,7 +29,7 @@ from stepcache.variables.restoring import restore, stored_kinds
 _KEPT = 2
 
 Items = dict[str, dict[str, dict[str, np.ndarray]]]
-"""Arrays by part ("values" or "optimizers"), name of the variables, and path."""
+"""Arrays by part ("values", "optimizers" or "tables"), name of the variables or table, and path."""
 StateTypes = Callable[[bytes], Any]
 
 _log = logging.getLogger("stepcache")
@@ -44,13 +47,17 @@ def write(directory: Path, state: HostState, state_types: StateTypes) -> None:
         VariablesError: it could not be written.
     """
     arrays, about = contents(state, state_types)
+    about["checksum"] = _checksum(arrays)
     items: dict[str, Any] = {**arrays, "table": np.frombuffer(plain.pack(about), np.uint8)}
     save(directory, keep=_KEPT, step=state.moment, **items)
+    for path in files.step_path(directory, state.moment).rglob("*"):
+        sync(path)
+    sync(directory)
 
 
 def contents(state: HostState, state_types: StateTypes) -> tuple[Items, dict[str, Any]]:
     """The arrays of a host, without a copy, and all else that `begun` needs, as plain data."""
-    values, optimizers, about = {}, {}, []
+    values, optimizers, rows, about = {}, {}, {}, []
     for name, held in state.variables.items():
         values[name] = _named(held.layout, held.value)
         types = state_types(held.rule) if held.rule else []
@@ -59,27 +66,52 @@ def contents(state: HostState, state_types: StateTypes) -> tuple[Items, dict[str
         about.append([name, *_version(held), held.layout.types, held.rule, types])
     tables = []
     for name, table in state.tables.items():
-        values[name], optimizers[name] = {"rows": table.rows}, table.state
-        tables.append([name, table.number, table.token, table.type.packed()])
+        rows[name] = {"ids": table.ids, **table.arrays}
+        version = (table.number, table.token, table.base, table.stored)
+        tables.append([name, table.type.packed(), table.key, *version, table.ids.size])
     rest = {"applied": state.applied, "moment": state.moment, "processes": state.processes}
-    items = {"values": values, "optimizers": optimizers}
+    items = {"values": values, "optimizers": optimizers, "tables": rows}
     return items, {"variables": about, **rest, "tables": tables}
 
 
-def newest(directory: Path, allocate: Callable[[int], Block]) -> tuple[HostState | None, str]:
+def newest(
+    directory: Path, allocate: Callable[[int], Block], least: int = 0
+) -> tuple[HostState | None, str]:
     """The newest snapshot that is whole, and its name; None and "" where there is none.
 
+    Newer ones, which are damaged, are put aside: the host may do other writes than they have.
+
+    Args:
+        directory: of all snapshots.
+        allocate: gives a block of so many bytes.
+        least: the moment of the snapshot whose rows may be in the files of tables: an older one
+            does not go with them.
+
     Raises:
-        StepCacheError: there are snapshots, and none can be read.
+        StepCacheError: there are snapshots, and none can be used.
     """
     files.recover(directory)
-    error = None
+    error, damaged = None, []
     for path in files.steps_in(directory):
         try:
-            return _read(path, allocate), path.name
+            state = _read(path, allocate)
+            if state.moment < least:
+                raise VariablesError(
+                    "a snapshot is older than what the files of its tables have",
+                    where=str(path),
+                    expected=f"moment {least} or later",
+                    got=f"{state.moment}",
+                )
         except (StepCacheError, ValueError, KeyError, TypeError) as raised:
-            error = raised
+            error = error or raised
+            damaged.append(path)
             _log.error("the snapshot %s cannot be read: %s", path, raised)
+            continue
+        for each in damaged:
+            aside = each.with_name(f"damaged_{each.name}")
+            remove(aside)
+            each.rename(aside)
+        return state, path.name
     if error is not None:
         raise error
     return None, ""
@@ -88,19 +120,22 @@ def newest(directory: Path, allocate: Callable[[int], Block]) -> tuple[HostState
 def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
     kind = stored_kinds(path)["table",]
     table = restore(path, partial=True, table=np.zeros(kind.shape, np.uint8))["table"]
-    state, items = begun(plain.unpack(table.tobytes()), allocate)
+    about = plain.unpack(table.tobytes())
+    state, items = begun(about, allocate)
     read = restore(path, partial=True, **items)
     for part, blocks in items.items():
         for name, views in blocks.items():
             for key, view in views.items():
                 view[...] = read[part][name][key]
+    if _checksum(items) != about["checksum"]:
+        raise VariablesError("an array of a snapshot is damaged", where=str(path))
     return state
 
 
 def begun(about: dict[str, Any], allocate: Callable[[int], Block]) -> tuple[HostState, Items]:
     """A host's state of what `contents` has said, and its arrays, which the caller has to fill."""
     variables: dict[str, HeldVariables] = {}
-    items: Items = {"values": {}, "optimizers": {}}
+    items: Items = {"values": {}, "optimizers": {}, "tables": {}}
     for name, number, token, assigned, types, rule, state_types in about["variables"]:
         layout = BlockLayout([tuple(each) for each in types])
         block = allocate(layout.size_bytes)
@@ -112,13 +147,27 @@ def begun(about: dict[str, Any], allocate: Callable[[int], Block]) -> tuple[Host
             held.state = allocate(layout.size_bytes)
             items["optimizers"][name] = _named(layout, held.state)
     tables = {}
-    for name, number, token, packed in about["tables"]:
-        table = HeldTable.made(dataclasses.replace(TableType.unpacked(packed), stddev=0.0), token)
-        table.number, table.type = number, TableType.unpacked(packed)
-        tables[name] = table
-        items["values"][name], items["optimizers"][name] = {"rows": table.rows}, table.state
+    for name, packed, key, number, token, base, stored, count in about["tables"]:
+        kind, ids = TableType.unpacked(packed), np.empty(count, np.int64)
+        types = kind.arrays().items()
+        arrays = {each: np.empty((count, *shape[1:]), dtype) for each, (shape, dtype) in types}
+        tables[name] = SavedTable(kind, key, number, token, base, stored, ids, arrays)
+        items["tables"][name] = {"ids": ids, **arrays}
     rest = (about["applied"], about["moment"], about["processes"], tables)
     return HostState(variables, *rest), items
+
+
+def arrays_of(items: Items) -> Iterator[np.ndarray]:
+    """The arrays of a host as flat bytes, in one order."""
+    for blocks in items.values():
+        for views in blocks.values():
+            for view in views.values():
+                yield view.reshape(-1).view(np.uint8)
+
+
+def _checksum(items: Items) -> int:
+    """Of the arrays: orbax's files do not tell whether one of them has changed."""
+    return functools.reduce(lambda sum, each: zlib.crc32(each.data, sum), arrays_of(items), 0)
 
 
 def _version(held: HeldVariables) -> tuple[Any, ...]:

@@ -159,3 +159,31 @@ def remove(path: Path) -> bool:
         shutil.rmtree(path, ignore_errors=True)
         return not os.path.lexists(path)
     return True
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or what a directory lists, is on the disk."""
+    descriptor = os.open(path, READ_FLAGS)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file so that others see all of it or none, also after a crash of the machine."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with new.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    sync(path.parent)
+
+
+def write_at(descriptor: int, offset: int, data: memoryview) -> int:
+    """Writes bytes at a place in a file. Returns where they end."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        offset, data = offset + written, data[written:]
+    return offset

@@ -13,6 +13,7 @@ import numpy as np
 from stepcache.serving.client import Client
 from stepcache.serving.host import Host
 from stepcache.serving.messages import JoinRequest, ReadRequest, SnapshotRequest, Values
+from stepcache.serving.tables import HeldTable, SavedTable
 
 
 class Block:
@@ -22,6 +23,39 @@ class Block:
 
 def no_rule(sent):
     raise ValueError("there are no optimizers here")
+
+
+class MemoryTables:
+    """Bases of tables in memory. What a host writes to them goes with it."""
+
+    def __init__(self):
+        self.bases = {}
+
+    def make(self, key, kind):
+        self.bases[key] = {each: np.zeros(*row) for each, row in kind.arrays().items()}
+        noise = [*kind.noise()]
+        if noise:
+            self.bases[key]["rows"][...] = np.concatenate(noise)
+
+    def open(self, key, kind):
+        return {name: array.copy() for name, array in self.bases[key].items()}
+
+    def zeros(self, count):
+        return np.zeros(count, np.int64)
+
+    def merge(self, tables, is_merged=lambda: True):
+        for table in tables.values():
+            for place, row in enumerate(table.ids):
+                for name, rows in table.arrays.items():
+                    if is_merged():
+                        self.bases[table.key][name][row] = rows[place]
+
+
+def table_of(kind):
+    """A table of its own."""
+    storage = MemoryTables()
+    storage.make("table", kind)
+    return HeldTable(SavedTable(kind, "table", 0, 1, 0, 0, np.empty(0, np.int64), {}), storage)
 
 
 class Killed(BaseException):
@@ -49,6 +83,7 @@ class Network:
         self.epoch = 0
         self.clients = []
         self.snapshots, self.image = [None], None
+        self.files, self.unmerged = MemoryTables(), {}
         self.late, self.asked = [], []
         self.states, self.reads = {}, []
         self.crashes = self.lost = 0
@@ -61,10 +96,8 @@ class Network:
             known = self.image
         if self.old_snapshots and self.random.random() < 0.2:
             known, self.image = self.random.choice(self.snapshots), None
-        if known is not None:  # Tables are written to in place.
-            tables = {name: each.copied() for name, each in known.tables.items()}
-            known = known._replace(tables=tables)
-        self.host = self.make_host(self.epoch, Block, no_rule, known)
+        self.unmerged = known.tables if known is not None and known is not self.image else {}
+        self.host = self.make_host(self.epoch, Block, no_rule, self.files, known)
         self.host.waiting_for = {each.name for each in self.clients if each._unsaved}
         self.note()
 
@@ -83,9 +116,16 @@ class Network:
         self.crash()
 
     def snapshot(self, *, on_disk=True):
-        state = self.host.state()
+        state = self.host.state(on_disk=on_disk)
         if on_disk:
+            if self.happens() and self.random.random() < 0.1:  # It crashes before the snapshot.
+                self.files.merge(self.unmerged, lambda: self.random.random() < 0.8)
+                self.crash()
+                return
+            self.files.merge(self.unmerged)
             self.snapshots.append(state)
+            self.host.tables.is_stored(state.tables)
+            self.unmerged = state.tables
         else:
             self.image = state
         self.host.is_saved(state)

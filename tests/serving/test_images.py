@@ -12,7 +12,7 @@ from stepcache.serving.messages import BlockLayout, JoinRequest, WriteRequest
 from stepcache.serving.optimizers import ExportedRule, export_rule
 from stepcache.serving.tables import TableType
 from stepcache.variables.policy import RowOptimizer
-from tests.serving.network import Block
+from tests.serving.network import Block, MemoryTables
 
 LAYOUT = BlockLayout([("w", [3000], "float32"), ("empty", [0, 2], "int8"), ("b", [], "bfloat16")])
 pytestmark = pytest.mark.skipif(not images.CAN_IMAGE, reason="needs the number of a start")
@@ -33,6 +33,10 @@ def write(host, sequence, name, mode, value=0, **options):
         view[...] = value
     if mode == "create table":
         payload = payload[:0]
+    if mode == "rows":
+        layout = BlockLayout(options["types"])
+        payload = np.zeros(layout.size_bytes, np.uint8)
+        layout.fill(payload, [[3, 7], np.full((2, 4), value)])
     epoch = getattr(host, "host", host).epoch
     request = WriteRequest("client", sequence, epoch, name, mode, **options)
     reply, _ = handle(host, request, payload)
@@ -51,6 +55,7 @@ def filled(host):
     write(host, 3, "adam", "create", 1, types=LAYOUT.types, rule=rule)
     write(host, 4, "adam", "apply", 1)
     write(host, 5, "table", "create table", rule=table.packed())
+    write(host, 6, "table", "rows", 1, types=table.update_types(2))
     return host
 
 
@@ -62,22 +67,28 @@ def compare(state, expected):
         if held.state is not None:
             assert np.array_equal(found.state.data, held.state.data)
     for name, table in expected.tables.items():
-        assert np.array_equal(state.tables[name].rows, table.rows)
-        assert np.array_equal(state.tables[name].state["squares"], table.state["squares"])
+        found = state.tables[name]
+        assert (found.type, found.key, found.number) == (table.type, table.key, table.number)
+        assert np.array_equal(found.ids, table.ids) and table.ids.size
+        for each, rows in table.arrays.items():
+            assert np.array_equal(found.arrays[each], rows)
     rest = ("applied", "moment", "processes")
     assert all(getattr(state, key) == getattr(expected, key) for key in rest)
 
 
 def test_an_image_has_all_that_a_host_has(tmp_path):
-    host = filled(Host(1, Block, ExportedRule))
+    host = filled(Host(1, Block, ExportedRule, MemoryTables()))
     images.Images(tmp_path, types_of_rule).write(host.state())
     compare(images.Images(tmp_path, types_of_rule).newest(Block), host.state())
 
 
 def test_the_newest_image_that_is_whole_counts(tmp_path):
-    host, written = filled(Host(1, Block, ExportedRule)), images.Images(tmp_path, types_of_rule)
+    host, written = (
+        filled(Host(1, Block, ExportedRule, MemoryTables())),
+        images.Images(tmp_path, types_of_rule),
+    )
     states = []
-    for sequence in range(6, 9):
+    for sequence in range(7, 10):
         write(host, sequence, "plain", "add", sequence)
         states.append(host.state())
         written.write(states[-1])
@@ -88,7 +99,7 @@ def test_the_newest_image_that_is_whole_counts(tmp_path):
         def data(self):
             raise KeyboardInterrupt
 
-    write(host, 9, "plain", "add", 1)
+    write(host, 10, "plain", "add", 1)
     state = host.state()
     state.variables["adam"].value = KilledBlock()  # The host is killed in the middle of an image.
     with pytest.raises(KeyboardInterrupt):
@@ -110,16 +121,16 @@ def test_images_let_clients_forget(tmp_path, monkeypatch):
     before = begin(tmp_path / "served")
     filled(before)
     until(before, "snapshots", 1)
-    for sequence in range(6, 12):
+    for sequence in range(7, 13):
         write(before, sequence, "plain", "add", 1)
-    while before.host.saved["client"] < 11:
+    while before.host.saved["client"] < 12:
         before.tend()
     assert before.counts["images"] and before.counts["snapshots"] == 1
-    expected = before.host.state()
+    expected = before.host.state(on_disk=False)
     before.close()  # Without `finish`: as a crash.
     after = begin(tmp_path / "served")
-    compare(after.host.state(), expected)
-    assert after.host.saved["client"] == 11
+    compare(after.host.state(on_disk=False), expected)
+    assert after.host.saved["client"] == 12
     until(after, "snapshots", 1)
     assert after.finish()
     after.close()
@@ -132,7 +143,7 @@ def test_after_a_start_of_the_machine_images_are_none(tmp_path, monkeypatch):
     before = begin(tmp_path / "served")
     filled(before)
     until(before, "snapshots", 1)
-    write(before, 6, "plain", "add", 1)
+    write(before, 7, "plain", "add", 1)
     until(before, "images", 1)
     before.close()
     boot = tmp_path / "boot"
@@ -140,8 +151,8 @@ def test_after_a_start_of_the_machine_images_are_none(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(images, "_BOOT_ID", boot)
         after = begin(tmp_path / "served")
-        assert after.host.moment == 5
+        assert after.host.moment == 6
         after.close()
     again = begin(tmp_path / "served")
-    assert again.host.moment == 5
+    assert again.host.moment == 6
     again.close()

@@ -17,6 +17,8 @@ import zmq
 import stepcache as sc
 from stepcache.serving.local_transport import address
 from stepcache.serving.shared_memory import Opened, Place
+from stepcache.serving.tables import TableType
+from stepcache.variables.policy import RowOptimizer
 from tests.serving.servers import LIMIT_SECONDS, LocalServer
 
 
@@ -165,10 +167,14 @@ def hostile(rng, server):
             [["w", [1], "float32"]] * 1000,
         ]
     )
+    rows, stddev = rng.choice([(1 << 60, 0.0), (1 << 40, 1.0), (-1, 0.0)])
+    huge = TableType(rows, [1 << 10], "float32", stddev, 0, RowOptimizer()).packed()
     message = rng.choice(
         [
             ["WriteRequest", write | {"types": types}],
             ["WriteRequest", write | {"mode": rng.choice(["eval", "", "add"]), "rule": noise}],
+            ["WriteRequest", write | {"mode": "create table", "rule": rng.choice([noise, huge])}],
+            ["WriteRequest", write | {"name": "rows", "mode": "rows", "types": types}],
             ["WriteRequest", {"client": "me"}],
             ["ReadRequest", {"names": ["x"] * rng.choice([1, 20_000]), "known": [0]}],
             ["ReadRequest", {"names": [["x"]], "known": ["y"]}],
@@ -177,6 +183,8 @@ def hostile(rng, server):
                 {"client": "me", "process": "x", "first": rng.choice([-1, 0, 1 << 62])},
             ],
             ["JoinRequest", {"client": "m" * 1000, "process": "1.1.x", "first": 1}],
+            ["RowsRequest", {"name": "rows", "epoch": rng.choice([-1, 0, 1, 1 << 62])}],
+            ["RowsRequest", {"name": "rows", "epoch": rng.choice([1.5, "1", None])}],
             ["DescribeRequest", {"name": "no such"}],
             ["Joined", {"epoch": 1, "applied": 1, "saved": 1, "lost": 0}],
             ["os.system", {"command": "true"}],
@@ -211,6 +219,7 @@ def test_messages_that_are_none_do_no_harm(server, count):
     context = zmq.Context()
     with server.connect() as connection:
         params = connection.variables("params", {"w": np.ones(50_000, np.float32)})
+        connection.table("rows", 10, (4,))
         for number in range(count):
             if number % 200 == 0:
                 socket = context.socket(zmq.DEALER)
@@ -227,7 +236,7 @@ def test_messages_that_are_none_do_no_harm(server, count):
         time.sleep(0.5)
         status = connection.status()
         assert status.counts["malformed messages"] > count / 3
-        assert [name for name, *_ in status.variables] == ["params"]
+        assert [name for name, *_ in status.variables] == ["params", "rows"]
         assert resident_bytes(server) < before_bytes + (64 << 20)
 
 

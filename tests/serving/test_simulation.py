@@ -144,10 +144,10 @@ def test_rows_are_updated_exactly_once(block):
             each.write("table", "rows", BlockLayout(types), [ids, np.ones((5, 2))], types=types)
             expected[ids] += 1
             if random.random() < 0.3:
-                data = each.rows("table", ids)
+                _, data = each.rows("table", ids)
                 assert np.array_equal(TABLE.layout(5).views(data)[0][:, 0], expected[ids])
         network.faults = 0.0
-        data = clients[0].rows("table", np.arange(WRITES))
+        _, data = clients[0].rows("table", np.arange(WRITES))
         assert np.array_equal(TABLE.layout(WRITES).views(data)[0][:, 1], expected)
 
 

@@ -1,0 +1,152 @@
+"""`RowCache`: copies of rows of a served table, in one buffer on the device.
+
+The idea, a cache of embeddings on each worker with a bound on how old each may be, is HET's (Miao
+et al., VLDB 2022).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepcache.variables.policy import Read
+
+_EMPTY = -1
+
+Fetch = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, ...]]
+"""Asks for rows: numbers of rows, the version that the copy of each was compared with, or -1, and
+its epoch. Returns the version and epoch that each is compared with now, which of the rows have been
+updated since, and those."""
+
+
+@jax.jit
+def _take(buffer: jax.Array, places: jax.Array) -> jax.Array:
+    return buffer.at[places].get(mode="fill", fill_value=0)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(buffer: jax.Array, places: jax.Array, rows: jax.Array) -> jax.Array:
+    return buffer.at[places].set(rows, mode="drop")
+
+
+class RowCache:
+    """Copies of the rows that were looked up last. Not thread-safe.
+
+    Args:
+        policy: how long a copy may serve before it is compared with the host's row. A step, for
+            `max_staleness`, is one lookup.
+        capacity: the number of rows. Those looked up longest ago make room for others.
+        shape, dtype: of one row.
+        clock: in seconds.
+
+    Attributes:
+        capacity: as given.
+    """
+
+    def __init__(
+        self,
+        policy: Read,
+        capacity: int,
+        shape: Sequence[int],
+        dtype: np.dtype,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.capacity = capacity
+        self._policy, self._clock = policy, clock
+        self._buffer = jnp.zeros((capacity, *shape), dtype)
+        self._places: dict[int, int] = {}  # In the buffer, by the number of the row.
+        self._ids = np.full(capacity, _EMPTY)
+        self._lookups = 0
+        self._used = np.full(capacity, _EMPTY)  # The last lookup of each.
+        # When the copy was last known to be current: version of the table, epoch, lookup, seconds.
+        self._compared, self._epochs = np.full(capacity, _EMPTY), np.zeros(capacity, np.int64)
+        self._compared_lookup = np.zeros(capacity, np.int64)
+        self._compared_seconds = np.zeros(capacity)
+
+    def lookup(self, ids: np.ndarray, padded: int, fetch: Fetch) -> tuple[jax.Array, int]:
+        """Rows, and rows of zeros after them.
+
+        Args:
+            ids: numbers of different rows, at most as many as the capacity.
+            padded: the number of rows to return.
+            fetch: asks the host for what copies cannot serve.
+
+        Returns:
+            The rows, on the device, and the bytes that were copied there.
+        """
+        self._lookups += 1
+        places = self._find(ids)
+        is_asked = ~self._may_serve(places)
+        asked, copied_bytes = ids[is_asked], 0
+        if asked.size:
+            compared = np.where(places < 0, _EMPTY, self._compared[places])[is_asked]
+            epochs = np.where(places < 0, 0, self._epochs[places])[is_asked]
+            numbers, epochs, is_sent, rows = fetch(asked, compared, epochs)
+            self._used[places[places >= 0]] = self._lookups
+            places[places < 0] = self._make_room(ids[places < 0])
+            copied_bytes = self._copy(places[is_asked][is_sent], rows)
+            self._note(places[is_asked], numbers, epochs)
+        self._used[places] = self._lookups
+        return _take(self._buffer, self._padded(places, padded)), copied_bytes
+
+    def invalidate(self, ids: np.ndarray) -> None:
+        """Has rows fetched before their copies serve again: this process has updated them."""
+        places = self._find(ids)
+        self._compared[places[places >= 0]] = _EMPTY
+
+    def _find(self, ids: np.ndarray) -> np.ndarray:
+        """The place of each row in the buffer; negative for rows without a copy."""
+        return np.fromiter((self._places.get(each, _EMPTY) for each in ids.tolist()), int, ids.size)
+
+    def _may_serve(self, places: np.ndarray) -> np.ndarray:
+        """Which copies may serve without being compared."""
+        steps, seconds = self._policy.max_staleness, self._policy.max_age
+        if not steps and seconds is None:
+            return np.zeros(places.size, bool)
+        is_allowed = (places >= 0) & (self._compared[places] >= 0)
+        if steps:
+            is_allowed &= self._lookups - self._compared_lookup[places] <= steps
+        if seconds is not None:
+            is_allowed &= self._clock() - self._compared_seconds[places] <= seconds
+        return is_allowed
+
+    def _make_room(self, ids: np.ndarray) -> np.ndarray:
+        """Places for new rows: empty ones, then those of the rows looked up longest ago."""
+        if not ids.size:
+            return ids
+        places = np.argpartition(self._used, ids.size - 1)[: ids.size]
+        for each in self._ids[places].tolist():
+            self._places.pop(each, None)
+        self._ids[places], self._compared[places] = ids, _EMPTY
+        self._places.update(zip(ids.tolist(), places.tolist(), strict=True))
+        return places
+
+    def _note(self, places: np.ndarray, numbers: np.ndarray, epochs: np.ndarray) -> None:
+        """Notes that copies are current now."""
+        self._compared[places], self._epochs[places] = numbers, epochs
+        self._compared_lookup[places] = self._lookups
+        self._compared_seconds[places] = self._clock()
+
+    def _copy(self, places: np.ndarray, rows: np.ndarray) -> int:
+        if not places.size:
+            return 0
+        sent = np.zeros((padded_count(places.size), *rows.shape[1:]), rows.dtype)
+        sent[: places.size] = rows
+        self._buffer = _put(self._buffer, self._padded(places, len(sent)), sent)
+        return sent.nbytes
+
+    def _padded(self, places: np.ndarray, count: int) -> np.ndarray:
+        """Places, and after them one behind the buffer: its row is zeros, and never written."""
+        padded = np.full(count, self.capacity, np.int32)
+        padded[: places.size] = places
+        return padded
+
+
+def padded_count(count: int) -> int:
+    """The power of two that so many rows are padded to."""
+    return 1 << max(count - 1, 7).bit_length()

@@ -1,0 +1,201 @@
+"""`TableFiles`: the bases of tables, as `.npy` files that are mapped into the host's memory.
+
+What the host writes to a mapped file stays in its own memory: a page that it has not written to
+takes none that the kernel cannot take back, so a table may be larger than the memory, and rows that
+nobody has ever written to take no room on the disk.
+
+Snapshots and images have the rows that are not in the files. A snapshot's rows are merged into the
+files before the next snapshot is written, which then does not need them; so both of the snapshots
+that are kept go with the files, except while the next one is being written. Merging the same rows
+again does no harm: a crash in the middle of it is repaired by the same snapshot.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from stepcache.errors import VariablesError
+from stepcache.serving.tables import SavedTable, TableType
+from stepcache.storage.private_files import listed, remove, replace_file, sync, write_at
+
+_HEADER_BYTES = 4096  # So that rows begin on a page.
+_WITHOUT_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
+_MOMENT = "moment"
+
+
+class _Mapped(NamedTuple):
+    map: mmap.mmap
+    row_bytes: int
+
+
+class TableFiles:
+    """The tables of one directory.
+
+    Args:
+        directory: of the tables; each has a directory in it, with a file for each array.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._mapped: dict[str, list[_Mapped]] = {}
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+    @property
+    def moment(self) -> int:
+        """Of the latest snapshot whose rows may be in the files; 0 for none."""
+        path = self._directory / _MOMENT
+        try:
+            return int(path.read_text()) if path.exists() else 0
+        except ValueError as error:
+            raise VariablesError("a file is damaged", where=str(path), got=str(error)) from None
+
+    def make(self, key: str, kind: TableType) -> None:
+        """Makes the files of a table. They are on the disk when this returns.
+
+        Raises:
+            OSError: there is no room.
+        """
+        size_bytes = sum(_size_bytes(*each) for each in kind.arrays().values())
+        free_bytes = shutil.disk_usage(self._directory).free
+        if kind.stddev and size_bytes > free_bytes:
+            raise OSError(f"it needs {size_bytes} bytes on the disk, and {free_bytes} are free")
+        new = self._directory / f".{key}"
+        remove(new)
+        new.mkdir(mode=0o700)
+        try:
+            for name, (shape, dtype) in kind.arrays().items():
+                with (new / f"{name}.npy").open("xb") as file:
+                    file.write(_header(shape, dtype))
+                    for rows in kind.noise() if name == "rows" else ():
+                        file.write(rows.reshape(-1).view(np.uint8).data)
+                    file.truncate(_HEADER_BYTES + _size_bytes(shape, dtype))
+                    file.flush()
+                    os.fsync(file.fileno())
+            sync(new)
+            remove(self._directory / key)  # Of a host that crashed before a snapshot had it.
+            new.rename(self._directory / key)
+            sync(self._directory)
+        except BaseException:
+            remove(new)
+            raise
+
+    def open(self, key: str, kind: TableType) -> dict[str, np.ndarray]:
+        """The arrays of a table. What is written to them is memory of this process alone.
+
+        Raises:
+            OSError: a file is not there, or of another size.
+        """
+        arrays, self._mapped[key] = {}, []
+        for name, (shape, dtype) in kind.arrays().items():
+            path = self._directory / key / f"{name}.npy"
+            size_bytes = _HEADER_BYTES + _size_bytes(shape, dtype)
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size != size_bytes:
+                    raise OSError(f"{path} does not have {size_bytes} bytes")
+                # Without a reserve: else it could not be larger than the memory.
+                flags = mmap.MAP_PRIVATE | _WITHOUT_RESERVE
+                prot = mmap.PROT_READ | mmap.PROT_WRITE
+                mapped = mmap.mmap(file.fileno(), size_bytes, flags=flags, prot=prot)
+            mapped.madvise(mmap.MADV_RANDOM)
+            count = _size_bytes(shape, dtype) // dtype.itemsize
+            arrays[name] = np.frombuffer(mapped, dtype, count, _HEADER_BYTES).reshape(shape)
+            self._mapped[key].append(_Mapped(mapped, _size_bytes(shape[1:], dtype)))
+        return arrays
+
+    def zeros(self, count: int) -> np.ndarray:
+        """Numbers of 64 bits, in a file without a name: the kernel may take their memory too.
+
+        Raises:
+            OSError: there is no room.
+        """
+        if not count or not hasattr(os, "posix_fallocate"):
+            return np.zeros(count, np.int64)
+        with tempfile.TemporaryFile(dir=self._directory) as file:
+            os.posix_fallocate(file.fileno(), 0, count * 8)  # A full disk is an error now.
+            mapped = mmap.mmap(file.fileno(), count * 8)
+        return np.frombuffer(mapped, np.int64)
+
+    def merge(self, tables: dict[str, SavedTable], moment: int) -> None:
+        """Writes the rows of a snapshot, which is on the disk, to the files.
+
+        Args:
+            tables: of the snapshot.
+            moment: of the snapshot.
+
+        Raises:
+            OSError: there is no room.
+        """
+        if tables:
+            replace_file(self._directory / _MOMENT, str(moment))
+        for table in tables.values():
+            runs = list(_runs(table.ids))
+            for name, rows in table.arrays.items() if runs else ():
+                row_bytes = _size_bytes(rows.shape[1:], rows.dtype)
+                data = rows.reshape(-1).view(np.uint8).data
+                descriptor = os.open(self._directory / table.key / f"{name}.npy", os.O_WRONLY)
+                try:
+                    for first, last in runs:
+                        place = _HEADER_BYTES + int(table.ids[first]) * row_bytes
+                        write_at(descriptor, place, data[first * row_bytes : last * row_bytes])
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def give_back(self, key: str, merged: np.ndarray, changed: np.ndarray) -> None:
+        """Gives back the memory of rows that are as in the files.
+
+        Args:
+            key: of the table.
+            merged: rows that have been merged.
+            changed: all rows that have changed since.
+        """
+        for mapped, row_bytes in self._mapped[key]:
+            pages = np.setdiff1d(_pages(merged, row_bytes), _pages(changed, row_bytes))
+            for first, last in _runs(pages):
+                length = (last - first) * mmap.PAGESIZE
+                mapped.madvise(mmap.MADV_DONTNEED, int(pages[first]) * mmap.PAGESIZE, length)
+
+    def remove_others(self, keys: set[str]) -> None:
+        """Removes tables that were made and that no snapshot has."""
+        for path in listed(self._directory):
+            if path.name not in keys and (path.is_dir() or not keys):
+                remove(path)
+
+
+def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    """The begin of an `.npy` file, of `_HEADER_BYTES`."""
+    about = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+    magic = b"\x93NUMPY\x01\x00" + (_HEADER_BYTES - 10).to_bytes(2, "little")
+    return magic + repr(about).encode().ljust(_HEADER_BYTES - 11) + b"\n"
+
+
+def _size_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    size = dtype.itemsize
+    for each in shape:
+        size *= each
+    return size
+
+
+def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Where numbers that follow on each other begin and end, of sorted ones."""
+    if numbers.size:
+        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+        yield from zip([0, *breaks.tolist()], [*breaks.tolist(), numbers.size], strict=True)
+
+
+def _pages(ids: np.ndarray, row_bytes: int) -> np.ndarray:
+    """The pages of a file that rows lie on."""
+    if not row_bytes or not ids.size:
+        return np.empty(0, np.int64)
+    first = (_HEADER_BYTES + ids * row_bytes) // mmap.PAGESIZE
+    last = (_HEADER_BYTES + (ids + 1) * row_bytes - 1) // mmap.PAGESIZE
+    steps = np.arange(int((last - first).max()) + 1)
+    return np.unique(np.minimum(first[:, None] + steps, last[:, None]))

@@ -1,0 +1,408 @@
+"""Tables in files: what outlives a crash at each point, what is written, and what it takes."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache.errors import VariablesError
+from stepcache.serving import durable_host, snapshots, table_files
+from stepcache.serving.durable_host import DurableHost
+from stepcache.serving.messages import BlockLayout, JoinRequest, RowsRequest, WriteRequest
+from stepcache.serving.table_files import TableFiles
+from stepcache.serving.tables import TableType
+from stepcache.variables import checkpoint_files
+from stepcache.variables.policy import RowOptimizer
+from tests.serving.network import Block
+
+ROWS = 300
+KIND = TableType(ROWS, [3], "float64", 0.0, 0, RowOptimizer("sgd", 1.0))
+
+
+class Writer:
+    """A client that keeps all that it has written, and sends it again to a host that lacks it."""
+
+    def __init__(self, directory, kind=KIND, seed=0, **options):
+        self.directory, self.kind, self.options = directory, kind, options
+        self.random, self.writes, self.lost = np.random.default_rng(seed), [], 0
+        self.begin()
+
+    def begin(self):
+        self.durable = DurableHost(self.directory, Block, recovery_seconds=0.0, **self.options)
+        self.durable.tend()
+        joined = self.handle(JoinRequest("client", "1.1.host", 1))
+        for sequence in range(joined.applied + 1, len(self.writes) + 1):
+            self.send(sequence)
+        self.handle(JoinRequest("client", "1.1.host", 1, self.durable.host.epoch))
+        if not self.writes:
+            self.write("create table", [], np.empty((0, *self.kind.shape)))
+
+    def handle(self, message, payload=None):
+        reply, blocks = self.durable.handle("client", message, payload)
+        assert not hasattr(reply, "why"), reply
+        return blocks[0].data if blocks else reply
+
+    def write(self, mode, ids, rows):
+        self.writes.append((mode, np.array(ids, np.int64), rows))
+        self.send(len(self.writes))
+
+    def send(self, sequence):
+        mode, ids, rows = self.writes[sequence - 1]
+        types = self.kind.update_types(ids.size) if mode == "rows" else []
+        payload = np.zeros(BlockLayout(types).size_bytes, np.uint8)
+        if types:
+            BlockLayout(types).fill(payload, [ids, rows])
+        row = ("client", sequence, self.durable.host.epoch, "t", mode, 0, types, self.kind.packed())
+        self.handle(WriteRequest(*row, stamp=(1, sequence)), payload)
+
+    def update(self, count=1):
+        for _ in range(count):
+            ids = self.random.choice(self.kind.rows, 7, replace=False)
+            self.write("rows", ids, self.random.integers(0, 9, (7, *self.kind.shape)))
+
+    def rows(self, ids=None):
+        ids = np.arange(self.kind.rows) if ids is None else ids
+        data = self.handle(RowsRequest("t"), ids.view(np.uint8))
+        return self.kind.layout(ids.size).views(data)[0]
+
+    def expected(self, count=None):
+        rows = np.zeros((self.kind.rows, *self.kind.shape))
+        for mode, ids, update in self.writes[:count]:
+            if mode == "rows":
+                rows[ids] -= update
+        return rows
+
+    def snapshot(self):
+        """Has one written. Returns whether it is whole."""
+        before = self.durable.counts["snapshots"]
+        is_saved = self.durable.finish()
+        assert is_saved == (self.durable.counts["snapshots"] > before)
+        (self.directory / "epoch").write_text(f"{self.durable.host.epoch}")  # It goes on.
+        return is_saved
+
+    def crash(self):
+        self.durable.close()
+        self.begin()
+
+
+def fail(*_, **__):
+    raise OSError("a failpoint")
+
+
+def fail_later(times, function):
+    def counted(*row, **options):
+        nonlocal times
+        times -= 1
+        if times < 0:
+            fail()
+        return function(*row, **options)
+
+    return counted
+
+
+POINTS = {
+    "before the merge": (TableFiles, "merge", 0),
+    "at the first row": (table_files, "write_at", 0),
+    "in the middle of the rows": (table_files, "write_at", 3),
+    "after the merge": (snapshots, "write", 0),
+    "before the snapshot is there": (checkpoint_files.Staging, "publish", 0),
+    "after the snapshot": (snapshots, "sync", 0),
+}
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["crash", "no crash"])
+@pytest.mark.parametrize("point", POINTS)
+def test_each_update_is_done_once_whatever_fails(tmp_path, monkeypatch, point, goes_on):
+    where, name, times = POINTS[point]
+    writer = Writer(tmp_path / "served")
+    for _ in range(3):
+        writer.update(4)
+        assert writer.snapshot()
+        writer.update(4)
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, fail_later(times, getattr(where, name)))
+            assert not writer.snapshot()
+        writer.update(2)
+        if not goes_on:
+            writer.crash()
+        assert np.array_equal(writer.rows(), writer.expected())
+    assert writer.snapshot()
+    writer.crash()
+    assert np.array_equal(writer.rows(), writer.expected())
+    writer.durable.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from stepcache.serving import snapshots, table_files
+from tests.serving import test_table_files as here
+
+where, name, times = here.POINTS[sys.argv[2]]
+writer = here.Writer(Path(sys.argv[1]))
+writer.update(5); writer.snapshot(); writer.update(5)
+here.fail = lambda: os.kill(os.getpid(), signal.SIGKILL)
+setattr(where, name, here.fail_later(times, getattr(where, name)))
+writer.snapshot()
+"""
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        each if each == "in the middle of the rows" else pytest.param(each, marks=pytest.mark.slow)
+        for each in POINTS
+    ],
+)
+def test_a_host_that_is_killed_there_begins_with_all_that_was_saved(tmp_path, point):
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "served"), point]
+    project, environment = Path(__file__).parents[2], os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    durable = DurableHost(tmp_path / "served", Block, recovery_seconds=0.0)
+    durable.close()
+    writer = Writer(tmp_path / "again")  # The same writes, by their seed.
+    writer.update(10)
+    applied = durable.host.state().applied["client"]
+    assert applied == (11 if point == "after the snapshot" else 6)
+    found = durable.host.tables.held["t"].arrays["rows"]
+    assert np.array_equal(found, writer.expected(applied))
+    writer.durable.close()
+
+
+def newest(writer):
+    return max((writer.directory / "snapshots").glob("step_*"))
+
+
+def damage(path, least_bytes=0):
+    """Changes a byte in the middle of each large file."""
+    for each in path.rglob("d/*"):
+        data = bytearray(each.read_bytes())
+        if len(data) > least_bytes:
+            data[len(data) // 2] ^= 255
+            each.write_bytes(data)
+
+
+def test_a_snapshot_with_other_rows_than_were_written_is_none(tmp_path):
+    """orbax does not see a damage of the rows themselves."""
+    kind = TableType(10_000, [16], "float32", 0.0, 0, RowOptimizer("sgd", 1.0))
+    writer, ids = Writer(tmp_path / "served", kind), np.arange(kind.rows)
+    writer.write("rows", ids, np.random.default_rng(0).random((kind.rows, 16)))
+    assert writer.snapshot()
+    writer.durable.close()
+    damage(newest(writer), 1 << 17)
+    with pytest.raises(VariablesError, match="an array of a snapshot is damaged"):
+        DurableHost(writer.directory, Block)
+
+
+def test_the_snapshot_before_a_damaged_one_goes_with_the_files(tmp_path):
+    writer = Writer(tmp_path / "served")
+    for _ in range(4):
+        writer.update(4)
+        assert writer.snapshot()
+    damage(newest(writer))
+    writer.durable.close()
+    after = DurableHost(writer.directory, Block, recovery_seconds=0.0)
+    applied = after.host.state().applied["client"]
+    assert applied == len(writer.writes) - 4
+    found = after.host.tables.held["t"].arrays["rows"]
+    assert np.array_equal(found, writer.expected(applied))
+    after.close()
+    for _ in range(3):  # It goes on from there, as often as it is started.
+        writer.begin()
+        writer.update(4)
+        assert writer.snapshot()
+        assert np.array_equal(writer.rows(), writer.expected())
+        writer.durable.close()
+    assert [each.name for each in (writer.directory / "snapshots").glob("damaged_*")]
+
+
+def test_a_snapshot_that_is_older_than_the_files_is_refused(tmp_path, monkeypatch):
+    """The files have rows of the newest snapshot, which is damaged: there is no state to go to."""
+    writer = Writer(tmp_path / "served")
+    for _ in range(3):
+        writer.update(4)
+        assert writer.snapshot()
+    writer.update(4)
+    monkeypatch.setattr(snapshots, "write", fail)
+    assert not writer.snapshot()
+    monkeypatch.undo()
+    damage(newest(writer))
+    writer.durable.close()
+    before = sorted((writer.directory / "snapshots").iterdir())
+    for _ in range(2):
+        with pytest.raises(VariablesError):
+            DurableHost(writer.directory, Block)
+    assert sorted((writer.directory / "snapshots").iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["rows.npy", "squares.npy"])
+def test_a_file_that_is_damaged_is_refused(tmp_path, name):
+    kind = TableType(10, [2], "float32", 0.0, 0, RowOptimizer("adagrad", 0.1))
+    writer = Writer(tmp_path / "served", kind)
+    assert writer.snapshot()
+    writer.durable.close()
+    (path,) = (tmp_path / "served" / "tables").glob(f"*/{name}")
+    os.truncate(path, 100)
+    with pytest.raises(VariablesError, match=re.escape(name)):
+        DurableHost(tmp_path / "served", Block)
+
+
+def test_a_host_without_snapshots_begins_anew(tmp_path):
+    writer = Writer(tmp_path / "served")
+    for _ in range(3):
+        writer.update(4)
+        assert writer.snapshot()
+    writer.durable.close()
+    shutil.rmtree(writer.directory / "snapshots")
+    writer.writes = []
+    for _ in range(3):
+        writer.begin()
+        writer.update(2)
+        assert writer.snapshot()
+        assert np.array_equal(writer.rows(), writer.expected())
+        writer.durable.close()
+    assert len([*(writer.directory / "tables").glob("*/rows.npy")]) == 1
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+LARGE = TableType(1 << 24, [1024], "float32", 0.0, 0, RowOptimizer("adagrad", 0.1))  # 64 GiB.
+
+
+def anonymous_bytes():
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) << 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_table_may_be_larger_than_the_memory_and_the_disk(tmp_path):
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    before = anonymous_bytes()
+    writer = Writer(tmp_path / "served", LARGE)
+    ids = np.array([0, 5, (1 << 24) - 1])
+    writer.write("rows", ids, np.ones((3, 1024)))
+    assert writer.snapshot()
+    assert not writer.rows(ids + np.array([7, 7, -7])).any() and (writer.rows(ids) < 0).all()
+    writer.crash()
+    assert (writer.rows(ids) < 0).all()
+    writer.update()
+    assert writer.snapshot()
+    assert anonymous_bytes() - before < 64 << 20
+    files = [*(tmp_path / "served" / "tables").glob("*/*.npy")]
+    assert sum(each.stat().st_size for each in files) > min(memory_bytes, 127 << 30)
+    assert sum(each.stat().st_blocks for each in files) * 512 < 1 << 20
+    writer.durable.close()
+
+
+def test_memory_of_rows_that_nobody_writes_to_is_given_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable_host, "_CHANGED_BYTES", 60 << 20)
+    kind = TableType(1 << 22, [16], "float32", 0.0, 0, RowOptimizer("adagrad", 0.1))
+    writer = Writer(tmp_path / "served", kind)
+    writer.update()
+    assert writer.snapshot()
+    before = anonymous_bytes()
+    ids = np.arange(0, kind.rows, 512)  # 8,192 rows, each on a page of its own.
+    writer.write("rows", ids, np.ones((ids.size, 16)))
+    assert anonymous_bytes() - before > 60 << 20
+    for count in (2, 3):  # They are begun because of that memory.
+        while writer.durable.counts["snapshots"] < count:
+            writer.durable.tend()
+        writer.update()
+    assert anonymous_bytes() - before < 30 << 20
+    assert (writer.rows(ids) < 0).all()
+    writer.durable.close()
+
+
+def test_a_snapshot_has_the_rows_that_were_updated_since_the_one_before(tmp_path):
+    writer = Writer(tmp_path / "served")
+    written = []
+    for count in (3, 2, 0, 1):
+        writer.update(count)
+        if not count:
+            writer.write("rows", np.array([5]), np.ones((1, 3)))
+        assert writer.snapshot()
+        expected = {int(each) for _, ids, _ in writer.writes[len(written) :] for each in ids}
+        written = list(writer.writes)
+        table = writer.durable.host.tables.held["t"]
+        state, _ = snapshots.newest(writer.directory / "snapshots", Block)
+        assert set(state.tables["t"].ids.tolist()) == expected
+        assert table.stored == table.number
+    writer.durable.close()
+
+
+def test_a_table_is_read_with_numpy(tmp_path):
+    writer = Writer(tmp_path / "served")
+    for _ in range(3):
+        writer.update(4)
+        assert writer.snapshot()
+    writer.durable.close()
+    served = tmp_path / "served"
+    (path,) = served.glob("tables/t-*/rows.npy")
+    rows = np.load(path, mmap_mode="c")
+    saved = snapshots.newest(served / "snapshots", Block)[0].tables["t"]
+    assert not np.array_equal(rows, writer.expected())
+    item = {"t": {"ids": np.zeros(saved.ids.shape, int), "rows": np.zeros((saved.ids.size, 3))}}
+    newer = sc.restore(served / "snapshots", partial=True, tables=item)["tables"]["t"]
+    rows[newer["ids"]] = newer["rows"]
+    assert np.array_equal(rows, writer.expected())
+
+
+def test_names_of_tables_lead_nowhere_else(tmp_path):
+    files = set(tmp_path.iterdir())
+    writer = Writer(tmp_path / "served")
+    epoch, names = (
+        writer.durable.host.epoch,
+        ("../../up", "/tmp/x", "..", ".", "a" * 300, "ü"),
+    )
+    for number, name in enumerate(names):
+        row = ("client", number + 2, epoch, name, "create table", 0, [], KIND.packed())
+        writer.handle(WriteRequest(*row), np.empty(0, np.uint8))
+    assert len([*(tmp_path / "served" / "tables").glob("*/rows.npy")]) == 7
+    assert set(tmp_path.iterdir()) - files == {tmp_path / "served"}
+    writer.durable.close()
+
+
+def test_a_table_without_room_is_refused(tmp_path):
+    writer = Writer(tmp_path / "served")
+    for kind in (
+        TableType(1 << 40, [1 << 10], "float32", 1.0, 0, RowOptimizer()),
+        TableType(1 << 40, [1 << 10], "float32", 0.0, 0, RowOptimizer()),
+        TableType(1 << 40, [1 << 20], "float32", 0.0, 0, RowOptimizer()),
+    ):
+        row = (
+            "client",
+            2,
+            writer.durable.host.epoch,
+            "large",
+            "create table",
+            0,
+            [],
+            kind.packed(),
+        )
+        reply, _ = writer.durable.handle("client", WriteRequest(*row), np.empty(0, np.uint8))
+        assert reply.why, reply
+    assert len([*(tmp_path / "served" / "tables").iterdir()]) == 1
+    writer.update()
+    writer.durable.close()
+
+
+def test_wide_rows_and_rows_across_pages(tmp_path):
+    for width in (0, 1, 333, 1500):
+        kind = TableType(50, [width], "float64", 0.0, 0, RowOptimizer("sgd", 1.0))
+        writer = Writer(tmp_path / f"{width}", kind)
+        for _ in range(4):
+            writer.update(2)
+            assert writer.snapshot()
+            writer.update(1)
+            assert np.array_equal(writer.rows(), writer.expected())
+        writer.crash()
+        assert np.array_equal(writer.rows(), writer.expected())
+        writer.durable.close()
