@@ -209,7 +209,7 @@ def test_rows_go_round_the_hosts(connection, name, clients):
     np.testing.assert_allclose(changed[rows.ids], np.arange(20).reshape(5, 4), atol=1e-5)
     assert np.array_equal(np.flatnonzero(np.abs(changed).max(axis=1) > 1e-3), rows.ids)
     for host, client in enumerate(clients):
-        block = client.rows(name, np.arange(33))
+        _, block = client.rows(name, np.arange(33))
         assert np.array_equal(block[: 33 * 16].view(np.float32).reshape(33, 4), after[host::3][:33])
 
 

@@ -10,7 +10,6 @@ import stepcache as sc
 from stepcache.errors import OptionError
 from stepcache.events import Moved, recorder
 from stepcache.serving.row_cache import RowCache
-from stepcache.serving.transport import Version
 from stepcache.variables.plan import HOST_LINK, SERVER_LINK
 
 ROW_BYTES = 16
@@ -145,10 +144,11 @@ class Rows:
         self.values[ids] += 1
         self.versions[ids] = self.number
 
-    def fetch(self, ids, compared, epoch):
+    def fetch(self, ids, compared, epochs):
         self.asked = ids.tolist()
-        is_sent = (self.versions[ids] > compared) | (epoch != self.epoch)
-        return Version(self.number, 0, 0, self.epoch), is_sent, self.values[ids[is_sent]]
+        is_sent = (self.versions[ids] > compared) | (epochs != self.epoch)
+        now = (np.full(ids.size, each) for each in (self.number, self.epoch))
+        return *now, is_sent, self.values[ids[is_sent]]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
