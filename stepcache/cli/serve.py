@@ -21,7 +21,9 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
 
 @click.command("serve")
-@click.option("--variables", "directory", type=_DIRECTORY, required=True, help="For snapshots.")
+@click.option(
+    "--variables", "directory", type=_DIRECTORY, required=True, help="For snapshots and tables."
+)
 @click.option(
     "--snapshot-every",
     "snapshot_seconds",

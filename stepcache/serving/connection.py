@@ -123,7 +123,8 @@ class Connection:
             name: of the table, the same in all processes.
             rows: how many.
             shape, dtype: of one row.
-            stddev, seed: the rows begin as normal noise of this deviation; as zeros, if it is 0.
+            stddev, seed: the rows begin as normal noise of this deviation, which takes room on the
+                host's disk; as zeros, which take none until they are updated, if it is 0.
             optimizer: what `Table.push` does with the rows of an update.
             read: which copies of rows may serve a lookup. By default there are none. With
                 `cache="device"`, copies of the rows looked up last are kept on the device, and a

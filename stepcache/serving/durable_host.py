@@ -30,6 +30,7 @@ from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.messages import LeafType, Refused, Reply, Request, SnapshotRequest, Status
 from stepcache.serving.optimizers import ExportedRule
 from stepcache.serving.table_files import TableFiles
+from stepcache.serving.tables import HeldTable
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory, replace_file
 from stepcache.units import counted
@@ -37,6 +38,7 @@ from stepcache.units import counted
 TEND_SECONDS = 0.05
 _KEPT_BYTES = 512 << 20  # After so much written, clients are told to keep less.
 _CHANGED_BYTES = 512 << 20  # Memory of rows that a snapshot gives back.
+_GIVEN_BACK_ROWS = 1024  # Between two requests: it takes a call of the kernel for each page.
 _TIMED_REQUESTS = 4096
 _RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS = 1.5, 5.0
 _EPOCH, _HOSTS = "epoch", "hosts"
@@ -115,6 +117,7 @@ class DurableHost:
         self._kept_bytes = 0  # Of the writes when it was begun.
         self._changed_time: float | None = None
         self._is_wanted, self._is_keeping_wanted = stored < self.host.moment, False
+        self._given_back: collections.deque[tuple[HeldTable, np.ndarray]] = collections.deque()
         self.counts: collections.Counter[str] = collections.Counter()
         self.seconds: collections.deque[float] = collections.deque(maxlen=_TIMED_REQUESTS)
 
@@ -178,11 +181,12 @@ class DurableHost:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a snapshot or an image is being written, or will be."""
-        return self._stored.is_busy or self._kept.is_busy or self._changed_time is not None
+        """Whether `tend` has something to do soon."""
+        is_busy = self._stored.is_busy or self._kept.is_busy or bool(self._given_back)
+        return is_busy or self._changed_time is not None
 
     def tend(self) -> None:
-        """Does what is due: ends the recovery, begins and ends snapshots and images."""
+        """Does what is due: ends the recovery, begins and ends snapshots, gives memory back."""
         if self.host.waiting_for:
             self._end_recovery()
         for saved in {self._stored, self._kept}:
@@ -201,6 +205,8 @@ class DurableHost:
             self._is_keeping_wanted = False
         elif self._is_keeping_wanted or written - self._kept_bytes >= _KEPT_BYTES:
             self._begin(self._kept)
+        if self._given_back:
+            self._files.give_back(*self._given_back.popleft())
 
     def _begin(self, saved: _Saved) -> None:
         if saved.is_busy:
@@ -223,8 +229,9 @@ class DurableHost:
         tables = self.host.tables
         tables.is_stored(state.tables)
         for name, each in self._unmerged.tables.items() if self._unmerged else ():
-            held = tables.held[name]
-            self._files.give_back(each.key, each.ids, held.changed(held.base))
+            for start in range(0, each.ids.size, _GIVEN_BACK_ROWS):
+                rows = each.ids[start : start + _GIVEN_BACK_ROWS]
+                self._given_back.append((tables.held[name], rows))
         self._unmerged = state
 
     def _end(self, saved: _Saved) -> None:

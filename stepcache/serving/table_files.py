@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stepcache.errors import VariablesError
-from stepcache.serving.tables import SavedTable, TableType
+from stepcache.serving.tables import HeldTable, SavedTable, TableType
 from stepcache.storage.private_files import listed, remove, replace_file, sync, write_at
 
 _HEADER_BYTES = 4096  # So that rows begin on a page.
@@ -149,19 +149,19 @@ class TableFiles:
                 finally:
                     os.close(descriptor)
 
-    def give_back(self, key: str, merged: np.ndarray, changed: np.ndarray) -> None:
-        """Gives back the memory of rows that are as in the files.
+    def give_back(self, table: HeldTable, ids: np.ndarray) -> None:
+        """Gives back the memory of pages on which all rows are as in the files.
 
         Args:
-            key: of the table.
-            merged: rows that have been merged.
-            changed: all rows that have changed since.
+            table: one of the host's.
+            ids: rows on those pages, in order.
         """
-        for mapped, row_bytes in self._mapped[key]:
-            pages = np.setdiff1d(_pages(merged, row_bytes), _pages(changed, row_bytes))
+        for mapped, row_bytes in self._mapped[table.key]:
+            pages = _pages(ids, row_bytes)
+            pages = pages[~_has_changed(pages, row_bytes, table)]
             for first, last in _runs(pages):
-                length = (last - first) * mmap.PAGESIZE
-                mapped.madvise(mmap.MADV_DONTNEED, int(pages[first]) * mmap.PAGESIZE, length)
+                begin, length = int(pages[first]) * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE
+                mapped.madvise(mmap.MADV_DONTNEED, begin, length)
 
     def remove_others(self, keys: set[str]) -> None:
         """Removes tables that were made and that no snapshot has."""
@@ -187,15 +187,26 @@ def _size_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
 def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
     """Where numbers that follow on each other begin and end, of sorted ones."""
     if numbers.size:
-        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
-        yield from zip([0, *breaks.tolist()], [*breaks.tolist(), numbers.size], strict=True)
+        breaks = (np.flatnonzero(np.diff(numbers) != 1) + 1).tolist()
+        yield from zip([0, *breaks], [*breaks, numbers.size], strict=True)
 
 
 def _pages(ids: np.ndarray, row_bytes: int) -> np.ndarray:
-    """The pages of a file that rows lie on."""
+    """The pages of a file that rows lie on, in order."""
     if not row_bytes or not ids.size:
         return np.empty(0, np.int64)
     first = (_HEADER_BYTES + ids * row_bytes) // mmap.PAGESIZE
     last = (_HEADER_BYTES + (ids + 1) * row_bytes - 1) // mmap.PAGESIZE
     steps = np.arange(int((last - first).max()) + 1)
     return np.unique(np.minimum(first[:, None] + steps, last[:, None]))
+
+
+def _has_changed(pages: np.ndarray, row_bytes: int, table: HeldTable) -> np.ndarray:
+    """On which pages there are rows that the files do not have."""
+    if not pages.size:
+        return np.empty(0, bool)
+    begin = pages * mmap.PAGESIZE - _HEADER_BYTES
+    first, last = begin // row_bytes, (begin + mmap.PAGESIZE - 1) // row_bytes
+    steps = np.arange(int((last - first).max()) + 1)
+    rows = np.clip(first[:, None] + steps, 0, np.minimum(last, table.type.rows - 1)[:, None])
+    return np.any(table.versions[rows] > table.base, axis=1)
