@@ -80,7 +80,7 @@ def served(server: Any, staleness: int) -> tuple[sc.Variables, Any, sc.Variables
         write=sc.Write(mode="apply", optimizer=optax.adam(1e-2)),
     )
     how = sc.RowOptimizer("adagrad", learning_rate=0.2)
-    items = server.table("items", ITEMS, (WIDTH,), stddev=0.1, optimizer=how)
+    items = server.table("items", ITEMS, (WIDTH,), stddev=0.1, optimizer=how, read=read)
     pushes = server.variables("pushes", np.zeros(WORKERS), write=sc.Write(mode="add"))
     return params, items, pushes
 

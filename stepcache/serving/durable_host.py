@@ -10,8 +10,6 @@ it, or, where the host is always started on the same machine, an image (see `ima
 from __future__ import annotations
 
 import collections
-import errno
-import fcntl
 import logging
 import os
 import threading
@@ -23,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from stepcache.errors import VariablesError, first_line
-from stepcache.serving import snapshots
+from stepcache.serving import host_directory, snapshots
 from stepcache.serving.held import Block, HostState
 from stepcache.serving.host import Host
 from stepcache.serving.images import CAN_IMAGE, Images
@@ -32,7 +30,6 @@ from stepcache.serving.optimizers import ExportedRule
 from stepcache.serving.table_files import TableFiles
 from stepcache.serving.tables import HeldTable
 from stepcache.storage.load_markers import Process
-from stepcache.storage.private_files import make_directory, replace_file
 from stepcache.units import counted
 
 TEND_SECONDS = 0.05
@@ -41,7 +38,6 @@ _CHANGED_BYTES = 512 << 20  # Memory of rows that a snapshot gives back.
 _GIVEN_BACK_ROWS = 1024  # Between two requests: it takes a call of the kernel for each page.
 _TIMED_REQUESTS = 4096
 _RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS = 1.5, 5.0
-_EPOCH, _HOSTS = "epoch", "hosts"
 
 _log = logging.getLogger("stepcache")
 
@@ -85,20 +81,19 @@ class DurableHost:
         self.directory = directory.expanduser().resolve()
         self._every_seconds, self._every_writes = snapshot_seconds, snapshot_writes
         self._recovery_seconds = recovery_seconds
-        make_directory(self.directory)
-        self._lock = _lock(self.directory)
+        self._lock = host_directory.lock(self.directory)
         self._path = path = self.directory / "snapshots"
         self._images = Images(self.directory, _state_types)
         self.hosts = hosts
         try:
-            _check_hosts(self.directory, hosts)
+            host_directory.check_hosts(self.directory, hosts)
             self._files = TableFiles(self.directory / "tables")
             self._unmerged, self._snapshot = snapshots.newest(path, allocate, self._files.moment)
             stored = self._unmerged.moment if self._unmerged else 0
             state = self._newer(self._unmerged, allocate)
             if state is not self._unmerged:
                 self._unmerged = None  # The next snapshot has all that is not in the files.
-            epoch, was_stopped = _next_epoch(self.directory)
+            epoch, was_stopped = host_directory.next_epoch(self.directory)
             self.host = Host(epoch, allocate, ExportedRule, self._files, state)
             self._files.remove_others({each.key for each in self.host.tables.held.values()})
         except BaseException as error:
@@ -271,7 +266,7 @@ class DurableHost:
             self._end(self._stored)
         is_saved = self.host.moment == self._stored.moment
         if is_saved:
-            replace_file(self.directory / _EPOCH, f"{self.host.epoch} stopped")
+            host_directory.note_stop(self.directory, self.host.epoch)
             self._images.remove()
         return is_saved
 
@@ -335,60 +330,6 @@ class _Saved:
 
 def _state_types(rule: bytes) -> list[LeafType]:
     return ExportedRule(rule).state_types
-
-
-# ---- one process a directory -------------------------------------------------------------------
-
-
-def _lock(directory: Path) -> int:
-    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(Process.current()).encode())
-    except OSError as error:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace")
-        os.close(descriptor)
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
-        raise VariablesError(
-            "another process serves these variables already",
-            where=str(directory),
-            got=f"process {holder or '?'}",
-            hint="connect to it, or stop it first",
-        ) from None
-    return descriptor
-
-
-def _check_hosts(directory: Path, hosts: int) -> None:
-    """Notes of how many hosts this is one: what is where depends on it."""
-    path = directory / _HOSTS
-    before = str(hosts) if not (directory / _EPOCH).exists() else "1"
-    if path.exists():
-        before = path.read_text()
-    if before != str(hosts):
-        raise VariablesError(
-            "these variables are spread over another number of hosts",
-            where=str(directory),
-            expected=f"{before} hosts",
-            got=f"{hosts}",
-            hint="serve them with the same --hosts, or begin in another directory",
-        )
-    if hosts > 1:
-        replace_file(path, str(hosts))
-
-
-def _next_epoch(directory: Path) -> tuple[int, bool]:
-    """The number of this start, on disk before it is used; and whether the last one was stopped."""
-    path = directory / _EPOCH
-    try:
-        number, _, end = path.read_text().partition(" ")
-        epoch, was_stopped = int(number) + 1, end == "stopped"
-    except (OSError, ValueError):
-        # Higher than any that was counted up to.
-        epoch, was_stopped = time.time_ns() // 1000, not path.exists()
-    replace_file(path, str(epoch))
-    return epoch, was_stopped
 
 
 def _alive(state: HostState | None) -> set[str]:

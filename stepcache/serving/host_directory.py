@@ -1,0 +1,85 @@
+"""The directory of a host of variables: who holds it, of how many hosts, and its number of starts."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from stepcache.errors import VariablesError
+from stepcache.storage.load_markers import Process
+from stepcache.storage.private_files import make_directory, replace_file
+
+_EPOCH, _HOSTS, _STOPPED = "epoch", "hosts", "stopped"
+
+
+def lock(directory: Path) -> int:
+    """Makes a directory where it is missing, and holds it for this process.
+
+    Returns:
+        A file descriptor. Closing it gives the directory back.
+
+    Raises:
+        VariablesError: another process holds it.
+        CacheDirectoryError: others can write to it.
+    """
+    make_directory(directory)
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(Process.current()).encode())
+    except OSError as error:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+        os.close(descriptor)
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        raise VariablesError(
+            "another process serves these variables already",
+            where=str(directory),
+            got=f"process {holder or '?'}",
+            hint="connect to it, or stop it first",
+        ) from None
+    return descriptor
+
+
+def check_hosts(directory: Path, hosts: int) -> None:
+    """Notes how many hosts share the variables: which host has what depends on it.
+
+    Raises:
+        VariablesError: it was another number at an earlier start.
+    """
+    path = directory / _HOSTS
+    before = str(hosts) if not (directory / _EPOCH).exists() else "1"
+    if path.exists():
+        before = path.read_text()
+    if before != str(hosts):
+        raise VariablesError(
+            "these variables are spread over another number of hosts",
+            where=str(directory),
+            expected=f"{before} hosts",
+            got=f"{hosts}",
+            hint="serve them with the same --hosts, or begin in another directory",
+        )
+    if hosts > 1:
+        replace_file(path, str(hosts))
+
+
+def next_epoch(directory: Path) -> tuple[int, bool]:
+    """The number of this start, on disk before it is used; and whether the last one was stopped."""
+    path = directory / _EPOCH
+    try:
+        number, _, end = path.read_text().partition(" ")
+        epoch, was_stopped = int(number) + 1, end == _STOPPED
+    except (OSError, ValueError):
+        # Higher than any that was counted up to.
+        epoch, was_stopped = time.time_ns() // 1000, not path.exists()
+    replace_file(path, str(epoch))
+    return epoch, was_stopped
+
+
+def note_stop(directory: Path, epoch: int) -> None:
+    """Notes that a snapshot has everything of this start: it does not end in a crash."""
+    replace_file(directory / _EPOCH, f"{epoch} {_STOPPED}")
