@@ -1,4 +1,4 @@
-"""The directory of a host of variables: who holds it, of how many hosts, and its number of starts."""
+"""The directory of a host of variables: who holds it, of how many hosts, how often it started."""
 
 from __future__ import annotations
 
