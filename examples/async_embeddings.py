@@ -2,13 +2,15 @@
 
 A server holds the table and the dense layers. A step looks up the rows of its batch, and pushes
 their gradients; adagrad and adam run in the server. Copies of rows on a worker's device may serve
-for 0, 4 or 16 more steps; the first run has all workers wait for each other. In the run with 4,
-server and a worker are killed half-way (kill -9) and started again: each push counts exactly once.
+for 0, 4 or 16 more steps, and a worker adds up the gradients of 1, 2 or 4 steps before it sends
+them. The first run has all workers wait for each other. In the run with 4, server and a worker are
+killed half-way (kill -9) and started again: what was sent counts exactly once.
 
     python examples/async_embeddings.py --plot losses.png
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -29,7 +31,13 @@ import optax
 import stepcache as sc
 
 ITEMS, WIDTH, FEATURES, BATCH, WORKERS = 1_000_000, 16, 32, 1024, 4
-MODES = {"synchronous": 0, "staleness 0": 0, "staleness 4": 4, "staleness 16": 16}
+# For how many steps copies serve, and of how many the gradients are added up.
+MODES = {
+    "synchronous": (0, 1),
+    "staleness 0": (0, 1),
+    "staleness 4": (4, 2),
+    "staleness 16": (16, 4),
+}
 
 
 class Clicks:
@@ -68,7 +76,9 @@ def gradients(params, items, users, clicks):
     return loss / BATCH, jax.tree.map(lambda leaf: leaf / BATCH, for_params), for_rows
 
 
-def served(server: Any, staleness: int) -> tuple[sc.Variables, Any, sc.Variables]:
+def served(
+    server: Any, staleness: int = 0, every: int = 1
+) -> tuple[sc.Variables, Any, sc.Variables]:
     """The dense layers, the table, and the number of pushes of each worker."""
     random = np.random.default_rng(1)
     shapes = {"in": (FEATURES, 64), "out": (64, WIDTH)}
@@ -77,10 +87,11 @@ def served(server: Any, staleness: int) -> tuple[sc.Variables, Any, sc.Variables
         "params",
         {n: random.standard_normal(s, np.float32) / s[0] ** 0.5 for n, s in shapes.items()},
         read=read,
-        write=sc.Write(mode="apply", optimizer=optax.adam(1e-2)),
+        write=sc.Write(mode="apply", optimizer=optax.adam(1e-2), every=every),
     )
     how = sc.RowOptimizer("adagrad", learning_rate=0.2)
-    items = server.table("items", ITEMS, (WIDTH,), stddev=0.1, optimizer=how, read=read)
+    policy = {"read": read, "every": every}
+    items = server.table("items", ITEMS, (WIDTH,), stddev=0.1, optimizer=how, **policy)
     pushes = server.variables("pushes", np.zeros(WORKERS), write=sc.Write(mode="add"))
     return params, items, pushes
 
@@ -96,7 +107,7 @@ def work(arguments: argparse.Namespace) -> None:
     clicks, rank = Clicks(), arguments.rank
     log = Path(arguments.directory, f"{rank}.jsonl")
     with sc.connect(f"local:{arguments.directory}") as server, log.open("a") as lines:
-        params, items, pushes = served(server, MODES[arguments.mode])
+        params, items, pushes = served(server, *MODES[arguments.mode])
         while (done := int(pushes.value[rank])) < arguments.steps:
             while arguments.mode == "synchronous" and pushes.value.min() < done:
                 time.sleep(0.001)
@@ -117,23 +128,30 @@ def train(mode: str, steps: int, directory: str) -> list[dict[str, Any]]:
     serve += ["--snapshot-every", "2s"]
     script = [sys.executable, __file__, "--directory", directory, "--mode", mode]
 
-    def worker(rank: int) -> subprocess.Popen:
-        return subprocess.Popen([*script, "--steps", str(steps), "--rank", str(rank)])
+    with contextlib.ExitStack() as stack:
 
-    server, workers = subprocess.Popen(serve), [worker(rank) for rank in range(WORKERS)]
-    with sc.connect(f"local:{directory}") as connection:
-        pushes = served(connection, 0)[2]
+        def start(command: list[str]) -> subprocess.Popen:
+            process = stack.enter_context(subprocess.Popen(command))
+            stack.callback(process.kill)  # Where it has not ended by then.
+            return process
+
+        def worker(rank: int) -> subprocess.Popen:
+            return start([*script, "--steps", str(steps), "--rank", str(rank)])
+
+        server, workers = start(serve), [worker(rank) for rank in range(WORKERS)]
+        connection = stack.enter_context(sc.connect(f"local:{directory}"))
+        pushes = served(connection)[2]
         if mode == "staleness 4":
             while pushes.value.sum() < WORKERS * steps / 2:
                 time.sleep(0.05)
             for process in (server, workers[0]):
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-            server, workers[0] = subprocess.Popen(serve), worker(0)
+            server, workers[0] = start(serve), worker(0)
         assert [each.wait() for each in workers] == [0] * WORKERS
         assert pushes.value.tolist() == [steps] * WORKERS
-    server.terminate()
-    server.wait()
+        server.terminate()
+        assert server.wait() == 0
     logs = Path(directory).glob("*.jsonl")
     lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
     return sorted(lines, key=lambda line: line["time"])

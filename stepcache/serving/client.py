@@ -139,12 +139,19 @@ class Client:
         deadline = time.monotonic() + self._timeout
         while True:
             version = self.write(name, mode, *what, **more)
-            while (found := self.describe(name)) is not None:
-                if found.is_saved:
-                    return version
-                if time.monotonic() > deadline:
-                    raise self._lost()
-                self._transport.pause()
+            if self.is_saved_at_last(name, deadline):
+                return version
+
+    def is_saved_at_last(self, name: str, deadline: float | None = None) -> bool:
+        """Waits until a snapshot or an image has variables; False if they are gone by then."""
+        deadline = deadline or time.monotonic() + self._timeout
+        while (found := self.describe(name)) is not None:
+            if found.is_saved:
+                return True
+            if time.monotonic() > deadline:
+                raise self._lost()
+            self._transport.pause()
+        return False
 
     def _send(self, sent: Sent, deadline: float) -> Any:
         """The reply to a write that has not been confirmed."""

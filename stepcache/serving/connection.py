@@ -47,7 +47,7 @@ class Connection:
 
     def __init__(self, address: str, hosts: Hosts):
         self.address, self.hosts = address, hosts
-        self._summing: list[Variables] = []
+        self._summing: list[Variables | Table] = []  # What has sums to write at the end.
         self._read_ahead = ReadAhead(hosts)
 
     def variables(
@@ -92,7 +92,7 @@ class Connection:
         types = types_of([(slot.path, slot) for slot in slots])
         known = self.hosts.described(name)
         rule = b""
-        if write.mode == "apply" and (known is None or not known.has_rule):
+        if write.mode == "apply" and not (known and known.has_rule and known.is_saved):
             rule = export_rule(name, write.optimizer, structure, slots)
         version = self.hosts.open(name, types, leaves, known, rule)
         master = Served(self, self.hosts, name, layout, read, write, version)
@@ -113,6 +113,7 @@ class Connection:
         optimizer: RowOptimizer = RowOptimizer(),
         read: Read = Read(),
         cache_rows: int = CACHE_ROWS,
+        every: int = 1,
     ) -> Table:
         """A table of rows that the host holds; made there if it has none of this name.
 
@@ -131,14 +132,18 @@ class Connection:
                 row that nobody has updated is not sent again. `max_staleness` is a number of
                 lookups, and `max_age` of seconds, for which a copy of a row serves without asking.
             cache_rows: how many rows that are at most. A lookup of more does not use them.
+            every: how many updates are added up in this process before they are sent as one, each
+                row once. `Table.flush` sends fewer.
 
         Raises:
-            OptionError: `read` has an option without effect here, or `cache_rows` is not positive.
+            OptionError: `read` has an option without effect here, or `cache_rows` or `every` is not
+                positive, or "assign" is to be added up.
             VariablesError: the host has another table of this name, or there can be no such table.
             ServerLostError: the host did not answer in time.
         """
         check_not_tracing("a table cannot be made", name)
         _check_table_policy(read, cache_rows, np.dtype(dtype))
+        _check_every(every, optimizer)
         sizes = [int(size) for size in shape]
         row = (int(rows), sizes, np.dtype(dtype).name, float(stddev), int(seed))
         kind = TableType(*row, optimizer)
@@ -147,7 +152,10 @@ class Connection:
         cache = None
         if read.cache is not None:
             cache = RowCache(read, max(min(cache_rows, kind.rows), 1), sizes, np.dtype(dtype))
-        return Table(rows_there, name, kind, cache)
+        table = Table(rows_there, name, kind, cache, every)
+        if every > 1:
+            self._summing.append(table)
+        return table
 
     def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
         """Asks for the versions of several variables, and fetches what is needed.
@@ -259,6 +267,17 @@ def _check_policies(placement: object, read: object, write: object) -> None:
             hint='leave it out, or say mode="add" or "apply"',
         )
     _check_options("variables", ("read", "route", read.route, ("auto", "each")))
+
+
+def _check_every(every: object, optimizer: RowOptimizer) -> None:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        got = repr(every)
+        raise OptionError("every counts updates", where="table", expected="an int ≥ 1", got=got)
+    if every > 1 and optimizer.name == "assign":
+        raise OptionError(
+            f"every={every} contradicts the optimizer: values to assign cannot be added up",
+            where="table",
+        )
 
 
 def _check_table_policy(read: object, cache_rows: object, dtype: np.dtype) -> None:

@@ -155,9 +155,10 @@ class Hosts:
 
         def opened(host: int) -> Version:
             there, part = found[host], parts[host]
-            is_there = there is not None and BlockLayout(there.types) == part.block
-            if there is not None and is_there and there.is_saved and not rule:
-                return Version(there.number, 0)
+            if there is not None and BlockLayout(there.types) == part.block and not rule:
+                is_saved = there.is_saved or self.clients[host].is_saved_at_last(name)
+                if is_saved:
+                    return Version(there.number, 0)
             value = [np.asarray(leaves[number]) for number in part.leaves]
             row = (name, "create", part.block, value)
             return self.clients[host].create(*row, types=part.block.types, rule=rule)

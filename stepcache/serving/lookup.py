@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,13 +71,21 @@ class Table:
         split: the rows, on their hosts.
         name, kind: of the table.
         cache: copies of rows; None for none.
+        every: how many updates are added up before they are sent as one.
     """
 
     def __init__(
-        self, split: SplitTable, name: str, kind: TableType, cache: RowCache | None = None
+        self,
+        split: SplitTable,
+        name: str,
+        kind: TableType,
+        cache: RowCache | None = None,
+        every: int = 1,
     ):
         self._split, self.name, self._type = split, name, kind
         self._cache, self._lock = cache, threading.Lock()
+        self._every = every
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []  # Rows, and updates of them.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,6 +148,9 @@ class Table:
     def push(self, rows: Rows, update: Any) -> None:
         """Updates rows, as the table's optimizer says.
 
+        With `every=k`, each k-th push sends the sums of k updates, each row once; until then
+        lookups do not see them.
+
         Args:
             rows: what `lookup` has returned.
             update: of the shape of `rows.values`: gradients by them, or what to add or assign.
@@ -160,10 +172,29 @@ class Table:
             )
         update = np.asarray(update)[: rows.ids.size]
         with self._lock:
-            if self._cache is not None:
-                self._cache.invalidate(rows.ids)
-            self._split.update(rows.ids, update)
-        self._note(rows.ids.nbytes + rows.ids.size * self._row_bytes)
+            if self._every > 1:
+                update = update.copy()  # The caller may write to it before it is sent.
+            self._pending.append((rows.ids, update))
+            if len(self._pending) >= self._every:
+                self._send()
+
+    def flush(self) -> None:
+        """Sends the sums of updates that `every=k` has added up so far.
+
+        Raises:
+            ServerLostError: the host did not answer in time.
+        """
+        with self._lock:
+            if self._pending:
+                self._send()
+
+    def _send(self) -> None:
+        ids, update = _added_up(self._pending)
+        self._pending = []
+        if self._cache is not None:
+            self._cache.invalidate(ids)
+        self._split.update(ids, update)
+        self._note(ids.nbytes + ids.size * self._row_bytes)
 
     @property
     def _row_bytes(self) -> int:
@@ -175,3 +206,16 @@ class Table:
     def __repr__(self) -> str:
         how = self._type.optimizer.name
         return f"Table({self.name!r}, {self._type.dtype}{list(self.shape)}, {how})"
+
+
+def _added_up(updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """The different rows of some updates, and the sum of the updates of each."""
+    if len(updates) == 1:
+        return updates[0]
+    ids, places = np.unique(np.concatenate([ids for ids, _ in updates]), return_inverse=True)
+    first = updates[0][1]
+    # bfloat16 and float16 would lose most of a small update.
+    kind = np.result_type(first.dtype, np.float32) if first.itemsize < 4 else first.dtype
+    sums = np.zeros((ids.size, *first.shape[1:]), kind)
+    np.add.at(sums, places, np.concatenate([update for _, update in updates]).astype(kind))
+    return ids, sums.astype(first.dtype)

@@ -1,5 +1,7 @@
 """`Variables` that another process holds: what a step sees, what moves, and what is refused."""
 
+import concurrent.futures
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -115,6 +117,27 @@ def test_a_copy_serves_no_longer_than_its_age(connection, name):
     assert total(mine, 1.0) == 0
     time.sleep(0.5)
     assert total(mine, 1.0) == 1
+
+
+def test_many_may_open_the_same_variables_at_once(connection, name):
+    write = sc.Write(mode="apply", optimizer=optax.sgd(1.0))
+    writes = [write, write, sc.Write(), write]  # One only reads.
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(sc.connect(connection.address)) for _ in writes]
+
+        def opened(number, each):
+            row = (f"{name}-{number}", {"w": np.zeros(2, np.float32)})
+            if each > 1:  # They come when the variables are there, but in no snapshot yet.
+                while others[each].hosts.described(row[0]) is None:
+                    time.sleep(0.001)
+            return others[each].variables(*row, write=writes[each])
+
+        with concurrent.futures.ThreadPoolExecutor(len(writes)) as pool:
+            for number in range(6):
+                made = [pool.submit(opened, number, each) for each in range(len(writes))]
+                made = [each.result() for each in made]
+                made[0].push({"w": np.ones(2, np.float32)})
+                assert made[3].value["w"].tolist() == [-1, -1]
 
 
 def test_a_session_reads_what_it_has_written(connection, name):

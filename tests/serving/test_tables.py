@@ -173,3 +173,43 @@ def test_a_large_table_moves_only_its_rows(connection, name, moved):
     rows = table.lookup(np.arange(0, 1_000_000, 31_250))
     table.push(rows, np.ones_like(rows.values))
     assert moved[SERVER_LINK] == 2 * 32 * (8 + 64)
+
+
+def test_updates_are_added_up_and_each_row_sent_once(connection, name, moved):
+    row = (name, 100, (4,), np.float32)
+    policy = {"optimizer": sc.RowOptimizer("add"), "read": sc.Read("device", max_staleness=2)}
+    summing, other = connection.table(*row, every=3, **policy), connection.table(*row, **policy)
+    for ids in ([1, 2], [2, 3, 2]):
+        rows = summing.lookup(ids)
+        update = np.ones_like(rows.values)
+        summing.push(rows, update)
+        update[:] = 7  # It was copied.
+    assert not np.asarray(other.lookup([1, 2, 3]).values).any()
+    moved.clear()
+    rows = summing.lookup([1, 2])  # Copies serve meanwhile.
+    summing.push(rows, np.ones_like(rows.values))
+    assert moved[SERVER_LINK] == 3 * (8 + 16)
+    assert summing.lookup([1, 2, 3]).values[:3, 0].tolist() == [2, 3, 1]
+    summing.push(rows, np.ones_like(rows.values))
+    summing.flush()
+    summing.flush()
+    assert summing.lookup([1, 2]).values[:2, 0].tolist() == [3, 4]
+
+
+def test_the_end_of_a_connection_sends_sums(connection, name):
+    how = {"optimizer": sc.RowOptimizer("add")}
+    table = connection.table(name, 10, (4,), "bfloat16", **how)
+    with sc.connect(connection.address) as other:
+        summing = other.table(name, 10, (4,), "bfloat16", every=1000, **how)
+        rows = summing.lookup([5])
+        for _ in range(600):  # One by one, in bfloat16, they would add up to 256.
+            summing.push(rows, np.ones_like(rows.values))
+    assert table.lookup([5]).values[0, 0] == 600
+
+
+@pytest.mark.parametrize("every", [0, True, 1.5])
+def test_every_counts_updates(connection, name, every):
+    with pytest.raises(OptionError, match="every counts updates"):
+        connection.table(name, 10, every=every)
+    with pytest.raises(OptionError, match="cannot be added up"):
+        connection.table(name, 10, every=2, optimizer=sc.RowOptimizer("assign"))
