@@ -1,0 +1,193 @@
+"""Modules in nnx's graph mode: what a function does to them is done to the same objects.
+
+The modules of a call are flattened as one graph, so that what is shared is taken once. The function
+gets copies inside the trace. What comes out says, for each object, which one of the call it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx import graphlib
+
+from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
+from stepcache.modules.nnx_variables import is_module, is_reference, set_values
+
+
+class GraphStructure:
+    """All of a module but its arrays, as nnx's graph mode sees it."""
+
+    __slots__ = ("__weakref__", "graphdef")
+
+    def __init__(self, graphdef: graphlib.GraphDef):
+        self.graphdef = graphdef
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, GraphStructure) and self.graphdef == other.graphdef
+
+    def __hash__(self) -> int:
+        return hash(self.graphdef)
+
+    def __repr__(self) -> str:
+        return repr(self.graphdef)
+
+    def paths(self) -> list[str]:
+        """The path of each array, in order."""
+        nodes, attributes = iter(self.graphdef.nodes), iter(self.graphdef.attributes)
+        return ["/".join(map(str, path)) for path in _paths(nodes, attributes, ())]
+
+
+def _paths(nodes: Iterator[Any], attributes: Iterator[Any], path: tuple) -> Iterator[tuple]:
+    node = next(nodes)
+    if isinstance(node, graphlib.VariableDef):
+        yield path
+    if not isinstance(node, graphlib.NodeDef):
+        return
+    for _ in range(node.num_attributes):
+        key, kind = next(attributes)
+        if isinstance(kind, graphlib.LeafAttr):
+            yield (*path, key)
+        elif isinstance(kind, graphlib.NodeAttr):
+            yield from _paths(nodes, attributes, (*path, key))
+
+
+NOTHING_ELSE = (False, False)
+"""`Outcome.about` where values of variables are all that has changed: see `OverGraphs`."""
+
+
+@jax.tree_util.register_static
+class Known(int):
+    """Stands in the outputs for an object of the arguments, by its number among these."""
+
+    __slots__ = ()
+
+
+class GraphCall:
+    """The arguments of a call as its program takes them.
+
+    Attributes:
+        args, kwargs: with `ModuleState` in the place of modules.
+        states: these, in order.
+        objects: the number of each object: modules and variables.
+        variables: those whose values are the arrays of the states, in order.
+    """
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+        self.objects, self.states = graphlib.RefMap(), list[ModuleState]()
+
+        def take(x: Any) -> Any:
+            if not is_module(x):
+                return x
+            about, values = graphlib.flatten(
+                x, ref_index=self.objects, with_paths=False, graph=True
+            )
+            self.states.append(ModuleState(GraphStructure(about), values))
+            return self.states[-1]
+
+        self.args, self.kwargs = jax.tree.map(take, (args, kwargs), is_leaf=is_module)
+        self.variables = [each for each in self.objects if isinstance(each, nnx.Variable)]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a step can serve the call, for there are no references in it."""
+        return not any(map(is_reference, self.objects))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether variables hold all arrays of the modules."""
+        return len(self.variables) == sum(len(state.values) for state in self.states)
+
+    @staticmethod
+    def write(variables: Sequence[nnx.Variable], outcome: Outcome) -> bool:
+        """Gives the variables of flat states their new values, if that is all there is to do."""
+        if outcome.about != NOTHING_ELSE:
+            return False
+        set_values(variables, chain.from_iterable(outcome.states))
+        return True
+
+    @staticmethod
+    def keeps_structure(outcome: Outcome) -> bool:
+        """Whether the modules are as they were, but for the values of variables."""
+        return not outcome.about[0]
+
+    def finish(self, outcome: Outcome) -> Any:
+        """Gives the modules their new states, and returns the outputs with modules in them."""
+        if self.is_flat and self.write(self.variables, outcome):
+            return outcome.outputs
+        is_changed, _ = outcome.about
+        for before, values in () if is_changed else zip(self.states, outcome.states, strict=True):
+            graphdef = before.structure.graphdef.with_same_outer_index()
+            self._build(graphdef, values, graphlib.IndexMap())
+        objects = graphlib.IndexMap() if is_changed else self._by_number()
+        for state in outcome.states if is_changed else ():
+            self._build(state.structure.graphdef, state.values, objects)
+
+        def close(x: Any) -> Any:
+            if is_state(x):
+                return self._build(x.structure.graphdef, x.values, objects)
+            return objects[int(x)] if isinstance(x, Known) else x
+
+        def is_closed(x: Any) -> bool:
+            return is_state(x) or isinstance(x, Known)
+
+        return jax.tree.map(close, outcome.outputs, is_leaf=is_closed)
+
+    def _by_number(self) -> graphlib.IndexMap:
+        return graphlib.IndexMap.from_refmap(self.objects)
+
+    def _build(self, graphdef: graphlib.GraphDef, values: Any, objects: Any) -> Any:
+        """Makes an object, or makes one of the call what a graphdef says, and numbers it."""
+        return graphlib.unflatten(
+            graphdef, list(values), index_ref=objects, outer_index_outer_ref=self._by_number()
+        )
+
+
+class OverGraphs(OverModules):
+    """Calls a function on the modules that its arguments hold, and returns what they became.
+
+    `Outcome.states` are lists of values; where the function changed more of some module than the
+    values of variables, each is a `ModuleState`, and the first of `Outcome.about` is true. The
+    second says whether there are modules among the outputs.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Outcome:
+        objects, modules, before = graphlib.IndexMap(), [], []
+
+        def open_(x: Any) -> Any:
+            if not is_state(x):
+                return x
+            graphdef = x.structure.graphdef
+            modules.append(graphlib.unflatten(graphdef, list(x.values), index_ref=objects))
+            before.append(graphdef.with_same_outer_index())
+            return modules[-1]
+
+        args, kwargs = jax.tree.map(open_, (args, kwargs), is_leaf=is_state)
+        outputs = self.__wrapped__(*args, **kwargs)
+        numbers, known = graphlib.RefMap(), graphlib.RefMap.from_indexmap(objects)
+        returned: list[Any] = []
+
+        def state_of(module: Any) -> ModuleState:
+            graphdef, values = graphlib.flatten(
+                module, ref_index=numbers, ref_outer_index=known, with_paths=False, graph=True
+            )
+            return ModuleState(GraphStructure(graphdef), values)
+
+        def close(x: Any) -> Any:
+            if not is_module(x):
+                return x
+            state = state_of(x)
+            root = state.structure.graphdef.nodes[0]
+            returned.append(Known(root.index) if isinstance(root, graphlib.NodeRef) else state)
+            return returned[-1]
+
+        states = list(map(state_of, modules))
+        outputs = jax.tree.map(close, outputs, is_leaf=is_module)
+        is_changed = [state.structure.graphdef for state in states] != before
+        news = states if is_changed else [state.values for state in states]
+        return Outcome((is_changed, bool(returned)), (news, outputs))
