@@ -59,7 +59,7 @@ class ModuleStep(Generic[P, R]):
         elif not self._by_nnx.graph:
             self._call_kind = TreeCall
             donated = (_several(of_jax.get(name)) for name in ("donate_argnums", "donate_argnames"))
-            over = OverTrees(fun, function_name(fun), tuple(donated))
+            over = OverTrees(fun, function_name(fun), *donated)
             self._step = step_over_arrays(over, **of_jax)
         else:
             self._step = _put_under(self._by_nnx, of_jax)
@@ -171,7 +171,7 @@ def _several(value: Any) -> tuple:
 def _put_under(by_nnx: Any, options: dict[str, Any]) -> Step:
     """Has nnx's wrapper run its function through a step, with the options as nnx converts them."""
     inner = by_nnx.jitted_fn.__wrapped__
-    if isinstance(by_nnx, JitWrapped):
+    if type(by_nnx) is JitWrapped:
         states = jax.tree.map(_for_parts, by_nnx.in_shardings)
         options = {
             **options,
@@ -180,9 +180,10 @@ def _put_under(by_nnx: Any, options: dict[str, Any]) -> Step:
         }
     else:
         updates = inner.update_shardings
-        options = {**options, "out_shardings": (options.get("out_shardings"), updates)}
-    by_nnx.jitted_fn = step_over_arrays(inner, **options)
-    return by_nnx.jitted_fn
+        options = {**options, "out_shardings": (options.get("out_shardings"), list(updates))}
+    made: Step = step_over_arrays(inner, **options)
+    vars(by_nnx)["jitted_fn"] = made
+    return made
 
 
 def _for_parts(sharding: Any) -> Any:

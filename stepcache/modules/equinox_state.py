@@ -49,14 +49,18 @@ class ModuleStructure:
 
     def paths(self) -> list[str]:
         """The path of each array, in order."""
+        statics = dict(self.statics)
+        return [path for number, path in enumerate(self._all_paths()) if number not in statics]
+
+    def settings(self) -> dict[str, str]:
+        """The leaves that are no arrays, by path."""
+        paths = self._all_paths()
+        return {paths[number]: repr(value) for number, value in self.statics}
+
+    def _all_paths(self) -> list[str]:
         numbered = self.tree.unflatten(range(self.tree.num_leaves))
         named = jax.tree_util.tree_flatten_with_path(numbered)[0]
-        statics = {number for number, _ in self.statics}
-        return [
-            keystr(keys, simple=True, separator="/")
-            for number, (keys, _) in enumerate(named)
-            if number not in statics
-        ]
+        return [keystr(keys, simple=True, separator="/") for keys, _ in named]
 
     def built(self, values: Sequence[Any]) -> Any:
         """The module."""

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import jax
-from jax.tree_util import GetAttrKey
 
-
-class Structure(Hashable, Protocol):
-    """All of a module but its arrays. Equal structures need the same program."""
-
-    def paths(self) -> Sequence[str]:
-        """The path of each array, in order, such as `layers/3/kernel`."""
-        ...
-
-
-class AttributePath(GetAttrKey):
-    """The path of an array in a module: `layers/3/kernel` for rules, `.layers[3].kernel` else."""
-
-    def __str__(self) -> str:
-        parts = self.name.split("/") if self.name else []
-        return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
+from stepcache.calls.signature import AttributePath
 
 
 class ModuleState:
@@ -31,19 +16,24 @@ class ModuleState:
 
     Attributes:
         values: its arrays, in the order of the structure.
-        structure: the rest of it.
+        structure: the rest of it, which can be hashed and compared. Its `paths()` are those of the
+            arrays, in order, such as `layers/3/kernel`, and its `settings()` describe all else.
     """
 
     __slots__ = ("structure", "values")
 
-    def __init__(self, structure: Structure, values: Sequence[Any]):
+    def __init__(self, structure: Any, values: Any):
         self.structure, self.values = structure, values
+
+
+def _named(state: ModuleState) -> Iterable[tuple[str, Any]]:
+    return zip(state.structure.paths(), state.values, strict=True)
 
 
 jax.tree_util.register_pytree_with_keys(
     ModuleState,
     lambda state: (
-        list(zip(map(AttributePath, state.structure.paths()), state.values, strict=True)),
+        [(AttributePath(path), value) for path, value in _named(state)],
         state.structure,
     ),
     ModuleState,
@@ -67,7 +57,7 @@ class Outcome:
 
     __slots__ = ("about", "outputs", "states")
 
-    def __init__(self, about: tuple, children: Sequence[Any]):
+    def __init__(self, about: tuple, children: Any):
         self.about = about
         self.states, self.outputs = children
 

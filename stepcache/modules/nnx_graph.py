@@ -39,22 +39,41 @@ class GraphStructure:
 
     def paths(self) -> list[str]:
         """The path of each array, in order."""
+        return [path for path, kind in self._described() if kind is _ARRAY]
+
+    def settings(self) -> dict[str, str]:
+        """What there is beside arrays: static attributes, and the classes of modules; by path."""
+        return {path: repr(kind) for path, kind in self._described() if kind is not _ARRAY}
+
+    def _described(self) -> Iterator[tuple[str, Any]]:
         nodes, attributes = iter(self.graphdef.nodes), iter(self.graphdef.attributes)
-        return ["/".join(map(str, path)) for path in _paths(nodes, attributes, ())]
+        for path, kind in _described(nodes, attributes, ()):
+            yield "/".join(map(str, path)), kind
 
 
-def _paths(nodes: Iterator[Any], attributes: Iterator[Any], path: tuple) -> Iterator[tuple]:
+_ARRAY = object()
+
+
+def _described(
+    nodes: Iterator[Any], attributes: Iterator[Any], path: tuple
+) -> Iterator[tuple[tuple, Any]]:
+    """Path and kind of all that is in a module, in the order in which nnx finds it."""
     node = next(nodes)
     if isinstance(node, graphlib.VariableDef):
-        yield path
+        yield path, _ARRAY
+        for name, value in node.metadata.items():
+            yield (*path, name), value
     if not isinstance(node, graphlib.NodeDef):
         return
+    yield path, node.type
     for _ in range(node.num_attributes):
         key, kind = next(attributes)
         if isinstance(kind, graphlib.LeafAttr):
-            yield (*path, key)
+            yield (*path, key), _ARRAY
         elif isinstance(kind, graphlib.NodeAttr):
-            yield from _paths(nodes, attributes, (*path, key))
+            yield from _described(nodes, attributes, (*path, key))
+        elif not str(key).startswith("_pytree__"):
+            yield (*path, key), kind.value
 
 
 NOTHING_ELSE = (False, False)
@@ -121,12 +140,14 @@ class GraphCall:
         if self.is_flat and self.write(self.variables, outcome):
             return outcome.outputs
         is_changed, _ = outcome.about
-        for before, values in () if is_changed else zip(self.states, outcome.states, strict=True):
-            graphdef = before.structure.graphdef.with_same_outer_index()
-            self._build(graphdef, values, graphlib.IndexMap())
-        objects = graphlib.IndexMap() if is_changed else self._by_number()
-        for state in outcome.states if is_changed else ():
-            self._build(state.structure.graphdef, state.values, objects)
+        if is_changed:
+            news = [(state.structure.graphdef, state.values) for state in outcome.states]
+        else:
+            same = (state.structure.graphdef.with_same_outer_index() for state in self.states)
+            news = list(zip(same, outcome.states, strict=True))
+        objects = graphlib.IndexMap()
+        for graphdef, values in news:
+            self._build(graphdef, values, objects)
 
         def close(x: Any) -> Any:
             if is_state(x):
@@ -138,13 +159,11 @@ class GraphCall:
 
         return jax.tree.map(close, outcome.outputs, is_leaf=is_closed)
 
-    def _by_number(self) -> graphlib.IndexMap:
-        return graphlib.IndexMap.from_refmap(self.objects)
-
     def _build(self, graphdef: graphlib.GraphDef, values: Any, objects: Any) -> Any:
         """Makes an object, or makes one of the call what a graphdef says, and numbers it."""
+        known = graphlib.IndexMap.from_refmap(self.objects)
         return graphlib.unflatten(
-            graphdef, list(values), index_ref=objects, outer_index_outer_ref=self._by_number()
+            graphdef, list(values), index_ref=objects, outer_index_outer_ref=known
         )
 
 

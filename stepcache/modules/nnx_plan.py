@@ -106,9 +106,10 @@ class _Contents:
         self._dicts: list[dict] = []
         self._lists: list[list] = []
         for each in (*roots, *self._inner):
-            if not isinstance(each, nnx.Pytree):
+            about = graphlib.get_node_impl(each)
+            if not isinstance(each, nnx.Pytree) or about is None:
                 raise Unplanned
-            for _, value in graphlib.get_node_impl(each).flatten(each)[0]:
+            for _, value in about.flatten(each)[0]:
                 if not isinstance(value, graphlib.StaticElem):
                     self._follow(value.value if isinstance(value, graphlib.DataElem) else value)
         self._keys, self._values = self._now(roots)

@@ -144,11 +144,16 @@ class OverTrees(OverModules):
 
     `Outcome.states` are the values of variables that nnx gives new ones; `Outcome.about` has the
     numbers of these, and numbers and metadata of variables whose metadata was changed.
+
+    Args:
+        fun: the function.
+        name: its name.
+        numbers, names: of the arguments that are donated, whose variables all get new values.
     """
 
-    def __init__(self, fun: Any, name: str, donated: tuple[Collection[int], Collection[str]]):
+    def __init__(self, fun: Any, name: str, numbers: Collection[int], names: Collection[str]):
         super().__init__(fun, name)
-        self._donated = tuple(map(frozenset, donated))
+        self._numbers, self._names = frozenset(numbers), frozenset(names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Outcome:
         def open_(x: Any) -> Any:
@@ -159,7 +164,10 @@ class OverTrees(OverModules):
         paths = jax.tree_util.tree_flatten_with_path(given, is_leaf=_is_variable)[0]
         found = [(path, leaf) for path, leaf in paths if _is_variable(leaf)]
         numbers = {path: number for number, (path, _) in enumerate(found)}
-        run = SimpleJitFn(self.__wrapped__, None, None, *self._donated, False, (None,))
+        donated = (self._numbers, self._names)
+        run = SimpleJitFn(
+            self.__wrapped__, None, None, *donated, graph=False, update_shardings=(None,)
+        )
         outputs, (updates,) = run(*args, **kwargs)
         changed = [(numbers[path], variable) for path, variable in updates]
         news = tuple(
