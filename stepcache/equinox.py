@@ -31,6 +31,8 @@ from stepcache.step import step as step_over_arrays
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Bound once, so that a program which replaces `filter_jit` cannot make a step call itself.
+_filter_jit: Any = eqx.filter_jit
 _RAISING = frozenset(("pure_callback", "io_callback"))
 _ARGUMENTS_DONATED = 64
 """How many of the arguments that `*args` takes are donated at most."""
@@ -43,7 +45,7 @@ class FilterStep(Generic[P, R]):
 
     def __init__(self, fun: Callable[P, R], donate: str, options: dict[str, Any]):
         of_equinox = {name: value for name, value in options.items() if name != "batch"}
-        self._by_equinox: Any = eqx.filter_jit(fun, donate=donate, **of_equinox)  # type: ignore
+        self._by_equinox: Any = _filter_jit(fun, donate=donate, **of_equinox)
         functools.update_wrapper(self, fun, updated=())
         self._signature = signature = inspect.signature(fun)
         self._first: tuple = ()

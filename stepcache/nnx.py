@@ -36,6 +36,9 @@ from stepcache.step import step as step_over_arrays
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Bound once, so that a program which replaces `nnx.jit` cannot make a step call itself.
+_nnx_jit = nnx.jit
+_KEYWORDS = tuple(inspect.signature(nnx.jit).parameters)[1:]
 _OF_NNX = ("graph", "graph_updates")
 _PLACING = ("in_shardings", "out_shardings")
 
@@ -47,7 +50,7 @@ class ModuleStep(Generic[P, R]):
 
     def __init__(self, fun: Callable[P, R], options: dict[str, Any]):
         of_nnx = {name: value for name, value in options.items() if name != "batch"}
-        self._by_nnx = nnx.jit(fun, **of_nnx)  # Judges the options, and raises as it does.
+        self._by_nnx = _nnx_jit(fun, **of_nnx)  # Judges the options, and raises as it does.
         functools.update_wrapper(self, fun)
         of_jax = {name: value for name, value in options.items() if name not in _OF_NNX}
         self._call_kind: type[GraphCall | TreeCall] | None = None
@@ -245,6 +248,3 @@ def step(fun: Any = None, /, **options: Any) -> Any:
     if fun is None:
         return functools.partial(step, **options)
     return ModuleStep(fun, options)
-
-
-_KEYWORDS = tuple(inspect.signature(nnx.jit).parameters)[1:]

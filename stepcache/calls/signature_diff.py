@@ -122,7 +122,7 @@ def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Le
 def _kept_at(tree: Any, keys: Sequence[Any]) -> Any:
     """What the node of a tree at some of JAX's keys keeps; None where that is not clear."""
     for key in keys:
-        kind, kept = tree.node_data() or (None, None)
+        kind, kept = tree.node_data() or (None, ())
         index = kept.index(key.key) if kind is dict else getattr(key, "idx", None)
         if index is None:
             return None
@@ -139,8 +139,8 @@ def _diff_settings(path: str, before: Any, after: Any):
     for name in dict.fromkeys((*old, *new)):
         if old.get(name) != new.get(name):
             where = path + str(AttributePath(name))
-            sides = [shorten(each.get(name, "absent")) for each in (old, new)]
-            yield Change("tree", where, *sides, "attribute of the module")
+            was, now = (shorten(each.get(name, "absent")) for each in (old, new))
+            yield Change("tree", where, was, now, "attribute of the module")
 
 
 def diff_holders(before: Sequence[Path], after: Sequence[Path]) -> tuple[Change, ...]:
