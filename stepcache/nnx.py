@@ -61,8 +61,7 @@ class ModuleStep(Generic[P, R]):
             self._step = step_over_arrays(OverGraphs(fun, function_name(fun)), **of_jax)
         elif not self._by_nnx.graph:
             self._call_kind = TreeCall
-            donated = (_several(of_jax.get(name)) for name in ("donate_argnums", "donate_argnames"))
-            over = OverTrees(fun, function_name(fun), *donated)
+            over = OverTrees(fun, function_name(fun), *_donated(fun, of_jax))
             self._step = step_over_arrays(over, **of_jax)
         else:
             self._step = _put_under(self._by_nnx, of_jax)
@@ -163,6 +162,18 @@ class ModuleStep(Generic[P, R]):
     def last_miss(self) -> Miss | None:
         """Why the latest program was built; None before the first."""
         return self._step.last_miss
+
+
+def _donated(fun: Callable, options: dict[str, Any]) -> tuple[set[int], set[str]]:
+    """The donated arguments, by number and by name: either way, however they are passed."""
+    numbers, names = (
+        set(_several(options.get(name))) for name in ("donate_argnums", "donate_argnames")
+    )
+    for number, name in enumerate(inspect.signature(fun).parameters):
+        if number in numbers or name in names:
+            numbers.add(number)
+            names.add(name)
+    return numbers, names
 
 
 def _several(value: Any) -> tuple:

@@ -62,10 +62,14 @@ def lora_step(model, optimizer, metrics, x):
     return loss
 
 
-def make(shared=False, wrt=nnx.Param):
-    model = Model(nnx.Rngs(params=0, dropout=1), shared)
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=wrt)
+def make(shared=False, wrt=nnx.Param, model=None):
+    model = model or Model(nnx.Rngs(params=0, dropout=1), shared)
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=wrt)
     return model, optimizer, nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+
+def make_small():
+    return make(model=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
 
 
 def values(*modules):
@@ -85,9 +89,11 @@ def same(ours, theirs):
 MODES = [{}, {"graph": False}, {"graph": True, "graph_updates": False}]
 
 
-@pytest.mark.parametrize(
-    "options", [*MODES, {"donate_argnums": (0, 1)}, {"donate_argnames": "model"}]
-)
+DONATING = [{"donate_argnums": (0, 1)}, {"donate_argnums": 0, "graph": False}]
+LONGER = [pytest.param(options, marks=pytest.mark.slow) for options in (*MODES[1:], *DONATING)]
+
+
+@pytest.mark.parametrize("options", [MODES[0], *LONGER])
 def test_a_training_loop_is_equal_to_the_bit(options):
     objects, others = make(), make()
     ours, theirs = snnx.step(train_step, **options), nnx.jit(train_step, **options)
@@ -98,6 +104,7 @@ def test_a_training_loop_is_equal_to_the_bit(options):
     assert objects[2].compute() == others[2].compute()
 
 
+@pytest.mark.slow
 def test_shared_modules_and_frozen_parameters():
     objects, others = (make(shared=True, wrt=nnx.LoRAParam) for _ in range(2))
     ours, theirs = snnx.step(lora_step), nnx.jit(lora_step)
@@ -126,24 +133,32 @@ def test_each_call_sees_what_was_assigned_between():
 
 
 def test_changes_of_attributes_between_calls():
-    model = make()[0]
-    step = snnx.step(lambda model, x: model.blocks[0](x))
-    model.train()
+    model = nnx.Sequential(nnx.Dropout(0.2, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    step = snnx.step(lambda model, x: model(x))
     noisy = [step(model, X) for _ in range(2)]
     assert not np.array_equal(*noisy)
     model.eval()
     quiet = [step(model, X) for _ in range(2)]
     assert np.array_equal(*quiet)
-    model.blocks[0].dropout.rate = 0.5
-    model.train()
+    model.layers[0].rate = 0.5
     step(model, X)
     assert step.stats().misses == 3
-    model.blocks.append(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    model.layers.append(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     step(model, X)
     assert step.stats().misses == 4
-    model.blocks[0].linear.kernel.set_metadata(note="changed")
+    model.layers[1].kernel.set_metadata(note="changed")
     step(model, X)
     assert step.stats().misses == 5
+    with sc.no_recompile():
+        step(model, X)
+
+
+def test_what_is_donated_by_name_comes_back():
+    """nnx itself leaves variables without their arrays, where the function does not change them."""
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    step = snnx.step(lambda model, x: model(x), donate_argnames="model", graph=False)
+    assert np.array_equal(step(model, X), step(model, X))
+    assert not model.kernel[...].is_deleted()
 
 
 def test_changes_inside_of_more_than_values():
@@ -179,7 +194,7 @@ def test_what_is_returned_keeps_its_identity():
             "new": nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
         }
 
-    model, other = make()[0], make()[0]
+    model, other = (Model(nnx.Rngs(0)) for _ in range(2))
     for _ in range(2):
         found = both(model, other)
         assert found["model"] is model
@@ -252,6 +267,7 @@ def test_methods_and_static_arguments():
         snnx.step(net.linear.__call__)
 
 
+@pytest.mark.slow
 def test_transformations_inside():
     class Layers(nnx.Module):
         def __init__(self, rngs):
@@ -286,13 +302,11 @@ def test_inside_other_transformations():
     assert np.isclose(nnx.jit(lambda model: step(model, X))(model), step(model, X))
 
 
-def test_cached_partial_and_jit_partial_go_on():
-    model, optimizer, metrics = make()
-    other = make()
-    cached = nnx.cached_partial(snnx.step(train_step), model, optimizer, metrics)
-    theirs = nnx.jit(train_step)
+def test_cached_partial_goes_on():
+    objects, others = make_small(), make_small()
+    cached, theirs = nnx.cached_partial(snnx.step(train_step), *objects), nnx.jit(train_step)
     for _ in range(2):
-        assert cached(X) == theirs(*other, X)
+        assert cached(X) == theirs(*others, X)
 
 
 def test_an_error_is_the_one_of_flax():
@@ -360,12 +374,12 @@ def test_shardings_of_parts_of_modules():
 def test_rules_and_batches_of_a_session():
     auto = (AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=auto)
-    rules = sc.Rules([(r"model/blocks/\d+/linear/kernel", P(None, "data"))])
+    rules = sc.Rules([("model/kernel", P(None, "data"))])
     step = snnx.step(train_step, batch="x")
-    objects, others = make(), make()
+    objects, others = make_small(), make_small()
     with sc.Session(mesh=mesh, rules=rules):
         losses = [step(*objects, X) for _ in range(3)]
-    assert objects[0].blocks[1].linear.kernel[...].sharding.spec == P(None, "data")
+    assert objects[0].kernel[...].sharding.spec == P(None, "data")
     theirs = nnx.jit(train_step)
     assert np.allclose(losses, [theirs(*others, X) for _ in range(3)], rtol=1e-5)
 
@@ -384,7 +398,7 @@ def test_a_miss_names_the_attribute():
 
 def test_warm_runs_nothing():
     step = snnx.step(train_step)
-    objects = make()
+    objects = make_small()
     before = values(*objects)
     step.warm(*objects, jax.ShapeDtypeStruct(X.shape, X.dtype))
     same(values(*objects), before)
@@ -403,18 +417,27 @@ def test_the_stages_are_those_of_flax():
 
 
 def test_a_step_keeps_no_module_alive():
-    step, objects = snnx.step(train_step), make()
+    step, objects = snnx.step(train_step), make_small()
     for _ in range(3):
         step(*objects, X)
-    gone = [weakref.ref(objects[0]), weakref.ref(objects[0].blocks[0].linear)]
+    gone = [weakref.ref(objects[0]), weakref.ref(objects[1])]
     del objects
     gc.collect()
     assert [each() for each in gone] == [None, None]
 
 
+@pytest.mark.parametrize("options", [*MODES, *DONATING])
+def test_small_training_loops(options):
+    objects, others = make_small(), make_small()
+    ours, theirs = snnx.step(train_step, **options), nnx.jit(train_step, **options)
+    for number in range(3):
+        assert ours(*objects, X + number) == theirs(*others, X + number)
+        same(values(*objects), values(*others))
+
+
 @pytest.mark.parametrize("options", MODES[:2])
 def test_later_calls_do_not_walk_the_modules(options, monkeypatch):
-    step, objects = snnx.step(train_step, **options), make()
+    step, objects = snnx.step(train_step, **options), make_small()
     step(*objects, X)
 
     def refuse(*args, **kwargs):
@@ -422,11 +445,11 @@ def test_later_calls_do_not_walk_the_modules(options, monkeypatch):
 
     for kind in (snnx.GraphCall, snnx.TreeCall):
         monkeypatch.setattr(kind, "__init__", refuse)
-    before = values(*objects)
+    before = values(objects[0])
     step(*objects, X)
-    assert not np.array_equal(values(*objects)[0], before[0]) or len(before) > 1
+    assert not np.array_equal(values(objects[0])[0], before[0])
     with pytest.raises(AssertionError, match="taken apart"):
-        objects[0].eval()
+        objects[0].use_bias = 1
         step(*objects, X)
 
 
