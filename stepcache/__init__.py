@@ -10,7 +10,7 @@ import time as _time
 _started = _time.perf_counter()
 
 from stepcache import jaxcompat as _jaxcompat
-from stepcache.calls.padding import Pad
+from stepcache.calls.pad import Pad
 from stepcache.errors import (
     AgreementError,
     CacheDirectoryError,

@@ -84,14 +84,10 @@ class Engine:
         miss = functools.partial(_serve, self._weakly, spec.jitted)
         eager = _eagerly(self._weakly, spec.fun)
         self.dispatcher = Dispatcher(eager, spec.name, miss, spec.parameters.roles)
-        self.padder: Padder | None = None
-        if spec.pads:
-            self.padder = Padder(spec, self.dispatcher.call, self._weakly, scope)
+        call = self.dispatcher.call
+        self.padder = Padder(spec, call, self._weakly, scope) if spec.pads else None
         self.resident_calls = ResidentCalls(
-            spec,
-            self.miss_log,
-            self.call_count,
-            self.dispatcher.call,
+            *(spec, self.miss_log, self.call_count, call),
             lambda: Engine(over_buffers(spec), scope, miss_log, is_over_buffers=True),
         )
         self.checks = Checks(spec, self.number, self.levels, self.miss_log, self.dispatcher)

@@ -16,7 +16,7 @@ import jax
 
 from stepcache import jaxcompat
 from stepcache.calls.context import Scope, current_scope
-from stepcache.calls.padding import Pad, check_pads
+from stepcache.calls.pad import Pad, check_pads
 from stepcache.calls.step_spec import StepSpec
 from stepcache.engine import Engine
 from stepcache.errors import OptionError

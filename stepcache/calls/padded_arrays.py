@@ -21,13 +21,6 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def shapes(tree: Any) -> Any:
-    """A tree with shapes in the place of its arrays."""
-    return jax.tree_util.tree_map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf, tree
-    )
-
-
 def changed(tree: Any, part: str, axis: int, change: Callable[[str, Any], Any]) -> Any:
     """A tree where the arrays at or below a path, which have an axis, are changed.
 
@@ -51,7 +44,8 @@ def with_size(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
     """The shape of an array whose axis has another size."""
     shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
     sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def filled(leaf: Any, axis: int, padded: int, row: int = -1) -> Any:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, Sharding
 from stepcache import jaxcompat
 from stepcache.calls.key import Identity, Key, identity
 from stepcache.calls.layers import function_name
+from stepcache.calls.pad import Pad
 from stepcache.calls.signature import Call, Leaf, Parameters
 from stepcache.sharding import Placed, processes_of
 
@@ -45,7 +46,7 @@ class StepSpec:
     identity: Identity
     key_options: tuple[tuple[str, Hashable], ...]
     given: dict[str, Any]
-    pads: tuple[Any, ...] = ()
+    pads: tuple[Pad, ...] = ()
     tell: Callable[[Call], Call] = _as_it_is
 
     @classmethod
@@ -56,7 +57,7 @@ class StepSpec:
         carry: tuple[str, ...] = (),
         batch: tuple[str, ...] = (),
         given: dict[str, Any] | None = None,
-        pads: tuple[Any, ...] = (),
+        pads: tuple[Pad, ...] = (),
     ) -> StepSpec:
         """Resolves a step's options. `jax.jit` judges them and raises as it does."""
         jitted = jaxcompat.jit(fun, **options)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from stepcache.calls.key import Key, diff_settings
 from stepcache.calls.layers import Making
-from stepcache.calls.padding import Pad
+from stepcache.calls.pad import Pad
 from stepcache.calls.signature import Call, Path, Signature
 from stepcache.calls.signature_diff import diff, diff_holders, distance
 from stepcache.calls.step_spec import Request
