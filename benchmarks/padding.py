@@ -1,8 +1,8 @@
 """An epoch of ragged batches: what padding to a few sizes costs, and saves.
 
 Each contender trains in a fresh process, with nothing stored: an MLP on batches of 1 to 512 rows,
-drawn at random, the same for all. One has every batch filled up to 512 rows by its data loader. Taken is
-the time from the first call to the last result, with all that is compiled in between.
+drawn at random, the same for all. One has every batch filled up to 512 rows by its data loader. The
+time is from the first call to the last result, with all that is compiled in between.
 
     python -m benchmarks.padding [--quick] [--rounds N]
 """
