@@ -213,7 +213,8 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
     named = {role: _names(role, given.pop(role, ())) for role in _ROLES}
     pads = given.pop("pad", ())
     pads = (pads,) if isinstance(pads, Pad) or not isinstance(pads, Iterable) else tuple(pads)
-    check_pads(fun, pads, named)
+    if pads:
+        check_pads(fun, pads, named)
     jit_options = dict(given)
     if any(named.values()):
         _check_roles(fun, named, jit_options)
