@@ -33,6 +33,7 @@ R = TypeVar("R")
 
 # Bound once, so that a program which replaces `filter_jit` cannot make a step call itself.
 _filter_jit: Any = eqx.filter_jit
+_OF_STEP = ("batch", "pad")
 _RAISING = frozenset(("pure_callback", "io_callback"))
 _ARGUMENTS_DONATED = 64
 """How many of the arguments that `*args` takes are donated at most."""
@@ -44,7 +45,7 @@ class FilterStep(Generic[P, R]):
     __wrapped__: Callable[P, R]
 
     def __init__(self, fun: Callable[P, R], donate: str, options: dict[str, Any]):
-        of_equinox = {name: value for name, value in options.items() if name != "batch"}
+        of_equinox = {name: value for name, value in options.items() if name not in _OF_STEP}
         self._by_equinox: Any = _filter_jit(fun, donate=donate, **of_equinox)
         functools.update_wrapper(self, fun, updated=())
         self._signature = signature = inspect.signature(fun)
@@ -222,7 +223,7 @@ def step(fun: Any = None, /, *, donate: str = "none", **options: Any) -> Any:
         fun: the function; omitted in `@step(...)`.
         donate: "all", "all-except-first", "warn", "warn-except-first" or "none".
         **options: keywords of `filter_jit`, which are those of `jax.jit` but for static arguments,
-            donated ones and shardings; and `batch` as of `stepcache.step`.
+            donated ones and shardings; and `batch` and `pad` as of `stepcache.step`.
 
     Returns:
         A `FilterStep`.

@@ -39,7 +39,7 @@ R = TypeVar("R")
 # Bound once, so that a program which replaces `nnx.jit` cannot make a step call itself.
 _nnx_jit = nnx.jit
 _KEYWORDS = tuple(inspect.signature(nnx.jit).parameters)[1:]
-_OF_NNX = ("graph", "graph_updates")
+_OF_NNX, _OF_STEP = ("graph", "graph_updates"), ("batch", "pad")
 _PLACING = ("in_shardings", "out_shardings")
 
 
@@ -49,7 +49,7 @@ class ModuleStep(Generic[P, R]):
     __wrapped__: Callable[P, R]
 
     def __init__(self, fun: Callable[P, R], options: dict[str, Any]):
-        of_nnx = {name: value for name, value in options.items() if name != "batch"}
+        of_nnx = {name: value for name, value in options.items() if name not in _OF_STEP}
         self._by_nnx = _nnx_jit(fun, **of_nnx)  # Judges the options, and raises as it does.
         functools.update_wrapper(self, fun)
         of_jax = {name: value for name, value in options.items() if name not in _OF_NNX}
@@ -234,7 +234,7 @@ def step(fun: Any = None, /, **options: Any) -> Any:
 
     Args:
         fun: the function; omitted in `@step(...)`.
-        **options: keywords of `nnx.jit`, and `batch` as of `stepcache.step`.
+        **options: keywords of `nnx.jit`, and `batch` and `pad` as of `stepcache.step`.
 
     Returns:
         A `ModuleStep`, which has what `nnx.jit` and `stepcache.step` return have.
@@ -249,12 +249,11 @@ def step(fun: Any = None, /, **options: Any) -> Any:
             got=f"carry={options['carry']!r}",
             hint="leave carry away; donate_argnames spares the memory of the old values",
         )
-    known = (*_KEYWORDS, "batch")
     for name in options:
-        if name not in known:
+        if name not in (*_KEYWORDS, *_OF_STEP):
             raise OptionError(
                 f"stepcache.nnx.step has no keyword {name!r}",
-                expected=f"batch, or a keyword of nnx.jit: {', '.join(_KEYWORDS)}",
+                expected=f"batch, pad, or a keyword of nnx.jit: {', '.join(_KEYWORDS)}",
             )
     if fun is None:
         return functools.partial(step, **options)

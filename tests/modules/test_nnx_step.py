@@ -384,6 +384,18 @@ def test_rules_and_batches_of_a_session():
     assert np.allclose(losses, [theirs(*others, X) for _ in range(3)], rtol=1e-5)
 
 
+def test_short_batches_are_padded():
+    @snnx.step(pad=sc.Pad("x", sizes=(4,), mask="mask"))
+    def call(model, x, mask=None):
+        model.bias[...] += mask.sum()
+        return model(x)
+
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    assert [call(model, X[:rows]).shape[0] for rows in (3, 4, 2)] == [3, 4, 2]
+    assert call.stats().misses == 1
+    assert model.bias[0] == 9
+
+
 def test_a_miss_names_the_attribute():
     step = snnx.step(lambda model, x: model(x))
     step(nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0))), X)
