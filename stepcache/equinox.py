@@ -1,12 +1,14 @@
 """`step`, in the place of `equinox.filter_jit`: arrays are traced, and everything else is static.
 
-from stepcache import equinox as seqx
+    from stepcache import equinox as seqx
 
-@seqx.step
-def make_step(model, opt_state, batch):
-    loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch)
-    updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
-    return eqx.apply_updates(model, updates), opt_state, loss
+    @seqx.step
+    def make_step(model, opt_state, batch):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+What equinox alone can do is left to it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """`step`, in the place of `flax.nnx.jit`: modules go in as they are, and are updated in place.
 
-from stepcache import nnx as snnx
+    from stepcache import nnx as snnx
 
-@snnx.step
-def train_step(model, optimizer, metrics, batch):
-    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
-    optimizer.update(model, grads)
-    metrics.update(loss=loss)
+    @snnx.step
+    def train_step(model, optimizer, metrics, batch):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        metrics.update(loss=loss)
+
+What nnx alone can do is left to it.
 """
 
 from __future__ import annotations

@@ -113,6 +113,7 @@ class _Contents:
                 if not isinstance(value, graphlib.StaticElem):
                     self._follow(value.value if isinstance(value, graphlib.DataElem) else value)
         self._keys, self._values = self._now(roots)
+        self._types = self._types_now(roots)
         if of_roots <= set(map(id, self._values)):
             raise Unplanned  # It would never be known that they are gone.
         self._metadata = [dict(metadata_of(each)) for each in self._variables]
@@ -143,6 +144,9 @@ class _Contents:
         values = chain(chain.from_iterable(map(dict.values, dicts)), *self._lists)
         return list(chain.from_iterable(dicts)), list(values)
 
+    def _types_now(self, roots: list[Any]) -> list[type]:
+        return list(map(type, chain(roots, self._inner, self._variables)))
+
     def are_unchanged(self, roots: list[Any]) -> bool:
         """Whether all is as it was, but for the values of variables."""
         keys, values = self._now(roots)
@@ -150,6 +154,7 @@ class _Contents:
             len(values) == len(self._values)
             and all(map(operator.is_, values, self._values))
             and keys == self._keys
+            and self._types_now(roots) == self._types
             and list(map(metadata_of, self._variables)) == self._metadata
         )
 

@@ -16,6 +16,7 @@ from flax.typing import HashableMapping
 from jax.tree_util import keystr
 
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
+from stepcache.modules.nnx_graph import GraphStructure
 from stepcache.modules.nnx_variables import (
     has_modules,
     is_reference,
@@ -60,6 +61,12 @@ class TreeStructure:
         numbered = self.tree.unflatten(range(self.tree.num_leaves))
         named = jax.tree_util.tree_flatten_with_path(numbered)[0]
         return [keystr(keys, simple=True, separator="/") for keys, _ in named]
+
+    def settings(self) -> dict[str, str]:
+        """What there is beside arrays: static attributes, and the classes of modules; by path."""
+        module = self.built([None] * len(self.kinds))
+        graphdef, _ = graphlib.flatten(module, with_paths=False, graph=True)
+        return GraphStructure(graphdef).settings()
 
     def built(self, values: Any) -> Any:
         """The argument, with new variables."""

@@ -151,6 +151,9 @@ def test_changes_of_attributes_between_calls():
     assert step.stats().misses == 5
     with sc.no_recompile():
         step(model, X)
+    model.layers[1].__class__ = type("Other", (nnx.Linear,), {})
+    step(model, X)
+    assert step.stats().misses == 6
 
 
 def test_what_is_donated_by_name_comes_back():
@@ -396,8 +399,9 @@ def test_short_batches_are_padded():
     assert model.bias[0] == 9
 
 
-def test_a_miss_names_the_attribute():
-    step = snnx.step(lambda model, x: model(x))
+@pytest.mark.parametrize("options", MODES[:2])
+def test_a_miss_names_the_attribute(options):
+    step = snnx.step(lambda model, x: model(x), **options)
     step(nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0))), X)
     wider = nnx.Sequential(nnx.Linear(8, 5, rngs=nnx.Rngs(0)))
     assert "model.layers[0].kernel: float32[8,4] → float32[8,5]" in str(step.explain(wider, X))
