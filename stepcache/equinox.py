@@ -99,8 +99,8 @@ class FilterStep(Generic[P, R]):
         if kwargs:
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
-        args, kwargs = taken((args, kwargs))
-        return self._first + args, kwargs
+        named = {name: taken(value) for name, value in kwargs.items()} if kwargs else kwargs
+        return (*self._first, *map(taken, args)), named
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)

@@ -15,10 +15,12 @@ from jax.tree_util import keystr
 from stepcache.calls.layers import function_name
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
 
+_MODULES = (eqx.Module, eqx.nn.State)
+
 
 def is_module(x: Any) -> bool:
     """Whether an object is taken as one: a module, or the state of stateful layers."""
-    return isinstance(x, eqx.Module | eqx.nn.State)
+    return isinstance(x, _MODULES)
 
 
 class ModuleStructure:
@@ -94,6 +96,8 @@ def taken(tree: Any) -> Any:
     Raises:
         TypeError: a static leaf has no hash.
     """
+    if is_module(tree) or eqx.is_array(tree):  # As most arguments: `tree.map` takes some 4 µs.
+        return _take(tree)
     return jax.tree.map(_take, tree, is_leaf=is_module)
 
 
@@ -138,6 +142,10 @@ _known: dict[Any, _Known] = {}
 
 def given_back(tree: Any) -> Any:
     """The tree of which `taken` made another one."""
+    if type(tree) is tuple:
+        return tuple(map(given_back, tree))
+    if is_state(tree) or isinstance(tree, jax.Array):
+        return _give(tree)
     return jax.tree.map(_give, tree, is_leaf=_is_taken)
 
 
