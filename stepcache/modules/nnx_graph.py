@@ -14,6 +14,10 @@ import jax
 from flax import nnx
 from flax.nnx import graphlib
 
+from stepcache.calls.signature import AttributePath
+from stepcache.fingerprint.tokens import ATOMS, atom, digest
+from stepcache.fingerprint.trail import Trail
+from stepcache.fingerprint.values import HANDLERS
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
 from stepcache.modules.nnx_variables import is_module, is_reference, set_values
 
@@ -39,41 +43,73 @@ class GraphStructure:
 
     def paths(self) -> list[str]:
         """The path of each array, in order."""
-        return [path for path, kind in self._described() if kind is _ARRAY]
+        arrays = graphlib.VariableDef | graphlib.LeafAttr
+        return [_text(path) for path, item in self.items() if isinstance(item, arrays)]
 
     def settings(self) -> dict[str, str]:
         """What there is beside arrays: static attributes, and the classes of modules; by path."""
-        return {path: repr(kind) for path, kind in self._described() if kind is not _ARRAY}
+        found: dict[str, str] = {}
+        for path, item in self.items():
+            if isinstance(item, graphlib.Static) and not str(path[-1]).startswith("_pytree__"):
+                found[_text(path)] = repr(item.value)
+            elif isinstance(item, graphlib.NodeDef | graphlib.VariableDef):
+                found[_text(path)] = repr(item.type)
+            if isinstance(item, graphlib.VariableDef):
+                named = item.metadata.items()
+                found.update((_text((*path, name)), repr(value)) for name, value in named)
+        return found
 
-    def _described(self) -> Iterator[tuple[str, Any]]:
-        nodes, attributes = iter(self.graphdef.nodes), iter(self.graphdef.attributes)
-        for path, kind in _described(nodes, attributes, ()):
-            yield "/".join(map(str, path)), kind
+    def items(self) -> Iterator[tuple[tuple, Any]]:
+        """All nodes of the graph, and the attributes that are no nodes, with their paths."""
+        return _items(iter(self.graphdef.nodes), iter(self.graphdef.attributes), ())
 
 
-_ARRAY = object()
-
-
-def _described(
+def _items(
     nodes: Iterator[Any], attributes: Iterator[Any], path: tuple
 ) -> Iterator[tuple[tuple, Any]]:
-    """Path and kind of all that is in a module, in the order in which nnx finds it."""
     node = next(nodes)
-    if isinstance(node, graphlib.VariableDef):
-        yield path, _ARRAY
-        for name, value in node.metadata.items():
-            yield (*path, name), value
-    if not isinstance(node, graphlib.NodeDef):
-        return
-    yield path, node.type
-    for _ in range(node.num_attributes):
+    yield path, node
+    for _ in range(node.num_attributes if isinstance(node, graphlib.NodeDef) else 0):
         key, kind = next(attributes)
-        if isinstance(kind, graphlib.LeafAttr):
-            yield (*path, key), _ARRAY
-        elif isinstance(kind, graphlib.NodeAttr):
-            yield from _described(nodes, attributes, (*path, key))
-        elif not str(key).startswith("_pytree__"):
-            yield (*path, key), kind.value
+        if isinstance(kind, graphlib.NodeAttr):
+            yield from _items(nodes, attributes, (*path, key))
+        else:
+            yield (*path, key), kind
+
+
+def _text(path: tuple) -> str:
+    return "/".join(map(str, path))
+
+
+def _note_structure(walk: Trail, path: str, structure: GraphStructure) -> None:
+    """Notes what a program depends on in a module: each static value under its own path."""
+    owner, shape = path.removesuffix(f" ({ModuleState.__name__})"), list[str]()
+    for keys, item in structure.items():
+        where = owner + str(AttributePath(_text(keys)))
+        parts: dict[str, Any] = {}
+        if isinstance(item, graphlib.Static):
+            parts[""] = item.value
+        elif isinstance(item, graphlib.VariableDef):
+            shape.append(f"{item.index} {item.outer_index}")
+            parts = {" (class)": item.type, " (reference)": item.array_refdef}
+            parts |= {f".{name}": value for name, value in item.metadata.items()}
+        elif isinstance(item, graphlib.NodeDef):
+            shape.append(f"{item.index} {item.outer_index} {item.num_attributes}")
+            parts = {" (class)": item.type, " (kept)": item.metadata}
+        elif isinstance(item, graphlib.NodeRef):
+            shape.append(f"see {item.index}")
+        elif not isinstance(item, graphlib.LeafAttr):
+            parts[""] = item
+        shape.append(f"{type(item).__name__} {keys!r} {list(parts)}")
+        for name, value in parts.items():
+            if type(value) in ATOMS and name:
+                shape.append(atom(value))
+            else:
+                walk.value(where + name, value)
+    walk.note(f"{owner} (structure)", digest(shape))
+
+
+HANDLERS[GraphStructure] = _note_structure
 
 
 NOTHING_ELSE = (False, False)
