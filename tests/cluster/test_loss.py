@@ -121,7 +121,7 @@ SILENT = """
 def train(state, batch):
     return state + batch.sum(), batch.mean()
 try:
-    with sc.Session(mesh, hang_after=3):
+    with sc.Session(mesh, hang_after=2):
         state = np.ones(3, np.float32)
         for step in range(1000):
             state, mean = train(state, np.ones(4, np.float32))
@@ -172,7 +172,7 @@ try:
         if RANK == 1:
             float(both(ones))
         try:
-            queue.Queue().get(timeout=16)
+            queue.Queue().get(timeout=12)
         except queue.Empty:
             pass
         total(np.ones(4, np.float32))
@@ -413,9 +413,9 @@ with sc.Session(mesh, hang_after=3):
     float(mean)
     if RANK == 0:
         started = time.monotonic()
-        while time.monotonic() < started + 8:
+        while time.monotonic() < started + 4:
             float(evaluate(np.ones((300, 300), np.float32)))
-        time.sleep(8)
+        time.sleep(4)
 say("finished")
 """
 
