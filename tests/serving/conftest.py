@@ -21,7 +21,7 @@ sys.stdin.read()
 
 
 SAMPLED_EVERY = 6
-FIRST = {RayServer: 0, LocalHosts: 3}  # With a kill of each in `test_engines`.
+FIRST = {RayServer: 0, LocalHosts: 3}  # With kills of both.
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -57,6 +57,18 @@ def check(directory, address, disturb, seed, count=100, victim=True, staleness=0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_stops_of_the_server_and_of_a_client(server, tmp_path, seed):
+    def disturb(moment, recorders, extra):
+        for pid in (server.pid, recorders[0].child.pid, server.pid):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(moment.uniform(0.05, 0.5))
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(moment.uniform(0.05, 0.2))
+
+    check(tmp_path, server.address, disturb, seed, victim=False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_kills_of_the_server_and_of_a_client(engine, tmp_path, seed):
     server = engine(tmp_path / "server", snapshot_seconds=0.2).start()
 
@@ -70,18 +82,6 @@ def test_kills_of_the_server_and_of_a_client(engine, tmp_path, seed):
 
     check(tmp_path, server.address, disturb, seed)
     server.stop()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_stops_of_the_server_and_of_a_client(server, tmp_path, seed):
-    def disturb(moment, recorders, extra):
-        for pid in (server.pid, recorders[0].child.pid, server.pid):
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(moment.uniform(0.05, 0.5))
-            os.kill(pid, signal.SIGCONT)
-            time.sleep(moment.uniform(0.05, 0.2))
-
-    check(tmp_path, server.address, disturb, seed, victim=False)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
