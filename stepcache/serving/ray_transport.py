@@ -1,4 +1,4 @@
-"""A client's way to the Ray actor of a name; see `ray_engine`. Import it only where Ray is used."""
+"""`RayTransport`: sends requests to a Ray actor; see `ray_engine`. Import it only to use Ray."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 NAMESPACE = "stepcache"
-"""Of the actors in a Ray cluster."""
+"""Namespace of the actors in a Ray cluster."""
 INLINE_BYTES = 64 << 10
-"""Smaller blocks travel inside calls, as Ray does with small arguments."""
+"""Smaller blocks are sent as part of a call, as Ray does with small arguments."""
 
 _RETRY_SECONDS = 0.05
 _TURN_SECONDS = 0.5
