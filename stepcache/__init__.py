@@ -10,12 +10,14 @@ import time as _time
 _started = _time.perf_counter()
 
 from stepcache import jaxcompat as _jaxcompat
+from stepcache.calls.pad import Pad
 from stepcache.errors import (
     AgreementError,
     CacheDirectoryError,
     CarryError,
     ForkedProcessError,
     OptionError,
+    PaddingError,
     PlacementError,
     RankLostError,
     RecompileError,
@@ -57,6 +59,8 @@ __all__ = [
     "Miss",
     "OnHost",
     "OptionError",
+    "Pad",
+    "PaddingError",
     "PlacementError",
     "ProgramCache",
     "RankLostError",

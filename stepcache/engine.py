@@ -20,6 +20,7 @@ from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_gl
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
 from stepcache.calls.over_buffers import over_buffers, shapes_in
+from stepcache.calls.padding import Padder
 from stepcache.calls.placement import (
     check_runnable,
     is_committed_by_hosts,
@@ -69,7 +70,7 @@ class Engine:
         is_over_buffers: bool = False,
     ):
         self.spec = spec
-        self.miss_log = miss_log = miss_log or MissLog(spec.name, count_step(spec.fun))
+        self.miss_log = miss_log = miss_log or MissLog(spec.name, count_step(spec.fun), spec.pads)
         self.scope = scope
         self.number = spec.identity.number
         self.levels = Levels(spec, self.number)
@@ -83,11 +84,10 @@ class Engine:
         miss = functools.partial(_serve, self._weakly, spec.jitted)
         eager = _eagerly(self._weakly, spec.fun)
         self.dispatcher = Dispatcher(eager, spec.name, miss, spec.parameters.roles)
+        call = self.dispatcher.call
+        self.padder = Padder(spec, call, self._weakly, scope) if spec.pads else None
         self.resident_calls = ResidentCalls(
-            spec,
-            self.miss_log,
-            self.call_count,
-            self.dispatcher.call,
+            *(spec, self.miss_log, self.call_count, call),
             lambda: Engine(over_buffers(spec), scope, miss_log, is_over_buffers=True),
         )
         self.checks = Checks(spec, self.number, self.levels, self.miss_log, self.dispatcher)

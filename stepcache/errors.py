@@ -48,6 +48,10 @@ class PlacementError(StepCacheError, ValueError):
     """A leaf cannot be placed on the session's mesh as its rule, or the data axis, asks."""
 
 
+class PaddingError(StepCacheError, ValueError):
+    """An argument cannot be padded as `sc.Pad` asks, or an output depends on what was added."""
+
+
 class CarryError(StepCacheError, TypeError):
     """The step's first output does not have the tree, shapes and dtypes of its carry; or an array
     that the step writes over is passed in several places.

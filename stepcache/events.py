@@ -261,6 +261,7 @@ class StepStats:
         own_seconds: stepcache's own share of all misses beside these.
         moved_bytes: bytes of variables that calls moved between memories, over all links.
         programs: programs of this step that are held now.
+        padding: share of the rows computed that `Pad` had added, along the axis of the first one.
     """
 
     misses: int = 0
@@ -284,6 +285,7 @@ class StepStats:
     own_seconds: float = 0.0
     moved_bytes: int = 0
     programs: int = 0
+    padding: float = 0.0
 
     def _told(self) -> dict[str, str]:
         """What there is to tell: counts and times that are not zero, and always the first ones."""
@@ -294,6 +296,8 @@ class StepStats:
                 text = f"{value:.3f} s"
             else:
                 text = readable_bytes(value) if unit == "bytes" else str(value)
+            if name == "padding":
+                text = f"{value:.1%}"
             if value or name in ("misses", "traces", "compiles", "loads"):
                 told[f"{what} time" if unit == "seconds" else what or name] = text
         return told

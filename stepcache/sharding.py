@@ -238,6 +238,12 @@ class Placer:
         """Whether a batch is split over more than one device."""
         return math.prod(self.mesh.shape[axis] for axis in axes_of(self.data_axis)) > 1
 
+    @property
+    def own_parts(self) -> int:
+        """The number of parts that this process splits its part of a batch into."""
+        axes = axes_of(self.data_axis)
+        return math.prod(self.mesh.shape[axis] for axis in axes) // parts_along(self.mesh, axes)
+
     def _whole(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
         data_axes = set(axes_of(self.data_axis))
         entries = [axes_of(entry) for entry in spec] + [()] * (len(shape) - len(spec))

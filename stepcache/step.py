@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -15,6 +16,7 @@ import jax
 
 from stepcache import jaxcompat
 from stepcache.calls.context import Scope, current_scope
+from stepcache.calls.pad import Pad, check_pads
 from stepcache.calls.step_spec import StepSpec
 from stepcache.engine import Engine
 from stepcache.errors import OptionError
@@ -49,7 +51,7 @@ class Step(functools.partial, Generic[P, R]):
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     def __new__(cls, engine: Engine, options: dict[str, Any]):
-        return super().__new__(cls, engine.dispatcher.call)
+        return super().__new__(cls, engine.padder or engine.dispatcher.call)
 
     def __init__(self, engine: Engine, options: dict[str, Any]):
         self._engine, self._options = engine, options
@@ -60,6 +62,9 @@ class Step(functools.partial, Generic[P, R]):
 
     def _serve_by(self, call: Callable[P, R]) -> None:
         """Has calls served by something else than the dispatcher, at the same speed."""
+        if self._engine.padder is not None:
+            self._engine.padder.call = call
+            return
         self.__setstate__((call, (), {}, self.__dict__))  # type: ignore[misc]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -86,7 +91,7 @@ class Step(functools.partial, Generic[P, R]):
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Traces the function for these arguments, placed as a call would place them."""
-        return self._engine.trace(args, kwargs)
+        return self._engine.trace(*self._padded(args, kwargs))
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Traces and lowers the function for these arguments."""
@@ -97,7 +102,7 @@ class Step(functools.partial, Generic[P, R]):
 
         In the place of `Variables` that are carried there is their tree.
         """
-        return self._engine.eval_shape(args, kwargs)
+        return (self._engine.padder or self._engine).eval_shape(args, kwargs)
 
     def clear_cache(self) -> None:
         """Drops the step's programs and traces; the next call builds anew."""
@@ -121,7 +126,7 @@ class Step(functools.partial, Generic[P, R]):
         Raises:
             PlacementError: the session cannot place an argument as asked.
         """
-        self._engine.warm(args, kwargs)
+        self._engine.warm(*self._padded(args, kwargs))
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Says whether a call would hit and why, and where each argument would go. Runs nothing.
@@ -133,11 +138,18 @@ class Step(functools.partial, Generic[P, R]):
         Returns:
             An `Explanation`; print it.
         """
-        return explain(self._engine, args, kwargs)
+        return explain(self._engine, *self._padded(args, kwargs))
+
+    def _padded(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        padder = self._engine.padder
+        return padder.padded(args, kwargs) if padder else (args, kwargs)
 
     def stats(self) -> StepStats:
         """What the step has cost so far. Hits are counted as `StepStats.hits` says."""
-        return self._engine.miss_log.stats(self._engine.programs())
+        stats, padder = self._engine.miss_log.stats(self._engine.programs()), self._engine.padder
+        if padder is None:
+            return stats
+        return dataclasses.replace(stats, padding=padder.padding)
 
     @property
     def last_miss(self) -> Miss | None:
@@ -149,7 +161,11 @@ class Step(functools.partial, Generic[P, R]):
 def step(fun: Callable[P, R], /, **options: Any) -> Step[P, R]: ...
 @overload
 def step(
-    *, carry: str | Sequence[str] = (), batch: str | Sequence[str] = (), **options: Any
+    *,
+    carry: str | Sequence[str] = (),
+    batch: str | Sequence[str] = (),
+    pad: Pad | Sequence[Pad] = (),
+    **options: Any,
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 def step(fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
     """Compiles a training step once per signature and mesh, and reports why it compiled.
@@ -164,6 +180,8 @@ def step(fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
             session with a mesh they leave the step placed as they entered it.
         batch: name, or names, of arguments whose leaves a session with a mesh splits along its
             `data_axis`, on dimension 0. What is neither carried nor a batch, it replicates.
+        pad: `Pad`, or several: what is padded to one of a few sizes before a call, so that batches
+            of other sizes find a program.
         **options: keywords of `jax.jit`.
 
     Returns:
@@ -171,7 +189,7 @@ def step(fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
 
     Raises:
         OptionError: an unknown keyword; a carry or batch that is no parameter of `fun`, that is
-            static, or that is both.
+            static, or that is both; a `Pad` of what cannot be padded.
 
     The errors of `jax.jit` are raised as they are. The idea of naming a step and finding its
     compiled pieces again is that of TensorFlow's client session (OSDI'16, §3.3).
@@ -182,23 +200,29 @@ def step(fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
 def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = current_scope) -> Any:
     """What `step` does, for calls in the scope that `scope` gives."""
     for name in options:
-        if name not in _ROLES and name not in _OPTIONS:
-            near = difflib.get_close_matches(name, (*_ROLES, *_OPTIONS), n=1)
+        if name not in (*_ROLES, "pad", *_OPTIONS):
+            near = difflib.get_close_matches(name, (*_ROLES, "pad", *_OPTIONS), n=1)
             raise OptionError(
                 f"step has no keyword {name!r}",
-                expected=f"carry, batch, or a keyword of jax.jit: {', '.join(_OPTIONS)}",
+                expected=f"carry, batch, pad, or a keyword of jax.jit: {', '.join(_OPTIONS)}",
                 hint=f"did you mean {near[0]!r}?" if near else None,
             )
     if fun is NOT_GIVEN:
         return lambda fun: make_step(fun, options, scope)
     given = dict(options)
     named = {role: _names(role, given.pop(role, ())) for role in _ROLES}
+    pads = given.pop("pad", ())
+    pads = (pads,) if isinstance(pads, Pad) or not isinstance(pads, Iterable) else tuple(pads)
+    if pads:
+        check_pads(fun, pads, named)
     jit_options = dict(given)
     if any(named.values()):
         _check_roles(fun, named, jit_options)
     if named["carry"]:
         _donate(fun, named["carry"], jit_options)
-    return Step(Engine(StepSpec.of(fun, jit_options, **named, given=given), scope), options)
+    return Step(
+        Engine(StepSpec.of(fun, jit_options, **named, given=given, pads=pads), scope), options
+    )
 
 
 def _names(role: str, given: Any) -> tuple[str, ...]:

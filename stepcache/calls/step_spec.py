@@ -12,6 +12,7 @@ from jax.sharding import Mesh, Sharding
 from stepcache import jaxcompat
 from stepcache.calls.key import Identity, Key, identity
 from stepcache.calls.layers import function_name
+from stepcache.calls.pad import Pad
 from stepcache.calls.signature import Call, Leaf, Parameters
 from stepcache.sharding import Placed, processes_of
 
@@ -33,6 +34,7 @@ class StepSpec:
         identity: which function it is.
         key_options: `options` as hashable parts of a key.
         given: the options as the user gave them, but for the carry.
+        pads: what is padded before a call, by `padding.Padder`: no program depends on it.
         tell: gives a call with the leaves that its caller knows, where the program has others.
     """
 
@@ -44,6 +46,7 @@ class StepSpec:
     identity: Identity
     key_options: tuple[tuple[str, Hashable], ...]
     given: dict[str, Any]
+    pads: tuple[Pad, ...] = ()
     tell: Callable[[Call], Call] = _as_it_is
 
     @classmethod
@@ -54,6 +57,7 @@ class StepSpec:
         carry: tuple[str, ...] = (),
         batch: tuple[str, ...] = (),
         given: dict[str, Any] | None = None,
+        pads: tuple[Pad, ...] = (),
     ) -> StepSpec:
         """Resolves a step's options. `jax.jit` judges them and raises as it does."""
         jitted = jaxcompat.jit(fun, **options)
@@ -71,6 +75,7 @@ class StepSpec:
                 *((name, _hashable(options[name])) for name in sorted(options)),
             ),
             options if given is None else given,
+            pads,
         )
 
     @property

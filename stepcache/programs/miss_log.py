@@ -7,12 +7,14 @@ one that never was.
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from stepcache.calls.key import Key, diff_settings
 from stepcache.calls.layers import Making
+from stepcache.calls.pad import Pad
 from stepcache.calls.signature import Call, Path, Signature
 from stepcache.calls.signature_diff import diff, diff_holders, distance
 from stepcache.calls.step_spec import Request
@@ -32,14 +34,15 @@ class MissLog:
     Args:
         step: the step's name.
         making: where its code is, and how many steps of it have been made.
+        pads: what it pads.
 
     Attributes:
         last_miss: what led to the latest build; None before the first.
         warned_of_batch: whether the step's user has been advised to name its batch.
     """
 
-    def __init__(self, step: str, making: Making | None = None):
-        self._step, self._making = step, making or Making()
+    def __init__(self, step: str, making: Making | None = None, pads: Sequence[Pad] = ()):
+        self._step, self._making, self._pads = step, making or Making(), pads
         self._lock = threading.Lock()
         self._known: OrderedDict[Key, tuple[Signature, tuple[Path, ...]]] = OrderedDict()
         self._gone: dict[Key, str] = {}
@@ -136,7 +139,8 @@ class MissLog:
         for change in changes:
             for kind, where, before, after in _varying(change):
                 seen = self._values.get((kind, change.path, where), set()) | {before, after}
-                if len(seen) >= _SIZES_WORTH_ADVICE:
+                is_padded = any(each.pads(_argument(change.path), where) for each in self._pads)
+                if len(seen) >= _SIZES_WORTH_ADVICE and not is_padded:
                     advice.setdefault(_advise_on_values(kind, change.path, where, seen))
             if "weak_type" in change.kinds:
                 advice.setdefault(
@@ -197,7 +201,14 @@ def _advise_on_values(kind: str, path: str, where: object, seen: set) -> str:
     if kind == "static":
         remedy = _STATIC_REMEDIES[str(where)]
         return f"static {path} has had {len(seen)} values ({values}), a program each: {remedy}"
+    axis = f", axis={where}" if where else ""
     return (
-        f"axis {where} of {path} has had {len(seen)} sizes ({values}), a program each: pad it to "
-        "one size, or to a few (buckets)"
+        f"axis {where} of {path} has had {len(seen)} sizes ({values}), a program each: have it "
+        f'padded to a few by @step(pad=sc.Pad("{_argument(path)}"{axis}))'
     )
+
+
+def _argument(path: str) -> str:
+    """The argument that a path begins with."""
+    found = re.match(r"\w+", path)
+    return found[0] if found else path

@@ -1,0 +1,99 @@
+"""Padding arrays of a tree along one axis, and cutting them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr
+
+from stepcache.jaxcompat import Tracer
+
+_MASKS_REMEMBERED = 1024
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf has a shape and a dtype."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def changed(tree: Any, part: str, axis: int, change: Callable[[str, Any], Any]) -> Any:
+    """A tree where the arrays at or below a path, which have an axis, are changed.
+
+    Args:
+        tree: the tree.
+        part: the path, as "tokens/ids"; empty for all of it.
+        axis: the axis.
+        change: given the path and the array, another one.
+    """
+
+    def at(keys: Any, leaf: Any) -> Any:
+        path = keystr(keys, simple=True, separator="/")
+        is_part = not part or f"{path}/".startswith(f"{part}/")
+        is_changed = is_part and is_array(leaf) and len(leaf.shape) > axis
+        return change(path, leaf) if is_changed else leaf
+
+    return jax.tree_util.tree_map_with_path(at, tree)
+
+
+def with_size(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
+    """The shape of an array whose axis has another size."""
+    shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
+    sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def filled(leaf: Any, axis: int, padded: int, row: int = -1) -> Any:
+    """An array with copies of one of its rows behind the last one; with zeros if it has no row."""
+    size = leaf.shape[axis]
+    if size == padded:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return with_size(leaf, axis, padded)
+    if not size:
+        return np.zeros(with_size(leaf, axis, padded).shape, leaf.dtype)
+    row %= size
+    if not isinstance(leaf, np.ndarray) and not _is_numpys(leaf):
+        rows = np.arange(padded)
+        return jnp.take(leaf, np.where(rows < size, rows, row), axis=axis)
+    leaf = np.asarray(leaf)
+    shape = (*leaf.shape[:axis], padded - size, *leaf.shape[axis + 1 :])
+    added = np.broadcast_to(np.take(leaf, [row], axis=axis), shape)
+    return np.concatenate([leaf, added], axis=axis)
+
+
+def kept(leaf: Any, axis: int, size: int) -> Any:
+    """The first rows of an array."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return with_size(leaf, axis, size)
+    rows = (slice(None),) * axis + (slice(size),)
+    if _is_numpys(leaf):
+        return jax.device_put(np.asarray(leaf)[rows])
+    return leaf[rows]
+
+
+def _is_numpys(leaf: Any) -> bool:
+    """Whether numpy has an array without a copy, and a step takes numpy's for the same.
+
+    Then it is padded and cut there: JAX would compile a program for each size.
+    """
+    return (
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, Tracer)
+        and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        and not leaf.committed
+        and next(iter(leaf.devices())).platform == "cpu"
+    )
+
+
+@functools.lru_cache(_MASKS_REMEMBERED)
+def mask_of(size: int, padded: int) -> np.ndarray:
+    """True for the first rows, False for those that were added."""
+    mask = np.arange(padded) < size
+    mask.flags.writeable = False
+    return mask

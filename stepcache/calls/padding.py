@@ -1,0 +1,291 @@
+"""`Padder`: pads arguments to one of a few sizes, so that a short batch finds a program.
+
+What a step compiles for, it compiles once for each size. Rows are added before the call, and what
+the step returns of them is cut off after it. The function gets a mask, or a count, to leave them
+out of sums and means.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from stepcache.calls.context import Scope
+from stepcache.calls.pad import Pad
+from stepcache.calls.padded_arrays import (
+    changed,
+    filled,
+    is_array,
+    kept,
+    mask_of,
+    with_size,
+)
+from stepcache.calls.step_spec import StepSpec
+from stepcache.errors import PaddingError
+from stepcache.variables.variables import Variables
+
+_KEYS_REMEMBERED = 1024
+
+
+class _Group(NamedTuple):
+    """What one `Pad` does in a call: from which size to which."""
+
+    pad: Pad
+    size: int
+    padded: int
+
+
+class Padder:
+    """Calls a step with padded arguments, and cuts its outputs.
+
+    Args:
+        spec: the step.
+        call: serves a call of the padded sizes.
+        engine: gives the step's engine, which is not kept alive.
+        scope: gives the scope of a call.
+
+    Attributes:
+        call: as given.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        call: Callable,
+        engine: Callable[[], Any],
+        scope: Callable[[], Scope],
+    ):
+        self.call, self._rows, self._padded_rows = call, 0, 0
+        self._spec, self._engine, self._scope = spec, engine, scope
+        self._lock = threading.Lock()
+        self._positions = {name: n for n, name in enumerate(spec.parameters.positional)}
+        self._axes: dict[Any, list[list[tuple[int, int]]]] = {}
+        self._checked: set[Any] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        padded_args, padded_kwargs, groups = self._padded(args, kwargs)
+        with self._lock:
+            for group in groups[:1]:
+                self._rows += group.size
+                self._padded_rows += group.padded
+        if any(group.pad.check and group.size < group.padded for group in groups):
+            self._check(args, kwargs, groups)
+        outputs = self.call(*padded_args, **padded_kwargs)
+        return self._cut(outputs, padded_args, padded_kwargs, groups)
+
+    @property
+    def padding(self) -> float:
+        """The share of rows that were added, along the axis of the first `Pad`."""
+        return 1 - self._rows / self._padded_rows if self._padded_rows else 0.0
+
+    def padded(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of a call, padded."""
+        return self._padded(args, kwargs)[:2]
+
+    def eval_shape(self, args: tuple, kwargs: dict) -> Any:
+        """The shapes of what a call returns."""
+        args, kwargs, groups = self._padded(args, kwargs)
+        return self._cut(self._engine().eval_shape(args, kwargs), args, kwargs, groups)
+
+    # ---- arguments -----------------------------------------------------------------------------
+
+    def _padded(self, args: tuple, kwargs: dict, row: int = -1) -> tuple[tuple, dict, list[_Group]]:
+        """The arguments, padded by copies of a row."""
+        values, keywords, groups = list(args), dict(kwargs), []
+        for pad in self._spec.pads:
+            size = self._size(pad, values, keywords)
+            if size is None:
+                continue
+            group = _Group(pad, size, pad.padded_size(size, self._parts(pad)))
+            fill = functools.partial(_filled, axis=pad.axis, padded=group.padded, row=row)
+            self._change(pad, values, keywords, fill)
+            mask = mask_of(size, group.padded)
+            for name, made in ((pad.mask, mask), (pad.count, np.int32(size))):
+                if name is not None:
+                    self._check_not_passed(name, args, kwargs)
+                    keywords[name] = made
+            groups.append(group)
+        return tuple(values), keywords, groups
+
+    def _size(self, pad: Pad, args: list, kwargs: dict) -> int | None:
+        """The size of the axis in all arrays; None where there are none.
+
+        Raises:
+            PaddingError: they have several.
+        """
+        sizes: dict[int, str] = {}
+
+        def see(path: str, leaf: Any) -> Any:
+            sizes.setdefault(leaf.shape[pad.axis], path)
+            return leaf
+
+        self._change(pad, [*args], dict(kwargs), see)
+        if len(sizes) > 1:
+            (a, first), (b, second), *_ = sizes.items()
+            raise PaddingError(
+                f"arrays that are padded together have several sizes along axis {pad.axis}",
+                where=", ".join(pad.arguments),
+                got=f"{a} at {first}, {b} at {second}",
+                hint='name the part to pad, as in sc.Pad("batch/tokens", axis=1)',
+            )
+        return next(iter(sizes), None)
+
+    def _change(
+        self, pad: Pad, args: list, kwargs: dict, change: Callable[[str, Any], Any]
+    ) -> None:
+        """Changes the arrays that a `Pad` names, given their paths, in the arguments of a call."""
+        for name, _, part in (argument.partition("/") for argument in pad.arguments):
+            position = self._positions.get(name, len(args))
+            holder: Any = kwargs if name in kwargs else args
+            at: Any = name if name in kwargs else position
+            if name in kwargs or position < len(args):
+
+                def see(path: str, leaf: Any, name: str = name) -> Any:
+                    return change(f"{name}/{path}".rstrip("/"), leaf)
+
+                holder[at] = changed(holder[at], part, pad.axis, see)
+
+    def _check_not_passed(self, name: str, args: tuple, kwargs: dict) -> None:
+        if name in kwargs or self._positions.get(name, len(args)) < len(args):
+            raise PaddingError(
+                f"{self._spec.name} makes this argument itself, by its pad=",
+                where=name,
+                hint="leave it out of the call",
+            )
+
+    def _parts(self, pad: Pad) -> int:
+        """What a session splits the axis into, in this process."""
+        placer = self._scope().placer
+        names = {argument.partition("/")[0] for argument in pad.arguments}
+        if placer is None or pad.axis or names.isdisjoint(self._spec.parameters.batch):
+            return 1
+        return placer.own_parts
+
+    # ---- outputs -------------------------------------------------------------------------------
+
+    def _cut(self, outputs: Any, args: tuple, kwargs: dict, groups: list[_Group]) -> Any:
+        """Outputs without the rows that were added."""
+        groups = [group for group in groups if group.size < group.padded]
+        if not groups:
+            return outputs
+        carried, others = self._apart(outputs, args, kwargs)
+        leaves, tree = jax.tree_util.tree_flatten(others)
+        sizes = {group.padded for group in groups}
+        if not any(is_array(leaf) and sizes.intersection(leaf.shape) for leaf in leaves):
+            return outputs
+        for at, axes in enumerate(self._varying(args, kwargs, groups, leaves)):
+            for axis, number in axes:
+                leaves[at] = kept(leaves[at], axis, groups[number].size)
+        others = tree.unflatten(leaves)
+        return others if not carried else type(outputs)([*carried, *others])
+
+    def _apart(self, outputs: Any, args: tuple, kwargs: dict) -> tuple[list, Any]:
+        """The outputs that are the carry, and the others."""
+        names = self._spec.parameters.carry
+        if not names:
+            return [], outputs
+        position = self._positions.get(names[0], len(args))
+        carry = kwargs[names[0]] if names[0] in kwargs else args[position]
+        is_alone = jax.tree_util.tree_structure(carry) == jax.tree_util.tree_structure(outputs)
+        if is_alone or type(outputs) not in (tuple, list):
+            return [outputs], []
+        return [*outputs[: len(names)]], type(outputs)(outputs[len(names) :])
+
+    def _varying(
+        self, args: tuple, kwargs: dict, groups: list[_Group], leaves: list[Any]
+    ) -> list[list[tuple[int, int]]]:
+        """The axes of each output that follow padded ones: each axis, and the number of its group.
+
+        Found by the shapes of the outputs at another size, once for each signature: by a trace that
+        is not lowered.
+        """
+        key = self._signature(args, kwargs), *((group.pad, group.padded) for group in groups)
+        if (known := self._axes.get(key)) is not None:
+            return known
+        axes: list[list[tuple[int, int]]] = [[] for _ in leaves]
+        for number, group in enumerate(groups):
+            found = self._shapes_at(args, kwargs, group, group.pad.other_size(group.padded))
+            if [len(each) for each in found] != [np.ndim(leaf) for leaf in leaves]:
+                raise PaddingError(
+                    f"{self._spec.name} returns another tree at another size, so that it is not "
+                    "known which outputs to cut",
+                    where=", ".join(group.pad.arguments),
+                )
+            for at, (leaf, other) in enumerate(zip(leaves, found, strict=True)):
+                pairs = enumerate(zip(np.shape(leaf), other, strict=True))
+                axes[at] += [(axis, number) for axis, (a, b) in pairs if a != b]
+        if len(self._axes) >= _KEYS_REMEMBERED:
+            self._axes.clear()
+        self._axes[key] = axes
+        return axes
+
+    def _signature(self, args: tuple, kwargs: dict) -> Hashable:
+        """What the shapes of the outputs follow from."""
+        roles = self._spec.parameters.roles
+        values = {self._spec.parameters.name_of(n): value for n, value in enumerate(args)} | kwargs
+        static = {*roles.static_argnames, *map(self._spec.parameters.name_of, roles.static_argnums)}
+        fixed = tuple((name, values.pop(name)) for name in sorted(static & values.keys()))
+        leaves, tree = jax.tree_util.tree_flatten(values)
+        return fixed, tree, tuple((x.shape, x.dtype) if is_array(x) else type(x) for x in leaves)
+
+    def _shapes_at(
+        self, args: tuple, kwargs: dict, group: _Group, size: int
+    ) -> list[tuple[int, ...]]:
+        """The shapes of the outputs beside the carry, if a padded axis had another size."""
+        pad, values, keywords = group.pad, list(args), dict(kwargs)
+        self._change(pad, values, keywords, lambda _, leaf: with_size(leaf, pad.axis, size))
+        if pad.mask is not None:
+            keywords[pad.mask] = jax.ShapeDtypeStruct((size,), bool)
+        outputs = self._engine().eval_shape(tuple(values), keywords)
+        others = self._apart(outputs, args, kwargs)[1]
+        return [np.shape(leaf) for leaf in jax.tree_util.tree_leaves(others)]
+
+    # ---- the check -----------------------------------------------------------------------------
+
+    def _check(self, args: tuple, kwargs: dict, groups: list[_Group]) -> None:
+        """Compares what the function gives where other rows are added.
+
+        Raises:
+            PaddingError: an output depends on them.
+        """
+        key = tuple(groups)
+        if key in self._checked:
+            return
+        options = {k: v for k, v in self._spec.options.items() if not k.startswith("donate_")}
+        call = jax.jit(self._spec.fun, **options)
+        args, kwargs = jax.tree_util.tree_map(
+            lambda leaf: leaf.value if isinstance(leaf, Variables) else leaf, (args, kwargs)
+        )
+        found = []
+        for row in (0, -1):
+            padded_args, padded_kwargs, _ = self._padded(args, kwargs, row)
+            outputs = call(*padded_args, **padded_kwargs)
+            outputs = self._cut(outputs, padded_args, padded_kwargs, groups)
+            found.append(jax.tree_util.tree_flatten_with_path(outputs)[0])
+        for (path, a), (_, b) in zip(*found, strict=True):
+            if jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key):
+                a, b = jax.random.key_data(a), jax.random.key_data(b)
+            a, b = _wide(a), _wide(b)
+            if not np.allclose(a, b, 1e-5, 1e-7, equal_nan=True):
+                raise PaddingError(
+                    f"{self._spec.name} returns something that depends on rows which were added",
+                    where=f"output{keystr(path)}",
+                    got=f"a difference of {np.nanmax(np.abs(a - b)):.3g}",
+                    hint="leave them out by the mask: jnp.sum(each * mask) / jnp.sum(mask)",
+                )
+        self._checked.add(key)
+
+
+def _filled(path: str, leaf: Any, *, axis: int, padded: int, row: int) -> Any:
+    return filled(leaf, axis, padded, row)
+
+
+def _wide(array: Any) -> np.ndarray:
+    array = np.asarray(array)
+    return array.astype(np.result_type(array.dtype, np.float32))
