@@ -164,7 +164,7 @@ def test_a_table_and_variables_have_different_names(connection, name):
     with pytest.raises(VariablesError):
         connection.variables(name, {"w": np.zeros(2)})
     connection.variables(f"{name}-2", {"w": np.zeros(2)})
-    with pytest.raises(VariablesError, match="no table"):
+    with pytest.raises(VariablesError, match="not of a table"):
         connection.table(f"{name}-2", 10)
 
 
