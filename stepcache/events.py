@@ -239,7 +239,8 @@ class StepStats:
 
     Attributes:
         misses: calls for which no program was found.
-        traces: times the user's function was traced for a program.
+        traces: programs for which the user's function was traced: once, or twice where a weakly
+            typed carry comes back with a type of its own.
         lowers: times a trace was lowered.
         compiles: times a lowered module was handed to the compiler.
         loads: programs that came from disk: `misses` counts them too.

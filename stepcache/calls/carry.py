@@ -60,6 +60,22 @@ def check_carry(
     return [pin or other for pin, other in zip(pins, free, strict=True)]
 
 
+def settled_leaves(spec: StepSpec, request: Request, out_avals: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of the carried leaves that are weakly typed, and do not come back so.
+
+    To be called with the outputs of a trace that `check_carry` has passed.
+    """
+    if not any(leaf.weak_type for leaf in request.leaves):
+        return ()
+    numbers: dict[str, list[int]] = {name: [] for name in spec.parameters.carry}
+    for number, path in enumerate(request.call.paths):
+        if path.argument in numbers:
+            numbers[path.argument].append(number)
+    carried = itertools.chain.from_iterable(numbers.values())
+    pairs = zip(carried, out_avals, strict=False)
+    return tuple(n for n, aval in pairs if request.leaves[n].weak_type and not aval.weak_type)
+
+
 _DONATING = ("donate_argnums", "donate_argnames")
 
 

@@ -45,6 +45,10 @@ class Leaf(NamedTuple):
             self.shape, self.dtype, self.weak_type, self.sharding, on_host=self.on_host
         )
 
+    def settled(self) -> Leaf:
+        """The same leaf, not weakly typed."""
+        return self._replace(weak_type=False)
+
     def __str__(self) -> str:
         return short_type(self.shape, self.dtype)
 

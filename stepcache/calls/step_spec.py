@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,6 +133,14 @@ class Request:
             return self
         call = replace(call, given=given, args=tuple(args), kwargs=kwargs, leaves=stand_ins)
         return replace(self, call=call)
+
+    def settled(self, numbers: Sequence[int]) -> Request:
+        """The same request, where some leaves are not weakly typed."""
+        leaves = list(self.leaves)
+        for number in numbers:
+            leaves[number] = leaves[number].settled()
+        signature = replace(self.key.signature, leaves=tuple(leaves))
+        return replace(self, leaves=tuple(leaves), key=replace(self.key, signature=signature))
 
     @property
     def device(self) -> Any:

@@ -116,6 +116,11 @@ class Runnable(NamedTuple):
             return self.executable.xla_extension_executable()
         return self.executable.runtime_executable()
 
+    @property
+    def out_avals(self) -> Sequence[Any]:
+        """The abstract values of the outputs, flat; none where the private API is out of reach."""
+        return getattr(self.executable, "out_avals", ()) if PRIVATE_API else ()
+
     def taken_arguments(self) -> dict[int, bool]:
         """The flat arguments that the program takes, and for each whether it writes over it.
 

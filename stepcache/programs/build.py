@@ -20,7 +20,7 @@ import jax
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
-from stepcache.calls.carry import check_carry
+from stepcache.calls.carry import check_carry, settled_leaves
 from stepcache.calls.key import Key
 from stepcache.calls.signature import Leaf, short_type
 from stepcache.calls.step_spec import Request, StepSpec
@@ -41,6 +41,8 @@ class Program:
         dependencies: what its code depended on when it was traced, where that was asked for.
         used: what that trace used, likewise.
         lowered: digest of the input of XLA; empty where it was not computed.
+        settled_key: the key of calls with the carry that it returns, where that is not `key` only
+            because carried leaves were weakly typed; None else.
     """
 
     key: Key
@@ -52,6 +54,7 @@ class Program:
     dependencies: dict[str, str] | None = None
     used: Any = None
     lowered: str = ""
+    settled_key: Key | None = None
 
     @cached_property
     def size_bytes(self) -> int:
@@ -106,6 +109,9 @@ class NotHoldable(Exception):
 def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
     """Traces a step as its program is traced.
 
+    Carried leaves that are weakly typed, as Python scalars are, and come back with a type of their
+    own, are traced with that, as `lax.scan` does: what comes back then finds the same program.
+
     Raises:
         CarryError: the first output does not have the carry's tree, shapes and dtypes.
     """
@@ -119,12 +125,21 @@ def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
     ]
     if any(map(operator.is_not, stand_ins, call.leaves)):
         args, kwargs = call.rebuilt(stand_ins)
+    settled: tuple[int, ...] = ()
     with jaxcompat.tracing_context(request.mesh):
-        staged = jaxcompat.Staged(spec.jitted, spec.fun, spec.options, args, kwargs)
-        if spec.parameters.carry:
+        while True:
+            staged = jaxcompat.Staged(spec.jitted, spec.fun, spec.options, args, kwargs)
+            if not spec.parameters.carry:
+                return staged
             pins = check_carry(spec, request, staged)
-            if request.mesh is not None and not spec.places_outputs:
-                staged.pin_outputs(pins)
+            known, settled = settled, settled_leaves(spec, request, staged.out_avals)
+            if settled == known:
+                break
+            for number in settled:
+                stand_ins[number] = _stand_in(request.leaves[number].settled())
+            args, kwargs = call.rebuilt(stand_ins)
+        if request.mesh is not None and not spec.places_outputs:
+            staged.pin_outputs(pins)
     return staged
 
 

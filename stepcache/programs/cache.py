@@ -7,6 +7,7 @@ that need the same program wait.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import os
@@ -224,8 +225,11 @@ class ProgramCache:
             program = build()
             with self._lock:
                 self._builds += 1
-                evicted, doubted = self._memory.put(key, program, owner.number, weakref.ref(owner))
-                self._evictions += len(evicted)
+                if program.settled_key is not None:
+                    again = dataclasses.replace(program, key=program.settled_key)
+                    evicted += self._put(again.key, again, owner)[0]
+                gone, doubted = self._put(key, program, owner)
+                evicted += gone
         finally:
             with self._lock:
                 del self._building[key]
@@ -235,6 +239,11 @@ class ProgramCache:
             for each in _owners(doubted):
                 each.show_use()
         return program, True
+
+    def _put(self, key: Key, program: Program, owner: Owner) -> tuple[list[Held], Held | None]:
+        evicted, doubted = self._memory.put(key, program, owner.number, weakref.ref(owner))
+        self._evictions += len(evicted)
+        return evicted, doubted
 
     def drop(self, key: Key) -> None:
         """Drops one program, without notifying its owners."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
 from stepcache.calls.host_values import compare_call_values
 from stepcache.calls.key import Key
@@ -96,12 +97,32 @@ class Resolver:
             self._not_compared.add(request.key)
         if resolution.program.level > 1:
             miss = compared(miss, resolution.result)
+        resolution, settled = self._settled(request, resolution)
         if archive is not None and resolution.address is not None:
             self._unsettled[request.key] = (archive, resolution, miss)
-        self._record(build_id, request, resolution, _completed(miss, resolution), own_seconds)
+        miss_known = _completed(miss, resolution, settled)
+        self._record(build_id, request, resolution, miss_known, own_seconds)
         carries = bool(self._spec.parameters.carry)
         scope.check_rules(name, request.shown.paths, carries=carries)
         return resolution.program
+
+    def _settled(self, request: Request, resolution: Resolution) -> tuple[Resolution, str]:
+        """Has a program serve the calls with the carry that it returns, too; and says so."""
+        out_avals = resolution.program.run.out_avals
+        numbers = settled_leaves(self._spec, request, out_avals)
+        if not numbers:
+            return resolution, ""
+        key = request.settled(numbers).key
+        program = dataclasses.replace(resolution.program, settled_key=key)
+        shown = request.shown.paths
+        paths = shown if len(shown) == len(request.leaves) else request.call.paths
+        named = [f"{paths[n].text} ({request.leaves[n]})" for n in numbers[:3]]
+        more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+        said = (
+            f"{', '.join(named)}{more}: weakly typed, as Python's numbers are, and not any more "
+            "when carried on: one program serves both"
+        )
+        return dataclasses.replace(resolution, program=program), said
 
     def _record(
         self,
@@ -244,7 +265,7 @@ def compared(miss: Miss, result: LookupResult) -> Miss:
     return dataclasses.replace(miss, reason="other run", changes=result.changes, since=result.since)
 
 
-def _completed(miss: Miss, resolution: Resolution) -> Miss:
+def _completed(miss: Miss, resolution: Resolution, settled: str) -> Miss:
     """A miss with how it was resolved."""
     program = resolution.program
     remedy = _REMEDIES[program.level]
@@ -253,6 +274,8 @@ def _completed(miss: Miss, resolution: Resolution) -> Miss:
     if program.level < 3:
         remedy += f", in {sum(program.seconds.values()):.2f} s"
     advice = (*miss.advice, *map(_advise_on_capture, program.captured))
+    if settled:
+        advice += (settled,)
     untrackable = resolution.untrackable or resolution.result.untrackable
     return dataclasses.replace(miss, advice=advice, untrackable=untrackable, remedy=remedy)
 

@@ -14,7 +14,7 @@ _numbers = itertools.count(1)
 
 
 def program(size_bytes=1):
-    return SimpleNamespace(size_bytes=size_bytes)
+    return SimpleNamespace(size_bytes=size_bytes, settled_key=None)
 
 
 def never():
