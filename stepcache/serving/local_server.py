@@ -24,13 +24,8 @@ import zmq
 
 from stepcache.errors import VariablesError
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
-from stepcache.serving.local_transport import ADDRESS_FILE
-from stepcache.serving.messages import (
-    MalformedMessageError,
-    Reply,
-    from_plain,
-    to_plain,
-)
+from stepcache.serving.local_transport import ADDRESS_FILE, bytes_of
+from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
 from stepcache.serving.shared_memory import CAN_SHARE, Opened, Place, Pool
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
@@ -132,9 +127,7 @@ class LocalServer:
     def _payload(self, place: Any, frames: list[Any]) -> np.ndarray | None:
         if place is not None:
             return self._opened.open(Place(*place))
-        if len(frames) > 2:
-            return np.frombuffer(frames[2], np.uint8) if len(frames[2]) else np.empty(0, np.uint8)
-        return None
+        return bytes_of(frames[2]) if len(frames) > 2 else None
 
     def _send(self, peer: bytes, number: int, client: str, reply: Reply, blocks: list[Any]) -> None:
         places = [block.place and astuple(block.place) for block in blocks]

@@ -39,7 +39,8 @@ def address(directory: Path) -> dict[str, Any] | None:
     return found if is_whole else None
 
 
-def _bytes_of(frame: Any) -> np.ndarray:
+def bytes_of(frame: Any) -> np.ndarray:
+    """Returns the bytes of a frame, without a copy."""
     return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
 
 
@@ -140,7 +141,7 @@ class LocalTransport:
         inline = iter(frames[1:])
         try:
             blocks = [
-                self._opened.locked(Place(*place)) if place else _bytes_of(next(inline).buffer)
+                self._opened.locked(Place(*place)) if place else bytes_of(next(inline).buffer)
                 for place in places
             ]
         except OSError as error:

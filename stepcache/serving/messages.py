@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -318,14 +318,7 @@ class Refused:
 
 Reply = Joined | Written | Values | Described | Status | Refused
 
-_KINDS: dict[str, type] = {
-    each.__name__: each
-    for each in (
-        *(JoinRequest, WriteRequest, ReadRequest, RowsRequest, DescribeRequest),
-        *(StatusRequest, SnapshotRequest),
-        *(Joined, Written, Values, Described, Status, Refused),
-    )
-}
+_KINDS: dict[str, type] = {each.__name__: each for each in (*get_args(Request), *get_args(Reply))}
 
 
 def to_plain(message: Request | Reply) -> list[Any]:
@@ -347,9 +340,9 @@ def from_plain(data: Any) -> Any:
         kind = _KINDS[name]
         message = kind(**values)
     except (TypeError, ValueError, KeyError):
-        raise MalformedMessageError("it is no message") from None
+        raise MalformedMessageError("the data is no message") from None
     if not plain.fits(message, kind):
-        raise MalformedMessageError(f"a field of {name} is of another type")
+        raise MalformedMessageError(f"a field of {name} has another type")
     return message
 
 
