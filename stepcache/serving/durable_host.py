@@ -105,10 +105,10 @@ class DurableHost:
         self._started = time.monotonic()
         if not was_stopped:
             self.host.waiting_for = {"", *_alive(state)}
-        self._stored = _Saved("snapshots", self._store, stored)
+        self._stored = _StateWriter("snapshots", self._store, stored)
         self._kept = self._stored  # Once a write is in it, clients may forget the write.
         if has_images and CAN_IMAGE:
-            self._kept = _Saved("images", self._images.write, self.host.moment)
+            self._kept = _StateWriter("images", self._images.write, self.host.moment)
         self._kept_bytes = 0  # Bytes of all writes when `_kept` was begun.
         self._changed_time: float | None = None
         self._is_wanted, self._is_keeping_wanted = stored < self.host.moment, False
@@ -203,7 +203,7 @@ class DurableHost:
         if self._to_free:
             self._files.free(*self._to_free.popleft())
 
-    def _begin(self, saved: _Saved) -> None:
+    def _begin(self, saved: _StateWriter) -> None:
         if saved.is_busy:
             return
         saved.begin(self.host.state(on_disk=saved is self._stored))
@@ -229,7 +229,7 @@ class DurableHost:
                 self._to_free.append((tables.held[name], rows))
         self._unmerged = state
 
-    def _end(self, saved: _Saved) -> None:
+    def _end(self, saved: _StateWriter) -> None:
         state, error = saved.end()
         if error is None:
             self.host.is_saved(state)
@@ -275,7 +275,7 @@ class DurableHost:
         os.close(self._lock)
 
 
-class _Saved:
+class _StateWriter:
     """Writes states of the host in a thread, one at a time: its snapshots, or its images.
 
     Args:
