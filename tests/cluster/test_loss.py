@@ -103,7 +103,7 @@ def assert_ended(rank, victim, *, killed=True):
     assert f"RankLostError: rank {victim} of the pod is lost" in rank.output, rank.output
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(("point", "victim"), CASES)
 def test_the_others_say_who_has_gone(together, point, victim):
     check(together((point, victim)), point, victim)

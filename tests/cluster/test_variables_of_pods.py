@@ -95,7 +95,7 @@ with sc.Session(mesh):
         }
 
 
-SAVED = ("replicated", "sharded", "on host", "on host, split")
+SAVED = ("sharded", "on host, split")
 OVER_SAVED = f"""
 with sc.Session(mesh):
     for name in {SAVED!r}:
