@@ -17,6 +17,7 @@ from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
 from stepcache.calls.host_values import compare_call_values
 from stepcache.calls.key import Key
+from stepcache.calls.nnx_modules import warn_of_carried_module
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import RecompileError, RecompileWarning, warn
 from stepcache.events import BuildFailed, Built, Captured, Loaded, Miss, StageStarted, recorder
@@ -74,6 +75,7 @@ class Resolver:
         build_id, name = next(_build_ids), self._spec.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
         miss = self._miss_log.why(request)
+        warn_of_carried_module(self._spec, request.call)
 
         def before_trace(result: LookupResult) -> None:
             if not explicit:
