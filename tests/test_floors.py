@@ -31,6 +31,9 @@ FLOORS = {
     "session": 9,
     "step": 9,
     "cli": 9,
+    "modules": 9,
+    "nnx": 9,
+    "equinox": 9,
     "__init__": 10,
 }
 # Rooms of one floor that must not know each other at all.
@@ -121,11 +124,12 @@ def test_the_test_itself_sees_imports(tmp_path):
 
 
 def test_import_is_light():
-    """Importing stepcache starts no backend: that is the user's moment to choose."""
+    """Importing stepcache starts no backend, and imports no library of modules."""
     import subprocess
 
     code = (
         "import stepcache; from jax._src import xla_bridge; "
-        "assert not xla_bridge.backends_are_initialized()"
+        "assert not xla_bridge.backends_are_initialized(); "
+        "import sys; assert not {'flax', 'equinox'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

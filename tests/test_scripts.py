@@ -155,6 +155,17 @@ def test_a_partitioned_module_of_equinox(tmp_path):
     built_once_then_loaded(script, "make_step")
 
 
+def test_modules_of_nnx_in_place(tmp_path):
+    script = Script("nnx_in_place", tmp_path)
+    built_once_then_loaded(script, "train_step", "eval_step")
+
+
+@pytest.mark.slow
+def test_modules_of_equinox_as_they_are(tmp_path):
+    script = Script("equinox_filter", tmp_path)
+    built_once_then_loaded(script, "make_step")
+
+
 # ---- where steps are defined -----------------------------------------------------------------
 
 

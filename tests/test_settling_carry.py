@@ -1,4 +1,4 @@
-"""Carried numbers and weakly typed arrays: what they become in the second step needs no program."""
+"""A carry whose types or places settle in the first step: the second one needs no new program."""
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +105,15 @@ def test_the_next_process_traces_nothing(start, tmp_path):
         cache.flush()
         assert (step.stats().misses, step.stats().traces) == (1, traces)
         jax.clear_caches()
+
+
+def test_a_carry_that_is_committed_by_what_a_step_reads():
+    step, state = sc.step(train_step, carry="state"), begin()
+    for _ in range(3):
+        state, out = step(state, jax.device_put(X, jax.devices()[2]))
+    assert step.stats().misses == 1
+    assert {leaf.device for leaf in jax.tree.leaves((state, out))} == {jax.devices()[2]}
+    assert all(leaf.committed for leaf in jax.tree.leaves((state, out)))
 
 
 def test_after_the_program_is_dropped():

@@ -9,7 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from stepcache.calls.signature import Call, Leaf, Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
@@ -22,6 +28,9 @@ def place(
     spec: StepSpec, placer: Placer | None, call: Call
 ) -> tuple[tuple[Leaf, ...], tuple[Placed | None, ...], tuple[Sharding | None, ...]]:
     """Places the leaves of a call that are not committed yet.
+
+    Without a mesh, those of a call that has leaves committed to one device go there with them, as
+    JAX has it: then the call has the key of one where all are committed, as what it returns is.
 
     Args:
         spec: the step.
@@ -50,8 +59,20 @@ def place(
                 at = placer.place(path.slashed, leaf.shape, role)
                 placed[index] = at
                 leaves[index] = leaf._replace(shape=at.shape, sharding=at.sharding)
+    elif not any(asked):
+        leaves = _beside_committed(leaves)
     sent = (sharding if isinstance(sharding, Sharding) else None for sharding in asked)
     return tuple(leaves), tuple(placed), tuple(sent)
+
+
+def _beside_committed(leaves: list[Leaf]) -> list[Leaf]:
+    committed = {leaf.sharding for leaf in leaves} - {None}
+    if len(committed) != 1 or not isinstance(at := committed.pop(), SingleDeviceSharding):
+        return leaves
+    return [
+        leaf._replace(sharding=at) if leaf.sharding is None and not leaf.on_host else leaf
+        for leaf in leaves
+    ]
 
 
 def is_elsewhere(

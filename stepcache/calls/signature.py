@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
-from jax.tree_util import keystr
+from jax.tree_util import GetAttrKey, keystr
 
 from stepcache import jaxcompat
 from stepcache.sharding import Role
@@ -213,6 +213,14 @@ class Call:
         base = name.replace("[", "/").rstrip("]")
         slashed = keystr(tuple(rest), simple=True, separator="/")
         return Path(name, name + keystr(tuple(rest)), f"{base}/{slashed}" if rest else base)
+
+
+class AttributePath(GetAttrKey):
+    """The path of an array in a module: `layers/3/kernel` for rules, `.layers[3].kernel` else."""
+
+    def __str__(self) -> str:
+        parts = self.name.split("/") if self.name else []
+        return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
 
 
 class Path(NamedTuple):

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from stepcache import jaxcompat
 from stepcache.calls.signature import (
+    AttributePath,
     Call,
     Leaf,
     Path,
@@ -112,7 +113,34 @@ def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Le
     if old.keys() == new.keys():
         for keys, x, y, why in jaxcompat.tree_differences(before, after):
             path = call.path(keys).text if len(keys) > 1 else "arguments"
-            yield Change("tree", path, shorten(x), shorten(y), why)
+            settings = list(
+                _diff_settings(path, *(_kept_at(tree, keys) for tree in (before, after)))
+            )
+            yield from settings or [Change("tree", path, shorten(x), shorten(y), why)]
+
+
+def _kept_at(tree: Any, keys: Sequence[Any]) -> Any:
+    """What the node of a tree at some of JAX's keys keeps; None where that is not clear."""
+    for key in keys:
+        kind, kept = tree.node_data() or (None, ())
+        index = kept.index(key.key) if kind is dict else getattr(key, "idx", None)
+        if index is None:
+            return None
+        tree = tree.children()[index]
+    data = tree.node_data()
+    return data[1] if data is not None else None
+
+
+def _diff_settings(path: str, before: Any, after: Any):
+    """Where two modules differ beside their arrays, if what stands for them tells."""
+    if not (hasattr(before, "settings") and hasattr(after, "settings")):
+        return
+    old, new = before.settings(), after.settings()
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name):
+            where = path + str(AttributePath(name))
+            was, now = (shorten(each.get(name, "absent")) for each in (old, new))
+            yield Change("tree", where, was, now, "attribute of the module")
 
 
 def diff_holders(before: Sequence[Path], after: Sequence[Path]) -> tuple[Change, ...]:

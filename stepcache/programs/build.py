@@ -22,6 +22,7 @@ from jax.tree_util import keystr
 from stepcache import jaxcompat
 from stepcache.calls.carry import check_carry, settled_leaves
 from stepcache.calls.key import Key
+from stepcache.calls.nnx_modules import checking_modules, passes_modules
 from stepcache.calls.signature import Leaf, short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured
@@ -125,10 +126,14 @@ def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
     ]
     if any(map(operator.is_not, stand_ins, call.leaves)):
         args, kwargs = call.rebuilt(stand_ins)
+    fun, jitted = spec.fun, spec.jitted
+    if passes_modules(call):
+        fun = checking_modules(spec)
+        jitted = jaxcompat.jit(fun, **spec.options)
     settled: tuple[int, ...] = ()
     with jaxcompat.tracing_context(request.mesh):
         while True:
-            staged = jaxcompat.Staged(spec.jitted, spec.fun, spec.options, args, kwargs)
+            staged = jaxcompat.Staged(jitted, fun, spec.options, args, kwargs)
             if not spec.parameters.carry:
                 return staged
             pins = check_carry(spec, request, staged)

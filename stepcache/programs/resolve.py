@@ -17,10 +17,12 @@ from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
 from stepcache.calls.host_values import compare_call_values
 from stepcache.calls.key import Key
+from stepcache.calls.nnx_modules import warn_of_carried_module
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import RecompileError, RecompileWarning, warn
 from stepcache.events import BuildFailed, Built, Captured, Loaded, Miss, StageStarted, recorder
 from stepcache.jaxcompat import storing
+from stepcache.programs import remaking
 from stepcache.programs.archive import Archive, LookupResult, start_name
 from stepcache.programs.background import LATER, WHEN_QUIET, builds, until_ready
 from stepcache.programs.build import Program, Stopwatch
@@ -73,6 +75,7 @@ class Resolver:
         build_id, name = next(_build_ids), self._spec.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
         miss = self._miss_log.why(request)
+        warn_of_carried_module(self._spec, request.call)
 
         def before_trace(result: LookupResult) -> None:
             if not explicit:
@@ -100,7 +103,8 @@ class Resolver:
         resolution, settled = self._settled(request, resolution)
         if archive is not None and resolution.address is not None:
             self._unsettled[request.key] = (archive, resolution, miss)
-        miss_known = _completed(miss, resolution, settled)
+        remade = remaking.advice(self._levels.remade or ()) if miss.number == 1 else ""
+        miss_known = _completed(miss, resolution, remade, settled)
         self._record(build_id, request, resolution, miss_known, own_seconds)
         carries = bool(self._spec.parameters.carry)
         scope.check_rules(name, request.shown.paths, carries=carries)
@@ -265,7 +269,7 @@ def compared(miss: Miss, result: LookupResult) -> Miss:
     return dataclasses.replace(miss, reason="other run", changes=result.changes, since=result.since)
 
 
-def _completed(miss: Miss, resolution: Resolution, settled: str) -> Miss:
+def _completed(miss: Miss, resolution: Resolution, *more_advice: str) -> Miss:
     """A miss with how it was resolved."""
     program = resolution.program
     remedy = _REMEDIES[program.level]
@@ -274,8 +278,7 @@ def _completed(miss: Miss, resolution: Resolution, settled: str) -> Miss:
     if program.level < 3:
         remedy += f", in {sum(program.seconds.values()):.2f} s"
     advice = (*miss.advice, *map(_advise_on_capture, program.captured))
-    if settled:
-        advice += (settled,)
+    advice += tuple(filter(None, more_advice))
     untrackable = resolution.untrackable or resolution.result.untrackable
     return dataclasses.replace(miss, advice=advice, untrackable=untrackable, remedy=remedy)
 

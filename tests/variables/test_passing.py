@@ -405,9 +405,12 @@ def test_a_miss_names_leaves_wherever_variables_stand():
 def test_a_miss_says_that_a_value_of_variables_has_moved():
     step = sc.step(double, carry="state")
     variables = sc.Variables(tree_of(1))
-    for _ in range(2):
-        step(variables, jax.device_put(X, jax.devices()[3]))
-    assert changes(step.last_miss) == [
-        f"state['{name}']: float32[{shape}] uncommitted → float32[{shape}] @ cpu:3 (committed)"
+    for x in (X, jax.device_put(X, jax.devices()[3])):
+        step(variables, x)
+    moved = "uncommitted → float32[{0}] @ cpu:3 (committed)"
+    assert changes(step.last_miss)[:2] == [
+        f"state['{name}']: float32[{shape}] {moved.format(shape)}"
         for name, shape in (("a", "3"), ("b", "2,2"))
     ]
+    step(variables, x)  # What a call returns is where its committed arguments are.
+    assert step.stats().misses == 2

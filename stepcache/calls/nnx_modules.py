@@ -1,0 +1,92 @@
+"""nnx modules that are passed to a plain step, which sees them as trees: what then goes wrong.
+
+A step's function gets copies of the modules in its arguments, as under `jax.jit`. What it does to a
+copy, and does not return, is lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
+
+from stepcache.calls.signature import Call
+from stepcache.calls.step_spec import StepSpec
+from stepcache.errors import StepCacheError, StepCacheWarning, warn
+
+_INSTEAD = "stepcache.nnx.step, in the place of nnx.jit, updates modules in place"
+
+
+def warn_of_carried_module(spec: StepSpec, call: Call) -> None:
+    """Warns of a call that carries an nnx module."""
+    for name in spec.parameters.carry:
+        tree = (dict(zip(call.names, call.args, strict=True)) | call.kwargs).get(name)
+        if _variables(tree):
+            warn(
+                f"{spec.name} carries {name!r}, an nnx module: the one that is passed is left "
+                f"without its arrays, and another one comes back. {_INSTEAD}",
+                StepCacheWarning,
+            )
+
+
+def passes_modules(call: Call) -> bool:
+    """Whether there are nnx variables, as modules hold them, among the arguments of a call."""
+    return bool(_variables((call.args, call.kwargs)))
+
+
+def checking_modules(spec: StepSpec) -> Callable:
+    """A step's function, with a check that no update of a module is lost.
+
+    Raises, when it is called:
+        StepCacheError: a variable of the arguments got a new value, and is not returned.
+    """
+
+    @functools.wraps(spec.fun)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        named = dict(enumerate(args)) | kwargs
+        before = [
+            (key, keys, each, tree_leaves(each))
+            for key, argument in named.items()
+            for keys, each in _variables(argument)
+        ]
+        outputs = spec.fun(*args, **kwargs)
+        returned = {id(each) for _, each in _variables(outputs)}
+        for key, keys, each, old in before:
+            new = tree_leaves(each)
+            same = len(new) == len(old) and all(map(operator.is_, new, old))
+            if not same and id(each) not in returned:
+                name = spec.parameters.name_of(key) if isinstance(key, int) else key
+                raise StepCacheError(
+                    f"{spec.name} gives an nnx variable a new value and does not return it, so "
+                    "that the value is lost: the function of a plain step gets copies of modules",
+                    where=name + keystr(keys),
+                    hint=f"{_INSTEAD}; or return the module",
+                )
+        return outputs
+
+    return checked
+
+
+def _variables(tree: Any) -> list[tuple[tuple, Any]]:
+    """The variables in the modules of a tree, with JAX's keys.
+
+    Those in an `nnx.State` are values: who passes them knows that they have to be returned.
+    """
+    nnx = sys.modules.get("flax.nnx")  # Who has nnx modules has imported it.
+    module, variable = getattr(nnx, "Pytree", None), getattr(nnx, "Variable", None)
+    if module is None or variable is None:
+        return []
+
+    def of_kind(kind: type, tree: Any) -> list[tuple[tuple, Any]]:
+        leaves = tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kind))[0]
+        return [(keys, leaf) for keys, leaf in leaves if isinstance(leaf, kind)]
+
+    return [
+        (outer + inner, each)
+        for outer, found in of_kind(module, tree)
+        for inner, each in of_kind(variable, found)
+    ]

@@ -1,0 +1,238 @@
+"""`step`, in the place of `equinox.filter_jit`: arrays are traced, and everything else is static.
+
+    from stepcache import equinox as seqx
+
+    @seqx.step
+    def make_step(model, opt_state, batch):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+What equinox alone can do is left to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import equinox as eqx
+import jax
+
+from stepcache import jaxcompat
+from stepcache.calls.layers import function_name
+from stepcache.events import Miss, StepStats
+from stepcache.modules.equinox_state import OverTrees, given_back, taken
+from stepcache.report.explanation import Explanation
+from stepcache.step import Step
+from stepcache.step import step as step_over_arrays
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Bound once, so that a program which replaces `filter_jit` cannot make a step call itself.
+_filter_jit: Any = eqx.filter_jit
+_OF_STEP = ("batch", "pad")
+_RAISING = frozenset(("pure_callback", "io_callback"))
+_ARGUMENTS_DONATED = 64
+"""How many of the arguments that `*args` takes are donated at most."""
+
+
+class FilterStep(Generic[P, R]):
+    """A function under `stepcache.equinox.step`: called like the function."""
+
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, fun: Callable[P, R], donate: str, options: dict[str, Any]):
+        of_equinox = {name: value for name, value in options.items() if name not in _OF_STEP}
+        self._by_equinox: Any = _filter_jit(fun, donate=donate, **of_equinox)
+        functools.update_wrapper(self, fun, updated=())
+        self._signature = signature = inspect.signature(fun)
+        self._first: tuple = ()
+        inner, call = fun, None
+        if _has_arrays(fun):
+            self._first, inner, call = (taken(fun),), _without_arrays(fun), _call
+            this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            signature = signature.replace(parameters=[this, *signature.parameters.values()])
+        self._is_quiet = donate.startswith("all")
+        options = {**options, **_donated(donate, self._signature, len(self._first))}
+        self._step: Step = step_over_arrays(OverTrees(inner, signature, call), **options)
+        self._checked: Miss | None = None
+        self._traces, self._may_raise = 0, False
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._may_raise or jaxcompat.is_tracing():
+            return self._by_equinox(*args, **kwargs)
+        try:
+            given, named = self._taken(args, kwargs)
+        except TypeError:  # It says what is wrong, such as a static value without a hash.
+            return self._by_equinox(*args, **kwargs)
+        try:
+            outputs = self._run(given, named)
+            if self._step.last_miss is not self._checked and self._is_new_trace():
+                self._may_raise = _may_raise(self._step.trace(*given, **named).jaxpr)
+                if self._may_raise:
+                    jax.block_until_ready(outputs)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            if "EquinoxRuntimeError" not in str(error):
+                raise
+            return self._by_equinox(*args, **kwargs)  # It says where in the function that was.
+        return given_back(outputs)
+
+    def _is_new_trace(self) -> bool:
+        """Whether the latest program was traced: what was stored never calls back into Python."""
+        before, self._traces = self._traces, self._step.stats().traces
+        self._checked = self._step.last_miss
+        return self._traces > before
+
+    def _run(self, given: tuple, named: dict[str, Any]) -> Any:
+        if not self._is_quiet:
+            return self._step(*given, **named).outputs
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            return self._step(*given, **named).outputs
+
+    def _taken(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if kwargs:
+            bound = self._signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        named = {name: taken(value) for name, value in kwargs.items()} if kwargs else kwargs
+        return (*self._first, *map(taken, args)), named
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else eqx.Partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<stepcache.equinox.step of {function_name(self.__wrapped__)}>"
+
+    # ---- as on filter_jit ----------------------------------------------------------------
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Traces and lowers the function for these arguments, as `filter_jit` does."""
+        return self._by_equinox.lower(*args, **kwargs)
+
+    # ---- as on stepcache.step ------------------------------------------------------------
+
+    def clear_cache(self) -> None:
+        """Drops the step's programs and traces; the next call builds anew."""
+        self._step.clear_cache()
+
+    def warm(self, *args: Any, **kwargs: Any) -> None:
+        """Builds the program for these arguments, if it is not there; runs nothing.
+
+        Args:
+            *args: as in a call.
+            **kwargs: as in a call.
+
+        Raises:
+            PlacementError: the session cannot place an argument as asked.
+        """
+        given, named = self._taken(args, kwargs)
+        self._step.warm(*given, **named)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Says whether a call would hit and why, and where each argument would go. Runs nothing.
+
+        Args:
+            *args: as in a call.
+            **kwargs: as in a call.
+
+        Returns:
+            An `Explanation`, in which arrays have their paths: `model.layers[3].weight`.
+        """
+        given, named = self._taken(args, kwargs)
+        return self._step.explain(*given, **named)
+
+    def stats(self) -> StepStats:
+        """What the step has cost so far. Hits are counted as `StepStats.hits` says."""
+        return self._step.stats()
+
+    @property
+    def last_miss(self) -> Miss | None:
+        """Why the latest program was built; None before the first."""
+        return self._step.last_miss
+
+
+def _call(fun: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    return fun(*args, **kwargs)
+
+
+def _without_arrays(fun: Any) -> Any:
+    """The function in a callable that has arrays in it: a bound method, a module, a partial."""
+    if isinstance(fun, eqx.Partial | functools.partial):
+        return _without_arrays(fun.func) if _has_arrays(fun.func) else fun.func
+    inner = getattr(fun, "__func__", None)
+    return inner if inner is not None else type(fun).__call__
+
+
+def _has_arrays(tree: Any) -> bool:
+    return any(map(eqx.is_array, jax.tree.leaves(tree)))
+
+
+def _donated(donate: str, signature: inspect.Signature, offset: int) -> dict[str, Any]:
+    """The options of `jax.jit` for what `filter_jit` donates; arguments begin at `offset`."""
+    if donate == "none":
+        return {}
+    kinds = [each.kind for each in signature.parameters.values()]
+    count = sum(kind in _BY_POSITION for kind in kinds)
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        count += _ARGUMENTS_DONATED
+    start = offset + 1 if donate.endswith("except-first") else offset
+    return {"donate_argnums": (*range(offset), *range(start, offset + count))}
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _may_raise(jaxpr: Any) -> bool:
+    """Whether a program calls back into Python, as that of `eqx.error_if` does."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name in _RAISING:
+            return True
+        inner = jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        )
+        if any(_may_raise(each) for each in inner if hasattr(each, "eqns")):
+            return True
+    return False
+
+
+@overload
+def step(fun: Callable[P, R], /, **options: Any) -> FilterStep[P, R]: ...
+@overload
+def step(**options: Any) -> Callable[[Callable[P, R]], FilterStep[P, R]]: ...
+def step(fun: Any = None, /, *, donate: str = "none", **options: Any) -> Any:
+    """Compiles a function over equinox modules once per signature, statics and mesh.
+
+    A drop-in for `eqx.filter_jit`: `@step`, `@step(donate=...)` and `step(fun, ...)`. All arrays of
+    JAX and numpy are traced, in the arguments, in modules and in the function itself; everything
+    else is static.
+
+        @seqx.step(donate="all-except-first")
+        def make_step(batch, model, opt_state): ...
+
+    Programs are cached and explained as those of `stepcache.step`: a second start of a script
+    traces nothing, where the modules that are returned have the structure of arguments, and a miss
+    names `model.layers[3].weight`. Unlike `filter_jit`, a call does not wait for its results.
+
+    `filter_jit` itself serves calls inside a transformation, and functions that call back into
+    Python, as `eqx.error_if` does, for it can say where in the function an error came from.
+
+    Args:
+        fun: the function; omitted in `@step(...)`.
+        donate: "all", "all-except-first", "warn", "warn-except-first" or "none".
+        **options: keywords of `filter_jit`, which are those of `jax.jit` but for static arguments,
+            donated ones and shardings; and `batch` and `pad` as of `stepcache.step`.
+
+    Returns:
+        A `FilterStep`.
+
+    Raises:
+        ValueError: as `filter_jit` does.
+    """
+    if fun is None:
+        return functools.partial(step, donate=donate, **options)
+    return FilterStep(fun, donate, options)

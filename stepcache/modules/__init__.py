@@ -1,0 +1,1 @@
+"""Steps that take modules as they are: what `stepcache.nnx` and `stepcache.equinox` are made of."""

@@ -1,0 +1,178 @@
+"""Equinox modules as a program takes them: arrays are traced, and everything else is static."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import is_
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.tree_util import keystr
+
+from stepcache.calls.layers import function_name
+from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
+
+_MODULES = (eqx.Module, eqx.nn.State)
+
+
+def is_module(x: Any) -> bool:
+    """Whether an object is taken as one: a module, or the state of stateful layers."""
+    return isinstance(x, _MODULES)
+
+
+class ModuleStructure:
+    """All of a module but its arrays.
+
+    Attributes:
+        tree: the tree structure.
+        statics: number and value of each leaf that is no array.
+    """
+
+    __slots__ = ("__weakref__", "statics", "tree")
+
+    def __init__(self, tree: Any, statics: tuple[tuple[int, Any], ...]):
+        self.tree, self.statics = tree, statics
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, ModuleStructure):
+            return False
+        return self.tree == other.tree and self.statics == other.statics
+
+    def __hash__(self) -> int:
+        return hash((self.tree, self.statics))
+
+    def __repr__(self) -> str:
+        return f"{self.tree} with {dict(self.statics)}"
+
+    def paths(self) -> list[str]:
+        """The path of each array, in order."""
+        statics = dict(self.statics)
+        return [path for number, path in enumerate(self._all_paths()) if number not in statics]
+
+    def settings(self) -> dict[str, str]:
+        """The leaves that are no arrays, by path."""
+        paths = self._all_paths()
+        return {paths[number]: repr(value) for number, value in self.statics}
+
+    def _all_paths(self) -> list[str]:
+        numbered = self.tree.unflatten(range(self.tree.num_leaves))
+        named = jax.tree_util.tree_flatten_with_path(numbered)[0]
+        return [keystr(keys, simple=True, separator="/") for keys, _ in named]
+
+    def built(self, values: Sequence[Any]) -> Any:
+        """The module."""
+        if not self.statics:
+            return self.tree.unflatten(values)
+        leaves: list[Any] = []
+        start = 0
+        for number, value in self.statics:
+            end = start + number - len(leaves)
+            leaves += values[start:end]
+            leaves.append(value)
+            start = end
+        return self.tree.unflatten(leaves + list(values[start:]))
+
+
+class Fixed:
+    """A static value in the place of an argument or an output."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, about: tuple[type, Any], _: Any = ()):
+        self.value = about[1]
+
+
+jax.tree_util.register_pytree_node(Fixed, lambda x: ((), (type(x.value), x.value)), Fixed)
+
+
+def taken(tree: Any) -> Any:
+    """A tree with `ModuleState` in the place of modules, and `Fixed` in that of static leaves.
+
+    Raises:
+        TypeError: a static leaf has no hash.
+    """
+    if is_module(tree) or eqx.is_array(tree):  # As most arguments: `tree.map` takes some 4 µs.
+        return _take(tree)
+    return jax.tree.map(_take, tree, is_leaf=is_module)
+
+
+def _take(x: Any) -> Any:
+    if eqx.is_array(x):
+        return x
+    if not is_module(x):
+        hash(x)
+        return Fixed((type(x), x))
+    leaves, tree = jax.tree.flatten(x)
+    known = _known.get(tree)
+    if known is None or not known.fits(leaves):
+        known = _Known(leaves, tree)
+        while len(_known) >= _KNOWN_AT_MOST:
+            _known.pop(next(iter(_known)), None)
+        _known[tree] = known
+    return ModuleState(known.structure, list(compress(leaves, known.is_array)))
+
+
+class _Known:
+    """The structure of the latest module with some tree, to be recognized by its leaves."""
+
+    def __init__(self, leaves: list[Any], tree: Any):
+        self.is_array = list(map(eqx.is_array, leaves))
+        self._types = list(map(type, leaves))
+        self._is_static = [not each for each in self.is_array]
+        self._statics = list(compress(leaves, self._is_static))
+        numbers = compress(range(len(leaves)), self._is_static)
+        statics = tuple(zip(numbers, self._statics, strict=True))
+        hash(statics)
+        self.structure = ModuleStructure(tree, statics)
+
+    def fits(self, leaves: list[Any]) -> bool:
+        """Whether other leaves are arrays in the same places, and the same objects elsewhere."""
+        statics = compress(leaves, self._is_static)
+        return list(map(type, leaves)) == self._types and all(map(is_, statics, self._statics))
+
+
+_KNOWN_AT_MOST = 256
+_known: dict[Any, _Known] = {}
+
+
+def given_back(tree: Any) -> Any:
+    """The tree of which `taken` made another one."""
+    if type(tree) is tuple:
+        return tuple(map(given_back, tree))
+    if is_state(tree) or isinstance(tree, jax.Array):
+        return _give(tree)
+    return jax.tree.map(_give, tree, is_leaf=_is_taken)
+
+
+def _is_taken(x: Any) -> bool:
+    return is_state(x) or isinstance(x, Fixed)
+
+
+def _give(x: Any) -> Any:
+    if is_state(x):
+        return x.structure.built(x.values)
+    return x.value if isinstance(x, Fixed) else x
+
+
+class OverTrees(OverModules):
+    """Calls a function on the modules and static values that its arguments stand for.
+
+    Args:
+        fun: the function, without arrays in it.
+        signature: of the arguments.
+        call: calls what the arguments say, where that is not the function.
+    """
+
+    def __init__(self, fun: Any, signature: inspect.Signature, call: Callable | None = None):
+        super().__init__(fun, function_name(fun))
+        self.__signature__, self._call = signature, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Outcome:
+        args, kwargs = given_back((args, kwargs))
+        outputs = (self._call or self.__wrapped__)(*args, **kwargs)
+        return Outcome((), ((), taken(outputs)))

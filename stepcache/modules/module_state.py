@@ -1,0 +1,81 @@
+"""`ModuleState`: a module in the arguments of a program, flat, and what stands beside it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from stepcache.calls.signature import AttributePath
+
+
+class ModuleState:
+    """One module in the place where it was in a call, or is in its outputs.
+
+    Attributes:
+        values: its arrays, in the order of the structure.
+        structure: the rest of it, which can be hashed and compared. Its `paths()` are those of the
+            arrays, in order, such as `layers/3/kernel`, and its `settings()` describe all else.
+    """
+
+    __slots__ = ("structure", "values")
+
+    def __init__(self, structure: Any, values: Any):
+        self.structure, self.values = structure, values
+
+
+def _named(state: ModuleState) -> Iterable[tuple[str, Any]]:
+    return zip(state.structure.paths(), state.values, strict=True)
+
+
+jax.tree_util.register_pytree_with_keys(
+    ModuleState,
+    lambda state: (
+        [(AttributePath(path), value) for path, value in _named(state)],
+        state.structure,
+    ),
+    ModuleState,
+    operator.attrgetter("values", "structure"),
+)
+
+
+def is_state(x: Any) -> bool:
+    """Whether a module's state stands in the place of a module."""
+    return isinstance(x, ModuleState)
+
+
+class Outcome:
+    """What a program over modules returns.
+
+    Attributes:
+        states: the new values of the modules of the arguments.
+        outputs: of the function.
+        about: plain values that say how to give these back.
+    """
+
+    __slots__ = ("about", "outputs", "states")
+
+    def __init__(self, about: tuple, children: Any):
+        self.about = about
+        self.states, self.outputs = children
+
+
+jax.tree_util.register_pytree_node(
+    Outcome, lambda outcome: ((outcome.states, outcome.outputs), outcome.about), Outcome
+)
+
+
+class OverModules:
+    """What a program runs in the place of a function over modules.
+
+    No function, so that whatever asks for code, a file or a signature finds those of the user's.
+    """
+
+    def __init__(self, fun: Any, name: str):
+        self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
+        self.__name__ = self.__qualname__ = name
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)

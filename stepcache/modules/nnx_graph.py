@@ -1,0 +1,248 @@
+"""Modules in nnx's graph mode: what a function does to them is done to the same objects.
+
+The modules of a call are flattened as one graph, so that what is shared is taken once. The function
+gets copies inside the trace. What comes out says, for each object, which one of the call it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx import graphlib
+
+from stepcache.calls.signature import AttributePath
+from stepcache.fingerprint.tokens import ATOMS, atom, digest
+from stepcache.fingerprint.trail import Trail
+from stepcache.fingerprint.values import HANDLERS
+from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
+from stepcache.modules.nnx_variables import is_module, is_reference, set_values
+
+
+class GraphStructure:
+    """All of a module but its arrays, as nnx's graph mode sees it."""
+
+    __slots__ = ("__weakref__", "graphdef")
+
+    def __init__(self, graphdef: graphlib.GraphDef):
+        self.graphdef = graphdef
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, GraphStructure) and self.graphdef == other.graphdef
+
+    def __hash__(self) -> int:
+        return hash(self.graphdef)
+
+    def __repr__(self) -> str:
+        return repr(self.graphdef)
+
+    def paths(self) -> list[str]:
+        """The path of each array, in order."""
+        arrays = graphlib.VariableDef | graphlib.LeafAttr
+        return [_text(path) for path, item in self.items() if isinstance(item, arrays)]
+
+    def settings(self) -> dict[str, str]:
+        """What there is beside arrays: static attributes, and the classes of modules; by path."""
+        found: dict[str, str] = {}
+        for path, item in self.items():
+            if isinstance(item, graphlib.Static) and not str(path[-1]).startswith("_pytree__"):
+                found[_text(path)] = repr(item.value)
+            elif isinstance(item, graphlib.NodeDef | graphlib.VariableDef):
+                found[_text(path)] = repr(item.type)
+            if isinstance(item, graphlib.VariableDef):
+                named = item.metadata.items()
+                found.update((_text((*path, name)), repr(value)) for name, value in named)
+        return found
+
+    def items(self) -> Iterator[tuple[tuple, Any]]:
+        """All nodes of the graph, and the attributes that are no nodes, with their paths."""
+        return _items(iter(self.graphdef.nodes), iter(self.graphdef.attributes), ())
+
+
+def _items(
+    nodes: Iterator[Any], attributes: Iterator[Any], path: tuple
+) -> Iterator[tuple[tuple, Any]]:
+    node = next(nodes)
+    yield path, node
+    for _ in range(node.num_attributes if isinstance(node, graphlib.NodeDef) else 0):
+        key, kind = next(attributes)
+        if isinstance(kind, graphlib.NodeAttr):
+            yield from _items(nodes, attributes, (*path, key))
+        else:
+            yield (*path, key), kind
+
+
+def _text(path: tuple) -> str:
+    return "/".join(map(str, path))
+
+
+def _note_structure(walk: Trail, path: str, structure: GraphStructure) -> None:
+    """Notes what a program depends on in a module: each static value under its own path."""
+    owner, shape = path.removesuffix(f" ({ModuleState.__name__})"), list[str]()
+    for keys, item in structure.items():
+        where = owner + str(AttributePath(_text(keys)))
+        parts: dict[str, Any] = {}
+        if isinstance(item, graphlib.Static):
+            parts[""] = item.value
+        elif isinstance(item, graphlib.VariableDef):
+            shape.append(f"{item.index} {item.outer_index}")
+            parts = {" (class)": item.type, " (reference)": item.array_refdef}
+            parts |= {f".{name}": value for name, value in item.metadata.items()}
+        elif isinstance(item, graphlib.NodeDef):
+            shape.append(f"{item.index} {item.outer_index} {item.num_attributes}")
+            parts = {" (class)": item.type, " (kept)": item.metadata}
+        elif isinstance(item, graphlib.NodeRef):
+            shape.append(f"see {item.index}")
+        elif not isinstance(item, graphlib.LeafAttr):
+            parts[""] = item
+        shape.append(f"{type(item).__name__} {keys!r} {list(parts)}")
+        for name, value in parts.items():
+            if type(value) in ATOMS and name:
+                shape.append(atom(value))
+            else:
+                walk.value(where + name, value)
+    walk.note(f"{owner} (structure)", digest(shape))
+
+
+HANDLERS[GraphStructure] = _note_structure
+
+
+NOTHING_ELSE = (False, False)
+"""`Outcome.about` where values of variables are all that has changed: see `OverGraphs`."""
+
+
+@jax.tree_util.register_static
+class Known(int):
+    """Stands in the outputs for an object of the arguments, by its number among these."""
+
+    __slots__ = ()
+
+
+class GraphCall:
+    """The arguments of a call as its program takes them.
+
+    Attributes:
+        args, kwargs: with `ModuleState` in the place of modules.
+        states: these, in order.
+        objects: the number of each object: modules and variables.
+        variables: those whose values are the arrays of the states, in order.
+    """
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+        self.objects, self.states = graphlib.RefMap(), list[ModuleState]()
+
+        def take(x: Any) -> Any:
+            if not is_module(x):
+                return x
+            about, values = graphlib.flatten(
+                x, ref_index=self.objects, with_paths=False, graph=True
+            )
+            self.states.append(ModuleState(GraphStructure(about), values))
+            return self.states[-1]
+
+        self.args, self.kwargs = jax.tree.map(take, (args, kwargs), is_leaf=is_module)
+        self.variables = [each for each in self.objects if isinstance(each, nnx.Variable)]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a step can serve the call, for there are no references in it."""
+        return not any(map(is_reference, self.objects))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether variables hold all arrays of the modules."""
+        return len(self.variables) == sum(len(state.values) for state in self.states)
+
+    @staticmethod
+    def write(variables: Sequence[nnx.Variable], outcome: Outcome) -> bool:
+        """Gives the variables of flat states their new values, if that is all there is to do."""
+        if outcome.about != NOTHING_ELSE:
+            return False
+        set_values(variables, chain.from_iterable(outcome.states))
+        return True
+
+    @staticmethod
+    def keeps_structure(outcome: Outcome) -> bool:
+        """Whether the modules are as they were, but for the values of variables."""
+        return not outcome.about[0]
+
+    def finish(self, outcome: Outcome) -> Any:
+        """Gives the modules their new states, and returns the outputs with modules in them."""
+        if self.is_flat and self.write(self.variables, outcome):
+            return outcome.outputs
+        is_changed, _ = outcome.about
+        if is_changed:
+            news = [(state.structure.graphdef, state.values) for state in outcome.states]
+        else:
+            same = (state.structure.graphdef.with_same_outer_index() for state in self.states)
+            news = list(zip(same, outcome.states, strict=True))
+        objects = graphlib.IndexMap()
+        for graphdef, values in news:
+            self._build(graphdef, values, objects)
+
+        def close(x: Any) -> Any:
+            if is_state(x):
+                return self._build(x.structure.graphdef, x.values, objects)
+            return objects[int(x)] if isinstance(x, Known) else x
+
+        def is_closed(x: Any) -> bool:
+            return is_state(x) or isinstance(x, Known)
+
+        return jax.tree.map(close, outcome.outputs, is_leaf=is_closed)
+
+    def _build(self, graphdef: graphlib.GraphDef, values: Any, objects: Any) -> Any:
+        """Makes an object, or makes one of the call what a graphdef says, and numbers it."""
+        known = graphlib.IndexMap.from_refmap(self.objects)
+        return graphlib.unflatten(
+            graphdef, list(values), index_ref=objects, outer_index_outer_ref=known
+        )
+
+
+class OverGraphs(OverModules):
+    """Calls a function on the modules that its arguments hold, and returns what they became.
+
+    `Outcome.states` are lists of values; where the function changed more of some module than the
+    values of variables, each is a `ModuleState`, and the first of `Outcome.about` is true. The
+    second says whether there are modules among the outputs.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Outcome:
+        objects, modules, before = graphlib.IndexMap(), [], []
+
+        def open_(x: Any) -> Any:
+            if not is_state(x):
+                return x
+            graphdef = x.structure.graphdef
+            modules.append(graphlib.unflatten(graphdef, list(x.values), index_ref=objects))
+            before.append(graphdef.with_same_outer_index())
+            return modules[-1]
+
+        args, kwargs = jax.tree.map(open_, (args, kwargs), is_leaf=is_state)
+        outputs = self.__wrapped__(*args, **kwargs)
+        numbers, known = graphlib.RefMap(), graphlib.RefMap.from_indexmap(objects)
+        returned: list[Any] = []
+
+        def state_of(module: Any) -> ModuleState:
+            graphdef, values = graphlib.flatten(
+                module, ref_index=numbers, ref_outer_index=known, with_paths=False, graph=True
+            )
+            return ModuleState(GraphStructure(graphdef), values)
+
+        def close(x: Any) -> Any:
+            if not is_module(x):
+                return x
+            state = state_of(x)
+            root = state.structure.graphdef.nodes[0]
+            returned.append(Known(root.index) if isinstance(root, graphlib.NodeRef) else state)
+            return returned[-1]
+
+        states = list(map(state_of, modules))
+        outputs = jax.tree.map(close, outputs, is_leaf=is_module)
+        is_changed = [state.structure.graphdef for state in states] != before
+        news = states if is_changed else [state.values for state in states]
+        return Outcome((is_changed, bool(returned)), (news, outputs))

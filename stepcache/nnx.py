@@ -1,0 +1,262 @@
+"""`step`, in the place of `flax.nnx.jit`: modules go in as they are, and are updated in place.
+
+    from stepcache import nnx as snnx
+
+    @snnx.step
+    def train_step(model, optimizer, metrics, batch):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        metrics.update(loss=loss)
+
+What nnx alone can do is left to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import jax
+from flax import nnx
+from flax.nnx import graphlib
+from flax.nnx.extract import NodeStates
+from flax.nnx.transforms.compilation import JitWrapped, StateSharding
+
+from stepcache import jaxcompat
+from stepcache.calls.layers import function_name
+from stepcache.errors import OptionError
+from stepcache.events import Miss, StepStats
+from stepcache.modules.nnx_graph import GraphCall, OverGraphs
+from stepcache.modules.nnx_plan import CallPlans
+from stepcache.modules.nnx_tree import OverTrees, TreeCall
+from stepcache.report.explanation import Explanation
+from stepcache.step import Step
+from stepcache.step import step as step_over_arrays
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Bound once, so that a program which replaces `nnx.jit` cannot make a step call itself.
+_nnx_jit = nnx.jit
+_KEYWORDS = tuple(inspect.signature(nnx.jit).parameters)[1:]
+_OF_NNX, _OF_STEP = ("graph", "graph_updates"), ("batch", "pad")
+_PLACING = ("in_shardings", "out_shardings")
+
+
+class ModuleStep(Generic[P, R]):
+    """A function under `stepcache.nnx.step`: called like the function, on modules as they are."""
+
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, fun: Callable[P, R], options: dict[str, Any]):
+        of_nnx = {name: value for name, value in options.items() if name not in _OF_STEP}
+        self._by_nnx = _nnx_jit(fun, **of_nnx)  # Judges the options, and raises as it does.
+        functools.update_wrapper(self, fun)
+        of_jax = {name: value for name, value in options.items() if name not in _OF_NNX}
+        self._call_kind: type[GraphCall | TreeCall] | None = None
+        if any(of_jax.get(name) is not None for name in _PLACING):
+            self._step = _put_under(self._by_nnx, of_jax)
+        elif isinstance(self._by_nnx, JitWrapped):
+            self._call_kind = GraphCall
+            self._step = step_over_arrays(OverGraphs(fun, function_name(fun)), **of_jax)
+        elif not self._by_nnx.graph:
+            self._call_kind = TreeCall
+            over = OverTrees(fun, function_name(fun), *_donated(fun, of_jax))
+            self._step = step_over_arrays(over, **of_jax)
+        else:
+            self._step = _put_under(self._by_nnx, of_jax)
+        self._plans = CallPlans()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._is_left_to_nnx():
+            return self._by_nnx(*args, **kwargs)
+        plan = self._plans.find(args, kwargs)
+        if plan is not None:
+            return plan.run(self._step, args, kwargs)
+        call = self._taken(args, kwargs)
+        if not call.is_direct:
+            return self._by_nnx(*args, **kwargs)
+        outcome = self._step(*call.args, **call.kwargs)
+        outputs = call.finish(outcome)
+        if call.keeps_structure(outcome):
+            self._plans.add(args, kwargs, call)
+        return outputs
+
+    def _is_left_to_nnx(self) -> bool:
+        if self._call_kind is None or jaxcompat.is_tracing():
+            return True
+        return graphlib.GRAPH_CONTEXT.tmp_static_cache is not None  # For `nnx.cached_partial`.
+
+    def _taken(self, args: tuple, kwargs: dict[str, Any]) -> GraphCall | TreeCall:
+        if self._call_kind is None:
+            raise OptionError(
+                "this cannot be asked of a step that nnx serves",
+                where=function_name(self.__wrapped__),
+                got="in_shardings, out_shardings, or graph=True with graph_updates=False",
+                hint="a session's Rules place modules by their paths",
+            )
+        return self._call_kind(args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<stepcache.nnx.step of {function_name(self.__wrapped__)}>"
+
+    # ---- as on nnx.jit -------------------------------------------------------------------
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Traces the function for these arguments, as `nnx.jit` does."""
+        return self._by_nnx.trace(*args, **kwargs)
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Traces and lowers the function for these arguments, as `nnx.jit` does."""
+        return self._by_nnx.lower(*args, **kwargs)
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The outputs, with `jax.ShapeDtypeStruct` in the place of arrays."""
+        return self._by_nnx.eval_shape(*args, **kwargs)
+
+    # ---- as on stepcache.step ------------------------------------------------------------
+
+    def clear_cache(self) -> None:
+        """Drops the step's programs and traces; the next call builds anew."""
+        self._plans.clear()
+        self._step.clear_cache()
+
+    def warm(self, *args: Any, **kwargs: Any) -> None:
+        """Builds the program for these arguments, if it is not there; runs and changes nothing.
+
+        Args:
+            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
+            **kwargs: as in a call.
+
+        Raises:
+            PlacementError: the session cannot place an argument as asked.
+            OptionError: the step's options place arguments, so that nnx serves it.
+        """
+        call = self._taken(args, kwargs)
+        self._step.warm(*call.args, **call.kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Says whether a call would hit and why, and where each argument would go. Runs nothing.
+
+        Args:
+            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
+            **kwargs: as in a call.
+
+        Returns:
+            An `Explanation`, in which arrays have their paths: `model.layers[3].kernel`.
+
+        Raises:
+            OptionError: the step's options place arguments, so that nnx serves it.
+        """
+        call = self._taken(args, kwargs)
+        return self._step.explain(*call.args, **call.kwargs)
+
+    def stats(self) -> StepStats:
+        """What the step has cost so far. Hits are counted as `StepStats.hits` says."""
+        return self._step.stats()
+
+    @property
+    def last_miss(self) -> Miss | None:
+        """Why the latest program was built; None before the first."""
+        return self._step.last_miss
+
+
+def _donated(fun: Callable, options: dict[str, Any]) -> tuple[set[int], set[str]]:
+    """The donated arguments, by number and by name: either way, however they are passed."""
+    numbers, names = (
+        set(_several(options.get(name))) for name in ("donate_argnums", "donate_argnames")
+    )
+    for number, name in enumerate(inspect.signature(fun).parameters):
+        if number in numbers or name in names:
+            numbers.add(number)
+            names.add(name)
+    return numbers, names
+
+
+def _several(value: Any) -> tuple:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int | str) else tuple(value)
+
+
+def _put_under(by_nnx: Any, options: dict[str, Any]) -> Step:
+    """Has nnx's wrapper run its function through a step, with the options as nnx converts them."""
+    inner = by_nnx.jitted_fn.__wrapped__
+    if type(by_nnx) is JitWrapped:
+        states = jax.tree.map(_for_parts, by_nnx.in_shardings)
+        options = {
+            **options,
+            "in_shardings": by_nnx.jax_in_shardings,
+            "out_shardings": (states, by_nnx.kwarg_shardings, by_nnx.jax_out_shardings),
+        }
+    else:
+        updates = inner.update_shardings
+        options = {**options, "out_shardings": (options.get("out_shardings"), list(updates))}
+    made: Step = step_over_arrays(inner, **options)
+    vars(by_nnx)["jitted_fn"] = made
+    return made
+
+
+def _for_parts(sharding: Any) -> Any:
+    if not isinstance(sharding, StateSharding):
+        return sharding
+    return NodeStates.from_prefixes(sharding.shardings, metadata=sharding)
+
+
+@overload
+def step(fun: Callable[P, R], /, **options: Any) -> ModuleStep[P, R]: ...
+@overload
+def step(**options: Any) -> Callable[[Callable[P, R]], ModuleStep[P, R]]: ...
+def step(fun: Any = None, /, **options: Any) -> Any:
+    """Compiles a function over nnx modules once per signature and mesh; they are updated in place.
+
+    A drop-in for `nnx.jit`: `@step`, `@step(...)` and `step(fun, ...)` take every keyword of
+    `nnx.jit` with its meaning, and raise its errors. Whatever the function does to modules,
+    optimizers, metrics and `Rngs` is seen outside, and what is shared stays shared.
+
+        @snnx.step
+        def train_step(model, optimizer, batch): ...
+
+        for batch in batches:
+            loss = train_step(model, optimizer, batch)
+
+    Programs are cached and explained as those of `stepcache.step`: a second start of a script
+    traces nothing, and a miss names `model.layers[3].kernel`. A call with the same modules as
+    before costs little more than one of `jax.jit` with their arrays as a list, for nothing but the
+    values of variables is read and written. With `graph=False` likewise.
+
+    nnx itself serves what it alone can, through a step that traces at each start: functions with
+    `in_shardings` or `out_shardings`, and `graph=True` with `graph_updates=False`. It also serves,
+    by `jax.jit`: calls inside a transformation, under `nnx.cached_partial`, and with references.
+
+    Args:
+        fun: the function; omitted in `@step(...)`.
+        **options: keywords of `nnx.jit`, and `batch` and `pad` as of `stepcache.step`.
+
+    Returns:
+        A `ModuleStep`, which has what `nnx.jit` and `stepcache.step` return have.
+
+    Raises:
+        OptionError: `carry`, or an unknown keyword.
+    """
+    if "carry" in options:
+        raise OptionError(
+            "modules are not carried: they are updated in place",
+            where="stepcache.nnx.step",
+            got=f"carry={options['carry']!r}",
+            hint="leave carry away; donate_argnames spares the memory of the old values",
+        )
+    for name in options:
+        if name not in (*_KEYWORDS, *_OF_STEP):
+            raise OptionError(
+                f"stepcache.nnx.step has no keyword {name!r}",
+                expected=f"batch, pad, or a keyword of nnx.jit: {', '.join(_KEYWORDS)}",
+            )
+    if fun is None:
+        return functools.partial(step, **options)
+    return ModuleStep(fun, options)

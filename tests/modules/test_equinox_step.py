@@ -1,0 +1,215 @@
+"""What `eqx.filter_jit` does, done by `stepcache.equinox.step`: cases run under both, and agree."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache import equinox as seqx
+
+BOTH = pytest.mark.parametrize("jit", [eqx.filter_jit, seqx.step])
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+
+
+class Scaled(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array | None
+    activation: object
+    power: int
+    name: str = eqx.field(static=True, default="scaled")
+
+    def __call__(self, x, *, shift=0):
+        return self.activation(self.weight * x**self.power) + shift
+
+    @seqx.step
+    def doubled(self, x):
+        return 2 * self(x)
+
+
+def make(power=1, name="scaled"):
+    return Scaled(jnp.ones(3), None, jax.nn.relu, power, name)
+
+
+def counted(jit, function, **options):
+    """A function under `jit`, and the list of what it was traced with."""
+    traced = []
+
+    @functools.wraps(function)
+    def traced_function(*args, **kwargs):
+        traced.append(args)
+        return function(*args, **kwargs)
+
+    return jit(traced_function, **options), traced
+
+
+@BOTH
+def test_what_is_static(jit):
+    step, traced = counted(jit, lambda model, x, flag=None: (model(x), flag, model.name))
+    for model, flag in [(make(), 1), (make(), 1), (make(2), 1), (make(2), 2), (make(2, "b"), 2)]:
+        out, returned, name = step(model, X, flag)
+        assert np.array_equal(out, model(X))
+        assert (returned, type(returned), name) == (flag, int, model.name)
+    assert len(traced) == 4
+    step(make(), jnp.asarray(X), flag=1)
+    assert len(traced) == 4
+
+
+@BOTH
+def test_outputs_that_are_no_arrays(jit):
+    step = jit(lambda x: {"a": (x, None, 1.5, "text"), "f": jax.nn.relu, "m": make()})
+    out = step(X)
+    assert out["a"][1:] == (None, 1.5, "text") and out["f"] is jax.nn.relu
+    assert isinstance(out["m"], Scaled) and out["m"].power == 1
+    assert jit(lambda: None)() is None
+
+
+@BOTH
+def test_methods_and_modules_that_are_called(jit):
+    model = make(2)
+    shifted = jit(model.__call__)
+    assert np.array_equal(shifted(X, shift=1), model(X) + 1)
+    assert np.array_equal(jit(model)(X), model(X))
+    assert np.array_equal(jit(eqx.Partial(model, shift=2))(X), model(X) + 2)
+    assert np.array_equal(jit(functools.partial(make, 2))().weight, np.ones(3))
+
+
+def test_a_decorated_method():
+    model = make(2)
+    assert np.array_equal(model.doubled(X), 2 * model(X))
+    assert isinstance(Scaled.doubled, seqx.FilterStep)
+    grads = eqx.filter_grad(lambda model: model.doubled(X).sum())(model)
+    assert np.allclose(grads.weight, eqx.filter_grad(lambda m: 2 * m(X).sum())(model).weight)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "donate, gone",
+    [
+        ("none", (False, False)),
+        ("all", (True, True)),
+        ("all-except-first", (False, True)),
+        ("warn-except-first", (False, True)),
+    ],
+)
+def test_donation(jit, donate, gone):
+    step = jit(lambda x, y, *rest: (x + 1, y + 1), donate=donate)
+    x, y = jnp.ones(3), jnp.zeros(3)
+    step(x, y)
+    assert (x.is_deleted(), y.is_deleted()) == gone
+
+
+@pytest.mark.filterwarnings("error")
+@BOTH
+def test_warnings_of_donation(jit):
+    jit(lambda x: x[:2], donate="all")(jnp.ones(3))
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        jit(lambda x: x[:2], donate="warn")(jnp.ones(3))
+
+
+@BOTH
+def test_errors(jit):
+    @jit
+    def positive(x):
+        return eqx.error_if(x, x < 0, "x is negative")
+
+    assert positive(jnp.ones(())) == 1
+    for _ in range(2):
+        with pytest.raises(eqx.EquinoxRuntimeError, match="x is negative"):
+            positive(-jnp.ones(()))
+    with pytest.raises(ValueError, match="Non-hashable static arguments"):
+        jit(lambda x: x)({1, 2})
+    with pytest.raises(ValueError, match="static_argnums"):
+        jit(lambda x: x, static_argnums=0)
+    with pytest.raises(ValueError, match="donate"):
+        jit(lambda x: x, donate="some")
+    with pytest.raises(TypeError):
+        jit(lambda x: x)(1, 2)
+    with pytest.raises(TypeError):
+        jit(lambda x: x)(y=1)
+
+
+@BOTH
+def test_under_other_transformations(jit):
+    step = jit(lambda model, x: model(x).sum())
+    model = make(2)
+    expected = eqx.filter_grad(lambda model: model(X).sum())(model)
+    assert np.allclose(eqx.filter_grad(lambda m: step(m, X))(model).weight, expected.weight)
+    summed = eqx.filter_vmap(step, in_axes=(None, 0))(model, jnp.asarray(X))
+    assert np.allclose(summed.sum(), step(model, X))
+
+
+@BOTH
+def test_the_state_of_layers(jit):
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")
+
+    @jit
+    def call(norm, state, x):
+        return jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+
+    first, new = call(norm, state, X)
+    second, _ = call(norm, new, X + 1)
+    assert not np.array_equal(first, second)
+
+
+@BOTH
+def test_losses_are_equal_to_the_bit(jit):
+    @jit
+    def descend(model, x):
+        loss, grads = eqx.filter_value_and_grad(lambda m: ((jax.vmap(m)(x) - 1) ** 2).mean())(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
+
+    model, losses = eqx.nn.MLP(3, 3, 8, 2, key=jax.random.key(0)), []
+    for _ in range(5):
+        model, loss = descend(model, X)
+        losses.append(float(loss))
+    assert losses == sorted(losses, reverse=True)
+    _LOSSES.setdefault("first", losses)
+    assert losses == _LOSSES["first"]
+
+
+_LOSSES: dict[str, list[float]] = {}
+
+
+def test_numpy_arrays_are_traced():
+    step = seqx.step(lambda x: x + 1)
+    for number in range(3):
+        assert step(np.full(2, number))[0] == number + 1
+    assert step.stats().misses == 1
+
+
+def test_a_miss_names_the_attribute():
+    step = seqx.step(lambda model, x: jax.vmap(model)(x))
+    model, wider = (eqx.nn.MLP(3, 3, width, 1, key=jax.random.key(0)) for width in (4, 5))
+    step(model, X)
+    text = "model.layers[0].weight: float32[4,3] → float32[5,3]"
+    assert text in str(step.explain(wider, X))
+    step(wider, X)
+    assert text in str(step.last_miss)
+    step(eqx.tree_at(lambda m: m.activation, wider, jnp.sin), X)
+    assert "model.activation: <" in str(step.last_miss)
+
+
+def test_warm_and_clear():
+    step = seqx.step(lambda model, x: jax.vmap(model)(x))
+    model = eqx.nn.MLP(3, 3, 4, 1, key=jax.random.key(0))
+    step.warm(model, X)
+    with sc.no_recompile():
+        step(model, X)
+    step.clear_cache()
+    with pytest.raises(sc.RecompileError), sc.no_recompile():
+        step(model, X)
+    assert "dot" in step.lower(model, X).as_text()
+
+
+def test_rules_of_a_session(mesh):
+    rules = sc.Rules([("model/layers/0/weight", jax.P("model"))])
+    step = seqx.step(lambda model, x: (model, jax.vmap(model)(x)), batch="x")
+    model = eqx.nn.MLP(3, 3, 8, 1, key=jax.random.key(0))
+    with sc.Session(mesh=mesh, rules=rules):
+        placed, out = step(model, X)
+    assert placed.layers[0].weight.sharding.spec == jax.P("model")
+    assert np.allclose(out, jax.vmap(model)(X), atol=1e-6)
