@@ -51,6 +51,19 @@ def one_device_mesh():
     return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `--dist loadfile`, one worker runs all files of `tests/serving`: they share one Ray."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "tests/serving" if file.startswith("tests/serving/") else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(tryfirst=True)  # Before items are chosen by `-m`.
 def pytest_collection_modifyitems(config, items):
     """Tests that are `slow`, and cases that a sample leaves out, run where they are asked for."""

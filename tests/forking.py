@@ -33,7 +33,7 @@ IMPORTS = """
     jax jax.numpy jax.experimental.multihost_utils jax.experimental.serialize_executable
     click msgpack platformdirs rich.console rich.live rich.progress rich.spinner rich.table
     rich.tree
-    flax.linen flax.nnx flax.training.train_state optax
+    flax.linen flax.nnx flax.training.train_state optax zmq
 """.split()
 READ_AT_START = ("JAX_", "XLA_", "PYTHON", "LD_", "OMP_", "OPENBLAS_")
 """Prefixes of variables that Python, JAX or their libraries read when they are imported."""
@@ -58,6 +58,13 @@ class Forked:
         while (code := self.poll()) is None:
             time.sleep(POLL_SECONDS)
         return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class _Source:

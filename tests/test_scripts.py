@@ -262,6 +262,7 @@ def test_a_session_that_only_warns(tmp_path):
     assert "misses: 1" in first.output
 
 
+@pytest.mark.slow
 def test_a_session_that_only_has_a_cache(tmp_path):
     """Arrays stay where the user has placed them, and the default directory stays empty."""
     script = Script("session_cache", tmp_path)

@@ -1,1 +1,1 @@
-"""Several processes: pods of `jax.distributed`, and how they agree."""
+"""Pods: the processes of `jax.distributed`, how they agree, and how lost ones are detected."""

@@ -45,7 +45,7 @@ class Round:
         label: what the processes agree on, for messages.
         reason: why this process needs the agreement, in one line; may be empty.
         timeout_seconds: how long the first exchange waits for processes that do not take part.
-            Later ones wait for as long as all processes live.
+            Later exchanges wait for as long as all processes live.
 
     Attributes:
         rank: this process.
@@ -112,7 +112,7 @@ class Round:
     def _merged(self, topic: str, merge: Merge) -> bytes:
         try:
             result = {"merged": merge(self.contributions(topic))}
-        except Exception as error:  # The others must not wait for a result in vain.
+        except Exception as error:  # The other processes wait for a result.
             result = {"failed": f"{type(error).__name__}: {error}"}
         return _packed(result)
 
@@ -131,7 +131,7 @@ class Round:
 
         Args:
             name: the name.
-            due: what to do when that many seconds have passed without a value.
+            due: seconds, and functions to call if that time passes without a value.
         """
         pending = sorted(due, key=lambda each: each[0])
         started = time.monotonic()
@@ -148,7 +148,7 @@ class Round:
         return [rank for rank in self.ranks if rank not in there]
 
     def _give_up(self, topic: str) -> None:
-        """Writes an error as the result; one of the processes that wait does."""
+        """Writes an error as the result. Only the first process that calls this does."""
         place = f"{self._name}/{topic}"
         if self._service.put(f"{place}/given up", b"1") and (late := self._missing(topic)):
             result = {"late": late, "by": self.rank, "reason": self._reason}
@@ -166,7 +166,7 @@ class Round:
 
     @contextlib.contextmanager
     def _losses_raised(self) -> Iterator[None]:
-        """Raises `RankLostError` where a lost process is why the service fails."""
+        """Raises `RankLostError` if the service fails because a process is lost."""
         self._watch.loss.raise_if_known()
         try:
             yield
@@ -186,12 +186,12 @@ class Round:
         why = f"; rank {by} needs a new program: {reason}" if reason else ""
         if self.rank in late:
             return AgreementError(
-                f"rank {self.rank}, this process, came too late to agree on {self._label}: the "
-                f"other ranks had given up{why}",
+                f"rank {self.rank}, this process, came too late to the agreement on {self._label}: "
+                f"the other ranks had given up{why}",
                 sides=(tuple(late),),
             )
         return AgreementError(
-            f"{readable_ranks(late)} did not come to agree on {self._label} within "
+            f"{readable_ranks(late)} did not take part in the agreement on {self._label} within "
             f"{self._timeout_seconds:.0f} s{why}",
             sides=(tuple(late),),
             expected=f"a call that needs a new program, on {readable_ranks(self.ranks)}",

@@ -45,9 +45,9 @@ class Channel:
             self._service.delete(f"{place}/")
 
     def send(self, name: str, data: bytes, receivers: int) -> None:
-        """Sends data to that many processes; of what is sent under a name, the first counts.
+        """Sends data to this many processes. Only the first data sent under a name counts.
 
-        Each receiver must call `receive`: data that relays pass on is sent when all have.
+        Each receiver must call `receive`, as `send` waits until relays have passed the data on.
         """
         place = f"{self._place}/{name}/{self._rank}"
         chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)] or [b""]
@@ -72,7 +72,7 @@ class Channel:
         return b"".join([self._wait(f"{place}/{number}") for number in range(count)])
 
     def _relayed(self, data: bytes, receivers: int) -> dict[str, Any] | None:
-        """Starts a relay; returns what receivers need to know of it, None if it cannot start."""
+        """Starts a relay; returns what receivers need to use it, or None if it cannot start."""
         token = secrets.token_bytes(32)
         try:
             relay = Relay(own_host(coordinator_address()), token, data, complete=True)
@@ -89,8 +89,8 @@ class Channel:
         }
 
     def _fetched(self, place: str, sender: int, source: dict[str, Any]) -> bytes | None:
-        """Fetches data from a relay; None if that fails, so that the sender has to send chunks."""
-        number = self._service.add(f"{place}/joined")  # Early receivers are near the root.
+        """Fetches data from a relay; returns None if that fails: then the sender sends chunks."""
+        number = self._service.add(f"{place}/joined")  # Position in the tree of relays.
         data = None
         try:
             data = self._by_relay(f"{place}/at", number, source)
@@ -110,7 +110,7 @@ class Channel:
         if parent := parent_of(number):
             address = plain.unpack(self._wait(f"{places}/{parent}"))
         if address is None:
-            raise ConnectionError("the process that should pass it on cannot listen")
+            raise ConnectionError("the relay before this one cannot listen")
         relay.fetch(tuple(address), self._watch.loss.raise_if_known)
         if hashlib.sha256(data).digest() != source["digest"]:
             raise ConnectionError("the data that arrived has another digest")

@@ -45,7 +45,7 @@ HANG_SECONDS = 60.0
 OnHang = Literal["warn", "error"]
 
 _LOOK_SECONDS = 1.0
-_STILL_SECONDS = 4.0  # A thread that has not moved for that long seems to wait for others.
+_STILL_SECONDS = 4.0  # A thread that has not moved for this long may wait for other processes.
 _ASK_AGAIN_SECONDS = 20.0
 _ERROR_LENGTH = 120
 _PROBES, _PROBE_SECONDS = 10, 0.01
@@ -67,8 +67,8 @@ class Watch:
     Attributes:
         rank: this process.
         service: as given.
-        loss: of a process, once it is known.
-        given_up: by rank, why a process has given up waiting for others.
+        loss: records the loss of a process.
+        given_up: the errors of processes that have given up waiting for others, by rank.
         rounds: lock and counter of the agreement rounds, by mesh.
     """
 
@@ -108,7 +108,7 @@ class Watch:
                 made = cls._made = cls(service)
             return made
 
-    # ---- in the threads that use it --------------------------------------------------------------
+    # ---- called by other threads -----------------------------------------------------------------
 
     def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float, on_hang: OnHang) -> None:
         """Notes that this thread enters a session, and watches its movement from now on.
@@ -116,8 +116,8 @@ class Watch:
         Args:
             mesh: names the processes of the session's mesh.
             ranks: these processes.
-            hang_seconds: how long the thread may wait; infinite for any time.
-            on_hang: what happens then.
+            hang_seconds: how long the thread may stand still; may be infinite.
+            on_hang: whether a longer wait is logged, or an error of all processes.
         """
         self._movement = Movement(threading.get_ident())
         number, _ = self._sessions.pop(mesh, (0, ""))
@@ -152,7 +152,7 @@ class Watch:
 
         Args:
             text: the line.
-            gives_up: this process raises it, because it has given up waiting.
+            gives_up: the line is an error of this process, which has given up waiting.
         """
         if not self.loss.known.is_set():
             self._append("log", text=text, gives_up=gives_up)
@@ -169,7 +169,7 @@ class Watch:
             if not _OF_TRANSPORT.search(str(error)):
                 return
             self._events.inbox.put(("suspicion", first_line(error)))
-            for _ in range(_PROBES):  # Its port closes a little later than its connections.
+            for _ in range(_PROBES):  # Rank 0's port closes a little later than its connections.
                 if self.rank and coordination.coordinator_refuses():
                     self.lose_service(first_line(error))
                 if self.loss.known.wait(_PROBE_SECONDS):
@@ -193,7 +193,7 @@ class Watch:
         while not self._events.over and self._events.append(kind, **more) is None:
             time.sleep(0.01)
 
-    # ---- the thread that watches -----------------------------------------------------------------
+    # ---- the watching thread ---------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._closed:
@@ -210,7 +210,7 @@ class Watch:
                 if self._is_shut_down():
                     return
                 self.lose_service(first_line(error))
-            except Exception:  # The thread must go on: nobody else would notice a loss.
+            except Exception:  # The thread must go on, as it alone detects losses.
                 if not self._has_failed:
                     _log.exception("the detection of lost processes failed once, and goes on")
                 self._has_failed = True
@@ -219,7 +219,7 @@ class Watch:
     def _watch_coordinator(self) -> None:
         """Logs the loss of rank 0 before JAX's abort, which has begun, ends this process."""
         if coordination.wait_until_coordinator_ends(self._is_shut_down):
-            with quick_switching():  # Of Python's own 5 ms for each turn JAX would wait for none.
+            with quick_switching():  # JAX's abort does not wait for the 5 ms of a thread switch.
                 self.lose_service(ENDED)
 
     def _is_shut_down(self) -> bool:
@@ -308,7 +308,7 @@ class Watch:
         return Row(movement.where, movement.still_seconds, call, self._ended, self._sessions)
 
     def _inquire(self, why: str, of_transport: bool = False) -> bool:
-        """Finds out which ranks are lost, and announces it. False if that must be tried again.
+        """Determines and announces which ranks are lost; returns False if it must be tried again.
 
         Args:
             why: why this process asks.
@@ -348,7 +348,7 @@ class Watch:
         if (found := self._events.call_roll(self._row())) is None:
             return
         rows, silent = found
-        if silent:  # A second time, to be certain.
+        if silent:  # Call a second time, to be certain.
             if (found := self._events.call_roll(self._row())) is None:
                 return
             silent = {rank: why for rank, why in found[1].items() if rank in silent}

@@ -1,4 +1,4 @@
-"""Finds out where the threads of a pod's processes are and how long they have not moved."""
+"""Determines where the threads of a pod's processes are, and for how long they have not moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import jax
 
 from stepcache.units import readable_ranks
 
-_IDLE_SECONDS = 0.0002  # A thread that only waits uses less CPU time between two looks.
+_IDLE_SECONDS = 0.0002  # CPU time between two looks below which a thread only waits.
 _EXPRESSION_LENGTH = 50
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OF_JAX = tuple(os.path.dirname(os.path.abspath(jax.__file__)) + end for end in (os.sep, "lib"))

@@ -126,7 +126,7 @@ def launch(
         StepCacheError: there is no such script, or the port is in use.
     """
     if not module and not Path(target).is_file():
-        found = "is a directory" if Path(target).is_dir() else "there is none"
+        found = "a directory" if Path(target).is_dir() else "no such file"
         raise StepCacheError("There is no script to launch", where=target, got=found)
     port = _free_port(port)
     environments = [rank_environment(rank, ranks, port, devices) for rank in range(ranks)]
@@ -186,8 +186,8 @@ def _free_port(asked: int | None) -> int:
         try:
             probe.bind(("127.0.0.1", asked or 0))
         except OSError as error:
-            what = f"Port {asked} cannot be had for the coordinator: {error.strerror}"
-            raise StepCacheError(what, hint="leave it out: any free port will do") from error
+            what = f"Port {asked} cannot be used for the coordinator: {error.strerror}"
+            raise StepCacheError(what, hint="leave --port out, to use any free port") from error
         return probe.getsockname()[1]
 
 
@@ -246,8 +246,8 @@ class _Run:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()
         self._failures: list[Event] = []
-        self._asked = 0  # The first signal that asked the launch to end.
-        self._is_ending = False  # From then on ranks do not fail, but are ended.
+        self._asked = 0  # The first signal that asked the launch to end; 0 for none.
+        self._is_ending = False  # The launcher ends the ranks: their exit codes are no failures.
         self._due: deque[tuple[float, signal.Signals]] = deque()  # Signals, and when to send them.
 
     def ask(self, number: int) -> None:
@@ -285,7 +285,7 @@ class _Run:
                 self._events.put(Event("raised", int(rank), int(code)))
 
     def _wait_for(self, rank: int) -> None:
-        """Waits for a rank, and does not reap it: no other process may get its group's number."""
+        """Waits for a rank without reaping it: its process group must keep its number."""
         process = self._processes[rank]
         if hasattr(os, "waitid"):
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -354,9 +354,9 @@ class _Run:
         self._output.join(_DRAIN_SECONDS)
 
     def verdict(self) -> int:
-        """Says last of all which rank failed first; returns the exit code of the launch.
+        """Writes which rank failed first, as the last line; returns the exit code of the launch.
 
-        A rank that was killed comes first: others may report its loss sooner.
+        A rank that was killed counts as the first, as others may have reported its loss before.
         """
         if self._failures:
             first = next((each for each in self._failures if each.was_killed), self._failures[0])

@@ -1,4 +1,4 @@
-"""`Loss`: a lost process of the pod, once it is known, and how this process ends after that."""
+"""`Loss`: records the loss of a process of the pod, raises it, and ends a stuck process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from stepcache.errors import RankLostError
 from stepcache.jaxcompat.coordination import Service, Unreachable, call_in_thread
 from stepcache.units import readable_ranks
 
-_RAISE_SECONDS = 3.0  # For a main thread that waits for a device to raise a known loss.
-_LEAVE_SECONDS = 30.0  # For one that has raised it, and waits again, to end.
+_RAISE_SECONDS = 3.0  # How long the main thread may wait for a device before it raises a loss.
+_LEAVE_SECONDS = 30.0  # How long it may wait for a device after it has raised the loss.
 _LAST_ONE_SECONDS = 8.0
 _END_CALLS_SECONDS = 2.0
 _NO_ANSWER = b"no answer: a process is lost"
@@ -27,12 +27,12 @@ _log = logging.getLogger("stepcache")
 
 
 class Loss:
-    """The loss of processes of the pod. Nothing is lost at first; only the first loss counts.
+    """The loss of processes of the pod. Only the first loss is recorded.
 
     Args:
         rank: this process.
         service: JAX's coordination service.
-        events: of the pod.
+        events: events of the pod.
 
     Attributes:
         known: set once a process is lost.
@@ -47,7 +47,7 @@ class Loss:
         self._abandoned: dict[Future[bytes], str] = {}  # Calls in progress, and their names.
 
     def raise_if_known(self, cause: BaseException | None = None) -> None:
-        """Raises the loss, if there is one.
+        """Raises the error of the loss, if a process is lost.
 
         Raises:
             RankLostError: a process is lost.
@@ -77,7 +77,7 @@ class Loss:
             raise
 
     def note(self, ranks: Sequence[int], why: str, report: str = "", *, log: bool = True) -> None:
-        """Makes a loss known; logs it."""
+        """Records and logs a loss, unless one is recorded."""
         with self._noting:
             if self.known.is_set():
                 return
@@ -107,7 +107,7 @@ class Loss:
         limit = _LEAVE_SECONDS if self._raised else _RAISE_SECONDS
         if not movement.waits_for_device or still < limit:
             return
-        threading.Timer(2 * _LAST_ONE_SECONDS, os._exit, (1,)).start()  # If a stream blocks.
+        threading.Timer(2 * _LAST_ONE_SECONDS, os._exit, (1,)).start()  # In case a stream blocks.
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             name = f"{RankLostError.__module__}.{RankLostError.__qualname__}"
@@ -119,7 +119,7 @@ class Loss:
         os._exit(1)
 
     def end_calls(self) -> None:
-        """Ends abandoned calls: no thread may return from one while Python shuts down."""
+        """Ends abandoned calls, as no thread may return from one while Python shuts down."""
         if self._events.over:  # All ranks know of the loss and read no other values.
             for call, name in self._abandoned.items():
                 if not call.done():

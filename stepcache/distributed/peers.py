@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The processes of a mesh: makes them agree, and raises where one of them is lost.
+    """The processes of a mesh: makes agreement rounds, and raises if one of them is lost.
 
     Args:
         ranks: the processes, in order.
@@ -48,7 +48,7 @@ class Peers:
         Args:
             label: what the processes agree on, for messages.
             reason: why this process needs a new program, in one line.
-            patient: wait for the others for as long as they live.
+            patient: wait without a time limit while all processes live.
         """
         watch = self._watch
         seconds = float("inf") if patient else self.agree_seconds
@@ -67,7 +67,7 @@ class Peers:
                 watch.service.delete(f"{self._name}/{number - 1}/")  # All processes have left it.
 
     def gather(self, label: str, payload: bytes = b"") -> dict[int, bytes]:
-        """Waits for all processes, and returns what each of them contributes, by rank.
+        """Waits for all processes; returns the contribution of each, by rank.
 
         Raises:
             RankLostError: a process was lost.
@@ -76,7 +76,7 @@ class Peers:
             return current.gather("gathered", payload)
 
     def guarded(self, work: Callable[[], T]) -> T:
-        """Does work that waits for the other processes.
+        """Calls a function that waits for the other processes.
 
         Raises:
             RankLostError: a process was lost.
@@ -109,9 +109,9 @@ class Peers:
 
     @contextlib.contextmanager
     def _given_up_raised(self) -> Iterator[None]:
-        """Raises `AgreementError` where the lost processes had given up waiting for this one.
+        """Raises `AgreementError` if the lost processes had given up waiting for this one.
 
-        This one was in another call then, which ends only when they do.
+        This process was in another call meanwhile, which failed when they ended.
         """
         try:
             yield
@@ -126,7 +126,7 @@ class Peers:
 
 
 def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> Peers | None:
-    """Returns these processes; None for a single one, or where JAX has no coordination service.
+    """Returns the `Peers` of these processes; None for a single one, or without `jax.distributed`.
 
     Args:
         ranks: the processes, in order.

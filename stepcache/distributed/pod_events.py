@@ -19,7 +19,7 @@ from stepcache.storage import plain
 ANSWER_SECONDS = 5.0
 """How long a process may take to answer a roll call."""
 ENDED = "its process has ended"
-_END_SECONDS = 2.0  # How long a process takes to end that has left the pod.
+_END_SECONDS = 2.0  # How long a process may take to end after it has left the pod.
 _HEARTBEAT_SECONDS = 60.0
 _EVENTS, _PROCESSES, _ROLL, _LEFT = (
     f"stepcache/{name}" for name in ("events", "processes", "roll", "left")
@@ -72,7 +72,7 @@ class PodEvents:
         self._handled = max(self._handled, number + 1)
 
     def append(self, kind: str, **more: Any) -> int | None:
-        """Appends an event and returns its number; None if there is one to be handled before."""
+        """Appends an event and returns its number; None if another event is to be handled first."""
         number = self._received if kind == "lost" else self._handled
         event = plain.pack({"kind": kind, "by": self._rank, **more})
         return number if self._service.put(f"{_EVENTS}/{number}", event) else None
@@ -102,7 +102,7 @@ class PodEvents:
         self._service.put(f"{_ROLL}/{number}/{self._rank}", plain.pack(row.packed()))
 
     def call_roll(self, row: Row) -> tuple[dict[int, Row], dict[int, str]] | None:
-        """Asks all ranks where they are. None if another event is to be handled before.
+        """Asks all ranks where they are; returns None if another event is to be handled first.
 
         Args:
             row: where this process is.
@@ -125,7 +125,7 @@ class PodEvents:
             }
             if all(why == ENDED for why in silent.values()) or time.monotonic() > deadline:
                 return rows, silent
-            if self._received > number + 1:  # It may be the loss itself.
+            if self._received > number + 1:  # That event may be the loss.
                 return None
             pause *= 2  # All answers are read each time.
             time.sleep(max(0.0, min(pause, deadline - time.monotonic())))

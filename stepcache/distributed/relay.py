@@ -28,13 +28,13 @@ def parent_of(number: int) -> int:
 
 
 class Relay:
-    """Sends data to all that know the token.
+    """Sends data to every process that knows the token.
 
     Args:
-        host: the address at which others reach this process.
-        token: authenticates them.
-        data: the data; a receiver passes a buffer that `fetch` fills.
-        complete: whether the data is there already.
+        host: address of this machine for the receivers.
+        token: authenticates the receivers.
+        data: the data, or a buffer that `fetch` fills.
+        complete: whether `data` is complete already.
 
     Attributes:
         address: host and port.
@@ -56,7 +56,7 @@ class Relay:
         threading.Thread(target=self._accept, name="stepcache relay", daemon=True).start()
 
     def close(self) -> None:
-        """Stops to send."""
+        """Stops sending."""
         with self._moved:
             self._closed = True
             self._moved.notify_all()
@@ -91,7 +91,7 @@ class Relay:
 
         Args:
             address: of that relay.
-            check: raises if waiting is pointless.
+            check: raises if the data cannot arrive any more.
 
         Raises:
             OSError: the data does not arrive.

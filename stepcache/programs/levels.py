@@ -22,6 +22,7 @@ from stepcache.programs.archive import NEVER_STORED, Archive, LookupResult
 from stepcache.programs.build import Program, build
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.recorded_trace import RecordedTrace
+from stepcache.programs.remaking import captured_numbers
 from stepcache.programs.resolution import Lowered, MissedCall, Resolution, Sharing
 from stepcache.storage.dependency_record import Address, Publication, Traced, Used
 
@@ -36,10 +37,15 @@ class Levels:
     Args:
         spec: the step.
         number: of the step, unique in this process.
+
+    Attributes:
+        remade: the captured numbers that tell it from the step made before from its function; None
+            before its first call.
     """
 
     def __init__(self, spec: StepSpec, number: int):
         self._spec, self._number = spec, number
+        self.remade: tuple[Change, ...] | None = None
         self._lock = threading.Lock()
         self._recording = Recording()
         self._dependencies: dict[str, str] = {}
@@ -54,6 +60,8 @@ class Levels:
             call.before_trace(result)
             program, _ = build(self._spec, call.request, call.stopwatch)
             return Resolution(program, result)
+        if self.remade is None:
+            self.remade = captured_numbers(lookup.address.label, lookup.base.dependencies)
         if archive is not None:
             with call.stopwatch.stage("read"):
                 result = archive.look_up(lookup)

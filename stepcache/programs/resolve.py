@@ -22,6 +22,7 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import RecompileError, RecompileWarning, warn
 from stepcache.events import BuildFailed, Built, Captured, Loaded, Miss, StageStarted, recorder
 from stepcache.jaxcompat import storing
+from stepcache.programs import remaking
 from stepcache.programs.archive import Archive, LookupResult, start_name
 from stepcache.programs.background import LATER, WHEN_QUIET, builds, until_ready
 from stepcache.programs.build import Program, Stopwatch
@@ -102,7 +103,8 @@ class Resolver:
         resolution, settled = self._settled(request, resolution)
         if archive is not None and resolution.address is not None:
             self._unsettled[request.key] = (archive, resolution, miss)
-        miss_known = _completed(miss, resolution, settled)
+        remade = remaking.advice(self._levels.remade or ()) if miss.number == 1 else ""
+        miss_known = _completed(miss, resolution, remade, settled)
         self._record(build_id, request, resolution, miss_known, own_seconds)
         carries = bool(self._spec.parameters.carry)
         scope.check_rules(name, request.shown.paths, carries=carries)
@@ -267,7 +269,7 @@ def compared(miss: Miss, result: LookupResult) -> Miss:
     return dataclasses.replace(miss, reason="other run", changes=result.changes, since=result.since)
 
 
-def _completed(miss: Miss, resolution: Resolution, settled: str) -> Miss:
+def _completed(miss: Miss, resolution: Resolution, *more_advice: str) -> Miss:
     """A miss with how it was resolved."""
     program = resolution.program
     remedy = _REMEDIES[program.level]
@@ -276,8 +278,7 @@ def _completed(miss: Miss, resolution: Resolution, settled: str) -> Miss:
     if program.level < 3:
         remedy += f", in {sum(program.seconds.values()):.2f} s"
     advice = (*miss.advice, *map(_advise_on_capture, program.captured))
-    if settled:
-        advice += (settled,)
+    advice += tuple(filter(None, more_advice))
     untrackable = resolution.untrackable or resolution.result.untrackable
     return dataclasses.replace(miss, advice=advice, untrackable=untrackable, remedy=remedy)
 

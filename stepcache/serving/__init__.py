@@ -1,1 +1,1 @@
-"""How another process holds variables: one state machine, and engines that carry its messages."""
+"""Variables that another process holds: a client, a host, and engines that connect them."""

@@ -1,7 +1,8 @@
 """`Client`: numbers the writes of one process, and repeats those that the host may have lost.
 
-A write is kept until a snapshot or an image of the host has it. Whoever joins a host that was
-started again sends, in order, what that host does not have; the host does each write once.
+The client keeps each write until a snapshot or an image of the host holds it. When the host has
+restarted, the client joins it again, and repeats in order the writes that the host lacks. The host
+applies each write once.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from stepcache.units import readable_bytes
 
 _TRANSIENT = ("epoch", "gap", "recovering")
 _ADDING, _LAST_MOMENT = ("add", "apply", "rows"), 1 << 62
-_KEPT_SECONDS = 0.5  # How often a client that has written looks whether the host has begun anew.
+_KEPT_SECONDS = 0.5  # How often a client that has written checks whether the host has restarted.
 
 T = TypeVar("T")
 
@@ -51,14 +52,14 @@ _log = logging.getLogger("stepcache")
 
 
 class Client:
-    """The client of one host. Thread-safe: one request is under way at a time.
+    """The client of one host. Thread-safe: it makes one request at a time.
 
     Args:
         connect: makes the transport of a client, given its name.
-        where: the address, for errors.
+        where: address of the host, for errors.
         timeout: how long a request may take in seconds, a restart of the host included.
-        max_unsaved_bytes: bound on the writes that are kept. One that needs more waits.
-        keeps: whether a thread looks after a host that begins anew; without it, `keep` does.
+        max_unsaved_bytes: bound on the writes that are kept. A write beyond it waits.
+        keeps: call `keep` in a thread; otherwise the caller must.
     """
 
     def __init__(
@@ -94,18 +95,19 @@ class Client:
         wire: str = "",
         on_kept: Callable[[], None] = lambda: None,
     ) -> Version:
-        """Has a write done exactly once.
+        """Writes exactly once.
 
         Args:
             name, mode, base, types, rule, wire: as in `WriteRequest`.
-            layout: of the block that is sent.
+            layout: layout of the block that is sent.
             leaves: the leaves in it. They are copied.
-            on_kept: called when the write is done, or will be, as this client keeps it.
+            on_kept: called once the host has applied the write, or this client keeps it to repeat
+                it.
 
         Raises:
-            VariablesError: the host refused it.
-            ServerLostError: it did not answer in time. The write will be done if this process
-                makes another request, and may have been done already.
+            VariablesError: the host refused the write.
+            ServerLostError: the host did not answer in time. It gets the write with the next
+                request of this client, if it has not got it already.
         """
         with self._lock:
             deadline = time.monotonic() + self._timeout
@@ -131,10 +133,10 @@ class Client:
             raise refusal(reply, name)
 
     def create(self, name: str, mode: str, *what: Any, **more: Any) -> Version:
-        """Has variables or a table made, unless they are there, as `write` does.
+        """Creates variables or a table, unless they exist; the arguments are those of `write`.
 
-        It returns when a snapshot or an image has them: others write to them then, and it takes
-        more than the end of this process and of the host to lose them.
+        Returns once a snapshot or an image holds them. Other processes may write to them then, and
+        no crash of this process and of the host can lose them.
         """
         deadline = time.monotonic() + self._timeout
         while True:
@@ -143,7 +145,7 @@ class Client:
                 return version
 
     def is_saved_at_last(self, name: str, deadline: float | None = None) -> bool:
-        """Waits until a snapshot or an image has variables; False if they are gone by then."""
+        """Waits until a snapshot or an image holds variables; False if the host has lost them."""
         deadline = deadline or time.monotonic() + self._timeout
         while (found := self.describe(name)) is not None:
             if found.is_saved:
@@ -154,7 +156,7 @@ class Client:
         return False
 
     def _send(self, sent: Sent, deadline: float) -> Any:
-        """The reply to a write that has not been confirmed."""
+        """Sends a write until the host confirms or refuses it; returns the reply."""
         while True:
             if sent.request.epoch != self._epoch:
                 sent.request = replace(sent.request, epoch=self._epoch)
@@ -170,7 +172,7 @@ class Client:
                 self._transport.pause()
 
     def _settle(self, deadline: float) -> None:
-        """Joins the host, and sends what it had not confirmed in time."""
+        """Joins the host if that was not done, and sends the last write if it is not confirmed."""
         if self._epoch is None:
             self._join(deadline)
         if self._unsaved and (sent := self._unsaved[-1]).stamp is None:
@@ -179,7 +181,7 @@ class Client:
                 self._give_up(sent, reply)
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
-        """Waits until so much is in a snapshot or an image that another write may be kept."""
+        """Waits until snapshots or images hold so many writes that another one may be kept."""
         while self._unsaved and self._unsaved.size_bytes + size_bytes > self._max_unsaved_bytes:
             self._request(SnapshotRequest(on_disk=False), None, deadline)
             self._join(deadline)
@@ -187,11 +189,11 @@ class Client:
                 self._transport.pause()
 
     def _join(self, deadline: float) -> None:
-        """Joins the host as it is now, and sends again what it has confirmed and does not have."""
+        """Joins the host, and repeats the writes that it had confirmed and has lost."""
         while True:
             joined = self._say_joined(deadline)
             if joined.lost:
-                text = "%s was started from an older snapshot: %d writes of this process are lost"
+                text = "%s has restarted from an older snapshot: %d writes of this process are lost"
                 _log.error(text, self.where, joined.lost)
             if not self._repeat(joined, deadline):
                 continue
@@ -209,13 +211,13 @@ class Client:
         return joined
 
     def _repeat(self, joined: Joined, deadline: float) -> bool:
-        """Sends what the host does not have. Returns False if it has been started again."""
+        """Repeats the writes that the host lacks. Returns False if it must be joined again."""
         for sent in self._unsaved:
             if sent.request.sequence <= joined.applied:
                 continue
             if sent.stamp is None and sent.request.mode not in _ADDING:
-                break  # It was not confirmed: it is a new write, once all have joined.
-            # It is done again whatever others have written: somebody may have seen it.
+                break  # It was not confirmed: `_settle` sends it once all clients have joined.
+            # Without a base: it must be repeated even after writes of others, who may have read it.
             stamp = sent.stamp or (sent.request.epoch, _LAST_MOMENT)
             request = replace(sent.request, epoch=joined.epoch, base=0, stamp=stamp)
             reply = self._request(request, sent.block, deadline).message
@@ -223,7 +225,7 @@ class Client:
                 return False
             if isinstance(reply, Refused):
                 self._give_up(sent, reply)
-                return False  # Those after it have other numbers now.
+                return False  # The writes after it have other numbers now.
         return True
 
     def _give_up(self, sent: Sent, refused: Any) -> None:
@@ -241,21 +243,18 @@ class Client:
         values: bool = True,
         wires: Sequence[str] = (),
     ) -> tuple[list[Version], dict[str, np.ndarray]]:
-        """Looks at variables, as they are at one moment, after all writes of this client.
+        """Reads variables as of one moment, after all writes of this client.
 
         Args:
-            names: of the variables.
-            known: the token of the version that the caller has of each; 0 for none.
-            values: whether to get the values of other versions.
-            wires: as in `ReadRequest`.
+            names, known, values, wires: as in `ReadRequest`.
 
         Returns:
-            The versions, and the blocks of those that the caller lacks. A block never changes: the
-            host keeps it until nothing here refers to the array.
+            The versions, and the blocks of those that the caller lacks, by name. A block does not
+            change while an array refers to it.
 
         Raises:
-            VariablesError: the host does not have them.
-            ServerLostError: it did not answer in time.
+            VariablesError: the host does not have the variables.
+            ServerLostError: the host did not answer in time.
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
@@ -268,11 +267,11 @@ class Client:
         return versions, blocks
 
     def rows(self, name: str, asked: np.ndarray, epoch: int = -1) -> tuple[Version, np.ndarray]:
-        """Rows of a table, after all writes of this client.
+        """Reads rows of a table, after all writes of this client.
 
         Args:
             name, epoch: as in `RowsRequest`.
-            asked: its block, as numbers.
+            asked: the block of the request, as int64.
 
         Returns:
             The version of the table, and the block of the rows.
@@ -287,7 +286,7 @@ class Client:
     def _read(
         self, message: Request, block: Block | None, deadline: float, where: str
     ) -> tuple[Values, list[np.ndarray]]:
-        """The reply to a read, of a host that has all writes of this client, and its blocks."""
+        """Reads once the host has all writes of this client; returns the reply and its blocks."""
         while True:
             self._settle(deadline)
             received = self._request(message, block, deadline)
@@ -302,7 +301,7 @@ class Client:
                 self._transport.pause()
 
     def describe(self, name: str) -> Described | None:
-        """What some variables are; None if the host does not have them."""
+        """Asks for types and version of some variables; None if the host does not have them."""
         with self._lock:
             deadline = time.monotonic() + self._timeout
             if self._epoch is None:
@@ -313,7 +312,7 @@ class Client:
         return self._expected(reply, Described, name)
 
     def status(self) -> Status:
-        """What the host holds, and what it has done."""
+        """Asks for contents and counters of the host."""
         with self._lock:
             reply = self._request(StatusRequest(), None, time.monotonic() + self._timeout).message
         return self._expected(reply, Status)
@@ -324,10 +323,10 @@ class Client:
         return reply
 
     def flush(self) -> None:
-        """Waits until a snapshot on the disk has all writes of this client.
+        """Waits until a snapshot on disk holds all writes of this client.
 
         Raises:
-            ServerLostError: there was none in time.
+            ServerLostError: there was no snapshot in time.
         """
         deadline = time.monotonic() + self._timeout
         wanted: float | None = None
@@ -337,7 +336,7 @@ class Client:
                 reply = self._request(SnapshotRequest(on_disk=True), None, deadline).message
                 status = self._expected(reply, Status)
                 if status.epoch != self._epoch:
-                    wanted = None  # Moments of the host have begun anew.
+                    wanted = None  # The host has restarted, perhaps from an earlier moment.
                 elif wanted is None:
                     wanted = status.counts["writes"]
                 self._is_flushed = wanted is not None and status.stored >= wanted
@@ -347,13 +346,13 @@ class Client:
                 if not self._is_flushed:
                     self._transport.pause()
 
-    # ---- a host that begins anew ---------------------------------------------------------------
+    # ---- restarts of the host ------------------------------------------------------------------
 
     def keep(self, timeout: float = _KEPT_SECONDS) -> bool:
-        """Joins the host, which may have begun anew, and forgets what a snapshot has.
+        """Joins the host if it has restarted, and drops the writes that a snapshot holds.
 
         Returns:
-            Whether there may be more to do later.
+            False once the client is closed.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -383,11 +382,11 @@ class Client:
         return ServerLostError(
             f"the host of the variables has not answered in {self._timeout:g} s{kept}",
             where=self.where,
-            hint="start it again with `stepcache serve`: what no snapshot has is sent again",
+            hint="start it again with `stepcache serve`: writes that no snapshot has are repeated",
         )
 
     def close(self) -> None:
-        """Ends the connection. What no snapshot has is not sent again."""
+        """Closes the connection. Writes that no snapshot holds are not repeated."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True

@@ -1,4 +1,4 @@
-"""`Coding`: how values lie in the blocks that are sent, and `ErrorFeedback` for updates."""
+"""`Coding`: how values are coded in the blocks that are sent. `ErrorFeedback`: for updates."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from stepcache.serving.messages import DTYPES, BlockLayout, LeafType, MalformedM
 from stepcache.variables.policy import WIRES
 from stepcache.variables.wire import BLOCK, coded_arrays, codes, decode, encode
 
-_CHUNK = 256 * BLOCK  # Of values: numpy's intermediate arrays stay in the processor's cache.
+_CHUNK = 256 * BLOCK  # Numbers coded at a time: numpy's temporary arrays fit in the CPU's cache.
 
 
 class CodedLeaf:
-    """How one leaf lies in a coded block: as it is, or as the arrays that its wire codes it as.
+    """How one leaf is coded: as several arrays, or not at all.
 
     Attributes:
-        shape, dtype: of the leaf.
-        wire: of this leaf; None if it is sent as it is.
+        shape, dtype: shape and dtype of the leaf.
+        wire: wire of this leaf; None if it is not coded.
         arrays: shape and dtype of each array in the block.
     """
 
@@ -37,11 +37,11 @@ class CodedLeaf:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its arrays."""
+        """Total size of its arrays."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays)
 
     def encode(self, value: np.ndarray) -> list[np.ndarray]:
-        """Its arrays, by numpy."""
+        """Codes a value with numpy."""
         if self.wire is None:
             return [value]
         flat = value.reshape(-1)
@@ -52,7 +52,7 @@ class CodedLeaf:
         return [np.concatenate(each) for each in zip(*chunks, strict=True)]
 
     def decode(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Its value, by numpy."""
+        """Decodes a value with numpy."""
         if self.wire is None:
             return arrays[0]
         return decode(self.wire, arrays, self.shape, self.dtype, xp=np)
@@ -62,14 +62,14 @@ class Coding:
     """How a value is coded in the block that is sent.
 
     Args:
-        types: of its leaves.
+        types: types of its leaves.
         wire: as in `Read` and `Write`; None or "" for none.
 
     Attributes:
         wire: as given, or None.
-        leaves: how each lies in the block.
-        layout: of the block.
-        size_bytes: of what is in the block.
+        leaves: coding of each leaf.
+        layout: layout of the block.
+        size_bytes: size of the arrays in the block, without padding.
 
     Raises:
         MalformedMessageError: there is no such wire.
@@ -89,27 +89,26 @@ class Coding:
         self.size_bytes = sum(leaf.size_bytes for leaf in self.leaves)
 
     def of_leaves(self, arrays: Sequence[Any]) -> list[Sequence[Any]]:
-        """The arrays of a block, by leaf."""
+        """Groups the arrays of a block by leaf."""
         rest = iter(arrays)
         return [[next(rest) for _ in leaf.arrays] for leaf in self.leaves]
 
     def encode(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The arrays of a block, by numpy."""
+        """Codes leaves with numpy; returns the arrays of the block."""
         rows = zip(self.leaves, leaves, strict=True)
         return [array for leaf, value in rows for array in leaf.encode(value)]
 
     def decode(self, data: np.ndarray) -> list[np.ndarray]:
-        """The leaves in a block of bytes, by numpy. Those that are not coded are views."""
+        """Decodes the leaves of a block with numpy. Leaves that are not coded are views."""
         rows = zip(self.leaves, self.of_leaves(self.layout.views(data)), strict=True)
         return [leaf.decode(arrays) for leaf, arrays in rows]
 
 
 class ErrorFeedback:
-    """Codes the updates of one process, and adds what rounding left out of one to the next.
+    """Codes the updates of one process, and adds the rounding error of each to the next one.
 
-    So the sum of what was sent is the sum of the updates, but for what is left out of the last one.
-    What is left out is kept beside the updates: in float32 on the devices, or in memory of the host
-    for updates of numpy arrays.
+    So the sum of the coded updates is the sum of the updates, up to the last rounding error. The
+    error is kept in float32, on the devices, or in host memory for updates of numpy arrays.
 
     The idea is that of 1-bit SGD (Seide et al., Interspeech 2014). Karimireddy et al. (ICML 2019)
     show that SGD with it converges as fast as without rounding.
@@ -121,7 +120,7 @@ class ErrorFeedback:
         self._left: list[Any] = [np.zeros(size, np.float32) for size in sizes]
 
     def encode(self, leaves: Sequence[Any]) -> tuple[list[np.ndarray], list[Any]]:
-        """The arrays of an update's block, and what is left out: for `keep`, if they are sent."""
+        """Codes an update. Returns the arrays of its block, and the rounding errors for `keep`."""
         arrays, left = [], []
         for leaf, value, before in zip(self.coding.leaves, leaves, self._left, strict=True):
             if leaf.wire is None:
@@ -138,11 +137,11 @@ class ErrorFeedback:
         return arrays, left
 
     def keep(self, left: list[Any]) -> None:
-        """Adds to the next update what was left out of one that is sent."""
+        """Stores the rounding errors of an update that is sent, to add them to the next one."""
         self._left = left
 
     def host_bytes(self, leaves: Sequence[Any]) -> int:
-        """Bytes of an update that cross from the devices to the host."""
+        """Returns how many bytes of an update are moved from the devices to the host."""
         return sum(
             leaf.size_bytes if leaf.wire else value.nbytes
             for leaf, value in zip(self.coding.leaves, leaves, strict=True)
@@ -151,7 +150,7 @@ class ErrorFeedback:
 
 
 def _coded(wire: str, dtype: Any, update: Any, left: Any, xp: Any) -> tuple[tuple[Any, ...], Any]:
-    """An update and what was left out before, coded as a leaf of a type, and what is left out."""
+    """Codes an update plus an earlier rounding error; returns its arrays and the new error."""
     wide = dtype if dtype.itemsize > 4 else np.dtype(np.float32)
     wanted = update.astype(dtype).astype(wide).reshape(-1) + left
     coded = encode(wire, wanted, xp=xp)

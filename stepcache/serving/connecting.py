@@ -1,4 +1,4 @@
-"""`connect`: the way to variables that another process holds. Engines are imported when used."""
+"""`connect`: connects to variables that another process holds. Engines are imported when used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 << 30) -> Connection:
-    """Connects to a host of variables that several processes use.
+    """Connects to a host of variables, which several processes share.
 
         with sc.connect("local:runs/server") as server:  # stepcache serve --variables runs/server
             params = server.variables("params", init(), write=sc.Write(mode="add"))
@@ -23,24 +23,25 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
                 params.push(step(params, batch))
 
     Args:
-        address: `local:DIRECTORY`, of a server on this machine; or `ray:NAME`, of an actor in the
-            Ray cluster that this process is connected to. If it is to none, it connects to the one
-            of this machine, or of `RAY_ADDRESS`, or starts one.
+        address: `local:DIRECTORY` for a server on this machine, or `ray:NAME` for an actor in the
+            Ray cluster of this process. A process without one connects to the cluster of this
+            machine or of `RAY_ADDRESS`, or starts one.
         timeout: how long a request may take in seconds, a restart of the server included.
-        max_unsaved_bytes: bound on the writes that this process keeps for each host, to send them
-            again, because no snapshot or image has them. A write beyond it waits for one.
+        max_unsaved_bytes: bound on the writes that this process keeps for each host, to repeat them
+            after a crash, until a snapshot or an image holds them. A write beyond it waits.
 
-    Where several hosts share one set (`stepcache serve --hosts`), the address leads to all of them.
+    If several hosts share the variables (`stepcache serve --hosts`), the address leads to all of
+    them.
 
     Returns:
-        A connection; a context manager. Nothing is sent before variables are asked for.
+        A connection; a context manager. It sends nothing before variables are opened.
 
     Raises:
         OptionError: the address names no engine, or a bound is not positive.
         VariablesError: Ray is not installed, or its cluster cannot be reached.
 
-    This is a parameter server (Li et al., OSDI 2014) that states what is cached where, and does
-    each write exactly once, whichever side is killed and started again.
+    This is a parameter server (Li et al., OSDI 2014) that shows what is cached where, and applies
+    each write exactly once, even if processes are killed and restarted.
     """
     from stepcache.serving.client import Client
     from stepcache.serving.connection import Connection

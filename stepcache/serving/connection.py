@@ -47,7 +47,7 @@ class Connection:
 
     def __init__(self, address: str, hosts: Hosts):
         self.address, self.hosts = address, hosts
-        self._summing: list[Variables | Table] = []  # What has sums to write at the end.
+        self._summing: list[Variables | Table] = []  # They add updates up (`every=k`).
         self._read_ahead = ReadAhead(hosts)
 
     def variables(
@@ -59,27 +59,28 @@ class Connection:
         read: Read = Read(cache="device"),
         write: Write = Write(),
     ) -> Variables:
-        """Variables that the host holds; made there of `tree` if it has none of this name.
+        """Opens variables that the host holds; creates them from `tree` if they do not exist.
 
             params = connection.variables("params", init(), write=sc.Write(mode="add"))
 
-        A step that gets them reads the newest version, and moves it only if it is new. A step that
-        carries them assigns what it returns, and raises if another process has written meanwhile;
-        where several write, they `push`.
+        A step that takes them reads the newest version, and moves it only if it is new. A step that
+        carries them assigns its result, and raises if another process has written meanwhile; where
+        several processes write, they must `push`.
 
         Args:
-            name: of the variables, the same in all processes.
-            tree: a pytree of arrays: the value, if the host has none yet; else only its structure,
+            name: name of the variables, the same in all processes.
+            tree: a pytree of arrays: the initial value. If the variables exist, only its structure,
                 shapes and dtypes count.
-            placement: where the copies that steps read are: `Replicated()` or `Sharded(rules)`.
-            read: which copies may serve a step. By default the copy on the devices serves while its
-                version is the newest, which costs a message of a few bytes a call to find out.
-                `max_staleness` and `max_age` save that too.
-            write: what `push` does. An optimizer is sent as a program, and runs on the host's CPU.
+            placement: placement of the copies that steps read: `Replicated()` or `Sharded(rules)`.
+            read: which copies a step may read. By default it reads the copy on the devices while
+                that is the newest version; to find out costs a message of a few bytes for each
+                call. `max_staleness` and `max_age` save that too.
+            write: what `push` does. An optimizer is exported as a program, and runs on the host's
+                CPU.
 
         Raises:
-            VariablesError: the host has other variables of this name, or a leaf is no array that
-                can be sent; or the optimizer cannot be sent.
+            VariablesError: variables of this name exist with other leaves; or a leaf or the
+                optimizer cannot be sent.
             OptionError: a policy has an option without effect here.
             ServerLostError: the host did not answer in time.
         """
@@ -115,30 +116,31 @@ class Connection:
         cache_rows: int = CACHE_ROWS,
         every: int = 1,
     ) -> Table:
-        """A table of rows that the host holds; made there if it has none of this name.
+        """Opens a table of rows that the host holds; creates it if it does not exist.
 
             users = connection.table("users", 1_000_000, (64,), stddev=0.01,
                                      optimizer=sc.RowOptimizer("adagrad", 0.1))
 
         Args:
-            name: of the table, the same in all processes.
-            rows: how many.
-            shape, dtype: of one row.
-            stddev, seed: the rows begin as normal noise of this deviation, which takes room on the
-                host's disk; as zeros, which take none until they are updated, if it is 0.
-            optimizer: what `Table.push` does with the rows of an update.
-            read: which copies of rows may serve a lookup. By default there are none. With
-                `cache="device"`, copies of the rows looked up last are kept on the device, and a
-                row that nobody has updated is not sent again. `max_staleness` is a number of
-                lookups, and `max_age` of seconds, for which a copy of a row serves without asking.
-            cache_rows: how many rows that are at most. A lookup of more does not use them.
-            every: how many updates are added up in this process before they are sent as one, each
-                row once. `Table.flush` sends fewer.
+            name: name of the table, the same in all processes.
+            rows: number of rows.
+            shape, dtype: shape and dtype of one row.
+            stddev, seed: the initial rows are normal noise of this standard deviation, which takes
+                space on the host's disk; with 0 they are zeros, which take none until they are
+                updated.
+            optimizer: how `Table.push` applies an update to its rows.
+            read: which copies of rows a lookup may use. By default none are kept. With
+                `cache="device"`, copies of the rows looked up last are kept on the device, and only
+                rows that were updated since are sent again. A copy serves for `max_staleness`
+                lookups, or for `max_age` seconds, without asking the host.
+            cache_rows: maximal number of these copies. A lookup of more rows does not use them.
+            every: how many updates this process adds up before it sends them as one, each row once.
+                `Table.flush` sends fewer.
 
         Raises:
-            OptionError: `read` has an option without effect here, or `cache_rows` or `every` is not
-                positive, or "assign" is to be added up.
-            VariablesError: the host has another table of this name, or there can be no such table.
+            OptionError: `read` has an option without effect here; `cache_rows` or `every` is not
+                positive; or `every` is above 1 and the optimizer is "assign".
+            VariablesError: another table of this name exists, or there can be no such table.
             ServerLostError: the host did not answer in time.
         """
         check_not_tracing("a table cannot be made", name)
@@ -158,68 +160,69 @@ class Connection:
         return table
 
     def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
-        """Asks for the versions of several variables, and fetches what is needed.
+        """Asks for the versions of several variables in one request, and fetches values.
 
-        What one host has is of one moment. If copies of all of them may serve for which that is so,
-        nothing is asked.
+        The values of one host are of one moment. Nothing is asked if copies of one moment may serve
+        all readers.
 
         Args:
-            readers: the masters, and who reads them.
+            readers: the masters, each with its reader.
             values: whether to fetch the values that the readers lack.
 
         Raises:
             VariablesError: the host refuses this read, or one in the background for this call.
-            ServerLostError: it did not answer in time.
+            ServerLostError: the host did not answer in time.
         """
-        jobs = [master.taken_job() for master, _ in readers]
+        jobs = [master.take_job() for master, _ in readers]
         for (master, _), job in zip(readers, jobs, strict=True):
             if job is not None and (arrival := self._read_ahead.finish(job, master)) is not None:
                 master.arrived(arrival)
-        asked = [master.question(reader) for master, reader in readers]
-        names, known, kept = zip(*asked, strict=True)
+        names, known, kept = zip(
+            *(master.lookup(reader) for master, reader in readers), strict=True
+        )
         if all(kept) and _are_of_one_moment(kept):
             for master, _ in readers:
-                master.answered(None, None)
+                master.receive(None, None)
             return
         wires = [master.wire for master, _ in readers]
         versions, leaves = self.hosts.read(names, known, values=values, wires=wires)
         for (master, _), *row in zip(readers, versions, leaves, strict=True):
-            master.answered(*row)
+            master.receive(*row)
 
     def read_ahead(self, readers: Sequence[tuple[Any, Reader]]) -> None:
-        """Reads in the background what the next call of these readers could not have without it."""
+        """Reads in the background the values for which no copy may serve the next call."""
         ahead = [(master, reader) for master, reader in readers if master.reads_ahead(reader)]
         if not ahead:
             return
         masters = [master for master, _ in ahead]
-        names, known, _ = zip(*(master.question(reader) for master, reader in ahead), strict=True)
+        names, known, _ = zip(*(master.lookup(reader) for master, reader in ahead), strict=True)
         job = self._read_ahead.start(masters, names, known)
         for master in masters:
             master.started(job)
 
     def status(self, host: int = 0) -> Status:
-        """What a host holds, and what it has done; `Status.hosts` says how many there are."""
+        """Returns contents and counters of a host. `Status.hosts` is the number of hosts."""
         return self.hosts.clients[host].status()
 
     def flush(self) -> None:
-        """Waits until snapshots have all that this process has pushed.
+        """Waits until snapshots on disk hold all updates that this process has pushed.
 
-        That includes what `Write(every=...)` has added up so far.
+        Sends the sums of `every=k` first.
 
         Raises:
-            ServerLostError: there was none in time.
+            ServerLostError: there was no snapshot in time.
         """
         self._write_sums()
         self.hosts.flush()
 
     def close(self) -> None:
-        """Writes what `Write(every=...)` has added up so far, and ends the connection.
+        """Sends the sums of `every=k`, and closes the connection.
 
-        What no snapshot has is not sent again if the host is lost.
+        Writes that no snapshot holds are not repeated if the host is lost later.
 
         Raises:
             VariablesError: the host refuses a sum.
-            ServerLostError: it did not answer in time. The connection is ended all the same.
+            ServerLostError: the host did not answer in time. The connection is closed all the same.
         """
         try:
             self._write_sums()
@@ -236,7 +239,7 @@ class Connection:
     def __exit__(self, kind: type | None, *_: Any) -> None:
         if kind is None:
             self.close()
-        else:  # Sums of an iteration that failed are not written.
+        else:  # Sums of a failed iteration are not sent.
             self.hosts.close()
 
     def __repr__(self) -> str:
@@ -244,7 +247,7 @@ class Connection:
 
 
 def _are_of_one_moment(versions: Iterable[Versions]) -> bool:
-    """Whether the parts of versions on each host were the newest ones at one moment."""
+    """Returns whether, on each host, the versions were the newest at the same moment."""
     rows = [row for version in versions for row in version.items()]
     moments = {(host, part.epoch, part.moment) for host, part in rows}
     return len(moments) == len({host for host, _ in rows})

@@ -1,10 +1,10 @@
-"""`DurableHost`: a host of variables and its directory: epochs, snapshots, recovery after a crash.
+"""`DurableHost`: a host with a directory: epochs, snapshots, images, and recovery after a crash.
 
-What every engine needs, and no transport. An engine hands requests to `handle`, and calls `tend`
-every few hundredths of a second.
+All engines share it. An engine passes requests to `handle`, and calls `tend` every `TEND_SECONDS`.
 
-Clients keep what they have written until it would outlive the host's process: until a snapshot has
-it, or, where the host is always started on the same machine, an image (see `images`).
+Clients keep their writes until these survive a crash of the host: until a snapshot holds them or,
+    if
+the host always restarts on the same machine, an image (see `images`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from stepcache.storage.load_markers import Process
 from stepcache.units import counted
 
 TEND_SECONDS = 0.05
-_KEPT_BYTES = 512 << 20  # After so much written, clients are told to keep less.
-_CHANGED_BYTES = 512 << 20  # Memory of rows that a snapshot gives back.
-_GIVEN_BACK_ROWS = 1024  # Between two requests: it takes a call of the kernel for each page.
+_KEPT_BYTES = 512 << 20  # After so many bytes of writes, an image lets clients forget them.
+_CHANGED_BYTES = 512 << 20  # A snapshot frees this much memory of changed rows.
+_FREED_ROWS = 1024  # Between two requests: each page takes a call of the kernel.
 _TIMED_REQUESTS = 4096
 _RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS = 1.5, 5.0
 
@@ -46,25 +46,25 @@ class DurableHost:
     """Holds the variables of one directory. Not thread-safe.
 
     Args:
-        directory: where snapshots are kept. One process at a time has it.
-        allocate: gives a block of so many bytes.
-        snapshot_seconds: a snapshot is written so long after a write, unless one has been.
-        snapshot_writes: and after so many writes.
-        hosts: how many share one set of variables; of this directory the same at each start.
-        recovery_seconds: how long all clients wait after a crash for those that no snapshot knows.
-        has_images: whether images are written. The host must be started again on this machine.
+        directory: of the snapshots. It is locked for this process.
+        allocate: makes a block of this many bytes.
+        snapshot_seconds: a write is in a snapshot after this time at the latest.
+        snapshot_writes: a snapshot is also written after this many writes.
+        hosts: how many hosts share the variables; the same at each start.
+        recovery_seconds: after a crash, how long to wait for clients that no snapshot knows.
+        has_images: write images too. The host must always restart on this machine.
 
     Attributes:
-        directory: absolute.
+        directory: absolute path.
         hosts: as given.
         host: the state machine.
-        counts: what has been done, by name.
-        seconds: how long the last requests took.
+        counts: counters of requests, snapshots and bytes, by name.
+        seconds: durations of the last requests.
 
     Raises:
-        VariablesError: another process serves this directory, or its snapshots cannot be read; or
-            they belong to a set of another number of hosts.
-        CacheDirectoryError: others can write to the directory.
+        VariablesError: another process serves this directory; its snapshots cannot be read; or they
+            belong to another number of hosts.
+        CacheDirectoryError: other users can write to the directory.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DurableHost:
             stored = self._unmerged.moment if self._unmerged else 0
             state = self._newer(self._unmerged, allocate)
             if state is not self._unmerged:
-                self._unmerged = None  # The next snapshot has all that is not in the files.
+                self._unmerged = None  # The next snapshot holds all rows that are not in the files.
             epoch, was_stopped = host_directory.next_epoch(self.directory)
             self.host = Host(epoch, allocate, ExportedRule, self._files, state)
             self._files.remove_others({each.key for each in self.host.tables.held.values()})
@@ -105,23 +105,23 @@ class DurableHost:
         self._started = time.monotonic()
         if not was_stopped:
             self.host.waiting_for = {"", *_alive(state)}
-        self._stored = _Saved("snapshots", self._store, stored)
-        self._kept = self._stored  # What lets clients forget.
+        self._stored = _StateWriter("snapshots", self._store, stored)
+        self._kept = self._stored  # Once a write is in it, clients may forget the write.
         if has_images and CAN_IMAGE:
-            self._kept = _Saved("images", self._images.write, self.host.moment)
-        self._kept_bytes = 0  # Of the writes when it was begun.
+            self._kept = _StateWriter("images", self._images.write, self.host.moment)
+        self._kept_bytes = 0  # Bytes of all writes when `_kept` was begun.
         self._changed_time: float | None = None
         self._is_wanted, self._is_keeping_wanted = stored < self.host.moment, False
-        self._given_back: collections.deque[tuple[HeldTable, np.ndarray]] = collections.deque()
+        self._to_free: collections.deque[tuple[HeldTable, np.ndarray]] = collections.deque()
         self.counts: collections.Counter[str] = collections.Counter()
         self.seconds: collections.deque[float] = collections.deque(maxlen=_TIMED_REQUESTS)
 
     def _newer(self, state: HostState | None, allocate: Callable[[int], Block]) -> HostState | None:
-        """What an image has, if that is more than a snapshot has."""
+        """Returns the state of an image if it is newer than the snapshot's, else the snapshot's."""
         image = self._images.newest(allocate) if CAN_IMAGE else None
         if image is not None and image.moment > (state.moment if state else self._files.moment):
             return image
-        self._images.remove()  # From now on the host may do other writes than an image has.
+        self._images.remove()  # From now on, the host may apply other writes than an image holds.
         return state
 
     # ---- requests ------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ class DurableHost:
         """Serves a request.
 
         Args:
-            client: who sends it, for the log.
+            client: name of the client, for the log.
             message: the request.
-            payload: the block that came with it; read here, and not kept.
+            payload: the block of the request; not used after this returns.
 
         Returns:
             The reply, and the blocks to send with it.
@@ -144,7 +144,7 @@ class DurableHost:
             self.counts["bytes written"] += payload.size
         try:
             reply, blocks = self.host.handle(message, payload)
-        except Exception as error:  # The host has not changed. Others go on.
+        except Exception as error:  # The host has not changed, and goes on.
             _log.exception("%s of %s failed", name, client)
             reply, blocks = Refused("failed", first_line(error), self.host.epoch), []
         self._is_keeping_wanted |= bool(self.host.unsaved)
@@ -160,7 +160,7 @@ class DurableHost:
         return reply, blocks
 
     def refuse_malformed(self, error: Exception) -> Refused:
-        """The reply to what is no message."""
+        """Returns the reply to a message that cannot be decoded."""
         self.counts["malformed messages"] += 1
         return Refused("malformed", str(error), self.host.epoch)
 
@@ -176,12 +176,12 @@ class DurableHost:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether `tend` has something to do soon."""
-        is_busy = self._stored.is_busy or self._kept.is_busy or bool(self._given_back)
+        """Whether `tend` has work to do soon."""
+        is_busy = self._stored.is_busy or self._kept.is_busy or bool(self._to_free)
         return is_busy or self._changed_time is not None
 
     def tend(self) -> None:
-        """Does what is due: ends the recovery, begins and ends snapshots, gives memory back."""
+        """Ends the recovery, begins and ends snapshots, and frees memory, each when it is due."""
         if self.host.waiting_for:
             self._end_recovery()
         for saved in {self._stored, self._kept}:
@@ -200,10 +200,10 @@ class DurableHost:
             self._is_keeping_wanted = False
         elif self._is_keeping_wanted or written - self._kept_bytes >= _KEPT_BYTES:
             self._begin(self._kept)
-        if self._given_back:
-            self._files.give_back(*self._given_back.popleft())
+        if self._to_free:
+            self._files.free(*self._to_free.popleft())
 
-    def _begin(self, saved: _Saved) -> None:
+    def _begin(self, saved: _StateWriter) -> None:
         if saved.is_busy:
             return
         saved.begin(self.host.state(on_disk=saved is self._stored))
@@ -213,7 +213,7 @@ class DurableHost:
             self._is_keeping_wanted, self._kept_bytes = False, self.counts["bytes written"]
 
     def _store(self, state: HostState) -> None:
-        """Writes a snapshot, when the files of tables have the rows of the one before it."""
+        """Merges the rows of the previous snapshot into the files of tables; writes a snapshot."""
         if self._unmerged is not None:
             self._files.merge(self._unmerged.tables, self._unmerged.moment)
         snapshots.write(self._path, state, _state_types)
@@ -224,12 +224,12 @@ class DurableHost:
         tables = self.host.tables
         tables.is_stored(state.tables)
         for name, each in self._unmerged.tables.items() if self._unmerged else ():
-            for start in range(0, each.ids.size, _GIVEN_BACK_ROWS):
-                rows = each.ids[start : start + _GIVEN_BACK_ROWS]
-                self._given_back.append((tables.held[name], rows))
+            for start in range(0, each.ids.size, _FREED_ROWS):
+                rows = each.ids[start : start + _FREED_ROWS]
+                self._to_free.append((tables.held[name], rows))
         self._unmerged = state
 
-    def _end(self, saved: _Saved) -> None:
+    def _end(self, saved: _StateWriter) -> None:
         state, error = saved.end()
         if error is None:
             self.host.is_saved(state)
@@ -238,25 +238,25 @@ class DurableHost:
                 self._is_stored(state)
         else:
             self.counts[f"failed {saved.name}"] += 1
-            _log.error("none of the %s could be written: %s", saved.name, error)
+            _log.error("the host could not write one of its %s: %s", saved.name, error)
             if saved is self._stored:
-                self._changed_time = time.monotonic()  # Not again at once.
+                self._changed_time = time.monotonic()  # Try again after `snapshot_seconds`.
 
     def _end_recovery(self) -> None:
-        """Stops waiting for clients that have had time enough."""
+        """Stops waiting for clients when their time is over."""
         seconds = time.monotonic() - self._started
         if seconds > self._recovery_seconds:
-            self.host.waiting_for.discard("")  # Those that no snapshot knows.
+            self.host.waiting_for.discard("")  # Stands for clients that no snapshot knows.
         if seconds > _LONGEST_RECOVERY_SECONDS and self.host.waiting_for:
             missing = counted(len(self.host.waiting_for), "client")
-            _log.warning("%s did not come back in time after a crash: go on without", missing)
+            _log.warning("%s did not reconnect after the crash: the host goes on without", missing)
             self.host.waiting_for.clear()
 
     def finish(self) -> bool:
-        """Writes what no snapshot has, and notes that this was no crash.
+        """Writes the last snapshot, and stores that the host did not crash.
 
         Returns:
-            Whether the last snapshot has everything.
+            Whether the last snapshot holds all writes.
         """
         for saved in {self._stored, self._kept}:
             if saved.is_busy:
@@ -271,20 +271,21 @@ class DurableHost:
         return is_saved
 
     def close(self) -> None:
-        """Gives the directory back."""
+        """Unlocks the directory."""
         os.close(self._lock)
 
 
-class _Saved:
-    """What was written of the host's states, by a thread. Their blocks do not change meanwhile.
+class _StateWriter:
+    """Writes states of the host in a thread, one at a time: its snapshots, or its images.
 
     Args:
-        name: in counts and logs.
+        name: plural noun for counts and logs.
         write: writes a state.
-        moment: of the last one that was written.
+        moment: moment of the last state that was written.
 
     Attributes:
-        name, moment: as given, and now.
+        name: as given.
+        moment: moment of the last state that was written.
     """
 
     def __init__(self, name: str, write: Callable[[HostState], None], moment: int):
@@ -304,7 +305,7 @@ class _Saved:
         return self._thread is not None and not self._thread.is_alive()
 
     def begin(self, state: HostState) -> None:
-        """Begins to write a state."""
+        """Starts to write a state."""
         self._state, self._error = state, None
         self._thread = threading.Thread(target=self._run, name=f"stepcache {self.name}")
         self._thread.daemon = True
@@ -318,7 +319,7 @@ class _Saved:
             self._error = error
 
     def end(self) -> tuple[HostState, Exception | None]:
-        """The state, once it is written, and why it could not be."""
+        """Waits until the state is written. Returns it, and the error if that failed."""
         state, thread = self._state, self._thread
         assert state is not None and thread is not None
         thread.join()
@@ -333,7 +334,10 @@ def _state_types(rule: bytes) -> list[LeafType]:
 
 
 def _alive(state: HostState | None) -> set[str]:
-    """The clients that had written, and whose processes may be alive: of other nodes, all."""
+    """Returns the clients of a state that have written, unless their processes surely have ended.
+
+    Processes on other machines may always be alive.
+    """
     if state is None:
         return set()
     writers = [client for client, applied in state.applied.items() if applied]

@@ -1,4 +1,4 @@
-"""What a host holds of its variables: their values, and how readers get them."""
+"""The variables that a host holds: `HeldVariables`, and `HostState`, which a snapshot keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepcache.serving.tables import SavedTable
 
 
 class Block(Protocol):
-    """Memory of a value; freed, or used again, when nothing refers to it."""
+    """Memory of a value. It is freed or reused when no reference to it is left."""
 
     data: np.ndarray  # Flat, of bytes.
 
@@ -25,30 +25,30 @@ class Rule(Protocol):
     state_types: list[LeafType]
 
     def init(self, value: Sequence[np.ndarray]) -> Sequence[Any]:
-        """The leaves of its state for a value."""
+        """Returns the leaves of the initial state for a value."""
         ...
 
     def update(
         self, value: Sequence[Any], state: Sequence[Any], update: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The leaves of a new value and state."""
+        """Returns the leaves of the new value and of the new state."""
         ...
 
 
 @dataclass(slots=True)
 class HeldVariables:
-    """Variables of the host.
+    """Variables that the host holds.
 
     Attributes:
-        layout: of the block of the value.
-        number: the version.
-        token: stands for the writes that led to it. After a restart clients may repeat their writes
-            in another order: the same number is another value then.
-        assigned: epoch and moment of the host when the value was assigned. What was written before
-            is not done again.
-        value: its block.
-        rule: the optimizer as it was sent; empty for none.
-        state: the block of the optimizer's state.
+        layout: layout of the block of the value.
+        number: the version: how often they were written.
+        token: identifies the sequence of these writes. After a restart, clients may repeat writes
+            in another order, so that one number can stand for two values.
+        assigned: epoch and moment of the host at the last assignment. Earlier writes are not
+            repeated.
+        value: block of the value.
+        rule: the exported optimizer; empty for none.
+        state: block of the optimizer's state.
     """
 
     layout: BlockLayout
@@ -62,13 +62,13 @@ class HeldVariables:
     _coded: dict[str, tuple[int, Block]] = field(default_factory=dict)  # Token and block, by wire.
 
     def coding(self, wire: str) -> Coding:
-        """How the value is coded on a wire; "" for none."""
+        """Returns the coding of the value for a wire; "" for none."""
         if wire not in self._codings:
             self._codings[wire] = Coding(self.layout.types, wire)
         return self._codings[wire]
 
     def block(self, wire: str, allocate: Callable[[int], Block]) -> Block:
-        """The block of the value as a wire codes it: once, however many readers it has."""
+        """Returns the coded value. It is coded once for each version and wire."""
         coding = self.coding(wire)
         if coding.wire is None:
             return self.value
@@ -81,7 +81,7 @@ class HeldVariables:
 
 
 class HostState(NamedTuple):
-    """All that a snapshot keeps, as of one moment. Its blocks do not change."""
+    """The state of a host at one moment, for snapshots and images. Its blocks do not change."""
 
     variables: dict[str, HeldVariables]
     applied: dict[str, int]

@@ -1,11 +1,11 @@
-"""`Host`: the state machine of served variables. It knows no transport, no clock and no JAX.
+"""`Host`: the state machine of served variables. It uses no transport, no clock and no JAX.
 
-It is given one message after the other, and answers each at once. Every version of a value is a
-block of its own that is never written to again, so that readers and snapshots may hold on to it.
+It handles one message after the other. Every version of a value is a block of its own, which does
+not change, so that readers and snapshots can keep references to it.
 
-Each write of a client is done exactly once, in order: writes are numbered, and a table of the last
-number done for each client belongs to the state, and to its snapshots. A client repeats what it has
-no answer for, and after a restart what no snapshot has.
+Each write of a client is applied exactly once, in order. Clients number their writes, and the
+state, also in snapshots, has the number of the last write of each client. A client repeats a write
+that the host has not confirmed, and after a restart of the host also those that no snapshot holds.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from stepcache.serving.messages import (
 from stepcache.serving.tables import TableError, Tables, TableStorage
 
 MAX_CLIENTS = 65_536
-"""So many clients are remembered, those that wrote last."""
+"""How many clients are remembered: those that wrote last."""
 
 
 def _token(before: int, request: WriteRequest) -> int:
-    """The token of the version that a write makes of one with another token, or of any (0)."""
+    """Returns the token of a new version, given that of the version before; 0 for an assignment."""
     text = f"{before} {request.client} {request.sequence} {request.name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") | 1
 
@@ -67,20 +67,20 @@ class Host:
     """Holds named variables, and applies writes to them.
 
     Args:
-        epoch: of this incarnation: higher than that of any earlier one.
-        allocate: gives a block of so many bytes.
-        load_rule: makes an optimizer of what was sent.
-        storage: has the bases of its tables.
-        state: what to begin with.
+        epoch: number of this start, higher than that of any earlier one.
+        allocate: makes a block of this many bytes.
+        load_rule: loads an exported optimizer.
+        storage: holds the bases of its tables.
+        state: the initial state.
 
     Attributes:
         epoch: as given.
-        waiting_for: the clients that may have to send something again. Before they have, others
-            neither read nor write: they would not see what has been acknowledged.
-        moment: the number of writes done, over all incarnations that snapshots connect.
-        saved: the last write of each client that is in a snapshot or in an image.
-        unsaved: names of variables and tables that are in none.
-        tables: of rows.
+        waiting_for: clients that may have to repeat writes after a crash. Until they have, no
+            client can read or write, as it would not see writes that were confirmed before.
+        moment: how many writes were applied, those in the initial state included.
+        saved: number of the last write of each client that a snapshot or an image holds.
+        unsaved: names of the variables and tables that no snapshot or image holds.
+        tables: the tables.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Host:
         """Serves a request.
 
         Args:
-            request: what is asked for.
-            payload: the block that came with it; read here, and not kept.
+            request: the request.
+            payload: the block of the request; not used after this returns.
 
         Returns:
             The reply, and the blocks to send with it.
@@ -139,13 +139,13 @@ class Host:
     def _check_recovered(self) -> None:
         if self.waiting_for:
             count = len(self.waiting_for)
-            raise _refused("recovering", f"it waits for {count} clients after a crash")
+            raise _refused("recovering", f"it has crashed, and waits for {count} clients")
 
     def _read(self, request: ReadRequest) -> tuple[Reply, list[Block]]:
         self._check_recovered()
         count, wires = len(request.names), request.wires or [""] * len(request.names)
         if not len(request.known) == len(wires) == count <= MAX_NAMES:
-            raise MalformedMessageError("names, versions and wires do not match")
+            raise MalformedMessageError("the numbers of names, versions and wires differ")
         held = [self._find(name) for name in request.names]
         sent = [
             request.values and each.token != known
@@ -163,7 +163,7 @@ class Host:
         held = self._held.get(name)
         if held is None:
             known = ", ".join(sorted(self._held)[:8]) or "none"
-            raise _refused("unknown", f"there are no variables {name!r} here; known: {known}")
+            raise _refused("unknown", f"it has no variables {name!r}; it has: {known}")
         return held
 
     def _described(self, name: str) -> Described:
@@ -177,7 +177,7 @@ class Host:
 
     def _join(self, request: JoinRequest) -> Joined:
         if request.first < 1 or not request.client:
-            raise MalformedMessageError("a client without a name, or writes without numbers")
+            raise MalformedMessageError("the client has no name, or its first write no number")
         applied, before = self._applied.get(request.client, 0), request.first - 1
         lost = max(before - applied, 0)
         self._applied[request.client] = max(applied, before)
@@ -195,11 +195,11 @@ class Host:
     def _write(self, request: WriteRequest, payload: np.ndarray | None) -> Reply:
         applied = self._applied.get(request.client)
         if request.epoch != self.epoch or applied is None:
-            raise _refused("epoch", f"this is epoch {self.epoch}: join it first")
+            raise _refused("epoch", f"the client has not joined epoch {self.epoch}")
         if not any(request.stamp):
             self._check_recovered()
         if request.sequence > applied + 1:
-            raise _refused("gap", f"write {applied + 1} comes before write {request.sequence}")
+            raise _refused("gap", f"it lacks write {applied + 1}, before write {request.sequence}")
         if request.sequence == applied + 1:
             self._do(request, payload)
             self._applied[request.client] = request.sequence
@@ -209,15 +209,15 @@ class Host:
         return Written(self.epoch, self.moment, held.number, held.token, saved)
 
     def _do(self, request: WriteRequest, payload: np.ndarray | None) -> None:
-        """Does a write, or raises and changes nothing."""
+        """Applies a write; changes nothing if it raises."""
         if payload is None or payload.ndim != 1 or payload.dtype != np.uint8:
-            raise MalformedMessageError("a write without a value")
+            raise MalformedMessageError("the write has no value")
         match request.mode:
             case "create":
                 self._create(request, payload)
                 return
             case "create table" | "rows" if request.name in self._held:
-                raise _refused("type", f"{request.name} are variables, and no table")
+                raise _refused("type", f"{request.name} is the name of variables, not of a table")
             case "create table":
                 if self.tables.create(request.name, request.rule, _token(0, request)):
                     self._is_new(request.name)
@@ -230,13 +230,13 @@ class Host:
         held = self._find(request.name)
         coding = held.coding(request.wire)
         if payload.size != (expected := coding.layout.size_bytes):
-            raise _refused("type", f"{request.name} has {expected} bytes, and not {payload.size}")
-        stamp = (request.stamp[0], request.stamp[1])  # A list, if it was unpacked.
+            raise _refused("type", f"{request.name} has {expected} bytes, not {payload.size}")
+        stamp = (request.stamp[0], request.stamp[1])  # Unpacking makes lists.
         if (0, 0) < stamp < held.assigned:
-            return  # It is repeated, and was written over.
+            return  # A later assignment has overwritten the repeated write.
         if request.base not in (0, held.token):
             raise _refused(
-                "conflict", f"somebody has written version {held.number} of {request.name}"
+                "conflict", f"another process has written version {held.number} of {request.name}"
             )
         match request.mode:
             case "assign" if not request.wire:
@@ -249,7 +249,7 @@ class Host:
             case "apply":
                 value, state = self._updated(request.name, held, coding.decode(payload))
             case _:
-                raise MalformedMessageError(f"there is no mode {request.mode!r}")
+                raise MalformedMessageError(f"unknown mode {request.mode!r}")
         held.number, held.value, held.state = held.number + 1, value, state
         self.moment += 1
         if request.mode == "assign":
@@ -259,19 +259,21 @@ class Host:
     def _create(self, request: WriteRequest, payload: np.ndarray) -> None:
         layout, name = BlockLayout(request.types), request.name
         if payload.size != layout.size_bytes:
-            raise MalformedMessageError("the value has another size than its leaves")
+            raise MalformedMessageError("the size of the value is not that of its leaves")
         held = self._held.get(name)
         if held is not None:
             if held.layout != layout:
                 pairs = zip(held.layout.types, layout.types, strict=False)
-                other = next((a for a, b in pairs if a != b), "of other leaves")
-                raise _refused("type", f"{name} is there already, and another: {other}")
+                other = next((a for a, b in pairs if a != b), "another number of leaves")
+                raise _refused("type", f"{name} is there already, and differs: {other}")
             if bool(held.rule) != bool(request.rule):
                 has = "has an optimizer" if held.rule else "has no optimizer"
                 raise _refused("type", f"{name} is there already, and {has}")
             return
         if not name or name in self.tables.held or len(self._held) >= MAX_NAMES:
-            raise MalformedMessageError(f"no name, that of a table, or over {MAX_NAMES} variables")
+            raise MalformedMessageError(
+                f"the name is empty or that of a table, or there are {MAX_NAMES:,} variables"
+            )
         made = HeldVariables(
             layout, 0, _token(0, request), (0, 0), self._copy(payload), request.rule
         )
@@ -297,7 +299,7 @@ class Host:
         try:
             value, state = rule.update(held.layout.views(held.value.data), old_state, update)
         except Exception as error:
-            raise _refused("failed", f"the optimizer of {name}: {error}") from None
+            raise _refused("failed", f"the optimizer of {name} failed: {error}") from None
         return self._filled(held.layout.types, value), self._filled(rule.state_types, state)
 
     def _rule(self, held: HeldVariables) -> Rule:
@@ -317,10 +319,10 @@ class Host:
         layout.fill(block.data, leaves)
         return block
 
-    # ---- what it holds -------------------------------------------------------------------------
+    # ---- state and status ----------------------------------------------------------------------
 
     def state(self, *, on_disk: bool = True) -> HostState:
-        """All of it, as it is now, for a snapshot on the disk or an image. Values do not change."""
+        """Returns the state, for a snapshot on disk or an image. Its blocks do not change."""
         held = {name: replace(each) for name, each in self._held.items()}
         processes = {
             name: self._processes[name] for name in self._applied if name in self._processes
@@ -329,14 +331,14 @@ class Host:
         return HostState(held, dict(self._applied), self.moment, processes, tables)
 
     def is_saved(self, state: HostState) -> None:
-        """Notes that a state is in a snapshot, or in an image."""
+        """Notes that a snapshot or an image holds a state."""
         self.saved = {
             name: max(state.applied.get(name, 0), self.saved.get(name, 0)) for name in self._applied
         }
         self.unsaved -= state.variables.keys() | state.tables.keys()
 
     def status(self) -> Status:
-        """What the host holds, and what it has done."""
+        """Returns contents and counters of the host."""
         variables = []
         for name, held in sorted(self._held.items()):
             state_bytes = held.state.data.size if held.state is not None else 0

@@ -1,4 +1,4 @@
-"""The directory of a host of variables: who holds it, of how many hosts, how often it started."""
+"""The directory of a host of variables: its lock, the number of hosts, and the epoch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _EPOCH, _HOSTS, _STOPPED = "epoch", "hosts", "stopped"
 
 
 def lock(directory: Path) -> int:
-    """Makes a directory where it is missing, and holds it for this process.
+    """Locks a directory for this process; creates it if it does not exist.
 
     Returns:
-        A file descriptor. Closing it gives the directory back.
+        A file descriptor. Closing it unlocks the directory.
 
     Raises:
-        VariablesError: another process holds it.
-        CacheDirectoryError: others can write to it.
+        VariablesError: another process has locked the directory.
+        CacheDirectoryError: other users can write to the directory.
     """
     make_directory(directory)
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -46,10 +46,10 @@ def lock(directory: Path) -> int:
 
 
 def check_hosts(directory: Path, hosts: int) -> None:
-    """Notes how many hosts share the variables: which host has what depends on it.
+    """Stores how many hosts share the variables, as that determines which host holds what.
 
     Raises:
-        VariablesError: it was another number at an earlier start.
+        VariablesError: an earlier start had another number of hosts.
     """
     path = directory / _HOSTS
     before = str(hosts) if not (directory / _EPOCH).exists() else "1"
@@ -68,18 +68,18 @@ def check_hosts(directory: Path, hosts: int) -> None:
 
 
 def next_epoch(directory: Path) -> tuple[int, bool]:
-    """The number of this start, on disk before it is used; and whether the last one was stopped."""
+    """Returns the epoch of this start, which it stores, and whether the last one did not crash."""
     path = directory / _EPOCH
     try:
         number, _, end = path.read_text().partition(" ")
         epoch, was_stopped = int(number) + 1, end == _STOPPED
     except (OSError, ValueError):
-        # Higher than any that was counted up to.
+        # The file is missing or damaged: take a number that no earlier start can have had.
         epoch, was_stopped = time.time_ns() // 1000, not path.exists()
     replace_file(path, str(epoch))
     return epoch, was_stopped
 
 
 def note_stop(directory: Path, epoch: int) -> None:
-    """Notes that a snapshot has everything of this start: it does not end in a crash."""
+    """Stores that this start ends without a crash: a snapshot holds all its writes."""
     replace_file(directory / _EPOCH, f"{epoch} {_STOPPED}")

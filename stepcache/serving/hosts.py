@@ -1,9 +1,9 @@
-"""`Hosts`: the hosts that share one set of variables. They know nothing of each other.
+"""`Hosts`: sends requests to the hosts that share one set of variables.
 
-What holds what follows from names, sizes and numbers alone, so that all processes agree. The leaves
-of variables are balanced over the hosts by their bytes; variables with an optimizer are whole on
-one host, as the optimizer may need all leaves at once. Row r of a table is on host r modulo the
-number of hosts.
+The hosts know nothing of each other. Names, sizes and the number of hosts determine which host
+holds what, so that all processes agree. The leaves of variables are balanced over the hosts by
+their bytes. Variables with an optimizer are on one host, as the optimizer may need all leaves at
+once. Row r of a table is on host r modulo the number of hosts.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from stepcache.variables.describing import joined
 _CALLS_AT_ONCE = 64
 
 Versions = dict[int, Version]
-"""A version of served variables: that of the part on each host, by the number of the host."""
+"""The version of served variables: the version of the part on each host, by the host's number."""
 
 T = TypeVar("T")
 
 
 def _token(version: Versions | None, host: int) -> int:
-    """The token of a version on a host; 0 for none."""
+    """Returns the token of a version on a host; 0 for none."""
     return version[host].token if version is not None else 0
 
 
 def first_host(name: str, hosts: int) -> int:
-    """The host that has variables without a second host: those with an optimizer or one leaf."""
+    """Returns the first host of variables: the only one for those with an optimizer or one leaf."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % hosts
 
 
 def leaves_by_host(name: str, sizes: Sequence[int], hosts: int) -> dict[int, list[int]]:
-    """Which leaves go to which host: the largest first, each to the host with the fewest bytes.
+    """Assigns leaves to hosts: the largest leaf first, each to the host with the fewest bytes.
 
     Args:
-        name: of the variables.
-        sizes: of the leaves, in bytes.
-        hosts: how many there are.
+        name: name of the variables.
+        sizes: sizes of the leaves, in bytes.
+        hosts: number of hosts.
 
     Returns:
         The numbers of the leaves, by host; `first_host` comes first, and has the largest leaf.
@@ -66,11 +66,11 @@ def leaves_by_host(name: str, sizes: Sequence[int], hosts: int) -> dict[int, lis
 
 
 class Part:
-    """What one host holds of some variables.
+    """The part of some variables that one host holds.
 
     Args:
-        leaves: the numbers of the leaves.
-        types: theirs.
+        leaves: numbers of the leaves.
+        types: types of these leaves.
     """
 
     def __init__(self, leaves: list[int], types: Sequence[LeafType]):
@@ -79,17 +79,17 @@ class Part:
         self.block = BlockLayout(types)
 
     def coding(self, wire: str) -> Coding:
-        """How the leaves lie in the block that travels on a wire; "" for none."""
+        """Returns the coding of the leaves for a wire; "" for none."""
         if wire not in self._codings:
             self._codings[wire] = Coding(self._types, wire)
         return self._codings[wire]
 
 
 class Hosts:
-    """The clients of all hosts of a set: sends to each what concerns it, to all at once.
+    """The clients of all hosts of a set. Requests to several hosts are made at the same time.
 
     Args:
-        connect: makes the client of the host with a number. Host 0 says how many there are.
+        connect: makes the client of a host, given its number. Host 0 reports how many there are.
     """
 
     def __init__(self, connect: Callable[[int], Client]):
@@ -100,7 +100,7 @@ class Hosts:
 
     @property
     def clients(self) -> list[Client]:
-        """Of each host.
+        """The client of each host.
 
         Raises:
             ServerLostError: host 0 did not answer in time.
@@ -113,7 +113,7 @@ class Hosts:
             return self._known
 
     def together(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """The results of calls that are made at the same time; all have ended when it returns."""
+        """Makes calls at the same time, waits for all, and returns their results."""
         if len(calls) < 2:  # One host costs no more than its own client.
             return [call() for call in calls]
         futures = [self._threads.submit(call) for call in calls[1:]]
@@ -126,7 +126,7 @@ class Hosts:
     # ---- variables -----------------------------------------------------------------------------
 
     def described(self, name: str) -> Described | None:
-        """What the first host of some variables has of them; None if they are not there."""
+        """Asks the first host of some variables to describe them; None if they do not exist."""
         return self.clients[first_host(name, len(self.clients))].describe(name)
 
     def open(
@@ -137,17 +137,17 @@ class Hosts:
         known: Described | None,
         rule: bytes,
     ) -> Versions:
-        """Finds variables, or makes what is not there.
+        """Opens variables, and creates the parts that do not exist yet.
 
         Args:
-            name: of the variables.
-            types: of all leaves.
-            leaves: their first values.
-            known: what `described` has found.
-            rule: the optimizer, to make them with; one host then has all leaves.
+            name: name of the variables.
+            types: types of all leaves.
+            leaves: initial values of the leaves.
+            known: result of `described`.
+            rule: the optimizer to create them with; one host then has all leaves.
 
         Raises:
-            VariablesError: there are other variables of this name.
+            VariablesError: variables of this name exist, and have other leaves.
         """
         is_whole = bool(rule) or (known is not None and known.has_rule)
         first, *others = parts = self._parted(name, types, is_whole)
@@ -168,7 +168,7 @@ class Hosts:
         return {first: opened(first), **dict(zip(others, versions, strict=True))}
 
     def _parted(self, name: str, types: Sequence[LeafType], is_whole: bool) -> dict[int, Part]:
-        """What each host has of variables, if it has any; `first_host` comes first."""
+        """Divides variables among hosts that get leaves; `first_host` comes first."""
         hosts = len(self.clients)
         sizes = [BlockLayout([each]).size_bytes for each in types]
         shares = leaves_by_host(name, sizes, hosts)
@@ -181,12 +181,12 @@ class Hosts:
     def _found_elsewhere(
         self, name: str, parts: dict[int, Part], is_there: bool
     ) -> dict[int, Described | None]:
-        """What the hosts but the first have of variables.
+        """Asks all hosts but the first to describe variables.
 
-        The first host is the last to get its part: if it has one (`is_there`), all have theirs.
+        The first host gets its part last: if it has one (`is_there`), all have theirs.
 
         Raises:
-            VariablesError: they have other leaves.
+            VariablesError: a host has other leaves than its part.
         """
         first = next(iter(parts))
         hosts = [host for host in range(len(self.clients)) if host != first]
@@ -197,7 +197,7 @@ class Hosts:
             has = BlockLayout(there.types) if there is not None else None
             if has != expected and (is_there or has is not None):
                 raise VariablesError(
-                    "variables of this name are there already, and others",
+                    "variables of this name are there already, with other leaves",
                     where=joined(self.clients[host].where, name),
                     expected=f"{len(expected.types) if expected else 0} leaves on this host",
                     got=f"{len(has.types) if has else 0} leaves, or of other types",
@@ -205,7 +205,7 @@ class Hosts:
         return found
 
     def is_whole(self, name: str) -> bool:
-        """Whether one host has all leaves of some variables."""
+        """Returns whether one host has all leaves of some variables."""
         return len(self._parts[name]) == 1
 
     def write(
@@ -217,18 +217,18 @@ class Hosts:
         wire: str = "",
         on_kept: Callable[[], None] = lambda: None,
     ) -> Versions:
-        """Has a write done exactly once on each host that has leaves of the variables.
+        """Writes exactly once to each host that has leaves of the variables.
 
         Args:
             name, mode, wire: as in `WriteRequest`.
-            arrays: those of each leaf, as the wire codes it.
-            base: the version that they were computed from, of variables that one host has.
-            on_kept: called for each host that has done the write, or will.
+            arrays: the coded arrays of each leaf.
+            base: version that the value was computed from, for variables on one host.
+            on_kept: called for each host that has applied the write or will apply it.
 
         Raises:
-            VariablesError: a host refused it. Others may have done it.
-            ServerLostError: a host did not answer in time. It will get the write if this process
-                makes another request.
+            VariablesError: a host refused the write. Others may have applied it.
+            ServerLostError: a host did not answer in time. It gets the write with the next request
+                of this process.
         """
 
         def written(host: int, part: Part) -> Version:
@@ -248,17 +248,17 @@ class Hosts:
         values: bool = True,
         wires: Sequence[str] = (),
     ) -> tuple[list[Versions], list[list[list[np.ndarray]] | None]]:
-        """Looks at variables, on each host as they are at one moment, after all own writes.
+        """Reads variables, on each host as of one moment, after all writes of this process.
 
         Args:
-            names: of the variables.
-            known: the version that the caller has of each; None for none.
-            values: whether to get the values of other versions.
-            wires: which each is coded on; by default none is.
+            names: names of the variables.
+            known: versions that the caller has; None for none.
+            values: whether to read the values of newer versions, or the versions alone.
+            wires: wire of each; by default none is coded.
 
         Returns:
-            For each name the version, and the arrays of each leaf, as its wire codes it, if the
-            caller lacks any. They never change.
+            The version of each, and the coded arrays of its leaves, or None where the caller has
+            the current value. The arrays never change.
         """
         known, wires = [*known], wires or [""] * len(names)
         while True:
@@ -270,7 +270,7 @@ class Hosts:
             ]
             if not partial:
                 break
-            for index in partial:  # Other hosts have the version that is known: get the whole.
+            for index in partial:  # A value needs the parts of all hosts.
                 known[index] = None
         arrays = [
             self._joined(name, wire, found) if found else None
@@ -308,7 +308,7 @@ class Hosts:
     def _joined(
         self, name: str, wire: str, blocks: dict[int, np.ndarray]
     ) -> list[list[np.ndarray]]:
-        """The arrays of each leaf of variables, in the order of the leaves."""
+        """Joins the blocks of all hosts: the arrays of each leaf, in the order of the leaves."""
         found: dict[int, list[np.ndarray]] = {}
         for host, part in self._parts[name].items():
             coding = part.coding(wire)
@@ -319,11 +319,11 @@ class Hosts:
     # ---- all hosts -----------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Waits until snapshots have all writes of this process."""
+        """Waits until snapshots on disk hold all writes of this process."""
         self.together([client.flush for client in self.clients])
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes all connections."""
         for client in self._known:
             client.close()
         self._threads.shutdown(wait=False)

@@ -1,9 +1,10 @@
 """Images of a host: its arrays in files, written without waiting for the disk.
 
-The kernel keeps what a process has written to a file, also if the process is killed. So an image is
-as safe from that as a snapshot, and costs one copy in memory. It does not outlive the machine: only
-snapshots, which wait for the disk, do that. The kernel writes an image to the disk every half a
-minute, whatever the number of images until then.
+The kernel keeps what a process has written to a file even if the process is killed. So an image
+survives a kill of the host as a snapshot does, and costs one copy in memory. It does not survive a
+crash of the machine: only snapshots, which wait for the disk, do. The kernel writes the files to
+    the
+disk about every 30 seconds, however many images are written until then.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ _NAMES = ("image-0", "image-1")
 _log = logging.getLogger("stepcache")
 
 CAN_IMAGE = _BOOT_ID.exists()
-"""Whether the system says when it was started, so that older images are known."""
+"""Whether the system identifies its boot, so that images of earlier boots are recognized."""
 
 
 class Images:
     """Two files, so that one is whole while the other one is written.
 
     A file holds the length of its head, the head, and from the next page on the arrays. The length
-    is written last; it is 0 while the rest is not whole.
+    is written last; it is 0 until the rest is whole.
 
     Args:
-        directory: of the host.
-        state_types: gives the types of the state of an optimizer, as it was sent.
+        directory: directory of the host.
+        state_types: returns the types of an optimizer's state, given the exported optimizer.
     """
 
     def __init__(self, directory: Path, state_types: StateTypes):
         self._paths, self._state_types = [directory / name for name in _NAMES], state_types
 
     def write(self, state: HostState) -> None:
-        """Writes an image in place of the older one.
+        """Overwrites the older of the two images.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the image cannot be written.
         """
         items, about = contents(state, self._state_types)
         head = plain.pack([_BOOT_ID.read_text(), about])
@@ -65,7 +66,7 @@ class Images:
         self._paths = [*rest, path]
 
     def newest(self, allocate: Callable[[int], Block]) -> HostState | None:
-        """What the newest image of a host of this start of the machine has; None for none."""
+        """Reads the newest image that was written since the machine booted; None for none."""
         found = [(about["moment"], path, about) for path in self._paths if (about := _about(path))]
         if not found:
             return None
@@ -77,7 +78,7 @@ class Images:
                 for array in arrays_of(items):
                     file.seek(_next_page(offset))
                     if file.readinto(array.data) != array.size:
-                        raise OSError("it ends too early")
+                        raise OSError("the file is too short")
                     offset = file.tell()
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.error("the image %s cannot be read: %s", path, error)
@@ -86,7 +87,7 @@ class Images:
         return state
 
     def remove(self) -> None:
-        """Removes what is not needed any more, or is of another start of the machine."""
+        """Removes both images."""
         for path in self._paths:
             path.unlink(missing_ok=True)
 
@@ -96,7 +97,7 @@ def _next_page(offset: int) -> int:
 
 
 def _about(path: Path) -> dict[str, Any] | None:
-    """What an image says of its arrays; None if it is not whole, or of another start."""
+    """Reads the head of an image; None if the image is not whole, or of an earlier boot."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

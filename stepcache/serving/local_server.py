@@ -1,8 +1,8 @@
 """The local engine: a host of variables for the processes of one machine, over ZeroMQ.
 
-One thread serves one message after the other. Large values do not travel: a reader maps the memory
-that the host has them in, and the host reads what a writer has written to its own. A reader locks
-the blocks that it gets, before its next request: until then they stay.
+One thread serves the messages one after the other. Large values are not sent: a reader maps the
+memory in which the host holds them, and the host maps the memory of a writer. The server keeps the
+blocks of a reply until the client's next request, before which the client locks them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,8 @@ import zmq
 
 from stepcache.errors import VariablesError
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
-from stepcache.serving.local_transport import ADDRESS_FILE
-from stepcache.serving.messages import (
-    MalformedMessageError,
-    Reply,
-    from_plain,
-    to_plain,
-)
+from stepcache.serving.local_transport import ADDRESS_FILE, bytes_of
+from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
 from stepcache.serving.shared_memory import CAN_SHARE, Opened, Place, Pool
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
@@ -45,12 +40,12 @@ class LocalServer:
     """Serves the variables of one directory, until it is stopped.
 
     Args:
-        directory: where snapshots are kept, and how clients name this server.
-        options: as for `DurableHost`.
+        directory: directory of the snapshots; clients find the server by it.
+        options: options of `DurableHost`.
 
     Raises:
         VariablesError: another process serves this directory, or its snapshots cannot be read.
-        CacheDirectoryError: others can write to the directory.
+        CacheDirectoryError: other users can write to the directory.
     """
 
     def __init__(self, directory: Path, **options: Any):
@@ -99,11 +94,11 @@ class LocalServer:
             self.close()
 
     def stop(self) -> None:
-        """Has `run` return. Signal handlers and other threads may call it."""
+        """Makes `run` return. Signal handlers and other threads may call it."""
         self._stopping.set()
 
     def close(self) -> None:
-        """Gives the socket and the directory back. Clients wait for the next server."""
+        """Closes the socket and unlocks the directory. Clients wait for the next server."""
         self._socket.close()
         self._context.term()
         with contextlib.suppress(OSError):
@@ -117,7 +112,7 @@ class LocalServer:
         try:
             number, client, place, message = _envelope(frames)
             if client in self._sent and number > self._sent[client][0]:
-                del self._sent[client]  # It has locked what it goes on to read.
+                del self._sent[client]  # The client has locked the blocks that it still reads.
             payload = self._payload(place, frames)
         except (MalformedMessageError, OSError) as error:
             reply: Reply = self._durable.refuse_malformed(error)
@@ -132,9 +127,7 @@ class LocalServer:
     def _payload(self, place: Any, frames: list[Any]) -> np.ndarray | None:
         if place is not None:
             return self._opened.open(Place(*place))
-        if len(frames) > 2:
-            return np.frombuffer(frames[2], np.uint8) if len(frames[2]) else np.empty(0, np.uint8)
-        return None
+        return bytes_of(frames[2]) if len(frames) > 2 else None
 
     def _send(self, peer: bytes, number: int, client: str, reply: Reply, blocks: list[Any]) -> None:
         places = [block.place and astuple(block.place) for block in blocks]
@@ -146,11 +139,11 @@ class LocalServer:
         self._counts["bytes shared"] += sum(each[-1] for each in places if each)
         try:
             self._socket.send_multipart([peer, header, *inline], zmq.NOBLOCK)
-        except zmq.ZMQError:  # It has gone, or does not read: it asks again if it is there.
+        except zmq.ZMQError:  # The client has ended, or does not read; a live one asks again.
             self._counts["replies dropped"] += 1
 
     def _sweep(self) -> None:
-        """Forgets the blocks of processes that have ended."""
+        """Releases the blocks of processes that have ended."""
         for client, process in list(self._processes.items()):
             if process.is_local() and process.has_ended():
                 del self._processes[client]
@@ -159,17 +152,17 @@ class LocalServer:
 
 
 def _envelope(frames: list[Any]) -> tuple[int, str, Any, Any]:
-    """What a request consists of.
+    """Decodes a request: its number, the client, the place of its block or None, and the message.
 
     Raises:
-        MalformedMessageError: it is none.
+        MalformedMessageError: the frames are no request.
     """
     if not 2 <= len(frames) <= 3:
-        raise MalformedMessageError(f"{len(frames)} frames")
+        raise MalformedMessageError(f"it has {len(frames)} frames")
     try:
         number, client, place, message = plain.unpack(bytes(frames[1]))
     except Exception:
-        raise MalformedMessageError("its header cannot be read") from None
+        raise MalformedMessageError("its header cannot be decoded") from None
     fits = (
         plain.fits(number, int)
         and plain.fits(client, str)
@@ -177,11 +170,11 @@ def _envelope(frames: list[Any]) -> tuple[int, str, Any, Any]:
         and len(client) <= 64
     )
     if not fits or (place is not None and not 0 < place[-1] < 1 << 62):
-        raise MalformedMessageError("its header is of another type")
+        raise MalformedMessageError("a field of its header has another type")
     return number, client, place, from_plain(message)
 
 
-# ---- the socket, and where clients find it -----------------------------------------------------
+# ---- the socket and its address ----------------------------------------------------------------
 
 
 def _allow_many_files() -> None:

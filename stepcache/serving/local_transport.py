@@ -1,4 +1,4 @@
-"""A client's way to the server of a directory on this machine, over ZeroMQ; see `local_server`."""
+"""`LocalTransport`: sends requests to the server of a directory over ZeroMQ; see `local_server`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from stepcache.storage.load_markers import Process
 ADDRESS_FILE = "server.json"
 _SHORTEST_WAIT_SECONDS = 0.02
 _SILENCE_SECONDS = 2.0
-"""After so long without a reply a request is sent again, then after twice as long, and so on."""
+"""Time without a reply after which a request is sent again; it doubles each time."""
 _LAST_REQUEST_MS = 100
 
 
 def address(directory: Path) -> dict[str, Any] | None:
-    """Where the latest server of a directory listens, and its process; None for none."""
+    """Returns address, epoch and process of the latest server of a directory; None for none."""
     try:
         found = json.loads((directory / ADDRESS_FILE).read_text())
     except (OSError, ValueError):
@@ -39,22 +39,26 @@ def address(directory: Path) -> dict[str, Any] | None:
     return found if is_whole else None
 
 
-def _bytes_of(frame: Any) -> np.ndarray:
+def bytes_of(frame: Any) -> np.ndarray:
+    """Returns the bytes of a frame, without a copy."""
     return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
 
 
 @functools.cache
 def _context_of(pid: int) -> zmq.Context:
-    """The context of this process. One that the garbage collector frees waits for open sockets."""
+    """Returns the ZeroMQ context of this process.
+
+    It is never freed: the garbage collector would wait for open sockets.
+    """
     return zmq.Context()
 
 
 class LocalTransport:
-    """Carries the requests of one client to the server of a directory. Not thread-safe.
+    """Sends the requests of one client to the server of a directory. Not thread-safe.
 
     Args:
-        directory: of the server.
-        client: the name of the client.
+        directory: directory of the server.
+        client: name of the client.
     """
 
     def __init__(self, directory: Path, client: str):
@@ -66,19 +70,20 @@ class LocalTransport:
         self._pool = Pool()
 
     def allocate(self, size_bytes: int) -> SharedBlock:
-        """A block that can be sent."""
+        """Allocates a block for a request."""
         return self._pool.allocate(size_bytes)
 
     def request(self, message: Any, block: SharedBlock | None, deadline: float) -> Received | None:
-        """Sends a request, again to each new server and after some silence; waits for its reply.
+        """Sends a request and waits for the reply. Repeats the request to each new server, and when
+        no reply comes.
 
         Args:
             message: the request.
-            block: the value that goes with it, unchanged until this returns.
+            block: the value of the request; the caller must not change it before this returns.
             deadline: by `time.monotonic`.
 
         Returns:
-            The reply; None if there was none in time.
+            The reply; None if none arrives in time.
         """
         self._number += 1
         place = astuple(block.place) if block is not None and block.place is not None else None
@@ -88,7 +93,7 @@ class LocalTransport:
             frames.append(block.data)
         is_sent, wait, silence = False, _SHORTEST_WAIT_SECONDS, _SILENCE_SECONDS
         again = time.monotonic() + silence
-        is_connected = self._socket is not None  # The server is looked for when it is late.
+        is_connected = self._socket is not None  # Look for another server only without a reply.
         while True:
             if not is_connected:
                 is_sent = self._follow_server() and is_sent
@@ -108,12 +113,12 @@ class LocalTransport:
                         return received
                     continue
             is_connected, wait = False, min(wait * 2, 1.0)
-            if time.monotonic() > again:  # A connection that breaks loses replies.
+            if time.monotonic() > again:  # A broken connection loses replies.
                 is_sent, silence = False, silence * 2
                 again = time.monotonic() + silence
 
     def _follow_server(self) -> bool:
-        """Connects to the latest server. Returns whether it is the one that is connected."""
+        """Connects to the latest server. Returns False if that is a new connection, or none."""
         if self._socket is not None and self._server is not None:
             process = Process.parse(self._server["process"])
             if process is not None and not process.has_ended():
@@ -132,11 +137,11 @@ class LocalTransport:
         frames = self._socket.recv_multipart(copy=False)
         number, places, message = plain.unpack(bytes(frames[0].buffer))
         if number != self._number:
-            return None  # Of a request that was given up.
+            return None  # The reply to an earlier request.
         inline = iter(frames[1:])
         try:
             blocks = [
-                self._opened.locked(Place(*place)) if place else _bytes_of(next(inline).buffer)
+                self._opened.locked(Place(*place)) if place else bytes_of(next(inline).buffer)
                 for place in places
             ]
         except OSError as error:
@@ -151,17 +156,17 @@ class LocalTransport:
         return Received(from_plain(message), blocks)
 
     def pause(self) -> None:
-        """Waits a moment before a request is made again."""
+        """Sleeps before a request is repeated."""
         time.sleep(0.01)
 
     def close_socket(self) -> None:
-        """Drops the connection."""
+        """Closes the connection."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def close(self) -> None:
-        """Ends the use of the transport."""
+        """Releases the blocks of the last reply, and closes the connection."""
         if self._socket is not None:
             # The server keeps the blocks of its last reply until the next request.
             self._socket.setsockopt(zmq.LINGER, _LAST_REQUEST_MS)

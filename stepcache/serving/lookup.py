@@ -1,4 +1,4 @@
-"""`Table`: rows that a host holds, as a client sees them. `Rows`: those that a step needs."""
+"""`Table`: a table of rows on the hosts, for clients. `Rows`: the rows that a step uses."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ from stepcache.variables.plan import links
 @jax.tree_util.register_pytree_node_class
 @dataclass(eq=False)
 class Rows:
-    """The rows of a table that some ids name: an argument of a step.
+    """The rows of a table for some ids. It is a pytree, to be passed to a step.
 
-    Each row is there once, however often its id is. Their number is padded with rows of zeros to a
-    power of two, so that batches with other numbers of ids find the same program.
+        @sc.step
+        def loss(rows):
+            return (rows.spread() ** 2).sum()
+
+    Each row occurs once, however often its id does. Rows of zeros pad their number to a power of
+    two, so that batches with other numbers of different ids use the same program.
 
     Attributes:
-        values: the rows, of shape (padded count, *shape of a row). Differentiate by them.
-        index: for each id, which of the rows is its own; of the shape of the ids.
-        ids: the numbers of the rows without padding, in their order. Not there inside a step.
+        values: the rows, of shape (padded count, *shape of a row). Differentiate with respect to
+            them.
+        index: for each id, the position of its row in `values`; of the shape of the ids.
+        ids: numbers of the rows, without padding, in the order of `values`. None inside a step.
     """
 
     values: Any
@@ -40,10 +45,10 @@ class Rows:
     ids: np.ndarray | None = field(default=None)
 
     def spread(self, values: Any = None) -> Any:
-        """The row of each id: of shape (*shape of the ids, *shape of a row).
+        """Returns the row of each id: an array of shape (*shape of the ids, *shape of a row).
 
         Args:
-            values: rows in the place of `values`: those that a gradient is taken by.
+            values: rows to use in place of `self.values`, to differentiate with respect to them.
         """
         return (self.values if values is None else values)[self.index]
 
@@ -56,20 +61,20 @@ class Rows:
 
 
 class Table:
-    """A table of rows that a host holds. Made by `Connection.table`.
+    """A table of rows that the hosts hold. Made by `Connection.table`. Thread-safe.
 
         rows = table.lookup(batch["ids"])
-        loss, gradients = step(params, rows, batch)  # by rows.values; inside: rows.spread(values)
+        loss, gradients = step(params, rows, batch)  # The gradient with respect to rows.values.
         table.push(rows, gradients)
 
-    Only the rows of a batch move, each once. An update is done exactly once, as those of variables
-    are. Without a cache, a lookup gives the rows as they are now. With one, it asks only for rows
-    whose copies may not serve, as `read` says, and gets only those that have been updated. Rows
-    that were pushed through this object are asked for. Thread-safe.
+    Only the rows of a batch move, each once. The hosts apply each update exactly once. Without a
+    cache, a lookup reads the current rows. With a cache, it asks only for rows whose copies may not
+    serve, as `read` says, and receives only those that were updated since. It always asks for rows
+    that were pushed through this object.
 
     Args:
-        split: the rows, on their hosts.
-        name, kind: of the table.
+        split: sends the requests to the hosts.
+        name, kind: name and type of the table.
         cache: copies of rows; None for none.
         every: how many updates are added up before they are sent as one.
     """
@@ -85,11 +90,11 @@ class Table:
         self._split, self.name, self._type = split, name, kind
         self._cache, self._lock = cache, threading.Lock()
         self._every = every
-        self._pending: list[tuple[np.ndarray, np.ndarray]] = []  # Rows, and updates of them.
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []  # Row numbers, and their updates.
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of rows, and the shape of one."""
+        """Shape of the whole table: (number of rows, *shape of a row)."""
         return (self._type.rows, *self._type.shape)
 
     @property
@@ -97,14 +102,14 @@ class Table:
         return DTYPES[self._type.dtype]
 
     def lookup(self, ids: Any) -> Rows:
-        """The rows that ids name.
+        """Returns the rows for some ids.
 
         Args:
             ids: integers of any shape, each at least 0 and less than the number of rows.
 
         Raises:
-            VariablesError: an id is no row; or this is inside a transformation, where ids have no
-                values: look rows up before the step.
+            VariablesError: an id is out of range; or this is inside a JAX transformation, where ids
+                have no values: look rows up before the step.
             ServerLostError: the host did not answer in time.
         """
         check_not_tracing("rows cannot be looked up", self.name)
@@ -123,21 +128,21 @@ class Table:
     def _compared(
         self, ids: np.ndarray, compared: np.ndarray, epochs: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """What the hosts send of rows; see `row_cache.Fetch`."""
+        """Fetches rows for the cache; a `row_cache.Fetch`."""
         found = self._split.compare(ids, compared, epochs)
         is_sent, rows = found[2:]
         self._note(ids.nbytes + compared.nbytes + is_sent.nbytes + rows.nbytes)
         return found
 
     def _different(self, ids: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The different ids, and for each id which of these it is."""
+        """Returns the different ids in order, and for each id its position among them."""
         array, count = np.asarray(ids), self._type.rows
         is_legal = not array.size or array.dtype.kind in "iu"
         if array.size and is_legal:
             is_legal = bool(array.min() >= 0 and array.max() < count)
         if not is_legal:
             raise VariablesError(
-                "ids are numbers of rows",
+                "an id is out of range, or no integer",
                 where=self.name,
                 expected=f"integers from 0 to {count - 1}",
                 got=f"{array.dtype} from {array.min()} to {array.max()}",
@@ -146,18 +151,18 @@ class Table:
         return different.astype(np.int64), index.reshape(array.shape).astype(np.int32)
 
     def push(self, rows: Rows, update: Any) -> None:
-        """Updates rows, as the table's optimizer says.
+        """Updates rows with the table's optimizer.
 
         With `every=k`, each k-th push sends the sums of k updates, each row once; until then
         lookups do not see them.
 
         Args:
-            rows: what `lookup` has returned.
-            update: of the shape of `rows.values`: gradients by them, or what to add or assign.
+            rows: the result of `lookup`.
+            update: of the shape of `rows.values`: a gradient, or values to add or to assign.
 
         Raises:
-            VariablesError: `rows` come out of a step, and do not say which they are; or the update
-                has another shape.
+            VariablesError: `rows` is the output of a step, which has no ids; or the update has
+                another shape.
             ServerLostError: the host did not answer in time.
         """
         check_not_tracing("rows cannot be pushed", self.name)
@@ -165,7 +170,7 @@ class Table:
         got = tuple(np.shape(update))
         if rows.ids is None or got[1:] != tuple(self._type.shape) or len(update) < rows.ids.size:
             raise VariablesError(
-                "an update does not fit the rows",
+                "the update does not match the rows",
                 where=self.name,
                 expected="the rows that lookup returned, and an update of their shape",
                 got=f"an update of shape {list(got)}",
@@ -173,13 +178,13 @@ class Table:
         update = np.asarray(update)[: rows.ids.size]
         with self._lock:
             if self._every > 1:
-                update = update.copy()  # The caller may write to it before it is sent.
+                update = update.copy()  # The caller may change it before it is sent.
             self._pending.append((rows.ids, update))
             if len(self._pending) >= self._every:
                 self._send()
 
     def flush(self) -> None:
-        """Sends the sums of updates that `every=k` has added up so far.
+        """Sends the sums of `every=k` now.
 
         Raises:
             ServerLostError: the host did not answer in time.
@@ -209,7 +214,7 @@ class Table:
 
 
 def _added_up(updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """The different rows of some updates, and the sum of the updates of each."""
+    """Returns the different rows of some updates, and for each the sum of its updates."""
     if len(updates) == 1:
         return updates[0]
     ids, places = np.unique(np.concatenate([ids for ids, _ in updates]), return_inverse=True)

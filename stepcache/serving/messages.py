@@ -1,7 +1,7 @@
 """The messages between clients and a host of variables: plain data, checked when they arrive.
 
-A value travels beside its message as one block of bytes: its leaves one after the other, in the
-order of their types.
+A value is sent beside its message, as one block of bytes that holds its leaves in the order of
+their types.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -36,15 +36,15 @@ LeafType = tuple[str, list[int], str]
 
 
 class MalformedMessageError(Exception):
-    """What arrived is no message, or describes no value that could be held."""
+    """A message that cannot be decoded, or that describes a value which cannot be held."""
 
 
 class BlockLayout:
-    """How the leaves of a value lie in its block.
+    """Layout of the leaves of a value in its block.
 
     Attributes:
-        types: the leaves.
-        size_bytes: of the block.
+        types: path, shape and dtype of each leaf.
+        size_bytes: size of the block.
 
     Raises:
         MalformedMessageError: a dtype is unknown, or the block would be too large.
@@ -67,14 +67,14 @@ class BlockLayout:
         self.size_bytes = offset
 
     def views(self, data: np.ndarray) -> list[np.ndarray]:
-        """The leaves of a block of bytes, without a copy."""
+        """Returns the leaves of a block as views of its bytes."""
         return [
             data[offset : offset + size_bytes].view(dtype).reshape(shape)
             for offset, size_bytes, shape, dtype in self._places
         ]
 
     def fill(self, data: np.ndarray, leaves: Sequence[Any]) -> None:
-        """Writes leaves into a block, with the shapes and dtypes of its types."""
+        """Writes leaves into a block; casts them to the dtypes of the layout."""
         for view, leaf in zip(self.views(data), leaves, strict=True):
             view[...] = leaf
 
@@ -86,13 +86,13 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """A client begins, or goes on with a host that was started anew.
+    """Registers a client with the host, also each time the host has restarted.
 
     Attributes:
-        client: its name, unlike that of any other client.
+        client: a unique name of the client.
         process: its process, as `storage.load_markers.Process` writes it.
-        first: the number of the first write that it can still send.
-        complete: the epoch of the host that it has sent all again that this does not have; or 0.
+        first: number of the oldest write that the client has kept.
+        complete: epoch of the host to which the client has repeated all lost writes; 0 before that.
     """
 
     client: str
@@ -103,21 +103,21 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """A write. The writes of a client are numbered from 1, and each is done once, in order.
+    """One write. A client numbers its writes from 1; the host applies each exactly once, in order.
 
     Attributes:
-        client: who writes.
-        sequence: the number of the write.
-        epoch: of the host that the client has joined.
-        name: of the variables.
-        mode: "create" (where there are none yet), "assign", "add" or "apply"; for tables "create
-            table", and "rows" to update some.
-        base: the token of the version that a value was computed from; 0 for whatever version.
-        types: of the leaves, to create them.
-        rule: the optimizer to create them with, as `optimizers.export_rule` gives it; what a table
-            is, as `TableType.packed` does.
-        stamp: of a write that is repeated: epoch and moment of the host when it was done first.
-        wire: how an update to add or apply is coded in its block; empty for not at all.
+        client: name of the client.
+        sequence: number of the write.
+        epoch: epoch of the host that the client has joined.
+        name: name of the variables or of the table.
+        mode: for variables, "create" (does nothing if they exist), "assign", "add" or "apply"; for
+            tables, "create table" or "rows" (updates some rows).
+        base: token of the version that the value was computed from; 0 accepts any version.
+        types: types of the leaves; of "create" and "rows" only.
+        rule: of "create", the optimizer, as `optimizers.export_rule` returns it; of "create table",
+            the type of the table, as `TableType.packed` returns it.
+        stamp: of a repeated write, epoch and moment of the host when it was first applied.
+        wire: coding of the update in its block, for "add" and "apply"; empty for none.
     """
 
     client: str
@@ -134,13 +134,13 @@ class WriteRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A look at several variables, as they are at one moment.
+    """Reads several variables as of one moment.
 
     Attributes:
-        names: of the variables.
-        known: the token of the version that the client has of each; 0 for none.
-        values: whether to send the values of other versions.
-        wires: how each is to be coded, as in `WriteRequest`; none of them if it is empty.
+        names: names of the variables.
+        known: tokens of the versions that the client has; 0 for none.
+        values: whether to send the values of newer versions, or the versions alone.
+        wires: coding of each value, as in `WriteRequest`; empty if none is coded.
     """
 
     names: list[str]
@@ -151,14 +151,15 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class RowsRequest:
-    """A look at some rows of a table. Its block has their numbers, of 64 bits.
+    """Reads rows of a table. Its block holds the row numbers as int64.
 
     Attributes:
-        name: of the table.
-        epoch: of the host that the client has compared its copies of rows with; 0 for none. Then
-            the block has a second number for each row: the table's version when its copy was
-            compared, or -1. Only rows that were updated since are sent, after a byte for each row
-            asked for: whether it is sent. With -1 for the epoch, all rows are sent, and no bytes.
+        name: name of the table.
+        epoch: -1 to get all rows. Otherwise the epoch in which the client compared its copies of
+            the rows, or 0 if it has none: then the block also holds, for each row, the version of
+                the
+            table when its copy was compared, or -1; and the reply holds one byte for each row,
+            which is 1 if the row was updated since, and those rows.
     """
 
     name: str
@@ -167,22 +168,22 @@ class RowsRequest:
 
 @dataclass(frozen=True, slots=True)
 class DescribeRequest:
-    """Asks what some variables are."""
+    """Asks for the types and the version of some variables."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class StatusRequest:
-    """Asks what the host holds, and what it has done."""
+    """Asks for the contents and the counters of the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Asks for a snapshot, without waiting for it.
+    """Asks for a snapshot. The reply does not wait for it.
 
     Attributes:
-        on_disk: whether it has to be on the disk. If not, an image may be written instead.
+        on_disk: whether it must be on disk. If not, an image may be written instead.
     """
 
     on_disk: bool
@@ -201,13 +202,13 @@ Request = (
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What the host knows of a client.
+    """Reply to a `JoinRequest`.
 
     Attributes:
-        epoch: of the host: each start has a higher one.
-        applied: the number of the client's last write that is done.
-        saved: that of the last one in a snapshot or an image.
-        lost: the number of writes that the client cannot send any more and the host does not have.
+        epoch: epoch of the host; each start of the host has a higher one.
+        applied: number of the client's last write that the host has applied.
+        saved: number of the client's last write that a snapshot or an image holds.
+        lost: how many writes the client has forgotten and the host does not have.
     """
 
     epoch: int
@@ -218,13 +219,13 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A write is done, now or before.
+    """The host has applied a write, now or earlier.
 
     Attributes:
-        epoch: of the host.
-        moment: the number of writes of the host until then.
-        number, token: the version after it.
-        saved: the number of the client's last write in a snapshot or an image.
+        epoch: epoch of the host.
+        moment: how many writes the host has applied.
+        number, token: current version of the variables or of the table.
+        saved: number of the client's last write that a snapshot or an image holds.
     """
 
     epoch: int
@@ -236,14 +237,15 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The versions of what was read; with it come the blocks of those that the client lacks.
+    """Reply to a read: the versions, and beside them the blocks of those that the client lacks.
 
     Attributes:
-        epoch: of the host.
-        moment: the number of writes of the host until then.
-        numbers: the versions, each the number of writes so far.
-        tokens: of the versions: each stands for one sequence of writes, and so for one value.
-        sent: which of them have a block.
+        epoch: epoch of the host.
+        moment: how many writes the host has applied.
+        numbers: the versions: how often each was written.
+        tokens: tokens of the versions. Equal tokens stand for the same sequence of writes, and so
+            for the same value.
+        sent: whether each has a block.
     """
 
     epoch: int
@@ -255,14 +257,14 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What some variables are, or a table.
+    """Reply to a `DescribeRequest`.
 
     Attributes:
-        epoch: of the host.
-        number: their version.
-        types: of the leaves; none, of a table.
+        epoch: epoch of the host.
+        number: version of the variables or of the table.
+        types: types of the leaves; empty for a table.
         has_rule: whether they have an optimizer.
-        is_saved: whether a snapshot or an image has them.
+        is_saved: whether a snapshot or an image holds them.
     """
 
     epoch: int
@@ -274,18 +276,18 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the host holds, and what it has done.
+    """Contents and counters of a host.
 
     Attributes:
-        epoch: of the host.
-        variables: name, version, bytes of the value and of the optimizer's state, and number of
-            leaves.
-        clients: name, process, number of the last write done, and of the last one that is in a
-            snapshot or an image.
-        counts: numbers, bytes and seconds, by name.
-        snapshot: which was written last; empty for none.
-        stored: the number of writes of the host that it has.
-        hosts: how many share the set that this one belongs to.
+        epoch: epoch of the host.
+        variables: of each, name, version, bytes of the value and of the optimizer's state, and
+            number of leaves.
+        clients: of each, name, process, number of the last write applied, and of the last one that
+            a snapshot or an image holds.
+        counts: counters, in bytes, seconds or numbers, by name.
+        snapshot: name of the latest snapshot; empty for none.
+        stored: how many writes of the host that snapshot holds.
+        hosts: how many hosts share the variables.
     """
 
     epoch: int
@@ -299,14 +301,14 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request that nothing was done for.
+    """The host refuses a request, and has changed nothing.
 
     Attributes:
         kind: "unknown" variables, another "type", a "conflict" with another client's write, an old
-            "epoch", a "gap" before the write, a write that "failed", or a "malformed" message; or
-            it is "recovering": its clients have to send again what it lacks.
-        why: in words.
-        epoch: of the host.
+            "epoch", a "gap" in the client's writes, a write that "failed", or a "malformed"
+            message; "recovering" while the host waits for clients to repeat lost writes.
+        why: the reason, as text.
+        epoch: epoch of the host.
     """
 
     kind: str
@@ -316,18 +318,11 @@ class Refused:
 
 Reply = Joined | Written | Values | Described | Status | Refused
 
-_KINDS: dict[str, type] = {
-    each.__name__: each
-    for each in (
-        *(JoinRequest, WriteRequest, ReadRequest, RowsRequest, DescribeRequest),
-        *(StatusRequest, SnapshotRequest),
-        *(Joined, Written, Values, Described, Status, Refused),
-    )
-}
+_KINDS: dict[str, type] = {each.__name__: each for each in (*get_args(Request), *get_args(Reply))}
 
 
 def to_plain(message: Request | Reply) -> list[Any]:
-    """A message as plain data."""
+    """Converts a message to plain data."""
     return [
         type(message).__name__,
         {name: getattr(message, name) for name in _names(type(message))},
@@ -335,19 +330,19 @@ def to_plain(message: Request | Reply) -> list[Any]:
 
 
 def from_plain(data: Any) -> Any:
-    """The message that was made plain.
+    """Converts plain data to a message.
 
     Raises:
-        MalformedMessageError: it is none.
+        MalformedMessageError: the data is no message.
     """
     try:
         name, values = data
         kind = _KINDS[name]
         message = kind(**values)
     except (TypeError, ValueError, KeyError):
-        raise MalformedMessageError("it is no message") from None
+        raise MalformedMessageError("the data is no message") from None
     if not plain.fits(message, kind):
-        raise MalformedMessageError(f"a field of {name} is of another type")
+        raise MalformedMessageError(f"a field of {name} has another type")
     return message
 
 

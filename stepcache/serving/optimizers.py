@@ -1,7 +1,7 @@
-"""Optimizers of served variables: they travel as programs (StableHLO by `jax.export`), not as code.
+"""Optimizers of served variables, sent as programs (StableHLO, by `jax.export`) and not as code.
 
-The client exports what its optax optimizer does to the leaves of a value, and the host runs that on
-its CPU.
+The client exports the `init` and `update` functions of an optax optimizer, and the host runs them
+on its CPU.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _PLATFORM = "cpu"
 
 
 def types_of(named: Sequence[tuple[str, Any]]) -> list[LeafType]:
-    """The types of leaves with their paths, for a message."""
+    """Returns the types of leaves, given with their paths, for a message."""
     return [(path, list(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in named]
 
 
 def export_rule(name: str, optimizer: Any, tree: Any, leaves: Sequence[Any]) -> bytes:
-    """An optimizer as a program.
+    """Exports an optimizer as a program.
 
     Args:
-        name: of the variables, for errors.
+        name: name of the variables, for errors.
         optimizer: an `optax.GradientTransformation`.
-        tree: the structure of the value.
-        leaves: what the value's leaves are, as `jax.ShapeDtypeStruct`s.
+        tree: structure of the value.
+        leaves: shapes and dtypes of the value's leaves.
 
     Raises:
-        VariablesError: it does something that only this process can, such as a callback.
+        VariablesError: `jax.export` cannot write it, for example because it calls back into Python.
     """
     import optax
 
@@ -74,10 +74,13 @@ def export_rule(name: str, optimizer: Any, tree: Any, leaves: Sequence[Any]) -> 
 
 
 class ExportedRule:
-    """An optimizer that was sent. Attributes: state_types, as in `Rule`.
+    """An optimizer loaded from the result of `export_rule`.
+
+    Attributes:
+        state_types: types of the leaves of its state.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the data is no optimizer.
     """
 
     def __init__(self, sent: bytes):
@@ -88,13 +91,13 @@ class ExportedRule:
         )
 
     def init(self, value: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """The leaves of the optimizer's state for a value."""
+        """Returns the leaves of the initial state for a value."""
         return self._run(self._init, list(value))
 
     def update(
         self, value: Sequence[Any], state: Sequence[Any], update: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The leaves of a new value and state."""
+        """Returns the leaves of the new value and of the new state."""
         return self._run(self._update, list(value), list(state), list(update))
 
     @staticmethod

@@ -1,10 +1,10 @@
 """The ray engine: a host of variables in a Ray actor, for the processes of a Ray cluster.
 
-Ray places the actor, names it, starts it again after a crash, and says who may reach it. Requests
-are calls of one method. Large values do not travel inside them: a writer puts its update into
-Ray's object store, and the actor puts each version that is read there once, so that all readers of
-a node map one copy. Where several hosts share a set of variables, each is an actor; host 0 has the
-name and the directory of the set. Import this module only where Ray is used.
+Ray places the actor, names it, restarts it after a crash, and controls access to it. Requests are
+calls of one method. Large values go through Ray's object store: a writer puts its update there, and
+the actor puts each version there at its first read, so that all readers of a node map one copy. If
+several hosts share the variables, each is an actor; host 0 has the name and the directory of the
+set. Import this module only where Ray is used.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from stepcache.storage import plain
 from stepcache.storage.private_files import make_directory
 from stepcache.units import counted
 
-# After `ray_transport`, which says what to do where Ray is not installed.
+# After `ray_transport`, which raises a helpful error if Ray is not installed.
 import ray  # isort: skip
 from ray.exceptions import RayActorError  # isort: skip
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # isort: skip
 
-_RECOVERY_SECONDS = 2.0  # Clients learn through Ray's control service that an actor is back.
+_RECOVERY_SECONDS = 2.0  # Ray's control service takes time to tell clients of a new actor.
 
 
 class ActorBlock:
-    """Memory of a value: of the actor's process, and from its first read on of the object store.
+    """Memory of a value: memory of the actor, and from its first read on, of the object store.
 
     Attributes:
-        data: its bytes. They are not written to after `reference`.
+        data: the bytes; read only after `reference` was called.
     """
 
     __slots__ = ("_reference", "data")
@@ -49,25 +49,28 @@ class ActorBlock:
         self._reference: Any = None
 
     def reference(self) -> Any:
-        """Where other processes find it. `data` is a view of that from then on."""
+        """Puts the bytes into the object store, unless they are there, and returns the reference.
+
+        From then on, `data` is a view of the object store.
+        """
         if self._reference is None:
             reference: Any = ray.put(self.data)
-            # A snapshot under way goes on with the memory that `data` had.
+            # A snapshot in progress keeps a reference to the old memory.
             self._reference, self.data = reference, ray.get(reference)
         return self._reference
 
 
 class About(NamedTuple):
-    """What an actor serves.
+    """Description of an actor.
 
     Attributes:
-        directory: of its snapshots.
-        epoch: of its host.
-        hosts: how many share the set of variables.
-        variables: how many it holds.
-        moment: the number of writes so far.
-        pid: of its process, on its node.
-        is_stopped: it serves nobody any more, and is about to be removed.
+        directory: directory of its snapshots.
+        epoch: epoch of its host.
+        hosts: how many hosts share the variables.
+        variables: how many variables and tables it holds.
+        moment: how many writes it has applied.
+        pid: its process, on its node.
+        is_stopped: whether it was stopped, and is about to be removed.
     """
 
     directory: str
@@ -83,8 +86,9 @@ class HostActor:
     """The actor: a host of variables and its directory. Made by `start`.
 
     Args:
-        directory: of the snapshots. Ray may start the actor again on any node: all must see it.
-        options: as for `DurableHost`.
+        directory: directory of the snapshots. Ray may restart the actor on any node, so that all
+            nodes must share it.
+        options: options of `DurableHost`.
 
     Raises:
         VariablesError: the directory cannot be served.
@@ -93,14 +97,14 @@ class HostActor:
     def __init__(self, directory: str, options: dict[str, Any]):
         import jax
 
-        jax.config.update("jax_platforms", "cpu")  # It takes no accelerator.
-        if not Path(directory).is_dir():  # Not a new one: the snapshots are elsewhere.
+        jax.config.update("jax_platforms", "cpu")  # Leave the accelerators to others.
+        if not Path(directory).is_dir():  # A new one here would lack the snapshots.
             raise VariablesError(
                 "this node does not have the directory of the snapshots",
                 where=directory,
                 hint="serve a directory that all nodes share",
             )
-        self._lock = threading.Lock()  # `_durable` is used by two threads.
+        self._lock = threading.Lock()  # Two threads use `_durable`.
         options = {"recovery_seconds": _RECOVERY_SECONDS, **options}
         self._durable = DurableHost(Path(directory), ActorBlock, **options)
         self._is_stopped = False
@@ -109,15 +113,15 @@ class HostActor:
     def serve(self, request: bytes, payload: Any = None) -> Any:
         """Serves a request.
 
-        Bytes alone cost Ray least: an array as argument and one as result, 0.3 ms a call.
+        Plain bytes are fastest: an array as argument and another as result add 0.3 ms to a call.
 
         Args:
-            request: who sends it, the message, and a small block that goes with it, as plain data.
+            request: client, message and a small block or None, packed.
             payload: a large block.
 
         Returns:
-            The reply and its small blocks, as plain data; with references to large blocks, if it
-            has any. None once the actor is stopped.
+            The reply and its small blocks, packed. If there are large blocks, a pair of that and
+            their references. None once the actor is stopped.
         """
         with self._lock:
             if self._is_stopped:
@@ -138,7 +142,7 @@ class HostActor:
 
     @ray.method(max_task_retries=-1)
     def about(self) -> About:
-        """What it serves."""
+        """Describes this actor."""
         host = self._durable.host
         with self._lock:
             held = len(host.status().variables)
@@ -147,10 +151,10 @@ class HostActor:
 
     @ray.method(max_task_retries=-1)
     def stop(self) -> bool:
-        """Writes the last snapshot, and serves nobody from then on.
+        """Writes the last snapshot, and stops to serve.
 
         Returns:
-            Whether it could be written. If not, the actor goes on.
+            Whether the snapshot was written. If not, the actor goes on.
         """
         with self._lock:
             if not self._is_stopped:
@@ -166,7 +170,7 @@ class HostActor:
 
 
 def _packed(reply: Reply, blocks: list[Any]) -> Any:
-    """A reply, as `serve` returns it."""
+    """Packs a reply; the result of `HostActor.serve`."""
     are_small = [block.data.size < INLINE_BYTES for block in blocks]
     pairs = list(zip(blocks, are_small, strict=True))
     inline = [block.data.tobytes() if is_small else None for block, is_small in pairs]
@@ -176,17 +180,17 @@ def _packed(reply: Reply, blocks: list[Any]) -> Any:
 
 
 def _unpacked(request: Any, payload: Any) -> tuple[str, Any, np.ndarray | None]:
-    """The client, the message and the block of a request.
+    """Unpacks client, message and block of a request.
 
     Raises:
-        MalformedMessageError: it holds none.
+        MalformedMessageError: the data is no request.
     """
     try:
         client, data, inline = plain.unpack(request)
     except Exception:
-        raise MalformedMessageError("its header cannot be read") from None
+        raise MalformedMessageError("its header cannot be decoded") from None
     if not isinstance(client, str) or not isinstance(inline, bytes | None):
-        raise MalformedMessageError("its header is of another type")
+        raise MalformedMessageError("a field of its header has another type")
     block = np.frombuffer(inline, np.uint8) if inline is not None else payload
     if block is not None and not isinstance(block, np.ndarray):
         raise MalformedMessageError(f"a {type(block).__name__} is no block of bytes")
@@ -197,29 +201,29 @@ def _unpacked(request: Any, payload: Any) -> tuple[str, Any, np.ndarray | None]:
 
 
 def start(name: str, directory: Path, *, hosts: int = 1, **options: Any) -> list[About]:
-    """Starts the actors that serve the variables of a directory, or finds those that do.
+    """Starts the actors that serve the variables of a directory, or finds running ones.
 
-    They are detached: they go on after this process, until `stop`. The first is put on the node of
-    this process, each other one on the next node, while there are more.
+    They are detached: they run until `stop`, also after this process ends. The first one is placed
+    on the node of this process, the others on the next nodes in turn.
 
     Args:
-        name: how clients find them: `ray:NAME`.
-        directory: of the snapshots.
+        name: the name by which clients find them: `ray:NAME`.
+        directory: directory of the snapshots.
         hosts: how many actors share the variables.
-        options: as for `DurableHost`.
+        options: options of `DurableHost`.
 
     Returns:
-        What each serves.
+        A description of each.
 
     Raises:
-        VariablesError: the directory cannot be served; or an actor serves another one, or is one of
-            another number.
-        CacheDirectoryError: others can write to the directory.
+        VariablesError: the directory cannot be served; or running actors of this name serve another
+            directory, or are of another number.
+        CacheDirectoryError: other users can write to the directory.
     """
     initialise()
     wanted = str(directory.expanduser().resolve())
     options["hosts"] = hosts
-    first = _start(name, wanted, options, 0)  # It knows how many there are.
+    first = _start(name, wanted, options, 0)  # Alone: it checks the number of hosts.
     others = [(place_of(name, n), place_of(wanted, n), options, n) for n in range(1, hosts)]
     with ThreadPoolExecutor(max(len(others), 1)) as threads:
         return [first, *threads.map(_start, *zip(*others, strict=True))]
@@ -236,8 +240,8 @@ def _start(name: str, directory: str, options: dict[str, Any], number: int) -> A
         namespace=NAMESPACE,
         lifetime="detached",
         max_restarts=-1,
-        num_cpus=0,  # To start it again must not wait for a free CPU.
-        enable_task_events=False,  # Ray's list of tasks has room for others' then.
+        num_cpus=0,  # A restart must not wait for a free CPU.
+        enable_task_events=False,  # Each request would be an entry in Ray's list of tasks.
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
         get_if_exists=True,
     ).remote(directory, options)
@@ -247,12 +251,12 @@ def _start(name: str, directory: str, options: dict[str, Any], number: int) -> A
         raise VariablesError(
             "the actor could not be started", where=f"ray:{name}", got=_cause(error)
         ) from error
-    if about.is_stopped:  # The process that stopped it was killed before it had removed it.
+    if about.is_stopped:  # The process that stopped it was killed before it removed it.
         ray.kill(actor, no_restart=True)
         return _start(name, directory, options, number)
     if (about.directory, about.hosts) != (directory, options["hosts"]):
         raise VariablesError(
-            "an actor of this name serves another directory, or is one of another number",
+            "an actor of this name serves another directory, or another number of hosts",
             where=f"ray:{name}",
             expected=f"{directory}, {counted(options['hosts'], 'host')}",
             got=f"{about.directory}, {counted(about.hosts, 'host')}",
@@ -261,14 +265,13 @@ def _start(name: str, directory: str, options: dict[str, Any], number: int) -> A
 
 
 def stop(name: str) -> int:
-    """Stops all actors of a name after their last snapshots.
+    """Stops all actors of a name. They write their last snapshots.
 
     Returns:
-        The number of writes in these snapshots.
+        How many writes these snapshots hold.
 
     Raises:
-        VariablesError: there is no such actor; or a snapshot cannot be written, and its actor goes
-            on.
+        VariablesError: there is no such actor; or an actor cannot write its snapshot, and goes on.
     """
     try:
         first = ray.get_actor(name, namespace=NAMESPACE)
@@ -279,7 +282,7 @@ def stop(name: str) -> int:
         found = ray.get([actor.about.remote() for actor in actors])
     except (ValueError, RayActorError) as error:
         raise VariablesError(
-            "the actor is gone", where=f"ray:{name}", got=first_line(error)
+            "there is no such actor", where=f"ray:{name}", got=first_line(error)
         ) from error
     if not all(are_saved):
         raise VariablesError(
@@ -287,13 +290,13 @@ def stop(name: str) -> int:
             where=f"ray:{names[are_saved.index(False)]}",
             hint="see its log; make room, then stop it again",
         )
-    for actor in reversed(actors):  # The first one knows how many there are.
+    for actor in reversed(actors):  # The first one last: `stop` asks it for their number.
         ray.kill(actor, no_restart=True)
     return sum(each.moment for each in found)
 
 
 def _cause(error: Exception) -> str:
-    """The line of an actor's traceback that says what was wrong, and those that explain it."""
+    """Returns the last error in the text of an actor's traceback, with the lines after it."""
     lines = str(error).strip().splitlines()
     found = [number for number, line in enumerate(lines) if "Error: " in line]
     return "\n".join(lines[found[-1] :]) if found else lines[-1]

@@ -1,4 +1,4 @@
-"""A client's way to the Ray actor of a name; see `ray_engine`. Import it only where Ray is used."""
+"""`RayTransport`: sends requests to a Ray actor; see `ray_engine`. Import it only to use Ray."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from stepcache.storage import plain
 
 try:
     import ray
-    from ray.exceptions import (
-        ActorDiedError,
-        GetTimeoutError,
-        ObjectLostError,
-        RayActorError,
-    )
+    from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayActorError
 except ModuleNotFoundError as error:
     raise VariablesError(
         "Ray is not installed",
@@ -32,9 +27,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 NAMESPACE = "stepcache"
-"""Of the actors in a Ray cluster."""
+"""Namespace of the actors in a Ray cluster."""
 INLINE_BYTES = 64 << 10
-"""Smaller blocks travel inside calls, as Ray does with small arguments."""
+"""Smaller blocks are sent as part of a call, as Ray does with small arguments."""
 
 _RETRY_SECONDS = 0.05
 _TURN_SECONDS = 0.5
@@ -67,10 +62,12 @@ def initialise(log_to_driver: bool = False) -> None:
 
 
 def _get(references: Any, deadline: float) -> Any:
-    """`ray.get` until a deadline, in turns: between them a thread can be ended with its process.
+    """Calls `ray.get` until a deadline, a part of a second at a time.
+
+    Between two calls, Python can end the thread with its process.
 
     Raises:
-        GetTimeoutError: it is not there in time.
+        GetTimeoutError: the objects are not there in time.
     """
     while (left := deadline - time.monotonic()) > _TURN_SECONDS:
         with contextlib.suppress(GetTimeoutError):
@@ -79,11 +76,11 @@ def _get(references: Any, deadline: float) -> Any:
 
 
 class RayTransport:
-    """Carries the requests of one client to the actor of a name. Not thread-safe.
+    """Sends the requests of one client to an actor. Not thread-safe.
 
     Args:
-        name: of the actor.
-        client: the name of the client.
+        name: name of the actor.
+        client: name of the client.
     """
 
     def __init__(self, name: str, client: str):
@@ -93,19 +90,19 @@ class RayTransport:
         initialise()
 
     def allocate(self, size_bytes: int) -> Block:
-        """A block that can be sent."""
+        """Allocates a block for a request."""
         return self._pool.allocate(size_bytes)
 
     def request(self, message: Request, block: Block | None, deadline: float) -> Received | None:
-        """Sends a request, again if the actor is started again, and waits for its reply.
+        """Sends a request and waits for the reply. Repeats the request if the actor restarts.
 
         Args:
             message: the request.
-            block: the value that goes with it, unchanged until this returns.
+            block: the value of the request; the caller must not change it before this returns.
             deadline: by `time.monotonic`.
 
         Returns:
-            The reply; None if there was none in time.
+            The reply; None if none arrives in time.
 
         Raises:
             VariablesError: Ray was shut down in this process.
@@ -115,8 +112,8 @@ class RayTransport:
         inline = block.data.tobytes() if block is not None and is_small else None
         call: list[Any] = [plain.pack([self._client, to_plain(message), inline])]
         if block is not None and not is_small:
-            # The client keeps the block, to send it again, and Ray's store its copy only until the
-            # reply: the store is everybody's.
+            # The store, which all processes share, has this copy only until the reply: the client
+            # keeps the block.
             call.append(ray.put(block.data))
         while True:
             left = deadline - time.monotonic()
@@ -130,12 +127,12 @@ class RayTransport:
             self._check_initialised()
 
     def _attempt(self, call: list[Any], deadline: float) -> Received | None:
-        """The reply of the actor as it is now; None if it is not there."""
+        """Sends a request once; returns the reply, or None if no actor serves at the moment."""
         if self._actor is None:
             try:
                 self._actor = ray.get_actor(self._name, namespace=NAMESPACE)
             except ValueError:
-                return None  # There is none of this name yet.
+                return None  # No actor has this name yet.
         try:
             sent = self._actor.serve.remote(*call)
             reply: Any = _get(sent, deadline)
@@ -144,25 +141,25 @@ class RayTransport:
             packed, held = reply if isinstance(reply, tuple) else (reply, [])
             large = iter(_get(held, deadline))
         except ActorDiedError:
-            self._actor = None  # Another one may get its name.
+            self._actor = None  # Another actor may get its name.
             return None
         except (RayActorError, ObjectLostError):
-            return None  # It is being started again.
+            return None  # Ray restarts the actor.
         message, inline = plain.unpack(packed)
         blocks = [next(large) if x is None else np.frombuffer(x, np.uint8) for x in inline]
         return Received(from_plain(message), blocks)
 
     def _check_initialised(self) -> None:
-        """Raises if Ray was shut down: a call would start another one."""
+        """Raises if Ray was shut down: a call would start another cluster."""
         if not ray.is_initialized():
             raise VariablesError(
                 "Ray was shut down in this process", where=f"ray:{self._name}", hint="connect again"
             )
 
     def pause(self) -> None:
-        """Waits a moment before a request is made again."""
+        """Sleeps before a request is repeated."""
         time.sleep(_RETRY_SECONDS)
 
     def close(self) -> None:
-        """Ends the use of the transport. Ray goes on in this process."""
+        """Drops the reference to the actor. Ray goes on in this process."""
         self._actor = None

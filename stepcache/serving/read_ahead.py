@@ -24,12 +24,12 @@ _process_hooks.before_threads_end(_stop_all)  # Ray ends the process if a thread
 
 
 class Arrival(NamedTuple):
-    """What a background read has found.
+    """Result of a background read.
 
     Attributes:
-        version: the newest one then.
-        kept: its value, as copies are kept; None if the reader had it already.
-        seconds: when it was read, by `time.monotonic`.
+        version: the newest version at that time.
+        kept: its value, in the form in which copies are kept; None if the reader had it already.
+        seconds: time of the read, by `time.monotonic`.
     """
 
     version: Versions
@@ -38,7 +38,7 @@ class Arrival(NamedTuple):
 
 
 class ReadAhead:
-    """Reads variables in a thread. What it finds, or raises, is for their next call."""
+    """Reads variables in a thread. The next call gets the result, or raises the error."""
 
     def __init__(self, hosts: Hosts):
         self._hosts = hosts
@@ -48,7 +48,7 @@ class ReadAhead:
     def start(
         self, masters: Sequence[Any], names: Sequence[str], known: Sequence[Versions | None]
     ) -> Job:
-        """Starts to read masters; names and known versions as for `Hosts.read`."""
+        """Starts to read masters; `names` and `known` are those of `Hosts.read`."""
         settings = jaxcompat.carried_settings()
         return self._worker.submit(functools.partial(self._read, settings, masters, names, known))
 
@@ -58,18 +58,18 @@ class ReadAhead:
                 seconds, wires = time.monotonic(), [master.wire for master in masters]
                 rows = zip(masters, *self._hosts.read(names, known, wires=wires), strict=True)
                 return {
-                    master: Arrival(version, master.kept(leaves), seconds)
+                    master: Arrival(version, master.as_copy(leaves), seconds)
                     for master, version, leaves in rows
                 }
         except Exception as error:
             return error
 
     def finish(self, job: Job, master: Any) -> Arrival | None:
-        """What a read has found for a master, once it is done; None if it had not begun.
+        """Waits for a read, and returns its result for a master; None if it had not begun.
 
         Raises:
-            VariablesError: the host refused it.
-            ServerLostError: it did not answer in time.
+            VariablesError: the host refused the read.
+            ServerLostError: the host did not answer in time.
         """
         outcome = self._worker.take(job)
         if isinstance(outcome, Exception):

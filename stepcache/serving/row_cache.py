@@ -19,9 +19,9 @@ from stepcache.variables.policy import Read
 _EMPTY = -1
 
 Fetch = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, ...]]
-"""Asks for rows: numbers of rows, the version that the copy of each was compared with, or -1, and
-its epoch. Returns the version and epoch that each is compared with now, which of the rows have been
-updated since, and those."""
+"""Asks the hosts for rows. Takes the row numbers, and for each row the table's version when its
+copy was compared, or -1, and the epoch of that version. Returns for each row the current version
+and epoch, whether it was updated since; and the rows that were."""
 
 
 @jax.jit
@@ -38,11 +38,11 @@ class RowCache:
     """Copies of the rows that were looked up last. Not thread-safe.
 
     Args:
-        policy: how long a copy may serve before it is compared with the host's row. A step, for
-            `max_staleness`, is one lookup.
-        capacity: the number of rows. Those looked up longest ago make room for others.
-        shape, dtype: of one row.
-        clock: in seconds.
+        policy: how long a copy may serve before it is compared with the host's row;
+            `max_staleness` counts lookups.
+        capacity: number of rows. The least recently used rows are replaced.
+        shape, dtype: shape and dtype of one row.
+        clock: returns the time in seconds.
 
     Attributes:
         capacity: as given.
@@ -59,25 +59,25 @@ class RowCache:
         self.capacity = capacity
         self._policy, self._clock = policy, clock
         self._buffer = jnp.zeros((capacity, *shape), dtype)
-        self._places: dict[int, int] = {}  # In the buffer, by the number of the row.
+        self._places: dict[int, int] = {}  # Positions in the buffer, by the number of the row.
         self._ids = np.full(capacity, _EMPTY)
         self._lookups = 0
-        self._used = np.full(capacity, _EMPTY)  # The last lookup of each.
-        # When the copy was last known to be current: version of the table, epoch, lookup, seconds.
+        self._used = np.full(capacity, _EMPTY)  # The last lookup that used each.
+        # When each was last known to be current: version of the table, epoch, lookup, seconds.
         self._compared, self._epochs = np.full(capacity, _EMPTY), np.zeros(capacity, np.int64)
         self._compared_lookup = np.zeros(capacity, np.int64)
         self._compared_seconds = np.zeros(capacity)
 
     def lookup(self, ids: np.ndarray, padded: int, fetch: Fetch) -> tuple[jax.Array, int]:
-        """Rows, and rows of zeros after them.
+        """Looks rows up, and pads them with rows of zeros.
 
         Args:
             ids: numbers of different rows, at most as many as the capacity.
-            padded: the number of rows to return.
-            fetch: asks the host for what copies cannot serve.
+            padded: how many rows to return.
+            fetch: asks the hosts for rows whose copies may not serve.
 
         Returns:
-            The rows, on the device, and the bytes that were copied there.
+            The rows, on the device, and how many bytes were copied there.
         """
         self._lookups += 1
         places = self._find(ids)
@@ -95,16 +95,16 @@ class RowCache:
         return _take(self._buffer, self._padded(places, padded)), copied_bytes
 
     def invalidate(self, ids: np.ndarray) -> None:
-        """Has rows fetched before their copies serve again: this process has updated them."""
+        """Marks copies as outdated: this process has updated these rows."""
         places = self._find(ids)
         self._compared[places[places >= 0]] = _EMPTY
 
     def _find(self, ids: np.ndarray) -> np.ndarray:
-        """The place of each row in the buffer; negative for rows without a copy."""
+        """Returns the position of each row in the buffer; negative for rows without a copy."""
         return np.fromiter((self._places.get(each, _EMPTY) for each in ids.tolist()), int, ids.size)
 
     def _may_serve(self, places: np.ndarray) -> np.ndarray:
-        """Which copies may serve without being compared."""
+        """Returns for each copy whether it may serve without being compared."""
         steps, seconds = self._policy.max_staleness, self._policy.max_age
         if not steps and seconds is None:
             return np.zeros(places.size, bool)
@@ -116,7 +116,7 @@ class RowCache:
         return is_allowed
 
     def _make_room(self, ids: np.ndarray) -> np.ndarray:
-        """Places for new rows: empty ones, then those of the rows looked up longest ago."""
+        """Returns positions for new rows: free ones, then those of the least recently used rows."""
         if not ids.size:
             return ids
         places = np.argpartition(self._used, ids.size - 1)[: ids.size]
@@ -141,12 +141,12 @@ class RowCache:
         return sent.nbytes
 
     def _padded(self, places: np.ndarray, count: int) -> np.ndarray:
-        """Places, and after them one behind the buffer: its row is zeros, and never written."""
+        """Pads positions with one past the end of the buffer, which reads as zeros."""
         padded = np.full(count, self.capacity, np.int32)
         padded[: places.size] = places
         return padded
 
 
 def padded_count(count: int) -> int:
-    """The power of two that so many rows are padded to."""
+    """Returns the power of two to which this many rows are padded."""
     return 1 << max(count - 1, 7).bit_length()

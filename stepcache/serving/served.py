@@ -41,21 +41,21 @@ from stepcache.variables.wire import ERROR_BOUNDS
 class Served(Master):
     """A master copy that one or more hosts in other processes hold.
 
-    A step takes a copy, by the policy; what it returns for it is assigned, if nobody else has
-    written meanwhile. Updates are applied there. The version is the number of writes; where several
-    hosts have leaves, the sum of theirs.
+    A step reads a copy, as the policy allows. The new value of a step that carries it is assigned,
+    unless another process has written meanwhile. The hosts apply updates. The version is the number
+    of writes; where several hosts have leaves, their sum.
 
     Args:
-        source: reads several of them in one go.
+        source: reads several masters in one request.
         hosts: the clients of all hosts.
-        name: of the variables there.
-        layout: of the value on the devices of this process.
+        name: name of the variables on the hosts.
+        layout: layout of the value on the devices of this process.
         policy: which copies may serve.
         write: how updates are coded.
-        version: of the value.
+        version: version of the value.
 
     Attributes:
-        wire: of the values that steps read; empty for none.
+        wire: coding of the values that steps read; empty for none.
     """
 
     is_resident, applies_updates = False, True
@@ -80,11 +80,11 @@ class Served(Master):
         self._feedback = ErrorFeedback(Coding(types, write.wire))
         self._copies = Copies(policy)
         self.version, self._current = _number(version), version
-        self._copied_at = version  # When the kept copy was the newest, by its moments.
-        self._is_asked = False  # Whether `_current` is that of the call under way.
-        self._fetched: Any = None  # The current value, as copies are kept.
+        self._copied_at = version  # The last version at which the kept copy was the newest.
+        self._is_asked = False  # Whether the hosts were asked for `_current` in this call.
+        self._fetched: Any = None  # The current value, in the form in which copies are kept.
         self._job: Job | None = None  # A read in the background, for the next call.
-        self._ahead_links: Links = ()  # What it has moved, until a call counts it.
+        self._ahead_links: Links = ()  # Bytes that it has moved, until a call counts them.
         self._seen = 0  # The version that `leaves` returned last.
 
     # ---- which copy serves ---------------------------------------------------------------------
@@ -102,12 +102,13 @@ class Served(Master):
             return None, "a carried value has to be current"
         return copy, why
 
-    def question(self, reader: Reader) -> tuple[str, Versions | None, Versions | None]:
-        """What to ask the hosts before a step.
+    def lookup(self, reader: Reader) -> tuple[str, Versions | None, Versions | None]:
+        """Looks for a copy that may serve a step.
 
         Returns:
-            The name, the version that the reader needs no copy of, and the version of which a copy
-            may serve without asking; None for none.
+            The name, as the hosts know it; the version of the copy if that is the latest known one;
+            and the version at which a copy that may serve without asking was the newest. None for
+            none.
 
         Raises:
             VariablesError: the reader carries the value, and reads are coded.
@@ -127,27 +128,30 @@ class Served(Master):
         copied_at = self._copied_at if may_serve else None
         return self._name, self._current if is_current else None, copied_at
 
-    def answered(self, version: Versions | None, leaves: list[list[np.ndarray]] | None) -> None:
-        """Takes what the hosts have said.
+    def receive(self, version: Versions | None, leaves: list[list[np.ndarray]] | None) -> None:
+        """Stores the hosts' reply to a lookup.
 
         Args:
-            version: the current one; None if nothing was asked.
+            version: the current version; None if the hosts were not asked.
             leaves: the arrays of each leaf, which never change; None if the reader needs none.
         """
         self._is_asked, self._fetched = version is not None, None
         if version is not None:
-            self._is_now(version)
-        self._fetched = self.kept(leaves)
+            self._set_current(version)
+        self._fetched = self.as_copy(leaves)
 
-    def _is_now(self, version: Versions) -> None:
+    def _set_current(self, version: Versions) -> None:
         before = self._current
         for host, now in version.items():
             if now.epoch != before[host].epoch and now.token != before[host].token:
-                self._copies.begin_anew()  # Writes may have been repeated in another order.
+                self._copies.reset()  # Writes may have been repeated in another order.
         self._current, self.version = version, _number(version)
 
-    def kept(self, arrays: list[list[np.ndarray]] | None) -> Any:
-        """A copy of a value: where the host has it, or decoded on the devices; or None."""
+    def as_copy(self, arrays: list[list[np.ndarray]] | None) -> Any:
+        """Returns a value in the form in which copies are kept; None for None.
+
+        With `cache="host"` these are the arrays of the host, else decoded arrays on the devices.
+        """
         return arrays and (arrays if self._policy.cache == "host" else self._on_devices(arrays))
 
     def _on_devices(self, arrays: Sequence[Sequence[np.ndarray]]) -> Packed:
@@ -164,28 +168,28 @@ class Served(Master):
     # ---- reads in the background ---------------------------------------------------------------
 
     def reads_ahead(self, reader: Reader) -> bool:
-        """Whether the policy asks for it, and no copy may serve the next step without asking."""
+        """Returns whether the value is to be read in the background for the next step."""
         is_wanted = self._policy.prefetch and not reader.carried
         return is_wanted and self._serving(reader)[0] is None
 
     def started(self, job: Job) -> None:
-        """Notes that a job reads the value for the next call."""
+        """Sets the job that reads the value for the next call."""
         self._job, self._is_asked = job, False
 
-    def taken_job(self) -> Job | None:
-        """The job that reads the value for this call; None for none."""
+    def take_job(self) -> Job | None:
+        """Removes and returns the job that reads the value for this call; None for none."""
         job, self._job = self._job, None
         return job
 
     def arrived(self, arrival: Arrival) -> None:
-        """Keeps what the job has found, unless this process has seen something newer since."""
+        """Keeps the result of the job, unless this process has seen a newer version since."""
         version, kept, seconds = arrival
         if kept is not None:
             is_there = self._policy.cache != "host"
             self._ahead_links = self._read_links(is_there, is_sent=True)
         rows = [(now, self._current[host]) for host, now in version.items()]
         if all((now.epoch, now.moment) >= (seen.epoch, seen.moment) for now, seen in rows):
-            self._is_now(version)
+            self._set_current(version)
             self._copies.arrived(self.version, kept, seconds)
             self._copied_at = version
 
@@ -214,7 +218,12 @@ class Served(Master):
         return Transfer(variable, self.version, *way, extent=self._extent)
 
     def _read_links(self, is_moved: bool, is_sent: bool) -> Links:
-        """What crosses where a value is sent by the host, and where it is moved to the devices."""
+        """Returns the bytes over each link of a read.
+
+        Args:
+            is_moved: the value is moved to the devices.
+            is_sent: the host sends the value.
+        """
         server_bytes = self._read_coding.size_bytes if is_sent else 0
         return links(self._host_bytes if is_moved else 0, 0, server_bytes)
 
@@ -225,7 +234,7 @@ class Served(Master):
 
     @functools.cached_property
     def _placed(self) -> list[Any]:
-        """The buffers, each with the sharding that it gets."""
+        """The buffers, each with its sharding on the devices."""
         here = SingleDeviceSharding(jax.devices()[0])
         return [each._replace(sharding=each.sharding or here) for each in self.layout.buffers]
 
@@ -235,7 +244,7 @@ class Served(Master):
 
     @functools.cached_property
     def _host_bytes(self) -> int:
-        """Bytes that cross to the devices when a copy is moved there."""
+        """Bytes that are moved to the devices for one copy."""
         return sum(
             leaf.size_bytes * len(buffer.sharding.device_set)
             if leaf.wire and _decodes(buffer)
@@ -246,7 +255,7 @@ class Served(Master):
     def take(self, reader: Reader, meter: Meter) -> Packed:
         fetched, self._fetched = self._fetched, None
         copy, _ = self._serving(reader)
-        if fetched is None and copy is None:  # Nobody has asked, or another call took the copy.
+        if fetched is None and copy is None:  # The hosts were not asked, or the copy was dropped.
             self._source.read_together([(self, reader)], values=True)
             fetched, self._fetched = self._fetched, None
             copy, _ = self._serving(reader)
@@ -294,7 +303,7 @@ class Served(Master):
         )
 
     def _written(self, version: Versions, coding: Coding, session: Any, meter: Meter) -> None:
-        self._is_now(version)
+        self._set_current(version)
         meter[SERVER_LINK] += coding.size_bytes
         self._copies.wrote(session, self.version)
 
@@ -349,9 +358,10 @@ class Served(Master):
 
 
 def _decodes(buffer: Buffer) -> bool:
-    """Whether the devices decode a buffer: else the host does, and each gets its own part.
+    """Returns whether the devices decode a buffer. Otherwise numpy does.
 
-    Only numpy's values become weakly typed.
+    Numpy decodes buffers that are split over devices, which each get only their shard, and weakly
+    typed ones: only numpy values become weakly typed arrays.
     """
     is_whole = buffer.sharding is None or buffer.sharding.is_fully_replicated
     return is_whole and not buffer.weak_type

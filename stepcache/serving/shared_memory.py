@@ -1,9 +1,10 @@
 """Blocks of memory that processes of one machine share, without files that could be left behind.
 
-A block is a memfd of Linux: it has no name, and goes with the last process that maps it. Others of
-the same user open it through `/proc/<pid>/fd`, if the kernel lets them. It is sealed against
-shrinking, so that a process that reads it cannot be killed by one that cuts it off. A reader locks
-the blocks that it goes on to read: their memory is not used again before.
+A block lies in a memfd of Linux, which has no name, and which the kernel frees with the last
+process that maps it. Other processes of the same user open it through `/proc/<pid>/fd`. It is
+sealed against
+shrinking: a reader of a file that shrinks would be killed. A reader locks its blocks, so that their
+memory is not reused.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from pathlib import Path
 import numpy as np
 
 INLINE_BYTES = 64 << 10
-"""Smaller blocks travel inside messages."""
+"""Smaller blocks are sent as part of a message."""
 
 _F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK = 1033, 1034, 2
-_SEGMENT_BYTES = 16 << 20  # Of one file with several blocks: a process may open few files.
+_SEGMENT_BYTES = 16 << 20  # Size of a file for several blocks: open files are limited.
 _KEPT_UNUSED_BYTES = 1 << 30
 _PAGE_BYTES = 4096
 _OPENED_AT_MOST = 512
@@ -34,7 +35,7 @@ _OPENED_AT_MOST = 512
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where another process finds a block: in a file that this one has open."""
+    """The address of a block for other processes: in a file that this process has open."""
 
     pid: int
     descriptor: int
@@ -60,7 +61,7 @@ class _Segment:
         self.slots = len(self.free)
 
     def take(self) -> int | None:
-        """The offset of a block that is free and that nobody reads; None if there is none."""
+        """Takes a free block that no process reads; returns its offset, or None."""
         for offset in reversed(self.free):
             if not _is_locked(self.descriptor, offset):
                 self.free.remove(offset)
@@ -72,8 +73,8 @@ class SharedBlock:
     """Memory of a value.
 
     Attributes:
-        data: its bytes.
-        place: where others find it; None for memory of this process alone.
+        data: the bytes.
+        place: address for other processes; None for private memory.
     """
 
     __slots__ = ("__weakref__", "data", "place")
@@ -83,19 +84,19 @@ class SharedBlock:
 
 
 class Pool:
-    """Makes blocks, of memory that earlier ones had if there is any: new memory costs more.
+    """Allocates blocks. It reuses the memory of freed blocks, as new memory costs page faults.
 
-    What is written to a block must be done when the last reference to the block goes. Other
-    processes that still read it then have to have locked it.
+    A block is freed with its last reference here. A process that still reads it must have locked it
+    before.
     """
 
     def __init__(self) -> None:
         self._segments: dict[int, list[_Segment]] = collections.defaultdict(list)
         self._unused_bytes = 0  # Of segments without blocks.
-        self._lock = threading.RLock()  # Blocks may be freed by the garbage collector, anywhere.
+        self._lock = threading.RLock()  # The garbage collector may free blocks at any point.
 
     def allocate(self, size_bytes: int) -> SharedBlock:
-        """A block of so many bytes, of any content."""
+        """Allocates a block of this many bytes, of undefined content."""
         if size_bytes < INLINE_BYTES or not CAN_SHARE:
             return SharedBlock(np.empty(size_bytes, np.uint8))
         slot_bytes = _slot_bytes(size_bytes)
@@ -108,7 +109,7 @@ class Pool:
         return block
 
     def _taken(self, slot_bytes: int) -> tuple[_Segment, int]:
-        """A segment of blocks of one size, and the offset of one that is taken from it."""
+        """Takes a block of this size; returns its segment and its offset there."""
         for segment in self._segments[slot_bytes]:
             was_unused = len(segment.free) == segment.slots
             if (offset := segment.take()) is not None:
@@ -131,13 +132,13 @@ class Pool:
 
 
 def _slot_bytes(size_bytes: int) -> int:
-    """A size that many blocks share: at most a fifth more than is asked for."""
+    """Rounds a size up by at most a fifth, so that many blocks are of one size."""
     step = max(_PAGE_BYTES, 1 << max(size_bytes.bit_length() - 4, 0))
     return -(-size_bytes // step) * step
 
 
 class _OpenedFile:
-    """A file of another process, mapped to be read. The blocks that are read are locked."""
+    """A file of another process, mapped for reading."""
 
     def __init__(self, place: Place):
         path = f"/proc/{place.pid}/fd/{place.descriptor}"
@@ -148,14 +149,14 @@ class _OpenedFile:
             raise OSError(errno.ESTALE, "the block is gone", path)
         sealed = fcntl.fcntl(self._descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK
         if not sealed or not found.st_size:
-            raise OSError(errno.EINVAL, "this is no block", path)
+            raise OSError(errno.EINVAL, "the file holds no blocks", path)
         self._map = mmap.mmap(self._descriptor, found.st_size, prot=mmap.PROT_READ)
         self._readers: collections.Counter[int] = collections.Counter()  # By offset.
-        self._lock = threading.RLock()  # Arrays may be freed by the garbage collector, anywhere.
+        self._lock = threading.RLock()  # The garbage collector may free arrays at any point.
 
     def array(self, place: Place) -> np.ndarray:
         if not 0 <= place.offset <= len(self._map) - place.size_bytes:
-            raise OSError(errno.EINVAL, "this is no block", str(place))
+            raise OSError(errno.EINVAL, "the block is outside its file", str(place))
         return np.frombuffer(self._map, np.uint8, place.size_bytes, place.offset)
 
     def locked(self, place: Place) -> np.ndarray:
@@ -175,9 +176,9 @@ class _OpenedFile:
 
 
 class Opened:
-    """Blocks of other processes, mapped to be read. Maps are kept: to make one costs page faults.
+    """Maps blocks of other processes for reading. It keeps the maps, as new ones cost page faults.
 
-    A file stays open as long as its map, so that its inode stands for no other one.
+    A file stays open as long as its map, so that no other file gets its inode number.
     """
 
     def __init__(self) -> None:
@@ -187,18 +188,18 @@ class Opened:
         self._lock = threading.Lock()
 
     def open(self, place: Place) -> np.ndarray:
-        """The bytes of a block, read only. Its owner must not use its memory again meanwhile.
+        """Maps a block, read only. Its owner must not reuse the memory meanwhile.
 
         Raises:
-            OSError: there is no such block, or it could shrink while it is read.
+            OSError: there is no such block, or its file is not sealed.
         """
         return self._file(place).array(place)
 
     def locked(self, place: Place) -> np.ndarray:
-        """As `open`, and the owner's pool does not use the memory again before the array is freed.
+        """Maps and locks a block: its owner does not reuse the memory before the array is freed.
 
         Raises:
-            OSError: as `open`.
+            OSError: as for `open`.
         """
         return self._file(place).locked(place)
 
@@ -213,15 +214,15 @@ class Opened:
             return self._files[key]
 
     def forget(self, pid: int) -> None:
-        """Drops the blocks of a process that has ended."""
+        """Drops the maps of a process that has ended."""
         with self._lock:
             for key in [key for key in self._files if key[0] == pid]:
                 del self._files[key]
 
 
 # ---- locks -------------------------------------------------------------------------------------
-# A reader locks the first byte of a block in its own open file. The kernel unlocks it when the
-# reader has ended, however it did.
+# A reader locks the first byte of a block in its own open file. The kernel releases the lock when
+# the reader ends, even if it is killed.
 
 _FLOCK = "hhqqi"  # Type, whence, start, length and process of a `struct flock`.
 

@@ -1,8 +1,8 @@
 """Snapshots of a host: checkpoints that `stepcache.restore` and orbax read too.
 
-A snapshot holds the value and the optimizer's state of each of the variables, leaf by leaf, the
-rows of tables that are not in their files (see `table_files`), and the table of the writes that are
-done. It is there whole or not at all. `step` is the host's moment.
+A snapshot holds values and optimizer states leaf by leaf, the rows of tables that are not in their
+files (see `table_files`), and the number of each client's last write. It is published atomically.
+`step` is the host's moment.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _log = logging.getLogger("stepcache")
 
 
 def write(directory: Path, state: HostState, state_types: StateTypes) -> None:
-    """Writes a snapshot, and removes older ones but the last.
+    """Writes a snapshot, and removes all older ones but the last.
 
     Args:
-        directory: of all snapshots.
-        state: of the host.
-        state_types: gives the types of the state of an optimizer, as it was sent.
+        directory: directory of all snapshots.
+        state: state of the host.
+        state_types: returns the types of an optimizer's state, given the exported optimizer.
 
     Raises:
-        VariablesError: it could not be written.
+        VariablesError: the snapshot cannot be written.
     """
     arrays, about = contents(state, state_types)
     about["checksum"] = _checksum(arrays)
@@ -56,7 +56,7 @@ def write(directory: Path, state: HostState, state_types: StateTypes) -> None:
 
 
 def contents(state: HostState, state_types: StateTypes) -> tuple[Items, dict[str, Any]]:
-    """The arrays of a host, without a copy, and all else that `begun` needs, as plain data."""
+    """Returns the arrays of a host, without a copy, and the rest of its state as plain data."""
     values, optimizers, rows, about = {}, {}, {}, []
     for name, held in state.variables.items():
         values[name] = _named(held.layout, held.value)
@@ -77,15 +77,16 @@ def contents(state: HostState, state_types: StateTypes) -> tuple[Items, dict[str
 def newest(
     directory: Path, allocate: Callable[[int], Block], least: int = 0
 ) -> tuple[HostState | None, str]:
-    """The newest snapshot that is whole, and its name; None and "" where there is none.
+    """Reads the newest snapshot that is not damaged. Returns it and its name, or None and "".
 
-    Newer ones, which are damaged, are put aside: the host may do other writes than they have.
+    Renames newer ones, which are damaged: from now on, the host may apply other writes than they
+    hold.
 
     Args:
-        directory: of all snapshots.
-        allocate: gives a block of so many bytes.
-        least: the moment of the snapshot whose rows may be in the files of tables: an older one
-            does not go with them.
+        directory: directory of all snapshots.
+        allocate: makes a block of this many bytes.
+        least: moment of the latest snapshot whose rows may be in the files of tables. Older
+            snapshots are not consistent with these files.
 
     Raises:
         StepCacheError: there are snapshots, and none can be used.
@@ -97,7 +98,7 @@ def newest(
             state = _read(path, allocate)
             if state.moment < least:
                 raise VariablesError(
-                    "a snapshot is older than what the files of its tables have",
+                    "a snapshot is older than the rows in the files of its tables",
                     where=str(path),
                     expected=f"moment {least} or later",
                     got=f"{state.moment}",
@@ -133,7 +134,7 @@ def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
 
 
 def begun(about: dict[str, Any], allocate: Callable[[int], Block]) -> tuple[HostState, Items]:
-    """A host's state of what `contents` has said, and its arrays, which the caller has to fill."""
+    """Returns a state, given the plain data of `contents`, and its arrays, which are empty."""
     variables: dict[str, HeldVariables] = {}
     items: Items = {"values": {}, "optimizers": {}, "tables": {}}
     for name, number, token, assigned, types, rule, state_types in about["variables"]:
@@ -158,7 +159,7 @@ def begun(about: dict[str, Any], allocate: Callable[[int], Block]) -> tuple[Host
 
 
 def arrays_of(items: Items) -> Iterator[np.ndarray]:
-    """The arrays of a host as flat bytes, in one order."""
+    """Yields the arrays of a host as flat bytes, always in the same order."""
     for blocks in items.values():
         for views in blocks.values():
             for view in views.values():
@@ -166,7 +167,7 @@ def arrays_of(items: Items) -> Iterator[np.ndarray]:
 
 
 def _checksum(items: Items) -> int:
-    """Of the arrays: orbax's files do not tell whether one of them has changed."""
+    """Returns a checksum of the arrays: orbax does not detect changed bytes."""
     return functools.reduce(lambda sum, each: zlib.crc32(each.data, sum), arrays_of(items), 0)
 
 

@@ -15,21 +15,21 @@ from stepcache.serving.tables import TableType
 
 
 class SplitTable:
-    """A table, as its hosts have it.
+    """Sends the requests for rows of a table to the hosts that have them.
 
     Args:
-        hosts: which have the rows.
-        name, kind: of the table.
+        hosts: the hosts.
+        name, kind: name and type of the table.
     """
 
     def __init__(self, hosts: Hosts, name: str, kind: TableType):
         self._hosts, self._name, self._type = hosts, name, kind
 
     def make(self) -> None:
-        """Has each host make its rows, where there is no such table yet.
+        """Creates the table on all hosts, where it does not exist yet.
 
         Raises:
-            VariablesError: a host has something else of this name.
+            VariablesError: a host has another table, or variables, of this name.
         """
         kind, hosts = self._type, len(self._hosts.clients)
 
@@ -39,17 +39,17 @@ class SplitTable:
             row = (self._name, "create table", BlockLayout([]), [])
             self._hosts.clients[host].create(*row, rule=part.packed())
 
-        first = first_host(self._name, hosts)  # Variables of this name are there, if anywhere.
+        first = first_host(self._name, hosts)  # It would have variables of this name.
         make(first)
         rest = [functools.partial(make, host) for host in range(hosts) if host != first]
         self._hosts.together(rest)
 
     def read(self, ids: np.ndarray, out: np.ndarray) -> None:
-        """Gets rows, after all writes of this process.
+        """Reads rows, after all writes of this process.
 
         Args:
-            ids: different numbers of rows.
-            out: where to write them.
+            ids: numbers of different rows.
+            out: receives the rows.
         """
 
         def read(host: int, at: Any, numbers: np.ndarray) -> None:
@@ -61,10 +61,9 @@ class SplitTable:
     def compare(
         self, ids: np.ndarray, compared: np.ndarray, epochs: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Gets the rows that were updated since their copies were compared.
+        """Reads the rows that were updated since their copies were compared.
 
-        Args:
-            ids, compared, epochs: as for `row_cache.Fetch`; so is what is returned.
+        Arguments and results are those of `row_cache.Fetch`.
         """
         numbers_now, epochs_now = np.empty_like(compared), np.empty_like(epochs)
         is_sent, parts = np.empty(ids.size, bool), []
@@ -87,7 +86,7 @@ class SplitTable:
         return numbers_now, epochs_now, is_sent, rows
 
     def update(self, ids: np.ndarray, update: np.ndarray) -> None:
-        """Has different rows updated, exactly once."""
+        """Sends an update of different rows; it is applied exactly once."""
 
         def write(host: int, at: Any, numbers: np.ndarray) -> None:
             types = self._type.update_types(numbers.size)
@@ -97,7 +96,12 @@ class SplitTable:
         self._on_each_host(ids, write)
 
     def _on_each_host(self, ids: np.ndarray, call: Callable[[int, Any, np.ndarray], None]) -> None:
-        """Calls, for each host that has some rows: its number, places among ids, numbers there."""
+        """Calls a function for each host that has some of the rows.
+
+        Args:
+            ids: numbers of the rows.
+            call: takes the host, the positions of its rows in `ids`, and their numbers there.
+        """
         hosts = len(self._hosts.clients)
         if hosts == 1:
             call(0, slice(None), ids)

@@ -1,13 +1,14 @@
 """`TableFiles`: the bases of tables, as `.npy` files that are mapped into the host's memory.
 
-What the host writes to a mapped file stays in its own memory: a page that it has not written to
-takes none that the kernel cannot take back, so a table may be larger than the memory, and rows that
-nobody has ever written to take no room on the disk.
+The maps are private: what the host writes stays in its own memory. The kernel can reclaim pages
+    that
+were not written to, so that a table may be larger than the memory. Rows that were never written to
+take no space on disk.
 
-Snapshots and images have the rows that are not in the files. A snapshot's rows are merged into the
-files before the next snapshot is written, which then does not need them; so both of the snapshots
-that are kept go with the files, except while the next one is being written. Merging the same rows
-again does no harm: a crash in the middle of it is repaired by the same snapshot.
+Snapshots and images hold the rows that are not in the files. Before the next snapshot is written,
+the rows of the last one are merged into the files, so that the next one need not hold them. Both
+snapshots that are kept are consistent with the files, except while the next one is being written.
+Merging is idempotent: after a crash in the middle of it, the same snapshot repairs the files.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TableFiles:
     """The tables of one directory.
 
     Args:
-        directory: of the tables; each has a directory in it, with a file for each array.
+        directory: has a directory for each table, with a file for each array.
     """
 
     def __init__(self, directory: Path):
@@ -50,7 +51,7 @@ class TableFiles:
 
     @property
     def moment(self) -> int:
-        """Of the latest snapshot whose rows may be in the files; 0 for none."""
+        """Moment of the latest snapshot whose rows may be in the files; 0 for none."""
         path = self._directory / _MOMENT
         try:
             return int(path.read_text()) if path.exists() else 0
@@ -58,15 +59,15 @@ class TableFiles:
             raise VariablesError("a file is damaged", where=str(path), got=str(error)) from None
 
     def make(self, key: str, kind: TableType) -> None:
-        """Makes the files of a table. They are on the disk when this returns.
+        """Creates the files of a table. They are on disk when this returns.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is no space.
         """
         size_bytes = sum(_size_bytes(*each) for each in kind.arrays().values())
         free_bytes = shutil.disk_usage(self._directory).free
         if kind.stddev and size_bytes > free_bytes:
-            raise OSError(f"it needs {size_bytes} bytes on the disk, and {free_bytes} are free")
+            raise OSError(f"it needs {size_bytes} bytes on disk, and {free_bytes} are free")
         new = self._directory / f".{key}"
         remove(new)
         new.mkdir(mode=0o700)
@@ -80,7 +81,7 @@ class TableFiles:
                     file.flush()
                     os.fsync(file.fileno())
             sync(new)
-            remove(self._directory / key)  # Of a host that crashed before a snapshot had it.
+            remove(self._directory / key)  # A host crashed before a snapshot held it.
             new.rename(self._directory / key)
             sync(self._directory)
         except BaseException:
@@ -88,10 +89,10 @@ class TableFiles:
             raise
 
     def open(self, key: str, kind: TableType) -> dict[str, np.ndarray]:
-        """The arrays of a table. What is written to them is memory of this process alone.
+        """Maps the arrays of a table. What is written to them stays in memory of this process.
 
         Raises:
-            OSError: a file is not there, or of another size.
+            OSError: a file is missing, or has another size.
         """
         arrays, self._mapped[key] = {}, []
         for name, (shape, dtype) in kind.arrays().items():
@@ -100,7 +101,7 @@ class TableFiles:
             with path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size != size_bytes:
                     raise OSError(f"{path} does not have {size_bytes} bytes")
-                # Without a reserve: else it could not be larger than the memory.
+                # With a reserve, it could not be larger than the memory.
                 flags = mmap.MAP_PRIVATE | _WITHOUT_RESERVE
                 prot = mmap.PROT_READ | mmap.PROT_WRITE
                 mapped = mmap.mmap(file.fileno(), size_bytes, flags=flags, prot=prot)
@@ -111,27 +112,27 @@ class TableFiles:
         return arrays
 
     def zeros(self, count: int) -> np.ndarray:
-        """Numbers of 64 bits, in a file without a name: the kernel may take their memory too.
+        """Returns int64 zeros, mapped from an unnamed file so that the kernel can reclaim them.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is no space.
         """
         if not count or not hasattr(os, "posix_fallocate"):
             return np.zeros(count, np.int64)
         with tempfile.TemporaryFile(dir=self._directory) as file:
-            os.posix_fallocate(file.fileno(), 0, count * 8)  # A full disk is an error now.
+            os.posix_fallocate(file.fileno(), 0, count * 8)  # Raises now if the disk is full.
             mapped = mmap.mmap(file.fileno(), count * 8)
         return np.frombuffer(mapped, np.int64)
 
     def merge(self, tables: dict[str, SavedTable], moment: int) -> None:
-        """Writes the rows of a snapshot, which is on the disk, to the files.
+        """Writes the rows of a snapshot, which is on disk, to the files.
 
         Args:
-            tables: of the snapshot.
-            moment: of the snapshot.
+            tables: tables of the snapshot.
+            moment: moment of the snapshot.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is no space.
         """
         if tables:
             replace_file(self._directory / _MOMENT, str(moment))
@@ -149,12 +150,12 @@ class TableFiles:
                 finally:
                     os.close(descriptor)
 
-    def give_back(self, table: HeldTable, ids: np.ndarray) -> None:
-        """Gives back the memory of pages on which all rows are as in the files.
+    def free(self, table: HeldTable, ids: np.ndarray) -> None:
+        """Frees the memory of pages on which all rows are equal to those in the files.
 
         Args:
-            table: one of the host's.
-            ids: rows on those pages, in order.
+            table: a table of the host.
+            ids: rows on these pages, in order.
         """
         for mapped, row_bytes in self._mapped[table.key]:
             pages = _pages(ids, row_bytes)
@@ -164,14 +165,14 @@ class TableFiles:
                 mapped.madvise(mmap.MADV_DONTNEED, begin, length)
 
     def remove_others(self, keys: set[str]) -> None:
-        """Removes tables that were made and that no snapshot has."""
+        """Removes the files of all other tables: no snapshot holds them."""
         for path in listed(self._directory):
             if path.name not in keys and (path.is_dir() or not keys):
                 remove(path)
 
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    """The begin of an `.npy` file, of `_HEADER_BYTES`."""
+    """Returns the header of an `.npy` file, padded to `_HEADER_BYTES`."""
     about = {"descr": dtype.str, "fortran_order": False, "shape": shape}
     magic = b"\x93NUMPY\x01\x00" + (_HEADER_BYTES - 10).to_bytes(2, "little")
     return magic + repr(about).encode().ljust(_HEADER_BYTES - 11) + b"\n"
@@ -185,14 +186,14 @@ def _size_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
 
 
 def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Where numbers that follow on each other begin and end, of sorted ones."""
+    """Yields begin and end of each run of consecutive numbers, given sorted ones."""
     if numbers.size:
         breaks = (np.flatnonzero(np.diff(numbers) != 1) + 1).tolist()
         yield from zip([0, *breaks], [*breaks, numbers.size], strict=True)
 
 
 def _pages(ids: np.ndarray, row_bytes: int) -> np.ndarray:
-    """The pages of a file that rows lie on, in order."""
+    """Returns the pages of a file that hold these rows, in order."""
     if not row_bytes or not ids.size:
         return np.empty(0, np.int64)
     first = (_HEADER_BYTES + ids * row_bytes) // mmap.PAGESIZE
@@ -202,7 +203,7 @@ def _pages(ids: np.ndarray, row_bytes: int) -> np.ndarray:
 
 
 def _has_changed(pages: np.ndarray, row_bytes: int, table: HeldTable) -> np.ndarray:
-    """On which pages there are rows that the files do not have."""
+    """Returns for each page whether it has rows that are newer than those in the files."""
     if not pages.size:
         return np.empty(0, bool)
     begin = pages * mmap.PAGESIZE - _HEADER_BYTES

@@ -1,9 +1,8 @@
-"""`Tables`: rows that a host holds, of which clients read and update few at a time.
+"""`Tables`: the tables of a host, of which clients read and update few rows at a time.
 
-The rows are written to in place, unlike values: a reader gets a copy of its rows. Where they are,
-the storage says that a host is given; what survives the host is the table as it is in the storage's
-base, and the rows that are not there yet, which snapshots and images have. Optimizers of rows keep
-their state by row, and touch only the rows of an update.
+Unlike values, rows are updated in place, and a reader gets a copy of its rows. A `TableStorage`
+holds the arrays. Its base survives the host; snapshots and images hold the rows that have changed
+since the base. Optimizers of rows keep their state by row, and touch only the rows of an update.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _adagrad(how: RowOptimizer, rows: Any, update: Any, state: dict[str, Any]) -
 
 
 def _adam(how: RowOptimizer, rows: Any, update: Any, state: dict[str, Any]) -> Any:
-    """Adam of the rows that an update has: the others' moments stay as they are (lazy Adam)."""
+    """Lazy Adam: the moments of rows without an update stay as they are."""
     state["count"] += 1
     state["mean"] += (1 - how.b1) * (update - state["mean"])
     state["squares"] += (1 - how.b2) * (update * update - state["squares"])
@@ -63,7 +62,7 @@ def _adam(how: RowOptimizer, rows: Any, update: Any, state: dict[str, Any]) -> A
 
 
 _STATE = {"adagrad": ("squares",), "adam": ("count", "mean", "squares")}
-"""The arrays of an optimizer's state. "count" is one number a row, the others are like the rows."""
+"""Arrays of each optimizer's state. "count" has one number for each row, the others its shape."""
 _RULES: dict[str, Callable[..., Any]] = {
     "add": _add,
     "assign": _assign,
@@ -75,12 +74,13 @@ _RULES: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class TableType:
-    """What a table is, but for its rows.
+    """The type of a table.
 
     Attributes:
-        rows: how many.
-        shape, dtype: of one row.
-        stddev, seed: the rows begin as normal noise of this deviation; zeros, if it is 0.
+        rows: number of rows.
+        shape, dtype: shape and dtype of one row.
+        stddev, seed: the initial rows are normal noise of this standard deviation; zeros if it is
+            0.
         optimizer: how rows are updated.
     """
 
@@ -92,14 +92,14 @@ class TableType:
     optimizer: RowOptimizer
 
     def packed(self) -> bytes:
-        """As it is sent."""
+        """Encodes it for a message."""
         rest = [self.rows, self.shape, self.dtype, self.stddev, self.seed]
         how = self.optimizer
         return plain.pack([*rest, [how.name, how.learning_rate, how.b1, how.b2, how.eps]])
 
     @classmethod
     def unpacked(cls, sent: bytes) -> TableType:
-        """From `packed`.
+        """Decodes the result of `packed`.
 
         Raises:
             MalformedMessageError: there can be no such table.
@@ -120,14 +120,14 @@ class TableType:
         return found
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of its rows, and of each array of the optimizer's state."""
+        """Returns shape and dtype of the rows, and of each array of the optimizer's state."""
         like = ((self.rows, *self.shape), DTYPES[self.dtype])
         count = ((self.rows,), np.dtype(np.int32))
         names = _STATE.get(self.optimizer.name, ())
         return {"rows": like} | {name: count if name == "count" else like for name in names}
 
     def noise(self) -> Iterator[np.ndarray]:
-        """Its first rows, some at a time; nothing where they are zeros."""
+        """Yields the initial rows in chunks; nothing if they are zeros."""
         random = np.random.Generator(np.random.Philox(self.seed))
         for start in range(0, self.rows if self.stddev else 0, _NOISE_ROWS):
             shape = (min(self.rows - start, _NOISE_ROWS), *self.shape)
@@ -135,41 +135,42 @@ class TableType:
             yield noise.astype(DTYPES[self.dtype])
 
     def layout(self, count: int) -> BlockLayout:
-        """The layout of so many rows."""
+        """Returns the layout of this many rows."""
         return BlockLayout([("rows", [count, *self.shape], self.dtype)])
 
     def update_types(self, count: int) -> list[LeafType]:
-        """The leaves of an update of so many rows."""
+        """Returns the types of the leaves of an update of this many rows."""
         return [("ids", [count], "int64"), ("rows", [count, *self.shape], self.dtype)]
 
 
 class TableStorage(Protocol):
-    """Where tables are. What a host writes to their arrays does not outlive it."""
+    """Holds the arrays of tables. What a host writes to them is lost with its process."""
 
     def make(self, key: str, kind: TableType) -> None:
-        """Makes a new table. Raises `OSError` where it has no room."""
+        """Creates the base of a new table. Raises `OSError` if there is no space."""
         ...
 
     def open(self, key: str, kind: TableType) -> dict[str, np.ndarray]:
-        """The arrays of a table, by the names of `TableType.arrays`."""
+        """Returns the arrays of a table, by the names of `TableType.arrays`."""
         ...
 
     def zeros(self, count: int) -> np.ndarray:
-        """Numbers of 64 bits. Raises `OSError` where it has no room."""
+        """Returns this many int64 zeros. Raises `OSError` if there is no space."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTable:
-    """What a snapshot or an image has of a table.
+    """The part of a table that a snapshot or an image holds.
 
     Attributes:
-        type, key: what it is, and its name in the storage.
-        number, token: its version.
-        base: the number of the version whose rows are surely in the base.
-        stored: the number of a version that will be there before another snapshot is whole.
+        type, key: type of the table, and its name in the storage.
+        number, token: version of the table.
+        base: number of a version whose rows are all in the base.
+        stored: number of the version whose rows will be in the base when the next snapshot is
+            whole.
         ids: the rows that have changed since `base`.
-        arrays: those rows of each array.
+        arrays: these rows of each array.
     """
 
     type: TableType
@@ -186,13 +187,13 @@ class HeldTable:
     """A table of the host.
 
     Args:
-        saved: what it begins with.
-        storage: has its base.
+        saved: the initial state.
+        storage: holds the base.
 
     Attributes:
         type, key, number, token, base, stored: as in `SavedTable`.
-        arrays: its rows, and the optimizer's state.
-        versions: of each row, the number of its last update since the host began; 0 for none.
+        arrays: the rows, and the arrays of the optimizer's state.
+        versions: for each row, the number of its last update since the host started; 0 for none.
     """
 
     def __init__(self, saved: SavedTable, storage: TableStorage):
@@ -208,15 +209,15 @@ class HeldTable:
         self._changed_count = saved.ids.size
 
     def checked(self, ids: np.ndarray) -> np.ndarray:
-        """Numbers of rows. Raises `MalformedMessageError` for those that are not there."""
+        """Returns row numbers. Raises `MalformedMessageError` if one is out of range."""
         if ids.size and (ids.min() < 0 or ids.max() >= self.type.rows):
             raise MalformedMessageError(f"there are {self.type.rows} rows")
         return ids
 
     def update(self, ids: np.ndarray, update: np.ndarray) -> None:
-        """Updates different rows, for a new version. Nothing changes where it raises."""
+        """Updates different rows, which makes a new version; changes nothing if it raises."""
         if np.unique(self.checked(ids)).size != ids.size:
-            raise MalformedMessageError("a row is there twice")
+            raise MalformedMessageError("an update has a row twice")
         new = {name: values[ids] for name, values in self.arrays.items()}  # Copies.
         rows, how = new.pop("rows"), self.type.optimizer
         new["rows"] = _RULES[how.name](how, rows, update, new)
@@ -232,14 +233,14 @@ class HeldTable:
             self._changed_count += ids.size
 
     def changed(self, since: int) -> np.ndarray:
-        """The rows that have changed since a version, in order; at most since `base`."""
+        """Returns the rows that have changed since a version (not before `base`), in order."""
         ids = np.concatenate(self._changed)
         self._changed = [ids]
         return np.sort(ids[self.versions[ids] > since])
 
     @property
     def changed_bytes(self) -> int:
-        """A bound on the memory that the rows take which are not in the base."""
+        """Upper bound of the memory of rows that are not in the base."""
         total = 0
         for array in self.arrays.values():
             row_bytes = array.nbytes // max(self.type.rows, 1)
@@ -248,7 +249,7 @@ class HeldTable:
         return total
 
     def saved(self, *, on_disk: bool) -> SavedTable:
-        """What a snapshot on the disk, or an image, needs of it now."""
+        """Returns what a snapshot on disk, or an image, must hold of the table now."""
         base = self.stored if on_disk else self.base
         ids = self.changed(base)
         arrays = {name: each[ids] for name, each in self.arrays.items()}
@@ -256,22 +257,22 @@ class HeldTable:
         return SavedTable(self.type, self.key, *version, ids, arrays)
 
     def is_stored(self, saved: SavedTable) -> None:
-        """Notes that a snapshot on the disk has the table, and the base what was `stored`."""
+        """Notes that a snapshot on disk is whole; takes over its `base` and `stored`."""
         self.base, self.stored = saved.base, saved.stored
         self._changed = [self.changed(self.base)]
         self._changed_count = self._changed[0].size
 
 
 class TableError(Exception):
-    """A client asks for rows of a table that is not there, or is another one."""
+    """A request names a table that does not exist, or has another type."""
 
 
 class Tables:
     """The tables of a host.
 
     Args:
-        storage: has their bases.
-        saved: those of a snapshot or an image, by name.
+        storage: holds their bases.
+        saved: the tables of a snapshot or an image, by name.
 
     Attributes:
         held: the tables, by name.
@@ -288,10 +289,20 @@ class Tables:
         return self.held[name]
 
     def create(self, name: str, sent: bytes, token: int) -> bool:
-        """Makes a table of what a client has sent. Returns whether it is new."""
+        """Creates a table unless it exists. Returns whether it is new.
+
+        Args:
+            name: name of the table.
+            sent: its type, as `TableType.packed` encodes it.
+            token: token of its first version.
+
+        Raises:
+            TableError: a table of this name has another type, or there is no space.
+            MalformedMessageError: there can be no such table.
+        """
         kind, known = TableType.unpacked(sent), self.held.get(name)
         if known is not None and known.type != kind:
-            raise TableError(f"{name} is there already, and another: {known.type}")
+            raise TableError(f"{name} is there already, with another type: {known.type}")
         if known is not None:
             return False
         if not name or len(self.held) >= MAX_NAMES:
@@ -308,17 +319,17 @@ class Tables:
     def read(
         self, request: RowsRequest, payload: np.ndarray | None, epoch: int
     ) -> tuple[tuple[list[int], list[int], list[bool]], tuple[list[LeafType], list[np.ndarray]]]:
-        """Version of a table, as `Values` says it; types and values of what is sent.
+        """Returns numbers, tokens and flags for `Values`; types and values of the leaves to send.
 
         Args:
-            request: what is asked for.
+            request: the request.
             payload: its block.
-            epoch: of the host.
+            epoch: epoch of the host.
         """
         table, is_compared = self._find(request.name), request.epoch >= 0
         columns = 2 if is_compared else 1
         if payload is None or payload.size % (8 * columns):
-            raise MalformedMessageError("these are no numbers of rows")
+            raise MalformedMessageError("the block holds no row numbers")
         ids, *compared = payload.view(np.int64).reshape(columns, -1)
         version = ([table.number], [table.token], [True])
         rows = table.checked(ids)
@@ -330,7 +341,7 @@ class Tables:
         return version, (types, [is_sent, table.arrays["rows"][rows]])
 
     def update(self, name: str, types: Sequence[LeafType], payload: np.ndarray) -> HeldTable:
-        """Updates rows; the token of the version is left to the caller."""
+        """Updates rows, and returns the table. The caller sets the token of the new version."""
         table, layout = self._find(name), BlockLayout(types)
         count = layout.types[0][1][0] if layout.types and layout.types[0][1] else 0
         if layout.types != table.type.update_types(count) or layout.size_bytes != payload.size:
@@ -339,21 +350,21 @@ class Tables:
         return table
 
     def saved(self, *, on_disk: bool) -> dict[str, SavedTable]:
-        """What a snapshot on the disk, or an image, needs of them now."""
+        """Returns what a snapshot on disk, or an image, must hold of each table now."""
         return {name: each.saved(on_disk=on_disk) for name, each in self.held.items()}
 
     def is_stored(self, saved: dict[str, SavedTable]) -> None:
-        """Notes that a snapshot on the disk has tables, and their bases what was stored before."""
+        """Notes that a snapshot on disk is whole."""
         for name, each in saved.items():
             self.held[name].is_stored(each)
 
     @property
     def changed_bytes(self) -> int:
-        """A bound on the memory that the rows take which are not in the bases."""
+        """Upper bound of the memory of rows that are not in the bases."""
         return sum(each.changed_bytes for each in self.held.values())
 
     def status(self) -> list[tuple[str, int, int, int, int]]:
-        """Name, version, bytes of the rows and of the optimizer's state, and number of leaves."""
+        """Returns the rows of `Status.variables` for the tables."""
         rows = []
         for name, table in sorted(self.held.items()):
             rows_bytes = table.arrays["rows"].nbytes

@@ -1,4 +1,4 @@
-"""What a client needs of an engine: `Transport`, which carries requests to a host."""
+"""`Transport`, the protocol by which a client sends requests to a host; one for each engine."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _log = logging.getLogger("stepcache")
 
 
 def place_of(place: str, host: int) -> str:
-    """The name or directory of one of the hosts that share a set, given that of host 0."""
+    """Returns the name or directory of a host, given that of host 0 of the same set."""
     return f"{place}/{host}" if host else place
 
 
 class Version(NamedTuple):
-    """A version of served variables.
+    """A version of served variables on one host.
 
     Attributes:
-        number: the number of writes.
-        token: stands for their sequence.
-        moment: the number of all writes of the host, when this version was the newest.
-        epoch: of the host then.
+        number: how often the variables were written.
+        token: identifies the sequence of these writes.
+        moment: how many writes, to any variables, the host had applied when it reported the
+            version.
+        epoch: epoch of the host then.
     """
 
     number: int
@@ -40,12 +41,11 @@ class Version(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A reply, and the blocks that came with it.
+    """A reply and its blocks.
 
     Attributes:
         message: the reply.
-        blocks: their bytes: memory of the engine's, which never changes while something refers to
-            the array.
+        blocks: the bytes of each block. They do not change while an array refers to them.
     """
 
     message: Any
@@ -53,25 +53,25 @@ class Received(NamedTuple):
 
 
 class Transport(Protocol):
-    """Carries requests to a host."""
+    """Sends the requests of one client to a host."""
 
     def allocate(self, size_bytes: int) -> Block: ...
 
     def request(self, message: Request, block: Any, deadline: float) -> Any:
-        """The reply to a request; None if none came in time."""
+        """Sends a request and returns the reply; None if none arrives in time."""
         ...
 
     def pause(self) -> None:
-        """Waits a moment before a request is made again."""
+        """Sleeps before a request is repeated."""
         ...
 
     def close(self) -> None: ...
 
 
 def refusal(reply: Any, where: str) -> VariablesError:
-    """The error for a reply that is not the expected one."""
+    """Returns the error for a reply of another type than the expected one."""
     is_refused = isinstance(reply, Refused)
-    why = reply.why if is_refused else f"a {type(reply).__name__} came back"
+    why = reply.why if is_refused else f"its reply is a {type(reply).__name__}"
     hint = None
     if is_refused and reply.kind == "conflict":
         hint = "where several processes write, push updates: only one may carry"
@@ -79,7 +79,10 @@ def refusal(reply: Any, where: str) -> VariablesError:
 
 
 def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread:
-    """Calls a bound method every so many seconds, until it returns False or its object is freed."""
+    """Starts a thread that calls a method at this interval, until the method returns False.
+
+    The thread holds no reference to the method's object, and ends once the object is freed.
+    """
     alive = weakref.WeakMethod(keep)
 
     def run() -> None:
@@ -87,8 +90,8 @@ def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread
             try:
                 if not method():
                     return
-            except Exception:  # The next request of the user's raises it too.
-                _log.debug("a client of served variables", exc_info=True)
+            except Exception:  # The next request in a user's thread raises it too.
+                _log.debug("a client of served variables failed in the background", exc_info=True)
             del method
             time.sleep(seconds)
 

@@ -1,4 +1,4 @@
-"""`Unsaved`: the writes of a client that no snapshot is known to have."""
+"""`Unsaved`: the writes that a client keeps because no snapshot holds them yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from stepcache.serving.messages import WriteRequest
 
 @dataclass(eq=False, slots=True)
 class Sent:
-    """A write that no snapshot is known to have. The host has confirmed it if it has a stamp."""
+    """A write that no snapshot holds yet.
+
+    Attributes:
+        request, block: the write, and its value.
+        stamp: epoch and moment of the host when it confirmed the write; None before that.
+    """
 
     request: WriteRequest
     block: Block
@@ -19,11 +24,11 @@ class Sent:
 
 
 class Unsaved(collections.deque[Sent]):
-    """Writes in the order of their numbers.
+    """Writes, in the order of their numbers.
 
     Attributes:
-        size_bytes: of their blocks.
-        next: the number of the next write.
+        size_bytes: total size of their blocks.
+        next: number of the next write.
     """
 
     def __init__(self) -> None:
@@ -31,13 +36,13 @@ class Unsaved(collections.deque[Sent]):
         self.size_bytes, self.next = 0, 1
 
     def add(self, sent: Sent) -> None:
-        """Adds a write that has the next number."""
+        """Adds the write with the next number."""
         self.append(sent)
         self.size_bytes += sent.block.data.size
         self.next += 1
 
     def drop(self, sent: Sent) -> None:
-        """Drops a write that the host refuses; those after it move up."""
+        """Drops a write that the host has refused, and renumbers those after it."""
         if sent not in self:
             return
         self.remove(sent)
@@ -48,6 +53,6 @@ class Unsaved(collections.deque[Sent]):
         self.next -= 1
 
     def forget(self, saved: int) -> None:
-        """Drops the writes up to a number: a snapshot has them."""
+        """Drops the writes up to this number, which a snapshot holds."""
         while self and self[0].request.sequence <= saved:
             self.size_bytes -= self.popleft().block.data.size

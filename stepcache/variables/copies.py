@@ -115,8 +115,8 @@ class Copies:
         """Drops all copies."""
         self._kept = self._ahead = None
 
-    def begin_anew(self) -> None:
-        """Drops all copies, and what sessions have seen: versions are counted anew."""
+    def reset(self) -> None:
+        """Drops all copies, and the versions that sessions have seen: their numbers start again."""
         self.drop()
         self._known.clear()
         self._known_outside = 0

@@ -168,7 +168,7 @@ with sc.Session(mesh, agree_timeout=2):
 def test_a_rank_that_does_not_come_is_named(together):
     ranks = together("not coming")
     for number in (0, 2):
-        assert "rank 1 did not come" in ranks[number].said("error")[0], ranks[number].output
+        assert "rank 1 did not take part" in ranks[number].said("error")[0], ranks[number].output
         assert 1.5 < float(ranks[number].said("seconds")[0]) < 4
     assert "came too late" in ranks[1].said("error")[0], ranks[1].output
 
@@ -305,7 +305,9 @@ def test_a_rank_whose_calls_change_later_says_how_on_all(together, kind):
         assert f"rank 1 needs a new program: {told}" in logged[0]
         (error,) = rank.said("error")
         step = "evaluate" if kind == "step" else "step"
-        assert f"ranks 0, 2 did not come to agree on {step} within 7 s" in error, rank.output
+        assert f"ranks 0, 2 did not take part in the agreement on {step} within 7 s" in error, (
+            rank.output
+        )
         assert f"rank 1 needs a new program: {told}" in error and rank.code == 1, error
 
 

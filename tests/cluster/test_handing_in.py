@@ -33,7 +33,10 @@ with sc.Session(mesh, rules=rules):
 """
 
 
-@pytest.mark.parametrize(("shape", "count", "devices"), [((4, 2), 2, 4), ((2, 4), 4, 2)])
+@pytest.mark.parametrize(
+    ("shape", "count", "devices"),
+    [pytest.param((4, 2), 2, 4, marks=pytest.mark.slow), ((2, 4), 4, 2)],
+)
 def test_the_whole_is_what_one_process_has(shared_pod, tmp_path, shape, count, devices):
     """Also where several processes share a row of the mesh, and hand in the same part."""
     script = KINDS.format(shape=shape)

@@ -554,7 +554,7 @@ def test_a_progress_bar_is_shown_in_its_last_state(capfd):
     ("arguments", "says"),
     [
         (["-n", "2", "nowhere.py"], "nowhere.py"),
-        (["-n", "2", "."], "is a directory"),
+        (["-n", "2", "."], "a directory"),
         (["-n", "0", "script.py"], "0 is not in the range"),
         (["script.py"], "Missing option '-n'"),
         (["-n", "2"], "Missing argument 'SCRIPT'"),

@@ -103,7 +103,7 @@ def assert_ended(rank, victim, *, killed=True):
     assert f"RankLostError: rank {victim} of the pod is lost" in rank.output, rank.output
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(("point", "victim"), CASES)
 def test_the_others_say_who_has_gone(together, point, victim):
     check(together((point, victim)), point, victim)
@@ -121,7 +121,7 @@ SILENT = """
 def train(state, batch):
     return state + batch.sum(), batch.mean()
 try:
-    with sc.Session(mesh, hang_after=3):
+    with sc.Session(mesh, hang_after=2):
         state = np.ones(3, np.float32)
         for step in range(1000):
             state, mean = train(state, np.ones(4, np.float32))
@@ -138,10 +138,12 @@ def silent(directory, victim):
     return run_pod(directory, SILENT.format(victim=victim), 3, heartbeat=60, stopped=victim)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(together, victim):
+@pytest.mark.parametrize(
+    ("what", "victim"), [("silent", 0), pytest.param("silent", 1, marks=pytest.mark.slow)]
+)
+def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(together, what, victim):
     """Where rank 0 is stopped, so is the coordination service: no call of it returns."""
-    ranks = together(("silent", victim))
+    ranks = together((what, victim))
     for number, rank in enumerate(ranks):
         if number == victim:
             assert rank.code == -9
@@ -172,7 +174,7 @@ try:
         if RANK == 1:
             float(both(ones))
         try:
-            queue.Queue().get(timeout=16)
+            queue.Queue().get(timeout=12)
         except queue.Empty:
             pass
         total(np.ones(4, np.float32))
@@ -413,9 +415,9 @@ with sc.Session(mesh, hang_after=3):
     float(mean)
     if RANK == 0:
         started = time.monotonic()
-        while time.monotonic() < started + 8:
+        while time.monotonic() < started + 4:
             float(evaluate(np.ones((300, 300), np.float32)))
-        time.sleep(8)
+        time.sleep(4)
 say("finished")
 """
 

@@ -209,9 +209,8 @@ if RANK == 1:
     assert "another kind of host" in ranks[1].output
 
 
-@pytest.mark.parametrize(
-    "inside", ["pass", pytest.param("RANK or print()", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", ["pass", "RANK or print()"])
 def test_one_builds_for_each_kind_of_host(tmp_path, inside):
     before = """
 from stepcache.jaxcompat import inspection

@@ -77,7 +77,7 @@ with sc.Session(mesh):
     )
     (tmp_path / "one").mkdir()
     (alone,) = succeeded(shared_pod(1, 4).run(tmp_path / "one", script))
-    several = succeeded(shared_pod(4).run(tmp_path, script))
+    several = succeeded(shared_pod(2, 2).run(tmp_path, script))
     for name in (
         "replicated",
         "sharded",
@@ -95,11 +95,16 @@ with sc.Session(mesh):
         }
 
 
+SAVED = ("sharded", "on host, split")
+OVER_SAVED = f"""
+with sc.Session(mesh):
+    for name in {SAVED!r}:
+        how = PLACEMENTS[name]
+"""
 SAVING = (
     TRAINING
+    + OVER_SAVED
     + """
-with sc.Session(mesh):
-    for name, how in PLACEMENTS.items():
         params, moments = fresh(*how)
         if {steps}:
             say("losses", name + ":", run(params, moments, {steps}))
@@ -117,12 +122,14 @@ with sc.Session(mesh):
 @pytest.fixture(scope="module")
 def whole(shared_pod, tmp_path_factory):
     """One process that goes through all steps."""
-    script = """
-with sc.Session(mesh):
-    for name, how in PLACEMENTS.items():
+    script = (
+        TRAINING
+        + OVER_SAVED
+        + """
         say("losses", name + ":", run(*fresh(*how), 6))
 """
-    (whole,) = succeeded(shared_pod(1, 2).run(tmp_path_factory.mktemp("all"), TRAINING + script))
+    )
+    (whole,) = succeeded(shared_pod(1, 2).run(tmp_path_factory.mktemp("all"), script))
     return whole
 
 
@@ -132,7 +139,7 @@ def test_what_was_saved_goes_on_on_another_number_of_processes(
 ):
     succeeded(shared_pod(before).run(tmp_path, SAVING.replace("{steps}", "3")))
     restored = succeeded(shared_pod(after).run(tmp_path, SAVING.replace("{steps}", "0")))
-    for name in ("replicated", "sharded", "on host", "on host, split"):
+    for name in SAVED:
         expected = losses_of(whole, name)[3:]
         assert losses_of(restored[0], name) == pytest.approx(expected, rel=1e-5)
 

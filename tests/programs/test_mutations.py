@@ -93,7 +93,7 @@ def account(found):
     return "\n".join((found["miss"], *found["changes"], *found["untrackable"]))
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=10)
 @pytest.mark.parametrize("kind", CHANGES, ids=lambda kind: kind.name)
 def test_a_change_is_seen_and_named(kind, runs):
     first, changed, again = (each[kind.name] for each in runs)

@@ -4,13 +4,11 @@ Each process adds 1 at places of its own, and reads. The value is a set that gro
 linearizable (Herlihy and Wing, 1990) if what the reads have seen is a chain of sets, and if each
 read sees what was written, or read, before it began.
 
-    python -m tests.serving.histories PATH ADDRESS NAME FIRST COUNT STALENESS
+    tests/serving/histories.py PATH ADDRESS NAME FIRST COUNT STALENESS
 """
 
 import itertools
 import json
-import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -19,8 +17,10 @@ from pathlib import Path
 import numpy as np
 
 import stepcache as sc
+from tests.serving.servers import Child
 
 PLACES = 2000
+PAUSE_SECONDS = 0.005  # Between two operations, so that something can happen meanwhile.
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def record(path, address, name, first, count, staleness):
                 assert counts[place] == 1, "its own push is missing"
                 row = ["read", np.flatnonzero(counts).tolist(), start, time.monotonic()]
                 print(json.dumps(row), file=out, flush=True)
+                time.sleep(PAUSE_SECONDS)
 
 
 class Recorder:
@@ -94,21 +95,18 @@ class Recorder:
 
     def __init__(self, path, address, name, first, count, staleness=0):
         self.path, self.staleness, self.is_killed = path, staleness, False
-        command = [sys.executable, "-m", "tests.serving.histories", str(path), address, name]
-        command += map(str, (first, count, staleness))
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        while not path.exists():
-            assert self.process.poll() is None, "it has ended"
-            time.sleep(0.01)
+        script = "tests/serving/histories.py"
+        self.child = Child(path.parent, script, path, address, name, first, count, staleness)
+        self.child.wait_until(path.exists)
 
     def kill(self):
         self.is_killed = True
-        self.process.kill()
+        self.child.kill()
 
     def history(self):
         """Its operations, when it has ended. Reads began with the one whose copy they may use."""
-        assert self.process.wait(120) == 0 or self.is_killed
+        code, _, errors = self.child.end()
+        assert code == 0 or self.is_killed, errors
         operations, starts = {}, []
         for line in self.path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):

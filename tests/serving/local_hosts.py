@@ -1,4 +1,4 @@
-"""Hosts that share one set of variables: `python -m tests.serving.local_hosts DIRECTORY [OPTION]`.
+"""Hosts that share one set of variables: `tests/serving/local_hosts.py DIRECTORY [OPTION]`.
 
 The local engine has no command for it. The option is that of `stepcache serve`.
 """

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,10 +10,57 @@ import numpy as np
 import stepcache as sc
 from stepcache.serving.local_transport import address
 from stepcache.storage.load_markers import Process
+from tests import forking
 
 PROJECT = Path(__file__).parents[2]
 LIMIT_SECONDS = 60
 SIZE = 5000  # Of a value of four bytes each: as many as travel inside a message.
+
+
+class Child:
+    """A Python script in a process of its own. What it prints goes to files.
+
+    Args:
+        directory: of the files.
+        script: relative to the project.
+        arguments: of the script.
+    """
+
+    def __init__(self, directory, script, *arguments):
+        self._files = [
+            directory / f"{Path(script).stem} {time.monotonic_ns()} {n}" for n in range(2)
+        ]
+        self.process = forking.start(
+            PROJECT / script,
+            list(map(str, arguments)),
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PROJECT)},
+            cwd=PROJECT,
+            stdout=self._files[0],
+            stderr=self._files[1],
+        )
+        self.pid, self.kill = self.process.pid, self.process.kill
+        self.send_signal = self.process.send_signal
+
+    def is_running(self):
+        return self.process.poll() is None
+
+    def printed(self):
+        """Its output and its errors so far."""
+        return [each.read_text() if each.exists() else "" for each in self._files]
+
+    def wait_until(self, is_ready):
+        limit = time.monotonic() + LIMIT_SECONDS
+        while not is_ready():
+            assert self.is_running() and time.monotonic() < limit, self.printed()
+            time.sleep(0.005)
+
+    def end(self):
+        """Waits for its end. Returns its exit code, its output and its errors."""
+        limit = time.monotonic() + 2 * LIMIT_SECONDS
+        while self.is_running():
+            assert time.monotonic() < limit, self.printed()
+            time.sleep(0.005)
+        return self.process.returncode, *self.printed()
 
 
 class Server:
@@ -38,25 +83,18 @@ class Server:
 
     def worker(self, name, first, count):
         """A process that pushes; see `workers`. It has begun when this returns."""
-        command = [sys.executable, "-m", "tests.serving.workers", self.address, name]
-        process = subprocess.Popen(
-            [*command, str(first), str(count)],
-            cwd=PROJECT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        assert process.stdout.readline() == "ready\n", process.stderr.read()
-        return process
+        script, directory = "tests/serving/workers.py", self.directory.parent
+        child = Child(directory, script, self.address, name, first, count)
+        child.wait_until(lambda: child.printed()[0].startswith("ready\n"))
+        return child
 
 
 class LocalServer(Server):
     """`stepcache serve`."""
 
     engine = "local"
-    process = None
-    command = ("-m", "stepcache.cli", "serve", "--variables")
+    child = None
+    script = ("stepcache/cli/__main__.py", "serve", "--variables")
 
     @property
     def address(self):
@@ -64,43 +102,34 @@ class LocalServer(Server):
 
     @property
     def pid(self):
-        return self.process.pid
+        return self.child.pid
 
     def start(self):
         options = [f"--snapshot-every={seconds}s" for seconds in self.options.values()]
-        self.process = subprocess.Popen(
-            [sys.executable, *self.command, str(self.directory), *options],
-            cwd=PROJECT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        limit = time.monotonic() + LIMIT_SECONDS
-        while time.monotonic() < limit:
-            found = address(self.directory)
-            if found and Process.parse(found["process"]).pid == self.process.pid:
-                return self
-            assert self.process.poll() is None, self.process.stdout.read()
-            time.sleep(0.02)
-        raise AssertionError("the server does not start")
+        self.child = Child(self.directory.parent, *self.script, self.directory, *options)
+        self.child.wait_until(self.is_there)
+        return self
+
+    def is_there(self):
+        found = address(self.directory)
+        return found and Process.parse(found["process"]).pid == self.pid
 
     def kill(self):
-        self.process.kill()
-        self.process.wait()
+        self.child.kill()
+        self.child.end()
 
     def stop(self):
         """Ends it as a user does. Returns what it has printed."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        printed, _ = self.process.communicate(timeout=LIMIT_SECONDS)
-        return printed
+        self.child.send_signal(signal.SIGTERM)
+        _, printed, errors = self.child.end()
+        return printed + errors
 
 
 class LocalHosts(LocalServer):
     """Three hosts that share one set, in one process; the first comes last."""
 
     hosts = 3
-    command = ("-m", "tests.serving.local_hosts")
+    script = ("tests/serving/local_hosts.py",)
 
 
 class RayServer(Server):

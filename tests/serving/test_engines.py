@@ -15,11 +15,11 @@ from tests.serving.servers import LIMIT_SECONDS
 from tests.serving.workers import PLACES
 
 
-def acknowledged(process):
-    """Ends with a process; the numbers that it has printed, and whether it was done."""
-    printed, errors = process.communicate(timeout=2 * LIMIT_SECONDS)
+def acknowledged(worker):
+    """Waits for its end. Returns the numbers that it has printed, and whether it was done."""
+    code, printed, errors = worker.end()
     words = printed.split()
-    assert process.returncode in (0, -signal.SIGKILL), errors
+    assert code in (0, -signal.SIGKILL), errors
     return {int(word) for word in words if word.isdigit()}, "done" in words
 
 

@@ -1,5 +1,7 @@
 """Images: what outlives a kill of the host, and which images are none."""
 
+import time
+
 import jax
 import numpy as np
 import optax
@@ -8,7 +10,7 @@ import pytest
 from stepcache.serving import durable_host, images
 from stepcache.serving.durable_host import DurableHost
 from stepcache.serving.host import Host
-from stepcache.serving.messages import BlockLayout, JoinRequest, WriteRequest
+from stepcache.serving.messages import BlockLayout, JoinRequest, SnapshotRequest, WriteRequest
 from stepcache.serving.optimizers import ExportedRule, export_rule
 from stepcache.serving.tables import TableType
 from stepcache.variables.policy import RowOptimizer
@@ -111,16 +113,23 @@ def begin(directory, **options):
     return DurableHost(directory, Block, recovery_seconds=0.0, has_images=True, **options)
 
 
+def snapshot(durable):
+    """Has a snapshot written, as a client that flushes does."""
+    handle(durable, SnapshotRequest(on_disk=True), None)
+    until(durable, "snapshots", 1)
+
+
 def until(durable, name, count):
     while durable.counts[name] < count:
         durable.tend()
+        time.sleep(0.001)
 
 
 def test_images_let_clients_forget(tmp_path, monkeypatch):
     monkeypatch.setattr(durable_host, "_KEPT_BYTES", 4 * LAYOUT.size_bytes)
     before = begin(tmp_path / "served")
     filled(before)
-    until(before, "snapshots", 1)
+    snapshot(before)
     for sequence in range(7, 13):
         write(before, sequence, "plain", "add", 1)
     while before.host.saved["client"] < 12:
@@ -131,7 +140,7 @@ def test_images_let_clients_forget(tmp_path, monkeypatch):
     after = begin(tmp_path / "served")
     compare(after.host.state(on_disk=False), expected)
     assert after.host.saved["client"] == 12
-    until(after, "snapshots", 1)
+    snapshot(after)
     assert after.finish()
     after.close()
     assert not list((tmp_path / "served").glob("image*"))
@@ -142,7 +151,7 @@ def test_after_a_start_of_the_machine_images_are_none(tmp_path, monkeypatch):
     monkeypatch.setattr(durable_host, "_KEPT_BYTES", 1)
     before = begin(tmp_path / "served")
     filled(before)
-    until(before, "snapshots", 1)
+    snapshot(before)
     write(before, 7, "plain", "add", 1)
     until(before, "images", 1)
     before.close()

@@ -33,7 +33,7 @@ def test_a_killed_client_leaves_nothing(server):
     time.sleep(0.5)
     for each in victims:
         each.kill()
-        each.communicate()
+        each.end()
     files = list(Path(f"/proc/{server.pid}/fd").iterdir())
     server.kill()
     assert len(files) < 100

@@ -168,7 +168,7 @@ def test_the_actor_goes_on_without_the_command_that_began_it(engine, tmp_path):
         server.start()
         assert np.array_equal(params.value["w"], np.ones(3))
     assert "2 writes" in server.stop()
-    assert "gone" in server.stop()
+    assert "no such actor" in server.stop()
 
 
 @pytest.mark.slow

@@ -336,7 +336,7 @@ def test_two_that_carry_do_not_write_over_each_other(connection, name):
     assert mine.value["w"] == 2
     taken = mine._master.take
     mine._master.take = lambda *args: (taken(*args), grow(theirs, 1.0))[0]
-    with pytest.raises(VariablesError, match="somebody has written"):
+    with pytest.raises(VariablesError, match="another process has written"):
         grow(mine, 1.0)
     mine._master.take = taken
     grow(mine, 1.0)

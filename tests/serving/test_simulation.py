@@ -283,7 +283,7 @@ def test_of_two_that_carry_none_writes_over_the_other(seed):
                 carry(clients[index], "a", value + 1, version)
                 done += 1
             except VariablesError as error:
-                assert "somebody has written" in str(error)
+                assert "another process has written" in str(error)
                 conflicts += 1
     assert conflicts and done + conflicts == 80
     network.faults = 0.0

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -315,6 +316,7 @@ def test_memory_of_rows_that_nobody_writes_to_is_given_back(tmp_path, monkeypatc
     for count in (2, 3):  # They are begun because of that memory.
         while writer.durable.counts["snapshots"] < count:
             writer.durable.tend()
+            time.sleep(0.001)
         writer.update()
     for _ in range(100):
         writer.durable.tend()

@@ -1,16 +1,18 @@
-"""What processes do that push: `python -m tests.serving.workers ADDRESS NAME FIRST COUNT`.
+"""What processes do that push: `tests/serving/workers.py ADDRESS NAME FIRST COUNT`.
 
 Each pushes one 1 at each of its places, and prints the number of each push that was acknowledged.
 """
 
 import os
 import sys
+import time
 
 import numpy as np
 
 import stepcache as sc
 
 PLACES = 20_000  # So many that an update travels in shared memory.
+PAUSE_SECONDS = 0.005  # Between two pushes, so that something can happen meanwhile.
 
 
 def push(out, address, name, first, count):
@@ -23,6 +25,7 @@ def push(out, address, name, first, count):
             update[number] = 1
             params.push({"counts": update})
             print(number, file=out, flush=True)
+            time.sleep(PAUSE_SECONDS)
             if number % 5 == 0:
                 assert params.value["counts"][number] == 1
         connection.flush()
