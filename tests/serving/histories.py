@@ -91,12 +91,12 @@ def record(path, address, name, first, count, staleness):
 
 
 class Recorder:
-    """A process that records a history. It has begun when this is made."""
+    """A process that records a history, under another script if one is given. It has begun."""
 
-    def __init__(self, path, address, name, first, count, staleness=0):
+    def __init__(self, path, address, name, first, count, staleness=0, under=()):
         self.path, self.staleness, self.is_killed = path, staleness, False
-        script = "tests/serving/histories.py"
-        self.child = Child(path.parent, script, path, address, name, first, count, staleness)
+        command = (*under, "tests/serving/histories.py")
+        self.child = Child(path.parent, *command, path, address, name, first, count, staleness)
         self.child.wait_until(path.exists)
 
     def kill(self):

@@ -40,10 +40,23 @@ def test_the_check_itself(history, expected):
 
 
 def check(directory, address, disturb, seed, count=100, victim=True, staleness=0):
-    """Three processes record what they see while something disturbs them."""
+    """Three processes record what they see while something disturbs them.
+
+    Args:
+        directory: of their files.
+        address: of the server.
+        disturb: does it, given a random generator and the processes.
+        seed: of the generator.
+        count: how many pushes the first two do.
+        victim: whether there is the third, which is killed at last; or the script, with its
+            arguments, that runs the third.
+        staleness: of their reads.
+    """
     paths = [directory / f"history {number}" for number in range(3)]
     recorders = [Recorder(paths[n], address, "set", n * count, count, staleness) for n in range(2)]
-    extra = Recorder(paths[2], address, "set", 2 * count, 10 * count) if victim else None
+    under = victim if isinstance(victim, tuple) else ()
+    row = (paths[2], address, "set", 2 * count, 10 * count)
+    extra = Recorder(*row, under=under) if victim else None
     disturb(random.Random(seed), recorders, extra)
     histories = [each.history() for each in recorders]
     lost = frozenset()
