@@ -10,6 +10,7 @@ call. The last contenders do without modules: `jax.jit` of `nnx.split` state, an
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 
 os.environ["STEPCACHE_DIR"] = "off"  # What is kept between processes is another affair.
@@ -75,9 +76,9 @@ def null_steps(count: int) -> dict:
 
         return call
 
-    def partial(make_step, **options):
+    def partial(make_step):
         bag = Bag(count)
-        last, step = bag.layers[-1].kernel, make_step(bag, **options)
+        last, step = bag.layers[-1].kernel, make_step(bag)
 
         def call():
             step()
@@ -85,15 +86,18 @@ def null_steps(count: int) -> dict:
 
         return call
 
-    def looked_at(call_of, **options):
+    def looked_at(make_step):
         bag = Bag(count)
-        variables, step = jax.tree.leaves(bag, is_leaf=_is_variable), call_of(null_step, **options)
+        variables, step = jax.tree.leaves(bag, is_leaf=_is_variable), make_step(bag)
 
         def call():
-            step(bag)
+            step()
             return [each[...] for each in variables][-1]
 
         return call
+
+    def jit_partial(bag):
+        return nnx.jit_partial(null_step, bag, graph=False)
 
     def of_arrays(state):
         step = jax.jit(add_one)
@@ -109,11 +113,14 @@ def null_steps(count: int) -> dict:
         "nnx.jit": on(nnx.jit),
         "nnx.jit, graph=False": on(nnx.jit, graph=False),
         "nnx.cached_partial": partial(lambda bag: nnx.cached_partial(nnx.jit(null_step), bag)),
-        "nnx.jit_partial": partial(lambda bag: nnx.jit_partial(null_step, bag, graph=False)),
+        "nnx.jit_partial": partial(jit_partial),
+        "nnx.jit_partial, looked at": looked_at(jit_partial),
         "stepcache.nnx": on(snnx.step),
         "stepcache.nnx, graph=False": on(snnx.step, graph=False),
         "stepcache.nnx, donated": on(snnx.step, donate_argnums=0),
-        "stepcache.nnx, looked at": looked_at(snnx.step),
+        "stepcache.nnx, looked at": looked_at(
+            lambda bag: functools.partial(snnx.step(null_step), bag)
+        ),
         "jax.jit, nnx.split": of_arrays(nnx.split(Bag(count))[1]),
         "jax.jit, list": of_arrays(jax.tree.leaves(Bag(count))),
     }

@@ -169,6 +169,12 @@ def test_the_figures_of_variables_are_those_of_a_result():
 # Of each table: what its header says, the benchmark, and the contenders of its columns of ratios.
 TABLES = [
     ("`equinox.filter_jit`", "dispatch", ["stepcache"], ""),
+    (
+        "`nnx.jit_partial` | stepcache",
+        "modules",
+        ["nnx.jit_partial", "stepcache.nnx", "stepcache.nnx, donated", "jax.jit, list"],
+        "nnx null step, ",
+    ),
     ("JAX's cache, s", "restart", ["stepcache", "stepcache, defined first"], ""),
 ]
 

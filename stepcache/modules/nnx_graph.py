@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.nnx import graphlib
+from flax.nnx import extract, graphlib
 
 from stepcache.calls.signature import AttributePath
 from stepcache.fingerprint.tokens import ATOMS, atom, digest
@@ -228,6 +228,7 @@ class OverGraphs(OverModules):
         returned: list[Any] = []
 
         def state_of(module: Any) -> ModuleState:
+            extract.check_consistent_aliasing(module, None)  # Is it a captured one?
             graphdef, values = graphlib.flatten(
                 module, ref_index=numbers, ref_outer_index=known, with_paths=False, graph=True
             )

@@ -233,6 +233,25 @@ def test_variables_and_rngs_alone():
     assert counter[...] == 3
 
 
+def test_a_module_in_two_places():
+    class Holder(nnx.Module):
+        def __init__(self, model):
+            self.model = model
+            self.me = nnx.data(self)
+
+    @snnx.step
+    def call(holder, model, again):
+        for each in (holder.me.model, model, again):
+            each.bias[...] += 1
+        return model
+
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    holder = Holder(model)
+    for number in range(1, 4):
+        assert call(holder, model, model) is model
+        assert holder.model is model and model.bias[0] == 3 * number
+
+
 def test_arrays_that_are_attributes():
     class Plain(nnx.Module):
         def __init__(self):
@@ -321,6 +340,8 @@ def test_an_error_is_the_one_of_flax():
     for jit in (nnx.jit, snnx.step):
         with pytest.raises(errors.TraceContextError):
             jit(mutates_a_captured_module)(model)
+        with pytest.raises(ValueError, match="different trace level"):
+            jit(lambda model: outer)(model)
         with pytest.raises(ValueError, match="Duplicate"):
             jit(lambda a, b: a, graph=False)(model, model)
         with pytest.raises(ValueError, match="StateSharding"):
