@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
@@ -303,6 +304,14 @@ def at_fork(before: Callable[[], None], in_child: Callable[[], None]) -> None:
     """Has functions called before `os.fork`, and after it in the child."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=before, after_in_child=in_child)
+
+
+@contextlib.contextmanager
+def without_warnings(text: str) -> Iterator[None]:
+    """Ignores the warnings whose message begins so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", text)
+        yield
 
 
 @contextlib.contextmanager

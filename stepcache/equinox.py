@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
 
-from stepcache import jaxcompat
+from stepcache import _process_hooks, jaxcompat
 from stepcache.calls.layers import function_name
 from stepcache.events import Miss, StepStats
 from stepcache.modules.equinox_state import OverTrees, given_back, taken
@@ -91,8 +90,7 @@ class FilterStep(Generic[P, R]):
     def _run(self, given: tuple, named: dict[str, Any]) -> Any:
         if not self._is_quiet:
             return self._step(*given, **named).outputs
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        with _process_hooks.without_warnings("Some donated buffers were not usable"):
             return self._step(*given, **named).outputs
 
     def _taken(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

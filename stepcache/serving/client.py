@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from stepcache.errors import ServerLostError, VariablesError
+from stepcache.errors import ServerLostError, VariablesError, first_line
 from stepcache.serving.held import Block
 from stepcache.serving.messages import (
     BlockLayout,
@@ -44,6 +44,7 @@ from stepcache.units import readable_bytes
 
 _TRANSIENT = ("epoch", "gap", "recovering")
 _ADDING, _LAST_MOMENT = ("add", "apply", "rows"), 1 << 62
+_CLOSING_SECONDS = 5.0
 _KEPT_SECONDS = 0.5  # How often a client that has written checks whether the host has restarted.
 
 T = TypeVar("T")
@@ -111,7 +112,7 @@ class Client:
         """
         with self._lock:
             deadline = time.monotonic() + self._timeout
-            self._make_room(layout.size_bytes, deadline)
+            self._save_until(self._max_unsaved_bytes - layout.size_bytes, deadline)
             block = self._transport.allocate(layout.size_bytes)
             layout.fill(block.data, leaves)
             self._settle(deadline)
@@ -180,12 +181,12 @@ class Client:
             if not isinstance(reply, Written):
                 self._give_up(sent, reply)
 
-    def _make_room(self, size_bytes: int, deadline: float) -> None:
-        """Waits until snapshots or images hold so many writes that another one may be kept."""
-        while self._unsaved and self._unsaved.size_bytes + size_bytes > self._max_unsaved_bytes:
+    def _save_until(self, most_bytes: int, deadline: float) -> None:
+        """Has writes of this client saved until those that are kept have at most so many bytes."""
+        while self._unsaved and self._unsaved.size_bytes > most_bytes:
             self._request(SnapshotRequest(on_disk=False), None, deadline)
             self._join(deadline)
-            if self._unsaved.size_bytes + size_bytes > self._max_unsaved_bytes:
+            if self._unsaved:
                 self._transport.pause()
 
     def _join(self, deadline: float) -> None:
@@ -386,8 +387,14 @@ class Client:
         )
 
     def close(self) -> None:
-        """Closes the connection. Writes that no snapshot holds are not repeated."""
+        """Closes the connection, once all writes are saved; after five seconds it logs a warning."""
         with self._lock:
-            if not self._is_closed:
+            if self._is_closed:
+                return
+            try:
+                self._save_until(-1, time.monotonic() + min(self._timeout, _CLOSING_SECONDS))
+            except (ServerLostError, VariablesError) as error:
+                _log.warning("%s is closed: %s", self.where, first_line(error))
+            finally:
                 self._is_closed = True
                 self._transport.close()

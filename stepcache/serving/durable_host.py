@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,17 @@ from stepcache.serving import host_directory, snapshots
 from stepcache.serving.held import Block, HostState
 from stepcache.serving.host import Host
 from stepcache.serving.images import CAN_IMAGE, Images
-from stepcache.serving.messages import LeafType, Refused, Reply, Request, SnapshotRequest, Status
+from stepcache.serving.messages import (
+    JoinRequest,
+    LeafType,
+    Refused,
+    Reply,
+    Request,
+    SnapshotRequest,
+    Status,
+    WriteRequest,
+    Written,
+)
 from stepcache.serving.optimizers import ExportedRule
 from stepcache.serving.table_files import TableFiles
 from stepcache.serving.tables import HeldTable
@@ -103,8 +113,12 @@ class DurableHost:
                 raise VariablesError("it cannot be served", where=where, got=got) from error
             raise
         self._started = time.monotonic()
+        known = host_directory.writers(self.directory)
+        alive = _alive(known or {}, state)
         if not was_stopped:
-            self.host.waiting_for = {"", *_alive(state)}
+            self.host.waiting_for = {*alive, *([""] if known is None else [])}
+        host_directory.store_writers(self.directory, alive)
+        self._writers, self._processes = set(alive), dict[str, str]()
         self._stored = _StateWriter("snapshots", self._store, stored)
         self._kept = self._stored  # Once a write is in it, clients may forget the write.
         if has_images and CAN_IMAGE:
@@ -147,6 +161,7 @@ class DurableHost:
         except Exception as error:  # The host has not changed, and goes on.
             _log.exception("%s of %s failed", name, client)
             reply, blocks = Refused("failed", first_line(error), self.host.epoch), []
+        self._note_writer(message, reply)
         self._is_keeping_wanted |= bool(self.host.unsaved)
         if isinstance(message, SnapshotRequest):
             self._is_wanted |= message.on_disk
@@ -158,6 +173,17 @@ class DurableHost:
             self.counts["malformed messages"] += 1
         self.counts[name] += 1
         return reply, blocks
+
+    def _note_writer(self, message: Request, reply: Reply) -> None:
+        """Stores who writes, before the write is confirmed: after a crash the host waits for it."""
+        if isinstance(message, JoinRequest):
+            self._processes[message.client] = message.process
+        elif isinstance(message, WriteRequest) and isinstance(reply, Written):
+            client = message.client
+            if client not in self._writers and client.isprintable() and " " not in client:
+                self._writers.add(client)
+                process = self._processes.get(client, "")
+                host_directory.add_writer(self.directory, client, process)
 
     def refuse_malformed(self, error: Exception) -> Refused:
         """Returns the reply to a message that cannot be decoded."""
@@ -333,17 +359,24 @@ def _state_types(rule: bytes) -> list[LeafType]:
     return ExportedRule(rule).state_types
 
 
-def _alive(state: HostState | None) -> set[str]:
-    """Returns the clients of a state that have written, unless their processes surely have ended.
+def _alive(known: Mapping[str, str], state: HostState | None) -> dict[str, str]:
+    """Returns the clients that have written, unless their processes surely have ended.
 
     Processes on other machines may always be alive.
+
+    Args:
+        known: clients with their processes.
+        state: more of them.
     """
-    if state is None:
-        return set()
-    writers = [client for client, applied in state.applied.items() if applied]
-    found = {client: Process.parse(state.processes.get(client, "")) for client in writers}
-    return {
-        client
-        for client, process in found.items()
-        if process and not (process.is_local() and process.has_ended())
-    }
+    processes = dict(known)
+    if state is not None:
+        found = {
+            client: state.processes.get(client, "") for client, n in state.applied.items() if n
+        }
+        processes = found | processes
+    alive = {}
+    for client, text in processes.items():
+        process = Process.parse(text)
+        if process and not (process.is_local() and process.has_ended()):
+            alive[client] = text
+    return alive

@@ -202,6 +202,7 @@ class Host:
             raise _refused("gap", f"it lacks write {applied + 1}, before write {request.sequence}")
         if request.sequence == applied + 1:
             self._do(request, payload)
+            self.moment += 1
             self._applied[request.client] = request.sequence
             self._applied.move_to_end(request.client)
         saved = self.saved.get(request.client, 0)
@@ -220,12 +221,11 @@ class Host:
                 raise _refused("type", f"{request.name} is the name of variables, not of a table")
             case "create table":
                 if self.tables.create(request.name, request.rule, _token(0, request)):
-                    self._is_new(request.name)
+                    self.unsaved.add(request.name)
                 return
             case "rows":
                 table = self.tables.update(request.name, request.types, payload)
                 table.token = _token(table.token, request)
-                self.moment += 1
                 return
         held = self._find(request.name)
         coding = held.coding(request.wire)
@@ -251,9 +251,8 @@ class Host:
             case _:
                 raise MalformedMessageError(f"unknown mode {request.mode!r}")
         held.number, held.value, held.state = held.number + 1, value, state
-        self.moment += 1
         if request.mode == "assign":
-            held.assigned = stamp if any(stamp) else (self.epoch, self.moment)
+            held.assigned = stamp if any(stamp) else (self.epoch, self.moment + 1)
         held.token = _token(0 if request.mode == "assign" else held.token, request)
 
     def _create(self, request: WriteRequest, payload: np.ndarray) -> None:
@@ -281,11 +280,7 @@ class Host:
             rule = self._rule(made)
             made.state = self._filled(rule.state_types, rule.init(layout.views(made.value.data)))
         self._held[name] = made
-        self._is_new(name)
-
-    def _is_new(self, name: str) -> None:
         self.unsaved.add(name)
-        self.moment += 1
 
     # ---- optimizers ----------------------------------------------------------------------------
 

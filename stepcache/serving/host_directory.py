@@ -6,13 +6,14 @@ import errno
 import fcntl
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from stepcache.errors import VariablesError
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory, replace_file
 
-_EPOCH, _HOSTS, _STOPPED = "epoch", "hosts", "stopped"
+_EPOCH, _HOSTS, _STOPPED, _WRITERS = "epoch", "hosts", "stopped", "writers"
 
 
 def lock(directory: Path) -> int:
@@ -83,3 +84,27 @@ def next_epoch(directory: Path) -> tuple[int, bool]:
 def note_stop(directory: Path, epoch: int) -> None:
     """Stores that this start ends without a crash: a snapshot holds all its writes."""
     replace_file(directory / _EPOCH, f"{epoch} {_STOPPED}")
+
+
+def writers(directory: Path) -> dict[str, str] | None:
+    """Returns the clients that have written, with their processes; None if none were stored."""
+    try:
+        lines = (directory / _WRITERS).read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return None
+    rows = (line.split() for line in lines if line.endswith("\n"))  # A crash may cut the last one.
+    return {row[0]: " ".join(row[1:]) for row in rows if row}
+
+
+def store_writers(directory: Path, clients: Mapping[str, str]) -> None:
+    """Stores which clients may write without being added, in the place of all stored before."""
+    rows = (f"{client} {process}\n" for client, process in clients.items())
+    replace_file(directory / _WRITERS, "".join(rows))
+
+
+def add_writer(directory: Path, client: str, process: str) -> None:
+    """Stores one more client, before its first write is confirmed."""
+    with (directory / _WRITERS).open("a", encoding="utf-8") as file:
+        file.write(f"{client} {process}\n")
+        file.flush()
+        os.fsync(file.fileno())
