@@ -387,7 +387,7 @@ class Client:
         )
 
     def close(self) -> None:
-        """Closes the connection, once all writes are saved; after five seconds it logs a warning."""
+        """Closes the connection, once all writes are saved; after five seconds it warns instead."""
         with self._lock:
             if self._is_closed:
                 return
