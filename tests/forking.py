@@ -50,8 +50,8 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        self._source.read()
-        self.returncode = self._source.ended.get(self.pid)
+        if self.returncode is None:
+            self._source.read()
         return self.returncode
 
     def wait(self) -> int:
@@ -73,7 +73,7 @@ class _Source:
     def __init__(self, environment: Mapping[str, str]):
         self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._lock = threading.RLock()
-        self.ended: dict[int, int] = {}
+        self._living: dict[int, Forked] = {}  # Another process may get the number of one that ended.
         command = f"exec(__import__('tests.forking').forking.serve({theirs.fileno()}))"
         self._process = subprocess.Popen(
             [sys.executable, "-c", command],
@@ -91,12 +91,12 @@ class _Source:
         self._process.wait()
 
     def fork(self, **what: object) -> Forked:
-        pid = None
+        forked = None
         with self._lock:
             self._channel.sendall(json.dumps(what).encode())
-            while pid is None:
-                pid = self._read_one()
-        return Forked(pid, self)
+            while forked is None:
+                forked = self._read_one()
+        return forked
 
     def read(self) -> None:
         """Notes which processes have ended."""
@@ -104,15 +104,16 @@ class _Source:
             while select.select([self._channel], [], [], 0)[0]:
                 self._read_one()
 
-    def _read_one(self) -> int | None:
-        """The process that was started, or None where one that has ended was told of."""
+    def _read_one(self) -> Forked | None:
+        """Reads one message: returns the process that started, or None where one has ended."""
         message = self._channel.recv(MESSAGE_BYTES)
         assert message, "the process that forks has gone"
         told = json.loads(message)
         if "code" in told:
-            self.ended[told["pid"]] = told["code"]
+            self._living.pop(told["pid"]).returncode = told["code"]
             return None
-        return told["pid"]
+        forked = self._living[told["pid"]] = Forked(told["pid"], self)
+        return forked
 
 
 Process = Forked | subprocess.Popen
