@@ -73,7 +73,7 @@ class _Source:
     def __init__(self, environment: Mapping[str, str]):
         self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._lock = threading.RLock()
-        self._living: dict[int, Forked] = {}  # Another process may get the number of one that ended.
+        self._living: dict[int, Forked] = {}  # Numbers of processes are used again.
         command = f"exec(__import__('tests.forking').forking.serve({theirs.fileno()}))"
         self._process = subprocess.Popen(
             [sys.executable, "-c", command],
