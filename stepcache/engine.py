@@ -99,7 +99,7 @@ class Engine:
         """Starts loading what the last run of this script used of the step."""
         archive = cache.archive()
         if archive is not None:
-            archive.preload(step_label(self.spec.fun))
+            archive.preloader.preload(step_label(self.spec.fun))
 
     # ---- a call ------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import click
 
 import stepcache.cli.render as render
 from stepcache.errors import CacheDirectoryError, StepCacheError, refuse_url
-from stepcache.programs.cache import default_directory
+from stepcache.programs.opening import default_directory
 from stepcache.report.moving import ForeignBundleError
 
 _BYTES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

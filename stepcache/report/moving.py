@@ -29,7 +29,8 @@ from stepcache.errors import StepCacheError
 from stepcache.fingerprint.dependencies import kind_of
 from stepcache.fingerprint.provenance import distribution_of
 from stepcache.jaxcompat import inspection
-from stepcache.programs.archive import RECORDS_KEPT, Archive, open_archive
+from stepcache.programs.archive import RECORDS_KEPT, Archive
+from stepcache.programs.opening import open_archive
 from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
 from stepcache.report.inventory import find, label_of
 from stepcache.storage.dependency_record import DependencyRecord, pack_records, unpack_records

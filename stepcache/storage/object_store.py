@@ -216,6 +216,8 @@ class ObjectStore:
             raise OSError(f"obstore cannot be imported: {error}") from error
         try:
             yield self._open()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(_in_short(error)) from error
         except (known.PermissionDeniedError, known.UnauthenticatedError) as error:
             raise PermissionError(_in_short(error)) from error
         except (known.BaseError, ValueError) as error:

@@ -95,6 +95,7 @@ class SharedEntries:
         self._listed = 0.0
         self._asked: dict[str, Future[Any]] = {}
         self._runs_fetched: set[str] = set()
+        self._counted: set[str] = set()
         self._forgotten: set[tuple[str, str, str]] = set()
         self._run = secrets.token_hex(4)
         _live.add(self)
@@ -162,11 +163,18 @@ class SharedEntries:
             self._record(name)
             self._program(name.program)
 
+    def taken(self, program: str) -> int | None:
+        """The size of an executable that came from here, where it was not counted before."""
+        if program not in self.received or program in self._counted:
+            return None
+        self._counted.add(program)
+        return self.received[program]
+
     def is_verified(self, lookup: str, record: DependencyRecord) -> bool:
         """Whether a start has verified a record. Asks the store, so not to be called by a call."""
         name = Name.of(lookup, record)
         listing = self._listing
-        if not self.is_on or listing is None or not listing.done() or listing.exception():
+        if not self.is_on or listing is None or not _succeeded(listing):
             return False
         if name[:3] not in listing.result().verified:
             return False
@@ -288,6 +296,9 @@ class SharedEntries:
             record: what the build depends on; None where every start has to trace it.
             data: the executable; empty where it is there.
         """
+        listing = self._listing
+        if listing is not None and _succeeded(listing) and digest in listing.result().programs:
+            data = b""
         if not data:
             if record is not None:
                 self.upload_record(address, record)
@@ -370,7 +381,7 @@ class SharedEntries:
 
 
 def _succeeded(future: Future[Any]) -> bool:
-    return not future.cancelled() and future.exception() is None
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 _live: WeakObjects[SharedEntries] = WeakObjects()
