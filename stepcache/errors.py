@@ -205,7 +205,8 @@ def _instead_of(url: str, error: type[StepCacheError]) -> str:
     if url.lower().startswith("file:"):
         return "leave out file://"
     if error is CacheDirectoryError:
-        return f"STEPCACHE_REMOTE={url} shares programs through an object store, behind a directory"
+        remote = re.sub(":/+", "://", url)
+        return f"STEPCACHE_REMOTE={remote} shares programs through an object store"
     return "copy the directory to or from the object store with that store's own tools"
 
 

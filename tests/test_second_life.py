@@ -675,7 +675,7 @@ def test_a_url_as_the_directory_is_said_and_nothing_fails(url, tmp_path, monkeyp
     assert done.stderr.count("not kept on disk") == 1
     assert url in done.stderr and "STEPCACHE_DIR" in done.stderr
     for directory in (url, Path(url)):
-        with pytest.raises(sc.CacheDirectoryError, match="not supported here yet"):
+        with pytest.raises(sc.CacheDirectoryError, match="and not a URL"):
             sc.ProgramCache(directory)
     assert not list(empty.iterdir())
 

@@ -139,7 +139,9 @@ class Archive:
                     and (lookup.address.digest, record.digest) in self._offered
                 ):
                     self.remote.fetch_run_of(lookup.address.digest, record)
-                return LookupResult(record)
+                offered = (lookup.address.digest, record.digest) in self._offered
+                remote = self.remote.url if offered and self.remote is not None else ""
+                return LookupResult(record, remote=remote)
             newest = newest or _compared(record, found.dependencies)
         return newest or self._compared_with_last_run(lookup)
 

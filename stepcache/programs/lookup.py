@@ -57,6 +57,7 @@ class LookupResult:
         untrackable: why no record could be looked for, or none was kept.
         used: what the trace of that build used.
         found: the dependencies of that trace as they were at the lookup.
+        remote: the URL of the shared cache that the record is in; empty where it is on disk.
     """
 
     record: DependencyRecord | None = None
@@ -65,6 +66,7 @@ class LookupResult:
     untrackable: tuple[str, ...] = ()
     used: Used = field(default_factory=Used)
     found: dict[str, str] = field(default_factory=dict)
+    remote: str = ""
 
     @property
     def is_never_stored(self) -> bool:

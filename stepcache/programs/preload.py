@@ -11,7 +11,7 @@ import jax
 
 from stepcache import jaxcompat
 from stepcache.fingerprint.installed_packages import look_at_modules
-from stepcache.jaxcompat import storing
+from stepcache.jaxcompat import coordination, storing
 from stepcache.programs.background import LATER, Job, Worker
 from stepcache.storage.dependency_record import DependencyRecord
 from stepcache.storage.run_log import RunLog
@@ -66,8 +66,8 @@ class Preloader:
 
     def _prepare(self, label: str) -> None:
         rows = [row for row in self._run_log.last_run_of(label) if row.program]
-        if self._remote is not None and not rows:
-            self._remote.begin()
+        if self._remote is not None and not rows and coordination.service() is None:
+            self._remote.begin()  # In a pod, one of the processes asks for all.
         if not jaxcompat.backends_are_initialized():  # Else the first call may be about to come.
             for lookup in dict.fromkeys(row.lookup for row in rows if row.lookup):
                 for record in self._records(lookup):

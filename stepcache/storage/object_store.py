@@ -248,5 +248,5 @@ class ObjectStore:
 
 
 def _in_short(error: Exception) -> str:
-    """The first line of what the client says, which quotes whole answers."""
-    return (str(error).splitlines() or [""])[0][:300]
+    """What the client says, without the answers that it quotes."""
+    return (str(error).splitlines() or [""])[0].partition(": <")[0][:300]

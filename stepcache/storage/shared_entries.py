@@ -48,7 +48,7 @@ from stepcache.weak_objects import WeakObjects
 _LISTED_SECONDS = 60.0
 _RECORDS_READ = 8
 _MAX_BYTES = {"step": 64 << 20, "verified": 1 << 20, "program": 4 << 30}
-_AHEAD, _AHEAD_BYTES = 256, 1 << 30
+_AHEAD, _AHEAD_BYTES = 256, 256 << 20
 _END_SECONDS = 2.0
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class SharedEntries:
         names = self._catalogue().steps.get(lookup, [])
         names = [name for name in names if name[:3] not in self._forgotten][:_RECORDS_READ]
         asked = [self._record(name, first=True) for name in names]
-        if names:
+        if names and not self._disk.holds("program", names[0].program):
             self._program(names[0].program, first=True)
         found = [self._waited_for(each) for each in asked]
         return [each for each in found if each is not None]
@@ -149,8 +149,8 @@ class SharedEntries:
     def fetch_run_of(self, lookup: str, record: DependencyRecord) -> None:
         """Begins to fetch what was built by the run that has written a record."""
         catalogue, wanted = self._catalogue(), Name.of(lookup, record)
-        names = catalogue.steps.get(lookup, [])
-        run = next((name.run for name in names if name[:3] == wanted[:3]), None)
+        alike = (name for name in catalogue.steps.get(lookup, []) if name[:3] == wanted[:3])
+        run = next((name.run for name in alike), None)
         if run is None or run in self._runs_fetched:
             return
         self._runs_fetched.add(run)
@@ -161,7 +161,8 @@ class SharedEntries:
             if program is None or budget < 0 or self._disk.holds("step", name.lookup):
                 continue
             self._record(name)
-            self._program(name.program)
+            if not self._disk.holds("program", name.program):
+                self._program(name.program)
 
     def taken(self, program: str) -> int | None:
         """The size of an executable that came from here, where it was not counted before."""
@@ -174,9 +175,8 @@ class SharedEntries:
         """Whether a start has verified a record. Asks the store, so not to be called by a call."""
         name = Name.of(lookup, record)
         listing = self._listing
-        if not self.is_on or listing is None or not _succeeded(listing):
-            return False
-        if name[:3] not in listing.result().verified:
+        known = listing.result() if listing and _succeeded(listing) else Catalogue()
+        if not self.is_on or name[:3] not in known.verified:
             return False
         check = partial(self._opened, "verified", lookup)
         try:
@@ -240,14 +240,10 @@ class SharedEntries:
 
     def _opened(self, kind: str, digest: str, data: bytes) -> tuple[Header, io.BytesIO] | None:
         """The header of an entry, and the file at its payload; None if it is refused."""
-        file = io.BytesIO(data)
         try:
-            header = read_header(file, len(data), self._key)
-            if (header.kind, header.digest) != (kind, digest):
-                raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
+            return opened(self._key, kind, digest, data)
         except DamagedEntryError as damage:
             return self._refuse(kind, digest, str(damage))
-        return header, file
 
     def _refuse(self, kind: str, digest: str, reason: str) -> None:
         self.refused.append(Refusal(kind, digest, reason))
@@ -297,7 +293,7 @@ class SharedEntries:
             data: the executable; empty where it is there.
         """
         listing = self._listing
-        if listing is not None and _succeeded(listing) and digest in listing.result().programs:
+        if listing and _succeeded(listing) and digest in listing.result().programs:
             data = b""
         if not data:
             if record is not None:
@@ -312,31 +308,24 @@ class SharedEntries:
 
     def upload_program(self, digest: str, about: dict[str, Any], data: bytes) -> Future[bool]:
         """Writes an executable in the background; False where it is there."""
-        make = partial(self._signed, "program", digest, about, data)
+        make = partial(signed, self._key, "program", digest, about, data)
         return self._put(program_path(digest), make)
 
     def upload_record(self, address: Address, record: DependencyRecord) -> Future[bool]:
         """Writes what a build depends on, likewise. Its executable is to be there before."""
         about, payload = pack_records(address.label, [record])
-        make = partial(self._signed, "step", address.digest, about, payload)
+        make = partial(signed, self._key, "step", address.digest, about, payload)
         return self._put(Name.of(address.digest, record, self._run).path, make)
 
     def upload_verified(self, lookup: str, record: DependencyRecord) -> None:
         """Writes that a start has verified a record."""
         name = Name.of(lookup, record)
-        make = partial(self._signed, "verified", lookup, {"name": list(name[:3])}, b"")
+        make = partial(signed, self._key, "verified", lookup, {"name": list(name[:3])}, b"")
         self._put(name.verified_path, make)
-
-    def _signed(self, kind: str, digest: str, about: dict[str, Any], payload: bytes) -> bytes:
-        stored = store(payload)
-        head = encode_head(self._key, kind, digest, time.time(), about, stored)
-        return head + stored.payload
 
     def _put(self, path: str, make: Callable[[], bytes]) -> Future[bool]:
         if not self.is_on or not self._writable:
-            refused: Future[bool] = Future()
-            refused.cancel()
-            return refused
+            self._objects.writes.stop()  # So that what follows is cancelled.
         future = self._objects.put(path, make)
         future.add_done_callback(self._has_put)
         return future
@@ -380,8 +369,27 @@ class SharedEntries:
         self._objects.writes.stop()
 
 
-def _succeeded(future: Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
+def signed(key: bytes, kind: str, digest: str, about: dict[str, Any], payload: bytes) -> bytes:
+    """An entry as it is written."""
+    stored = store(payload)
+    return encode_head(key, kind, digest, time.time(), about, stored) + stored.payload
+
+
+def opened(key: bytes, kind: str, digest: str, data: bytes) -> tuple[Header, io.BytesIO]:
+    """The header of an entry that was read, and the file at its payload.
+
+    Raises:
+        DamagedEntryError: it is not whole, or was not written under this key and name.
+    """
+    file = io.BytesIO(data)
+    header = read_header(file, len(data), key)
+    if (header.kind, header.digest) != (kind, digest):
+        raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
+    return header, file
+
+
+def _succeeded(future: Future[Any] | None) -> bool:
+    return bool(future and future.done() and not future.cancelled() and not future.exception())
 
 
 _live: WeakObjects[SharedEntries] = WeakObjects()
