@@ -204,7 +204,7 @@ def refuse_url(place: str | os.PathLike, error: type[StepCacheError], where: str
 def _instead_of(url: str, error: type[StepCacheError]) -> str:
     if url.lower().startswith("file:"):
         return "leave out file://"
-    if error is CacheDirectoryError:
+    if error is CacheDirectoryError and url.lower().startswith(("s3:", "gs:")):
         remote = re.sub(":/+", "://", url)
         return f"STEPCACHE_REMOTE={remote} shares programs through an object store"
     return "copy the directory to or from the object store with that store's own tools"
