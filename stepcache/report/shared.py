@@ -23,8 +23,7 @@ from stepcache.report.moving import merged, publish, sound_entries
 from stepcache.storage.dependency_record import pack_records, unpack_records
 from stepcache.storage.entry import DamagedEntryError, read_payload, read_stored
 from stepcache.storage.object_store import Object, ObjectStore
-from stepcache.storage.shared_entries import opened, signed
-from stepcache.storage.shared_names import ROOT, Catalogue, Name, program_path
+from stepcache.storage.shared_names import ROOT, Catalogue, Name, opened, program_path, signed
 from stepcache.storage.shared_place import MODE, Place
 
 T = TypeVar("T")

@@ -64,7 +64,7 @@ class Requests:
         self._changed = threading.Condition()
         self._waiting: collections.deque[tuple[Future[Any], Callable[[], Any]]]
         self._waiting = collections.deque()
-        self._threads = self._idle = self._running = 0
+        self._threads = self._idle = self._running = self._lasting = 0
         self._stopped = False
 
     def submit(self, work: Callable[[], T], *, first: bool = False) -> Future[T]:
@@ -87,13 +87,22 @@ class Requests:
             thread.start()
             self._threads += 1
 
+    def stay(self) -> None:
+        """Keeps a thread from now on: when Python ends, none can be started any more."""
+        with self._changed:
+            self._lasting = 1
+            if not self._threads and not self._stopped:
+                self._start()
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._waiting and not self._stopped:
+                while not self._waiting and not self._stopped:
                     self._idle += 1
-                    self._changed.wait(_IDLE_SECONDS)
+                    told = self._changed.wait(_IDLE_SECONDS)
                     self._idle -= 1
+                    if not told and self._threads > self._lasting:
+                        break
                 if not self._waiting:
                     self._threads -= 1
                     return

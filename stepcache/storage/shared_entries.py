@@ -14,6 +14,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitedTooLong
@@ -32,15 +33,12 @@ from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import (
     DamagedEntryError,
     Header,
-    encode_head,
-    read_header,
     read_payload,
     read_stored,
-    store,
 )
 from stepcache.storage.entry_info import Refusal
 from stepcache.storage.object_store import ObjectStore
-from stepcache.storage.shared_names import ROOT, Catalogue, Name, program_path
+from stepcache.storage.shared_names import ROOT, Catalogue, Name, opened, program_path, signed
 from stepcache.storage.shared_place import Place
 from stepcache.units import counted
 from stepcache.weak_objects import WeakObjects
@@ -99,6 +97,7 @@ class SharedEntries:
         self._forgotten: set[tuple[str, str, str]] = set()
         self._run = secrets.token_hex(4)
         _live.add(self)
+        weakref.finalize(self, self._objects.writes.stop).atexit = False
 
     # ---- reading -----------------------------------------------------------------------------
 
@@ -115,6 +114,8 @@ class SharedEntries:
 
     def _list(self) -> Future[Catalogue]:
         self._listed = time.monotonic()
+        if self._writable:  # What is looked for may have to be built.
+            self._objects.writes.stay()
         self._listing = self._objects.listed(ROOT, Catalogue.of)
         return self._listing
 
@@ -325,7 +326,9 @@ class SharedEntries:
 
     def _put(self, path: str, make: Callable[[], bytes]) -> Future[bool]:
         if not self.is_on or not self._writable:
-            self._objects.writes.stop()  # So that what follows is cancelled.
+            dropped: Future[bool] = Future()
+            dropped.cancel()
+            return dropped
         future = self._objects.put(path, make)
         future.add_done_callback(self._has_put)
         return future
@@ -367,25 +370,6 @@ class SharedEntries:
             _log.warning(told, counted(left, "upload"), self.url)
         self._objects.reads.stop()
         self._objects.writes.stop()
-
-
-def signed(key: bytes, kind: str, digest: str, about: dict[str, Any], payload: bytes) -> bytes:
-    """An entry as it is written."""
-    stored = store(payload)
-    return encode_head(key, kind, digest, time.time(), about, stored) + stored.payload
-
-
-def opened(key: bytes, kind: str, digest: str, data: bytes) -> tuple[Header, io.BytesIO]:
-    """The header of an entry that was read, and the file at its payload.
-
-    Raises:
-        DamagedEntryError: it is not whole, or was not written under this key and name.
-    """
-    file = io.BytesIO(data)
-    header = read_header(file, len(data), key)
-    if (header.kind, header.digest) != (kind, digest):
-        raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
-    return header, file
 
 
 def _succeeded(future: Future[Any] | None) -> bool:

@@ -1,4 +1,4 @@
-"""How the entries of a shared cache are named, and what a listing of them says.
+"""How the entries of a shared cache are named and signed, and what a listing of them says.
 
     stepcache-1/program/<digest>                           an executable
     stepcache-1/step/<lookup>/<record>.<program>.<run>     what one build depends on
@@ -9,12 +9,15 @@ So a listing says which lookups have an answer, and what one run has built.
 
 from __future__ import annotations
 
+import io
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepcache.storage.dependency_record import DependencyRecord
+from stepcache.storage.entry import DamagedEntryError, Header, encode_head, read_header, store
 from stepcache.storage.object_store import Object
 
 ROOT = "stepcache-1/"
@@ -27,6 +30,25 @@ _PROGRAM = re.compile(rf"{ROOT}program/([0-9a-f]{{1,128}})")
 def program_path(digest: str) -> str:
     """The name of an executable."""
     return f"{ROOT}program/{digest}"
+
+
+def signed(key: bytes, kind: str, digest: str, about: dict[str, Any], payload: bytes) -> bytes:
+    """An entry as it is written."""
+    stored = store(payload)
+    return encode_head(key, kind, digest, time.time(), about, stored) + stored.payload
+
+
+def opened(key: bytes, kind: str, digest: str, data: bytes) -> tuple[Header, io.BytesIO]:
+    """The header of an entry that was read, and the file at its payload.
+
+    Raises:
+        DamagedEntryError: it is not whole, or was not written under this key and name.
+    """
+    file = io.BytesIO(data)
+    header = read_header(file, len(data), key)
+    if (header.kind, header.digest) != (kind, digest):
+        raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
+    return header, file
 
 
 class Name(NamedTuple):

@@ -21,8 +21,7 @@ from stepcache import jaxcompat
 from stepcache.events import Loaded, recorder
 from stepcache.programs.archive import start_name
 from stepcache.storage.object_store import ObjectStore
-from stepcache.storage.shared_entries import signed
-from stepcache.storage.shared_names import ROOT, Catalogue
+from stepcache.storage.shared_names import ROOT, Catalogue, signed
 from stepcache.storage.shared_place import Place
 from tests.cluster.pods import run_pod, succeeded
 from tests.object_server import BUCKET, ObjectServer
