@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import stepcache as sc
 from stepcache.errors import CacheDirectoryError, VariablesError
 from stepcache.serving.messages import JoinRequest, ReadRequest, WriteRequest, to_plain
 from stepcache.storage import plain
-from tests.serving.servers import LIMIT_SECONDS, RayServer
+from tests.serving.servers import LIMIT_SECONDS, RayCalls, RayServer
 
 LARGE = 50_000
 SUM = sc.Write(mode="add")
@@ -122,10 +124,11 @@ def test_all_readers_map_one_copy_of_a_version(server, actor):
 
 
 @pytest.mark.slow
-def test_the_store_does_not_fill_up(server):
+def test_the_store_does_not_fill_up(engine, tmp_path):
     """Pushed are five times as many bytes as the store holds."""
     import ray
 
+    server = RayCalls(tmp_path / "server").start()
     capacity = ray.cluster_resources()["object_store_memory"]
     count, size = 64, int(capacity * 5) // 64 // 4
     update = {"w": np.ones(size, np.float32)}
@@ -135,6 +138,60 @@ def test_the_store_does_not_fill_up(server):
             params.push(update)
             if number % 8 == 0:
                 assert params.value["w"][-1] == number
+    server.stop()
+
+
+# ---- processes on the machine of the actor -------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, is_shared", [(RayServer, True), (RayCalls, False)])
+def test_memory_is_shared_with_processes_of_the_machine(engine, tmp_path, kind, is_shared):
+    server = kind(tmp_path / "server").start()
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.ones(LARGE, np.float32)}, write=SUM)
+        params.push({"w": np.ones(LARGE, np.float32)})
+        assert (params.value["w"] == 2).all()
+        shared_bytes = connection.status().counts.get("bytes shared", 0)
+    assert shared_bytes == (4 * LARGE if is_shared else 0)
+    server.stop()
+
+
+def test_a_socket_that_never_answers_is_left_alone(server, monkeypatch):
+    from stepcache.serving import ray_transport
+
+    asked = []
+    monkeypatch.setattr(ray_transport, "_SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(ray_transport, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(
+        ray_transport.LocalTransport, "request", lambda *message: asked.append(message)
+    )
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.ones(LARGE, np.float32)}, write=SUM)
+        for _ in range(3):
+            params.push({"w": np.ones(LARGE, np.float32)})
+            connection.hosts.clients[0].keep()
+        assert (params.value["w"] == 4).all() and len(asked) == 1
+
+
+def test_a_socket_that_is_silent_for_a_while_is_used_again(server, monkeypatch):
+    from stepcache.serving import ray_transport
+
+    monkeypatch.setattr(ray_transport, "_SILENCE_SECONDS", 0.2)
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.ones(LARGE, np.float32)}, write=SUM)
+        transport = connection.hosts.clients[0]._transport
+        os.kill(server.pid, signal.SIGSTOP)
+        pushing = threading.Thread(target=params.push, args=({"w": np.ones(LARGE, np.float32)},))
+        pushing.start()
+        while transport._local is not None:
+            time.sleep(0.01)
+        os.kill(server.pid, signal.SIGCONT)
+        pushing.join()
+        assert (params.value["w"] == 2).all()
+        connection.hosts.clients[0].keep()
+        assert transport._local is not None
+        params.push({"w": np.ones(LARGE, np.float32)})
+        assert (params.value["w"] == 3).all()
 
 
 # ---- the life of an actor ------------------------------------------------------------------------
