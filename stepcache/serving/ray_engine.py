@@ -12,6 +12,7 @@ set. Import this module only where Ray is used.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -130,8 +131,7 @@ class HostActor:
         self._is_stopped = False
         self._server = LocalServer(Path(directory), durable) if shares else None
         self._lock = self._server.lock if self._server else threading.Lock()
-        run = self._server.serve if self._server else self._tend
-        threading.Thread(target=run, name="stepcache host", daemon=True).start()
+        threading.Thread(target=self._run, name="stepcache host", daemon=True).start()
 
     def serve(self, request: bytes, payload: Any = None) -> Any:
         """Serves a request.
@@ -187,6 +187,16 @@ class HostActor:
                 if self._is_stopped and self._server:
                     self._server.stop()
             return self._is_stopped
+
+    def _run(self) -> None:
+        try:
+            if self._server:
+                self._server.serve()
+            else:
+                self._tend()
+        except BaseException as error:
+            print(f"ray engine: the actor ends: {error}", file=sys.stderr, flush=True)
+            os._exit(1)  # Ray starts it again, or tells why that fails.
 
     def _tend(self) -> None:
         while not self._is_stopped:

@@ -2,11 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,59 +142,6 @@ def test_the_store_does_not_fill_up(engine, tmp_path):
     server.stop()
 
 
-# ---- processes on the machine of the actor -------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind, is_shared", [(RayServer, True), (RayCalls, False)])
-def test_memory_is_shared_with_processes_of_the_machine(engine, tmp_path, kind, is_shared):
-    server = kind(tmp_path / "server").start()
-    with server.connect() as connection:
-        params = connection.variables("params", {"w": np.ones(LARGE, np.float32)}, write=SUM)
-        params.push({"w": np.ones(LARGE, np.float32)})
-        assert (params.value["w"] == 2).all()
-        shared_bytes = connection.status().counts.get("bytes shared", 0)
-    assert shared_bytes == (4 * LARGE if is_shared else 0)
-    server.stop()
-
-
-def test_a_socket_that_never_answers_is_left_alone(server, monkeypatch):
-    from stepcache.serving import ray_transport
-
-    asked = []
-    monkeypatch.setattr(ray_transport, "_SILENCE_SECONDS", 0.1)
-    monkeypatch.setattr(ray_transport, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(
-        ray_transport.LocalTransport, "request", lambda *message: asked.append(message)
-    )
-    with server.connect() as connection:
-        params = connection.variables("params", {"w": np.ones(LARGE, np.float32)}, write=SUM)
-        for _ in range(3):
-            params.push({"w": np.ones(LARGE, np.float32)})
-            connection.hosts.clients[0].keep()
-        assert (params.value["w"] == 4).all() and len(asked) == 1
-
-
-def test_a_socket_that_is_silent_for_a_while_is_used_again(server, monkeypatch):
-    from stepcache.serving import ray_transport
-
-    monkeypatch.setattr(ray_transport, "_SILENCE_SECONDS", 0.2)
-    with server.connect() as connection:
-        params = connection.variables("params", {"w": np.ones(LARGE, np.float32)}, write=SUM)
-        transport = connection.hosts.clients[0]._transport
-        os.kill(server.pid, signal.SIGSTOP)
-        pushing = threading.Thread(target=params.push, args=({"w": np.ones(LARGE, np.float32)},))
-        pushing.start()
-        while transport._local is not None:
-            time.sleep(0.01)
-        os.kill(server.pid, signal.SIGCONT)
-        pushing.join()
-        assert (params.value["w"] == 2).all()
-        connection.hosts.clients[0].keep()
-        assert transport._local is not None
-        params.push({"w": np.ones(LARGE, np.float32)})
-        assert (params.value["w"] == 3).all()
-
-
 # ---- the life of an actor ------------------------------------------------------------------------
 
 
@@ -249,6 +197,25 @@ def test_a_directory_that_others_can_write_to_is_refused(engine, tmp_path):
     open_to_all.chmod(0o777)
     with pytest.raises(CacheDirectoryError, match="Others can write"):
         engine(open_to_all).start()
+
+
+@pytest.mark.parametrize("kind", [RayServer, pytest.param(RayCalls, marks=pytest.mark.slow)])
+def test_an_actor_whose_directory_is_removed_ends(engine, tmp_path, kind):
+    server = kind(tmp_path / "server").start()
+    with server.connect(timeout=5) as connection:
+        params = connection.variables("params", {"w": np.ones(3, np.float32)})
+        shutil.rmtree(server.directory)
+        wait_until_ended(server.pid)
+        with pytest.raises(sc.ServerLostError):
+            params.assign({"w": np.zeros(3, np.float32)})
+    assert "no such actor" in server.stop() and not server.directory.exists()
+
+
+def wait_until_ended(pid):
+    limit = time.monotonic() + LIMIT_SECONDS
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
 
 
 def test_a_node_without_the_directory_is_named(tmp_path):
