@@ -6,6 +6,7 @@ from collections import defaultdict
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["STEPCACHE_DIR"] = "off"  # What is kept on disk is a test's own affair.
+os.environ["STEPCACHE_REMOTE"] = "off"
 os.environ.pop("COLUMNS", None)  # So is the width of a table. (xdist sets that of its terminal.)
 
 import jax
