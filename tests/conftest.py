@@ -52,6 +52,11 @@ def one_device_mesh():
     return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
 
+def pytest_addoption(parser):
+    what = "how long each soak of tests/serving/test_soak.py takes; those of an hour are slow"
+    parser.addoption("--soak-seconds", type=float, help=what)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With `--dist loadfile`, one worker runs all files of `tests/serving`: they share one Ray."""
