@@ -29,7 +29,7 @@ KEYS = {
     "AWS_SECRET_ACCESS_KEY": "testing",
     "AWS_REGION": "us-east-1",
 }
-# moto gives objects to those only who sign; it does not look at what.
+# moto gives objects to those only who sign, and does not look at what; it takes them from anybody.
 _SIGNED = {
     "Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
 }
@@ -69,9 +69,9 @@ class ObjectServer:
 
     def _ask(self, method, path, body=None):
         url = f"http://127.0.0.1:{self.port}{path}"
-        with urllib.request.urlopen(
-            urllib.request.Request(url, body, _SIGNED, method=method), timeout=20
-        ) as answer:
+        headers = _OF_PUT if method == "PUT" else _HEADERS
+        request = urllib.request.Request(url, body, headers, method=method)
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.read()
 
     def behave(self, **faults):
@@ -86,6 +86,7 @@ class ObjectServer:
 
     def put(self, name, body):
         self._ask("PUT", f"/{BUCKET}/{name}", body)
+        assert self._ask("GET", f"/{BUCKET}/{name}") == body
 
 
 @dataclass
