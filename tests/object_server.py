@@ -29,10 +29,10 @@ KEYS = {
     "AWS_SECRET_ACCESS_KEY": "testing",
     "AWS_REGION": "us-east-1",
 }
-# moto gives objects to those only who sign, and does not look at what; it takes them from anybody.
-_SIGNED = {
-    "Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
-}
+# moto gives objects to those only who sign, whatever that is; it takes them from anybody.
+_WHO = "Credential=testing/20260101/us-east-1/s3/aws4_request"
+_HEADERS = {"Authorization": f"AWS4-HMAC-SHA256 {_WHO}"}
+_OF_PUT = {"Content-Type": "binary/octet-stream"}
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
