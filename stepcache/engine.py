@@ -110,6 +110,8 @@ class Engine:
             The outputs, and what the dispatcher needs to serve the next such call by itself.
         """
         started = time.perf_counter()
+        if (target := self.scope().target) is not None and not jaxcompat.is_tracing():
+            return target.call(self, self._open_scope(), args, kwargs), None
         if passes_variables(args, kwargs):
             return self.run_resident(args, kwargs), None
         if jaxcompat.is_tracing() or jaxcompat.must_delegate():
@@ -168,7 +170,7 @@ class Engine:
 
     # ---- without running -----------------------------------------------------------------------
 
-    def warm(self, args: tuple, kwargs: dict) -> None:
+    def warm(self, args: tuple, kwargs: dict) -> Program:
         """Builds the program of a call without running it."""
         started = time.perf_counter()
         engine, args, kwargs = self.resident(args, kwargs)
@@ -183,9 +185,11 @@ class Engine:
         self.checks.raise_if_stale()
         check_runnable(self.spec.name, request)
         self._warn_of_unnamed_batch(scope, request)
-        if self._find(scope, request) is None:
-            self._obtain(scope, request, started, explicit=True)
+        program = self._find(scope, request)
+        if program is None:
+            program = self._obtain(scope, request, started, explicit=True)
         self.resolver.settle(scope, request)
+        return program
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
         """The `jax.stages.Traced` of the program that a call needs."""

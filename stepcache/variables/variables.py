@@ -19,6 +19,7 @@ from stepcache.sharding import (
     current_max_bytes,
     current_placer,
     current_reader,
+    devices_of,
     mesh_identity,
     processes_of,
 )
@@ -95,6 +96,10 @@ class Variables(NoTree, Savable):
         check_policies(placement, read, write)
         self._set_up(placement, read, write, name, pack)
         made = Meter()  # Not recorded: no budget and no statistics cover making variables.
+        target = getattr(current_reader(), "target", None)
+        if target is not None:
+            self._begin(target.hold(self.name, tree, placement, self._placer, self._prefix))
+            return
         self._begin(hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack))
         self._made_of = self._tokens(tree)
         self._warn_of_unmatched_rules()
@@ -130,7 +135,7 @@ class Variables(NoTree, Savable):
 
     def _tokens(self, tree: Any) -> dict[str, str]:
         """Tokens of the host values in a tree, which the processes of a pod compare; by path."""
-        if self._mesh is None or len(processes_of(self._mesh.devices.flat)) < 2:
+        if self._mesh is None or len(processes_of(devices_of(self._mesh))) < 2:
             return {}
         return {path: token_of(leaf) for path, leaf in named_leaves(tree)[0] if is_local(leaf)}
 
