@@ -158,21 +158,25 @@ class Engine:
         return self.is_over_buffers and (not is_admitted(self) or jaxcompat.is_tracing())
 
     def use(self, args: tuple, kwargs: dict) -> Use | None:
-        """The `Variables` that a call passes; None where it passes none."""
-        if not passes_variables(args, kwargs):
+        """The `Variables` that a call passes; None where it passes none, or only names them."""
+        if not passes_variables(args, kwargs) or self.scope().target is not None:
             return None
         return Use(self.spec, args, kwargs).held(self.scope())
 
     def resident(self, args: tuple, kwargs: dict) -> tuple[Engine, tuple, dict]:
         """The engine that serves a call, and the arguments that it is given."""
+        if (target := self.scope().target) is not None:
+            return self, *target.shown(args, kwargs)
         use = self.use(args, kwargs)
         return (self, args, kwargs) if use is None else (self.resident_calls.engine, *use.shown())
 
     # ---- without running -----------------------------------------------------------------------
 
-    def warm(self, args: tuple, kwargs: dict) -> Program:
-        """Builds the program of a call without running it."""
+    def warm(self, args: tuple, kwargs: dict) -> Program | None:
+        """Builds the program of a call without running it. None where other processes run it."""
         started = time.perf_counter()
+        if (target := self.scope().target) is not None:
+            return target.warm(self, self._open_scope(), args, kwargs)
         engine, args, kwargs = self.resident(args, kwargs)
         if engine is not self:
             return engine.warm(args, kwargs)

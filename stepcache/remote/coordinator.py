@@ -289,7 +289,10 @@ class Coordinator:
             return self._program(number, message)
         if message.kind is Kind.RUN:
             self._note_writes(number, message)
-        elif message.kind is Kind.BIND and (found := self._by_variable.get(message.value)) is not None:
+        elif (
+            message.kind is Kind.BIND
+            and (found := self._by_variable.get(message.value)) is not None
+        ):
             found.version += 1
         return Output([message])
 

@@ -27,8 +27,8 @@ import zmq
 from stepcache.errors import StepCacheError
 from stepcache.remote.coordinator import Coordinator, Output
 from stepcache.remote.messages import MAX_BODY_BYTES, Kind, Message, packed, parse
-from stepcache.serving.messages import MalformedMessageError
 from stepcache.serving.local_server import socket_path
+from stepcache.serving.messages import MalformedMessageError
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory, replace_file
 

@@ -29,7 +29,7 @@ from stepcache.errors import CarryError, TaskError, first_line
 from stepcache.jaxcompat.call_codec import decode_spec, encode_dtype, encode_spec
 from stepcache.remote.arrays import RemoteArray
 from stepcache.remote.connection import Connection
-from stepcache.remote.messages import HEADER_BYTES, Kind, packed
+from stepcache.remote.messages import packed
 from stepcache.variables.packing import is_key_type
 from stepcache.variables.variables import Variables
 
@@ -52,12 +52,28 @@ class RemoteProgram:
         out_tree: tree of the outputs.
         outputs: each output.
         donated: numbers of the arguments, among the leaves, that it takes.
+        seconds: what each stage took.
     """
 
     number: int
     out_tree: Any
     outputs: tuple[Output, ...]
     donated: frozenset[int]
+    seconds: dict[str, float]
+
+
+class Planned(NamedTuple):
+    """What a call would do.
+
+    Attributes:
+        request: the call.
+        seconds: what its program took to build; None if there is none yet.
+        sources: for each leaf, what on the tasks it stands for; None for one that is sent.
+    """
+
+    request: Request
+    seconds: dict[str, float] | None
+    sources: list[Any]
 
 
 class Target:
@@ -141,15 +157,14 @@ class Target:
         """Returns the arguments of a call with stand-ins for what lives on the tasks."""
         return Arguments(self, args, kwargs).shown
 
-    def knows(self, key: Key) -> bool:
-        """Returns whether the tasks hold the program of a call."""
-        return key in self._programs
-
-    def predicted_bytes(self, request: Request) -> int:
-        """Returns the bytes of the values that a call brings to the tasks."""
-        ids = {id(leaf) for leaf in request.call.leaves if isinstance(leaf, jax.ShapeDtypeStruct)}
-        rows = zip(request.call.leaves, request.leaves, strict=True)
-        return sum(leaf.size_bytes for value, leaf in rows if id(value) not in ids)
+    def planned(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> Planned:
+        """Says what a call would do. Runs nothing."""
+        arguments = Arguments(self, args, kwargs)
+        request = engine.request(scope, *arguments.shown)
+        program = self._programs.get(request.key)
+        found = [arguments.sources.get(id(leaf)) for leaf in request.call.leaves]
+        sources = [None if isinstance(each, jax.Array) else each for each in found]
+        return Planned(request, program and program.seconds, sources)
 
     def _run(
         self, spec: StepSpec, request: Request, arguments: Arguments, program: RemoteProgram
@@ -248,9 +263,7 @@ class Target:
             self._programs[request.settled(settled).key] = program
         own = time.perf_counter() - started - sum(seconds.values())
         resolver.built_elsewhere(request, miss, seconds, own)
-        scope.check_rules(
-            spec.name, request.shown.paths, carries=bool(spec.parameters.carry)
-        )
+        scope.check_rules(spec.name, request.shown.paths, carries=bool(spec.parameters.carry))
         return program
 
     def _traced(
@@ -260,9 +273,10 @@ class Target:
         leaves = list(request.leaves)
         settled: tuple[int, ...] = ()
         while True:
-            stand_ins = [self._stand_in(leaf, asked) for leaf, asked in zip(
-                leaves, request.asked, strict=True
-            )]
+            stand_ins = [
+                self._stand_in(leaf, asked)
+                for leaf, asked in zip(leaves, request.asked, strict=True)
+            ]
 
             def fun(*leaves):
                 args, kwargs = call.rebuilt(leaves)
@@ -314,7 +328,8 @@ class Target:
             )
             for aval, spec in zip(traced.out_avals, answer["specs"], strict=True)
         )
-        return RemoteProgram(number, traced.out_tree, outputs, frozenset(traced.donated))
+        donated = frozenset(traced.donated)
+        return RemoteProgram(number, traced.out_tree, outputs, donated, dict(seconds))
 
 
 class _Held(NamedTuple):
@@ -335,8 +350,11 @@ class _Groups:
         last = self.rows[-1] if self.rows else None
         if last is not None and last[0] == ref[0] == "f":
             last[1] += 1
-        elif last is not None and last[0] == ref[0] == "o" and last[1] == ref[1] and (
-            last[2] + last[3] == ref[2]
+        elif (
+            last is not None
+            and last[0] == ref[0] == "o"
+            and last[1] == ref[1]
+            and (last[2] + last[3] == ref[2])
         ):
             last[3] += 1
         else:
@@ -424,9 +442,7 @@ class Outputs:
     def tree(self, connection: Connection, run: int) -> Any:
         """Returns what the step returns."""
         program = self._program
-        inside = {
-            first + offset for _, first, count in self.written for offset in range(count)
-        }
+        inside = {first + offset for _, first, count in self.written for offset in range(count)}
         leaves: list[Any] = [
             None
             if index in inside
@@ -561,11 +577,3 @@ def _as_set(value: Any) -> set:
     if value is None:
         return set()
     return {value} if isinstance(value, int | str) else set(value)
-
-
-def message_bytes() -> int:
-    """Returns the size of the message that starts a step without values, in bytes."""
-    return HEADER_BYTES
-
-
-_ = Kind

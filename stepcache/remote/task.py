@@ -380,6 +380,7 @@ class Program:
         ]
         with self._session:
             program = self._step._engine.warm(tuple(stand_ins), {})
+        assert program is not None
         return [encode_spec(each.spec) for each in program.run.output_shardings]
 
 

@@ -76,7 +76,9 @@ class RemoteMaster(Master):
             self._connection, [["v", self.number]], self._connection.runs, self.stand_ins
         )
         self._connection.check(self._run)
-        return [_as_given(value, slot) for value, slot in zip(values, self.layout.slots, strict=True)]
+        return [
+            _as_given(value, slot) for value, slot in zip(values, self.layout.slots, strict=True)
+        ]
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         meter[SERVER_LINK] += self.store(leaves)
