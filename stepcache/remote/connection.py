@@ -24,6 +24,7 @@ from stepcache.storage.load_markers import Process
 from stepcache.units import counted
 
 _POLL_MS = 200
+_ANSWERED = (Kind.OPEN, Kind.FETCH, Kind.SAVE, Kind.RESTORE)
 _FREE_AT_ONCE = 128
 _FREE_BYTES = 64 << 20
 
@@ -53,7 +54,7 @@ class Connection:
         self._numbers = itertools.count(1)
         self._socket: Any = None
         self._pool, self._opened = Pool(), Opened()
-        self._replies: dict[int, list[Message]] = {}
+        self._replies: dict[int, list[Message]] = {0: []}  # That somebody waits for.
         self._failures: dict[int, str] = {}  # By run.
         self._programs: dict[int, Message] = {}
         self._kept: deque[tuple[int, list[Any]]] = deque()  # Values of runs that are under way.
@@ -137,17 +138,21 @@ class Connection:
                 self._set_lost(about["why"], about["ranks"])
         elif kind is Kind.FAILED:
             about = message.data(dict[str, Any])
-            if about["command"] in ("RUN", "PUT"):
+            if about["command"] in ("RUN", "PUT", "BIND"):
                 self._failures.setdefault(message.number, about["why"])
             else:
                 is_program = about["command"] == Kind.PROGRAM.name
-                self._replies.setdefault(0 if is_program else message.number, []).append(message)
+                self._replied(0 if is_program else message.number, message)
         elif kind in (Kind.READY, Kind.NEED_PROGRAM, Kind.STATUS):
-            self._replies.setdefault(0, []).append(message)
+            self._replied(0, message)
         elif kind is Kind.REFUSED and not message.number:
             raise TaskError(f"the tasks refuse: {message.data(dict[str, Any])['why']}")
         else:
-            self._replies.setdefault(message.number, []).append(message)
+            self._replied(message.number, message)
+
+    def _replied(self, number: int, message: Message) -> None:
+        if number in self._replies:
+            self._replies[number].append(message)
 
     def _set_lost(self, why: str, ranks: Sequence[int]) -> None:
         after = f"after run {self.done} of this client" if self.done else "before its first run"
@@ -157,7 +162,7 @@ class Connection:
             where=f"{self.directory}, {after}",
             hint="what they held is gone: make the variables again, or restore a checkpoint",
         )
-        self._replies.clear()
+        self._replies = {0: []}
         self._kept.clear()
         self.incarnation = 0
         self.runs = self.done = 0
@@ -226,9 +231,13 @@ class Connection:
         if (why := self._failures.get(number)) is not None:
             raise TaskError(f"a step failed on the tasks: {why}", where=f"run {number}")
 
-    def command(self, kind: Kind, value: int = 0, body: bytes = b"", blobs: Any = ()) -> int:
+    def command(
+        self, kind: Kind, value: int = 0, body: bytes = b"", blobs: Any = (), number: int = 0
+    ) -> int:
         """Sends a command that is no run. Returns its number, for `reply`."""
-        number = next(self._numbers)
+        number = number or next(self._numbers)
+        if kind in _ANSWERED:
+            self._replies[number] = []
         message = Message(kind, self.client, self.incarnation, number, value, body, blobs)
         self._send(message)
         self.sent_bytes["other"] += message.size_bytes
@@ -245,16 +254,19 @@ class Connection:
             RankLostError: the tasks were lost.
             TaskError: one of them failed, or refused.
         """
-        while len(self._replies.get(number, ())) < count:
+        while len(found := self._replies.get(number, [])) < count:
             self._receive_one(_POLL_MS / 1000)
             self.raise_if_lost()
-            for each in self._replies.get(number, ()):
+            for each in found:
                 if each.kind in (Kind.FAILED, Kind.REFUSED):
-                    del self._replies[number]
+                    self._replies.pop(number)
+                    self._replies.setdefault(0, [])
                     why = each.data(dict[str, Any])["why"]
                     what = "refuse" if each.kind is Kind.REFUSED else "failed"
                     raise TaskError(f"the tasks {what}: {why}")
-        return self._replies.pop(number)
+        self._replies.pop(number)
+        self._replies.setdefault(0, [])
+        return found
 
     # ---- programs --------------------------------------------------------------------------------
 
@@ -292,7 +304,7 @@ class Connection:
         """
         with self._lock:
             self.ready()
-            number = self.command(Kind.FETCH, run, packed(refs=refs))
+            number = self.command(Kind.FETCH, run, packed(**{"refs": refs, "from": count}))
             found: list[Any] = []
             for message in self.reply(number, count):
                 for index, bounds, row in message.data(dict[str, Any])["rows"]:

@@ -25,6 +25,7 @@ from stepcache.calls.carry import check_carry, settled_leaves
 from stepcache.calls.context import Scope
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import Request, StepSpec
+from stepcache.engine import Engine
 from stepcache.errors import CarryError, TaskError, first_line
 from stepcache.jaxcompat.call_codec import decode_spec, encode_dtype, encode_spec
 from stepcache.remote.arrays import RemoteArray
@@ -95,7 +96,7 @@ class Target:
         self.number = next(self._numbers)
         self._lock = threading.RLock()
         self._programs: dict[Key, RemoteProgram] = {}
-        self._own: dict[tuple, RemoteProgram] = {}
+        self._engines: dict[tuple, Engine] = {}
         self._forms: dict[tuple, int] = {}
         self._form_numbers = itertools.count(1)
         connection.on_restart.append(self._forget)
@@ -103,7 +104,6 @@ class Target:
     def _forget(self) -> None:
         """Forgets what tasks knew that have ended."""
         self._programs.clear()
-        self._own.clear()
         self._forms.clear()
 
     @property
@@ -119,6 +119,58 @@ class Target:
 
         with self._lock:
             return hold(self, name, tree, placement, placer, prefix)
+
+    # ---- variables -------------------------------------------------------------------------------
+
+    def save(self, root: Any, items: dict[str, Any], keep: int | None, step: int) -> Any:
+        """Has the tasks write a checkpoint; see `checkpoints.save`."""
+        from stepcache.remote import checkpoints
+
+        with self._lock:
+            return checkpoints.save(self, root, items, keep, step)
+
+    def restore(self, root: Any, items: dict[str, Any], partial: bool) -> dict[str, Any]:
+        """Has the tasks read a checkpoint; see `checkpoints.restore`."""
+        from stepcache.remote import checkpoints
+
+        with self._lock:
+            return checkpoints.restore(self, root, items, partial)
+
+    def push(self, variables: Variables, update: Any, mode: str) -> None:
+        """Adds an update to variables, or passes it to their optimizer, on the tasks."""
+        with self._lock:
+            if mode == "add":
+                self._own_step(("add",), _added, ("value",))(variables, update)
+                return
+            state, optimizer = self.ready_state(variables), variables.write.optimizer
+
+            def applied(value, state, update):
+                import optax
+
+                updates, state = optimizer.update(update, state, value)
+                return optax.apply_updates(value, updates), state
+
+            key = ("apply", id(optimizer))
+            self._own_step(key, applied, ("value", "state"))(variables, state, update)
+
+    def ready_state(self, variables: Variables) -> Variables:
+        """Returns the variables that hold an optimizer's state, and makes them if need be."""
+        master: Any = variables._master
+        if master.state is None:
+            init = variables.write.optimizer.init
+            state = self._own_step(("init", id(init)), lambda value: init(value), ())(variables)
+            master.state = Variables(state, name=f"{variables.name}/optimizer")
+        return master.state
+
+    def _own_step(self, key: tuple, fun: Callable, carry: tuple[str, ...]) -> Callable[..., Any]:
+        """Returns a step of our own, made once. Called in the session."""
+        if key not in self._engines:
+            scope = jaxcompat.entered_session()
+            options: dict[str, Any] = {"donate_argnames": carry} if carry else {}
+            spec = StepSpec.of(fun, options, carry)
+            self._engines[key] = Engine(spec, lambda: scope)
+        engine = self._engines[key]
+        return lambda *args: self.call(engine, engine.scope(), args, {})
 
     # ---- a call ----------------------------------------------------------------------------------
 
@@ -330,6 +382,10 @@ class Target:
         )
         donated = frozenset(traced.donated)
         return RemoteProgram(number, traced.out_tree, outputs, donated, dict(seconds))
+
+
+def _added(value: Any, update: Any) -> Any:
+    return jax.tree.map(jax.numpy.add, value, update)
 
 
 class _Held(NamedTuple):

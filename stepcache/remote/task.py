@@ -250,7 +250,7 @@ class Task:
             for row, spec in zip(about["feeds"], about["specs"], strict=True)
         ]
         self._arrays.keep(message.client, message.number, arrays)
-        self._pending.append((message.client, message.number, arrays))
+        self._pending.append((message.client, message.number, [*arrays]))
 
     def _bind(self, message: Message) -> None:
         refs = message.data(dict[str, Any])["refs"]
@@ -295,12 +295,15 @@ class Task:
     # ---- what clients look at --------------------------------------------------------------------
 
     def _fetch(self, message: Message) -> None:
+        about = message.data(dict[str, Any])
+        if about["from"] == 1 and jax.process_index():
+            return  # All tasks have the whole of it.
         blobs: list[Any] = []
         kept: list[Any] = []
         rows = []
         found = [
             each
-            for ref in message.data(dict[str, Any])["refs"]
+            for ref in about["refs"]
             for each in self._arrays.look_up(message.client, message.value, ref)
         ]
         for index, array in enumerate(found):
@@ -313,23 +316,28 @@ class Task:
         self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body, tuple(blobs)))
 
     def _save(self, message: Message) -> None:
-        from stepcache.remote.task_checkpoints import save
+        from stepcache.remote import checkpoints
 
-        about = message.data(dict[str, Any])
         with self._any_session():
-            save(about, lambda ref: self._arrays.look_up(message.client, message.value, ref))
+            checkpoints.write(
+                message.data(dict[str, Any]),
+                lambda ref: self._arrays.look_up(message.client, message.value, ref),
+                lambda row: receive_array(row, self._opened, message.blobs),
+            )
         self._send(Message(Kind.DATA, message.client, 0, message.number, 0, packed(rows=[])))
 
     def _restore(self, message: Message) -> None:
-        from stepcache.remote.task_checkpoints import restore
+        from stepcache.remote import checkpoints
 
         about = message.data(dict[str, Any])
-        find = lambda ref: self._arrays.look_up(message.client, message.value, ref)  # noqa: E731
+        self._mesh(about["mesh"])
         with self._any_session():
-            found, versions = restore(about, find)
+            found, saved = checkpoints.read(
+                about, lambda ref: self._arrays.look_up(message.client, message.value, ref)
+            )
         for variable, arrays in found.items():
             self._arrays.bind(variable, arrays)
-        body = packed(rows=[], versions=versions)
+        body = packed(rows=[], about=saved)
         self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body))
 
     @contextlib.contextmanager

@@ -35,31 +35,48 @@ class RemoteMaster(Master):
         is_new: whether the tasks did not know the name before.
     """
 
-    is_resident, applies_updates = False, False
+    is_resident, applies_updates = False, True
 
     def __init__(self, target: Target, name: str, layout: Layout):
         super().__init__(Packed(layout, ()))
         self.target = target
-        self._connection, self._incarnation = target.connection, target.connection.incarnation
-        self._name = name
+        self._connection, self._name = target.connection, name
         self.stand_ins = [
             jaxcompat.stand_in(slot.shape, slot.dtype, slot.weak_type, slot.sharding)
             for slot in layout.slots
         ]
         self._run = 0  # The last run that writes the value.
-        body = packed(
-            name=name,
-            leaves=[
-                [slot.path, encode_dtype(slot.dtype), list(slot.shape), _spec_of(slot)]
-                for slot in layout.slots
-            ],
-        )
+        self.owner: Any = None  # A weak reference to the variables.
+        self.state: Any = None  # `Variables` that hold the optimizer's state, once there is some.
+        self._leaf_rows = [
+            [slot.path, encode_dtype(slot.dtype), list(slot.shape), _spec_of(slot)]
+            for slot in layout.slots
+        ]
+        self._open()
+
+    def _open(self) -> None:
+        """Finds the variables on the tasks by their name, or makes them there."""
+        self._incarnation = self._connection.incarnation
+        body = packed(name=self._name, leaves=self._leaf_rows)
         number = self._connection.command(Kind.OPEN, body=body)
         (answer,) = self._connection.reply(number)
         about = answer.data(dict[str, Any])
         self.number, self.is_new = answer.value, about["new"] or not about["version"]
         # The tasks count the first value as a write.
-        self.version = max(0, about["version"] - 1)
+        self.version = max(self.version, about["version"] - 1)
+
+    def revive(self) -> None:
+        """Makes the variables again, of zeros, if the tasks that held them have ended."""
+        self._connection.ready()
+        if self.is_lost:
+            self._open()
+            self.state = None
+            if self.is_new:
+                self.store([_zeros(slot) for slot in self.layout.slots])
+
+    def restored(self, version: int) -> None:
+        """Notes that the tasks have read the value from a checkpoint."""
+        self.version = version
 
     def written(self, run: int) -> None:
         """Notes that a run writes the value."""
@@ -81,8 +98,23 @@ class RemoteMaster(Master):
         ]
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
+        self._connection.ready()
+        if self.is_lost:
+            self._open()
+            self.state = None
         meter[SERVER_LINK] += self.store(leaves)
         self.version += 1
+
+    def apply(self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter) -> None:
+        own = [leaf for leaf in leaves if not isinstance(leaf, RemoteArray)]
+        meter[SERVER_LINK] += sum(np.asarray(leaf).nbytes for leaf in own)
+        self.target.push(self.owner(), self.layout.tree.unflatten(leaves), mode)
+
+    def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
+        own = [leaf for leaf in leaves if not isinstance(leaf, RemoteArray)]
+        moved = links(0, 0, sum(np.asarray(leaf).nbytes for leaf in own))
+        way = ("client", "tasks", "update", "the tasks compute", ())
+        return (Transfer(variable, self.version + 1, *way, moved),)
 
     def store(self, leaves: Sequence[Any]) -> int:
         """Makes leaves the value, which may be on the tasks already. Returns the bytes sent."""
@@ -106,7 +138,7 @@ class RemoteMaster(Master):
             else:
                 refs.append(["o", now - run, index, 1])
                 index += 1
-        connection.command(Kind.BIND, self.number, packed(refs=refs, run=now))
+        connection.command(Kind.BIND, self.number, packed(refs=refs), number=now)
         for leaf in leaves:
             if isinstance(leaf, RemoteArray):
                 leaf.donated()
@@ -189,13 +221,10 @@ def hold(
         PlacementError: a leaf cannot be placed as asked.
         TaskError: the tasks hold variables of this name with other leaves.
     """
-    leaves, structure = jax.tree_util.tree_flatten(tree)
-    plain = structure.unflatten([_blank_for(leaf) for leaf in leaves])
-    structure, _, slots = describe(name, plain, placement, placer, prefix)
+    tree = jax.tree_util.tree_map(lambda x: jax.device_get(x) if _is_committed(x) else x, tree)
+    structure, leaves, slots = describe(name, tree, placement, placer, prefix)
     slots = tuple(
-        slot._replace(sharding=leaf.sharding, weak_type=leaf.weak_type)
-        if isinstance(leaf, RemoteArray)
-        else slot
+        slot._replace(sharding=leaf.sharding) if isinstance(leaf, RemoteArray) else slot
         for slot, leaf in zip(slots, leaves, strict=True)
     )
     target.connection.ready()
@@ -205,12 +234,10 @@ def hold(
     return master
 
 
-def _blank_for(leaf: Any) -> Any:
-    if isinstance(leaf, RemoteArray):
-        if is_key_type(leaf.dtype):
-            return jax.random.split(jax.random.key(0), leaf.size or 1).reshape(leaf.shape)
-        return blank(leaf.shape, leaf.dtype)
-    return jax.device_get(leaf) if _is_committed(leaf) else leaf
+def _zeros(slot: Slot) -> Any:
+    if is_key_type(slot.dtype):
+        return jax.random.split(jax.random.key(0), slot.size).reshape(slot.shape)
+    return np.zeros(slot.shape, slot.dtype)
 
 
 def _is_committed(leaf: Any) -> bool:

@@ -77,7 +77,7 @@ def abstract(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct | jaxcompat.Tracer):
         return None
     try:
-        aval = jaxcompat.abstract(leaf)
+        aval = jaxcompat.abstract(getattr(leaf, "_stand_in", leaf))  # One of another process.
     except (TypeError, ValueError, OverflowError):
         return None
     return aval if jaxcompat.is_array_type(aval) else None

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -99,6 +100,7 @@ class Variables(NoTree, Savable):
         target = getattr(current_reader(), "target", None)
         if target is not None:
             self._begin(target.hold(self.name, tree, placement, self._placer, self._prefix))
+            self._master.owner = weakref.ref(self)
             return
         self._begin(hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack))
         self._made_of = self._tokens(tree)
