@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from stepcache import jaxcompat
 
 if TYPE_CHECKING:
     from stepcache.remote.connection import Connection
+
+
+_numbers = itertools.count(1)
+
+
+class ArrayType:
+    """The type of an output of a program.
+
+    Attributes:
+        shape, dtype, weak_type, sharding: as of any array.
+        size_bytes: of the whole.
+        number: different for each.
+    """
+
+    __slots__ = ("dtype", "number", "shape", "sharding", "size_bytes", "weak_type")
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, weak_type: bool, sharding: Any):
+        self.shape, self.dtype, self.weak_type = tuple(shape), dtype, bool(weak_type)
+        self.sharding, self.number = sharding, next(_numbers)
+        self.size_bytes = math.prod(shape) * dtype.itemsize
 
 
 class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -30,36 +50,45 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
         RankLostError: when it is looked at, if the tasks were lost.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        run: int,
-        index: int,
-        stand_in: jax.ShapeDtypeStruct,
-    ):
+    __slots__ = (
+        *("__weakref__", "_connection", "_incarnation", "_index", "_is_held"),
+        *("_made_stand_in", "_run", "_type", "_value"),
+    )
+
+    def __init__(self, connection: Connection, run: int, index: int, type: ArrayType):
         self._connection, self._incarnation = connection, connection.incarnation
-        self._run, self._index, self._stand_in = run, index, stand_in
-        self._size_bytes = math.prod(stand_in.shape) * stand_in.dtype.itemsize
+        self._run, self._index, self._type = run, index, type
+        self._made_stand_in: Any = None
         self._value: np.ndarray | None = None
         self._is_held = True  # Whether the tasks hold it for this object.
+
+    @property
+    def _stand_in(self) -> jax.ShapeDtypeStruct:
+        """Stands for this array, and no other one, in a call."""
+        if self._made_stand_in is None:
+            each = self._type
+            self._made_stand_in = jaxcompat.stand_in(
+                each.shape, each.dtype, each.weak_type, each.sharding
+            )
+        return self._made_stand_in
 
     # ---- as of an array --------------------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._stand_in.shape
+        return self._type.shape
 
     @property
     def dtype(self) -> Any:
-        return self._stand_in.dtype
+        return self._type.dtype
 
     @property
     def weak_type(self) -> bool:
-        return bool(self._stand_in.weak_type)
+        return self._type.weak_type
 
     @property
     def sharding(self) -> Any:
-        return self._stand_in.sharding
+        return self._type.sharding
 
     @property
     def ndim(self) -> int:
@@ -71,7 +100,7 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def nbytes(self) -> int:
-        return self._size_bytes
+        return self._type.size_bytes
 
     def __len__(self) -> int:
         if not self.shape:
@@ -86,7 +115,7 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Has the tasks drop it."""
         if self._is_held:
             self._is_held = False
-            self._connection.free([[self._run, self._index, 1]], self._size_bytes)
+            self._connection.free([[self._run, self._index, 1]], self._type.size_bytes)
 
     def donated(self) -> None:
         """Notes that a step has taken it."""
@@ -214,8 +243,3 @@ def _readable(data: np.ndarray) -> np.ndarray:
 def _is_replicated(stand_in: Any) -> bool:
     sharding = stand_in.sharding
     return sharding is None or not any(tuple(sharding.spec))
-
-
-def stand_in_for(shape: Any, dtype: Any, weak_type: bool, mesh: Any, spec: PartitionSpec) -> Any:
-    """Returns a stand-in for an array on the tasks."""
-    return jaxcompat.stand_in(tuple(shape), dtype, weak_type, NamedSharding(mesh, spec))

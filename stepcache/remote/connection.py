@@ -114,13 +114,19 @@ class Connection:
 
     def _receive_one(self, seconds: float) -> bool:
         """Takes one message if there is one in time."""
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._receive_now()
+            return True
         if not self._socket.poll(int(seconds * 1000)):
             if self._coordinator is not None and self._coordinator.has_ended():
                 self._set_lost("the coordinator of the tasks has ended", [])
             return False
+        self._receive_now()
+        return True
+
+    def _receive_now(self) -> None:
         frames = self._socket.recv_multipart(copy=False)
         self._take(parse([frame.buffer for frame in frames]))
-        return True
 
     def _take(self, message: Message) -> None:
         kind = message.kind
@@ -181,8 +187,8 @@ class Connection:
         Raises:
             RankLostError: tasks were lost since the last call.
         """
-        while self._socket is not None and self._socket.poll(0):
-            self._receive_one(0)
+        while self._socket is not None and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._receive_now()
         self.raise_if_lost()
         while not self.incarnation:
             self._receive_one(_POLL_MS / 1000)

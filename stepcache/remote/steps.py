@@ -7,6 +7,7 @@ program takes and which variables it writes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import threading
@@ -24,24 +25,18 @@ from stepcache import jaxcompat
 from stepcache.calls.carry import check_carry, settled_leaves
 from stepcache.calls.context import Scope
 from stepcache.calls.key import Key
+from stepcache.calls.over_buffers import argument_of
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.engine import Engine
 from stepcache.errors import CarryError, TaskError, first_line
 from stepcache.jaxcompat.call_codec import decode_spec, encode_dtype, encode_spec
-from stepcache.remote.arrays import RemoteArray
+from stepcache.remote.arrays import ArrayType, RemoteArray
 from stepcache.remote.connection import Connection
 from stepcache.remote.messages import packed
 from stepcache.variables.packing import is_key_type
 from stepcache.variables.variables import Variables
 
-
-class Output(NamedTuple):
-    """An output of a program, as the client knows it."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    weak_type: bool
-    sharding: NamedSharding
+_MAX_PLANS = 256
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class RemoteProgram:
 
     number: int
     out_tree: Any
-    outputs: tuple[Output, ...]
+    outputs: tuple[ArrayType, ...]
     donated: frozenset[int]
     seconds: dict[str, float]
 
@@ -98,13 +93,14 @@ class Target:
         self._programs: dict[Key, RemoteProgram] = {}
         self._engines: dict[tuple, Engine] = {}
         self._forms: dict[tuple, int] = {}
+        self._plans: dict[tuple, _Plan] = {}
         self._form_numbers = itertools.count(1)
         connection.on_restart.append(self._forget)
 
     def _forget(self) -> None:
         """Forgets what tasks knew that have ended."""
-        self._programs.clear()
-        self._forms.clear()
+        for each in (self._programs, self._forms, self._plans):
+            each.clear()
 
     @property
     def mesh_code(self) -> list[Any]:
@@ -184,18 +180,35 @@ class Target:
             RankLostError: tasks were lost since the last call.
             TaskError: the step cannot run there.
         """
-        started = time.perf_counter()
         with self._lock:
             self.connection.ready()
             self.connection.flush_freed()
-            arguments = Arguments(self, args, kwargs)
-            request = engine.request(scope, *arguments.shown)
-            program = self._programs.get(request.key)
-            if program is None:
-                program = self._obtain(engine, scope, request, started, explicit=False)
+            leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+            kinds = tuple(map(_kind, leaves))
+            settings = jaxcompat.environment()
+            known = (engine.number, tree, kinds, settings)
+            plan = None if None in kinds else self._plans.get(known)
+            if plan is None:
+                plan = self._planned(engine, scope, args, kwargs)
+                if None not in kinds and not plan.request.call.signature.statics:
+                    self._plans[known] = plan
+                    while len(self._plans) > _MAX_PLANS:
+                        del self._plans[next(iter(self._plans))]
             else:
                 engine.miss_log.count(hits=1)
-            return self._run(engine.spec, request, arguments, program)
+            return self._run(plan, leaves)
+
+    def _planned(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> _Plan:
+        """Reads a call, and finds its program."""
+        started = time.perf_counter()
+        arguments = Arguments(self, args, kwargs)
+        request = engine.request(scope, *arguments.shown)
+        program = self._programs.get(request.key)
+        if program is None:
+            program = self._obtain(engine, scope, request, started, explicit=False)
+        else:
+            engine.miss_log.count(hits=1)
+        return _Plan(engine.spec, request, arguments, program)
 
     def warm(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> None:
         """Has the program of a call compiled by the tasks, and runs nothing."""
@@ -218,37 +231,34 @@ class Target:
         sources = [None if isinstance(each, jax.Array) else each for each in found]
         return Planned(request, program and program.seconds, sources)
 
-    def _run(
-        self, spec: StepSpec, request: Request, arguments: Arguments, program: RemoteProgram
-    ) -> Any:
-        groups = _Groups(self.connection.runs + 1)
-        taken: list[Any] = []
+    def _run(self, plan: _Plan, leaves: list[Any]) -> Any:
+        """Starts a run. `leaves` are those of the arguments, with variables as one leaf each."""
+        connection, program = self.connection, plan.program
+        run = connection.runs + 1
+        refs, takes = _Groups(), _Groups()
+        taken: list[RemoteArray] = []
         feeds: list[Any] = []
         blobs: list[Any] = []
         kept: list[Any] = []
-        refs = _Groups(groups.run)
-        for index, (value, leaf) in enumerate(
-            zip(request.call.leaves, request.leaves, strict=True)
-        ):
-            source = arguments.sources.get(id(value))
-            if isinstance(source, _Held):
-                refs.add_held(source)
-            elif isinstance(source, RemoteArray):
-                refs.add(source.ref(groups.run))
-                if index in program.donated:
-                    groups.add(source.ref(groups.run))
-                    taken.append(source)
+        for leaf, (first, count, feed) in zip(leaves, plan.rows, strict=True):
+            if isinstance(leaf, Variables):
+                if count:
+                    refs.rows.append(("v", leaf._master.number))  # type: ignore[attr-defined]
+            elif isinstance(leaf, RemoteArray):
+                ref = leaf.ref(run)
+                refs.add(*ref)
+                if first in program.donated:
+                    takes.add(*ref)
+                    taken.append(leaf)
             else:
-                given = value if source is None else source
-                refs.add(["f", 1])
-                feeds.append(self._fed(given, leaf, blobs, kept))
-        if len({id(each) for each in taken}) != len(taken):
+                refs.add_feed()
+                feeds.append(self._fed(leaf, feed, blobs, kept))
+        if len(set(map(id, taken))) != len(taken):
             raise CarryError(
-                f"{spec.name} is given the same array in several places, and writes over it",
+                f"{plan.name} is given the same array in several places, and writes over it",
                 expected="an array of its own for each leaf that is carried or donated",
             )
-        writes, outputs = self._outputs(spec, request, arguments, program)
-        form = (program.number, refs.key(), groups.key(), tuple(map(tuple, writes)))
+        form = (program.number, *refs.rows, None, *takes.rows, None, *plan.writes)
         number = self._forms.get(form)
         about: dict[str, Any] = {}
         if number is None:
@@ -256,18 +266,17 @@ class Target:
             about["form"] = {
                 "program": program.number,
                 "refs": refs.rows,
-                "takes": groups.rows,
-                "writes": writes,
+                "takes": takes.rows,
+                "writes": plan.writes,
             }
         if feeds:
             about["feeds"] = feeds
+        connection.run(number, packed(**about) if about else b"", blobs, kept)
         for each in taken:
             each.donated()
-        run = self.connection.run(number, packed(**about) if about else b"", blobs, kept)
-        assert run == groups.run
-        for variables, _, _ in outputs.written:
-            variables._master.written(run)
-        return outputs.tree(self.connection, run)
+        for variables in plan.outputs.written:
+            variables._master.written(run)  # type: ignore[attr-defined]
+        return plan.outputs.tree(connection, run)
 
     def _fed(self, value: Any, leaf: Any, blobs: list[Any], kept: list[Any]) -> Any:
         if is_key_type(leaf.dtype):
@@ -275,27 +284,6 @@ class Target:
             name = str(jax.random.key_impl(value))
             return [self.connection.describe(data, blobs, kept), name]
         return self.connection.describe(np.asarray(value, leaf.dtype), blobs, kept)
-
-    def _outputs(
-        self, spec: StepSpec, request: Request, arguments: Arguments, program: RemoteProgram
-    ) -> tuple[list[list[int]], Outputs]:
-        """Decides what becomes of the outputs: which variables they are written to."""
-        names = spec.parameters.carry
-        outputs = Outputs(program)
-        writes: list[list[int]] = []
-        offset = 0
-        for name in names:
-            given = arguments.given(spec, name)
-            for leaf in jax.tree_util.tree_leaves(given):
-                if isinstance(leaf, Variables):
-                    count = len(leaf._master.layout.slots)
-                    writes.append([leaf._master.number, offset, count])
-                    outputs.written.append((leaf, offset, count))
-                    offset += count
-                else:
-                    offset += 1
-            outputs.carried.append(given)
-        return writes, outputs
 
     # ---- programs --------------------------------------------------------------------------------
 
@@ -375,7 +363,7 @@ class Target:
         seconds["lower"] = seconds.get("lower", 0.0) + lowered - begun
         seconds["compile"] = time.perf_counter() - lowered
         outputs = tuple(
-            Output(
+            ArrayType(
                 aval.shape, aval.dtype, aval.weak_type, NamedSharding(self.mesh, decode_spec(spec))
             )
             for aval, spec in zip(traced.out_avals, answer["specs"], strict=True)
@@ -388,65 +376,67 @@ def _added(value: Any, update: Any) -> Any:
     return jax.tree.map(jax.numpy.add, value, update)
 
 
+def _kind(leaf: Any) -> Any:
+    """What a plan depends on in a leaf of the arguments; None for one that is not planned."""
+    kind = type(leaf)
+    if kind is RemoteArray:
+        return leaf._type.number
+    if kind is Variables:
+        return leaf._number, getattr(leaf._master, "number", None)
+    if kind is np.ndarray:
+        return leaf.shape, leaf.dtype
+    if kind in (float, int, bool) or isinstance(leaf, np.generic):
+        return kind
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jaxcompat.Tracer):
+        return leaf.shape, leaf.dtype, leaf.aval.weak_type
+    return None
+
+
 class _Held(NamedTuple):
     """A leaf of variables in a call."""
 
     number: int
     index: int
-    count: int
 
 
 class _Groups:
     """References to arrays, with neighbours in one."""
 
-    def __init__(self, run: int):
-        self.run, self.rows = run, []
+    def __init__(self) -> None:
+        self.rows: list[tuple] = []
 
-    def add(self, ref: list[Any]) -> None:
+    def add(self, kind: str, ago: int, index: int, count: int) -> None:
         last = self.rows[-1] if self.rows else None
-        if last is not None and last[0] == ref[0] == "f":
-            last[1] += 1
-        elif (
-            last is not None
-            and last[0] == ref[0] == "o"
-            and last[1] == ref[1]
-            and (last[2] + last[3] == ref[2])
-        ):
-            last[3] += 1
+        if last is not None and last[:2] == ("o", ago) and last[2] + last[3] == index:
+            self.rows[-1] = ("o", ago, last[2], last[3] + count)
         else:
-            self.rows.append(ref)
+            self.rows.append((kind, ago, index, count))
 
-    def add_held(self, source: _Held) -> None:
-        if source.index == 0:
-            self.rows.append(["v", source.number])
-
-    def key(self) -> tuple:
-        return tuple(map(tuple, self.rows))
+    def add_feed(self) -> None:
+        last = self.rows[-1] if self.rows else None
+        if last is not None and last[0] == "f":
+            self.rows[-1] = ("f", last[1] + 1)
+        else:
+            self.rows.append(("f", 1))
 
 
 class Arguments:
     """The arguments of a call, with stand-ins for what lives on the tasks.
 
     Attributes:
+        given: the arguments.
         shown: the arguments with stand-ins.
         sources: what each stand-in stands for, by its identity.
     """
 
     def __init__(self, target: Target, args: tuple, kwargs: dict[str, Any]):
-        self._target, self._given = target, (args, kwargs)
+        self._target, self.given = target, (args, kwargs)
         self.sources: dict[int, Any] = {}
         self._kept: list[Any] = []  # Stand-ins, which are known by their identity.
         self.shown = (
             tuple(map(self._shown, args)),
             {name: self._shown(tree) for name, tree in kwargs.items()},
         )
-
-    def given(self, spec: StepSpec, name: str) -> Any:
-        """Returns an argument by name, as it was given."""
-        args, kwargs = self._given
-        if name in kwargs:
-            return kwargs[name]
-        return args[spec.parameters.positional.index(name)]
 
     def _shown(self, tree: Any) -> Any:
         leaves, structure = jax.tree_util.tree_flatten(tree)
@@ -476,73 +466,114 @@ class Arguments:
                 hint="make them inside the session",
             )
         master.check_not_lost(variables.name)
-        count = len(master.stand_ins)
         for index, each in enumerate(master.stand_ins):
-            self.sources[id(each)] = _Held(master.number, index, count)
+            self.sources[id(each)] = _Held(master.number, index)
         return master.layout.tree.unflatten(master.stand_ins)
+
+
+class _Plan:
+    """How calls that look alike are made.
+
+    Attributes:
+        name: of the step.
+        request: the call.
+        program: its program.
+        rows: for each leaf of the arguments, where variables are one leaf: the number of its first
+            leaf in the program, how many it has there, and its type if it is sent.
+        writes: which variables are written: number, first output, number of outputs.
+        outputs: what becomes of the outputs.
+    """
+
+    def __init__(
+        self, spec: StepSpec, request: Request, arguments: Arguments, program: RemoteProgram
+    ):
+        self.name, self.request, self.program = spec.name, request.described(), program
+        self.rows: list[tuple[int, int, Any]] = []
+        first = 0
+        for leaf in jax.tree_util.tree_leaves(arguments.given):
+            count = _leaves_in(leaf)
+            sent = None if isinstance(leaf, Variables | RemoteArray) else request.leaves[first]
+            self.rows.append((first, count, sent))
+            first += count
+        self.writes: list[tuple[int, int, int]] = []
+        self.outputs = Outputs(program)
+        offset = 0
+        for name in spec.parameters.carry:
+            args, kwargs = arguments.given
+            given = argument_of(spec.parameters.positional, args, kwargs, name)
+            for leaf in jax.tree_util.tree_leaves(given):
+                count = _leaves_in(leaf)
+                if isinstance(leaf, Variables):
+                    self.writes.append((leaf._master.number, offset, count))  # type: ignore[attr-defined]
+                    self.outputs.written.append(leaf)
+                offset += count
+            self.outputs.carry(given)
+
+
+def _leaves_in(leaf: Any) -> int:
+    return len(leaf._master.layout.slots) if isinstance(leaf, Variables) else 1
 
 
 class Outputs:
     """What becomes of the outputs of a run.
 
     Attributes:
-        carried: the arguments that are carried, as given.
-        written: the variables among them, each with its first output and their number.
+        written: the variables that are carried.
     """
 
     def __init__(self, program: RemoteProgram):
         self._program = program
-        self.carried: list[Any] = []
-        self.written: list[tuple[Variables, int, int]] = []
+        self._carried: list[tuple[Any, list[Variables | None]]] = []
+        self._opened: list[Any] = []
+        self.written: list[Variables] = []
+        self._inside: frozenset[int] = frozenset()
+
+    def carry(self, given: Any) -> None:
+        """Adds an argument that is carried, as it was given."""
+        leaves, structure = jax.tree_util.tree_flatten(given)
+        self._carried.append((structure, [x if isinstance(x, Variables) else None for x in leaves]))
+        self._opened.append(jax.tree_util.tree_structure(_opened(given)))
+        offset, inside = 0, []
+        for _, variables in self._carried:
+            for each in variables:
+                count = 1 if each is None else _leaves_in(each)
+                inside += [] if each is None else range(offset, offset + count)
+                offset += count
+        self._inside = frozenset(inside)
 
     def tree(self, connection: Connection, run: int) -> Any:
         """Returns what the step returns."""
         program = self._program
-        inside = {first + offset for _, first, count in self.written for offset in range(count)}
         leaves: list[Any] = [
-            None
-            if index in inside
-            else RemoteArray(connection, run, index, jaxcompat.stand_in(*each))
+            None if index in self._inside else RemoteArray(connection, run, index, each)
             for index, each in enumerate(program.outputs)
         ]
-        if not self.written:
-            return program.out_tree.unflatten(leaves)
-        return self._with_variables(leaves)
+        return self._with_variables(leaves) if self.written else program.out_tree.unflatten(leaves)
 
     def _with_variables(self, leaves: list[Any]) -> Any:
         new: list[Any] = []
         offset = 0
-        for given in self.carried:
-            flat, structure = jax.tree_util.tree_flatten(given)
+        for structure, variables in self._carried:
             values = []
-            for leaf in flat:
-                if isinstance(leaf, Variables):
-                    values.append(leaf)
-                    offset += len(leaf._master.layout.slots)
-                else:
-                    values.append(leaves[offset])
-                    offset += 1
+            for each in variables:
+                values.append(leaves[offset] if each is None else each)
+                offset += 1 if each is None else _leaves_in(each)
             new.append(structure.unflatten(values))
-        if offset == len(leaves) and self._is_alone(new):
+        node, children = self._node
+        if node is None:
             return new[0]
-        node = self._program.out_tree.node_data()
-        rest = jax.tree_util.treedef_children(self._program.out_tree)[len(new) :]
-        for each in rest:
+        for each in children[len(new) :]:
             new.append(each.unflatten(leaves[offset : offset + each.num_leaves]))
             offset += each.num_leaves
-        kind = node[0]
-        return kind(new) if kind in (tuple, list) else kind(*new)
+        return node(new) if node in (tuple, list) else node(*new)
 
-    def _is_alone(self, new: list[Any]) -> bool:
+    @functools.cached_property
+    def _node(self) -> tuple[Any, list[Any]]:
+        """The class of the outputs, and their trees; None for a carry that is returned alone."""
         tree = self._program.out_tree
-        if len(new) != 1:
-            return False
-        node = tree.node_data()
-        children = jax.tree_util.treedef_children(tree)
-        shape = jax.tree_util.tree_structure(_opened(self.carried[0]))
-        return not (
-            node is not None and node[0] in (tuple, list) and children and children[0] == shape
-        )
+        if [tree] == self._opened:
+            return None, []
+        return tree.node_data()[0], jax.tree_util.treedef_children(tree)
 
 
 def _opened(tree: Any) -> Any:
