@@ -110,7 +110,11 @@ class Connection:
     def _send(self, message: Message) -> None:
         if self._socket is None:
             raise TaskError("the session with these tasks has been closed")
-        self._socket.send_multipart(message.frames(), zmq.NOBLOCK)
+        frames = message.frames()
+        if len(frames) == 1:
+            self._socket.send(frames[0], zmq.NOBLOCK)
+        else:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def _receive_one(self, seconds: float) -> bool:
         """Takes one message if there is one in time."""
@@ -125,8 +129,7 @@ class Connection:
         return True
 
     def _receive_now(self) -> None:
-        frames = self._socket.recv_multipart(copy=False)
-        self._take(parse([frame.buffer for frame in frames]))
+        self._take(parse(self._socket.recv_multipart()))
 
     def _take(self, message: Message) -> None:
         kind = message.kind

@@ -92,12 +92,11 @@ class LocalTasks:
 
     def run(self) -> None:
         """Passes messages on until `stop`, or until nobody needs the tasks any more."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        self._socket.rcvtimeo = _POLL_MS
         swept = time.monotonic()
         try:
             while not self._stopping.is_set():
-                if poller.poll(_POLL_MS):
+                with contextlib.suppress(zmq.Again):
                     self._receive()
                 if time.monotonic() > swept + _SWEEP_SECONDS:
                     self._sweep()
@@ -120,11 +119,10 @@ class LocalTasks:
             self._path.unlink()
 
     def _receive(self) -> None:
-        peer, *frames = self._socket.recv_multipart(copy=False)
-        connection = bytes(peer.buffer)
+        connection, *frames = self._socket.recv_multipart()
         task = self._tasks.get(connection)
         try:
-            message = parse([frame.buffer for frame in frames])
+            message = parse(frames)
             if task is not None:
                 self._send(self.coordinator.from_task(task, message))
             elif message.kind is Kind.HELLO and not message.client and message.incarnation:

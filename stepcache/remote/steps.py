@@ -194,7 +194,7 @@ class Target:
                     self._plans[known] = plan
                     while len(self._plans) > _MAX_PLANS:
                         del self._plans[next(iter(self._plans))]
-            else:
+            elif scope.count_hits:
                 engine.miss_log.count(hits=1)
             return self._run(plan, leaves)
 

@@ -33,8 +33,8 @@ from stepcache.remote.messages import Kind, Message, packed, parse, receive_arra
 from stepcache.serving.shared_memory import Opened, Pool
 from stepcache.storage.load_markers import Process
 
+_REPORTED_AT_ONCE = 8  # Of runs that are done while others are under way.
 _IN_FLIGHT = 16  # Runs that are dispatched before the oldest one is waited for.
-_IDLE_MS = 1000
 
 
 class Failed:
@@ -133,18 +133,16 @@ class Task:
 
     def run(self) -> None:
         """Carries out commands until the coordinator ends."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
         while True:
-            timeout = 0 if self._pending else _IDLE_MS
-            if poller.poll(timeout):
-                frames = self._socket.recv_multipart(copy=False)
-                message = parse([frame.buffer for frame in frames])
-                if message.kind is Kind.STOP:
-                    return
-                self._carry_out(message)
-            elif self._pending:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK if self._pending else 0)
+            except zmq.Again:
                 self._finish()
+                continue
+            message = parse(frames)
+            if message.kind is Kind.STOP:
+                return
+            self._carry_out(message)
             while len(self._pending) > _IN_FLIGHT:
                 self._finish()
 
@@ -186,7 +184,7 @@ class Task:
             except Exception as error:
                 body = packed(why=_told(error), command=Kind.RUN.name)
                 self._send(Message(Kind.FAILED, client, 0, number, 0, body))
-        if not self._pending or self._pending[0][0] != client or number % 4 == 0:
+        if not self._pending or self._pending[0][0] != client or number % _REPORTED_AT_ONCE == 0:
             self._send(Message(Kind.DONE, client, 0, number))
 
     def _form(self, message: Message) -> tuple[dict[str, Any], list[Any]]:
