@@ -190,12 +190,14 @@ class Target:
             plan = None if None in kinds else self._plans.get(known)
             if plan is None:
                 plan = self._planned(engine, scope, args, kwargs)
-                if None not in kinds and not plan.request.call.signature.statics:
+                if None not in kinds and not plan.has_statics:
                     self._plans[known] = plan
                     while len(self._plans) > _MAX_PLANS:
                         del self._plans[next(iter(self._plans))]
             elif scope.count_hits:
                 engine.miss_log.count(hits=1)
+            if plan.has_statics:
+                leaves = plan.dynamic_leaves(args, kwargs)
             return self._run(plan, leaves)
 
     def _planned(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> _Plan:
@@ -482,6 +484,7 @@ class _Plan:
             leaf in the program, how many it has there, and its type if it is sent.
         writes: which variables are written: number, first output, number of outputs.
         outputs: what becomes of the outputs.
+        has_statics: whether the call passes static arguments.
     """
 
     def __init__(
@@ -489,8 +492,9 @@ class _Plan:
     ):
         self.name, self.request, self.program = spec.name, request.described(), program
         self.rows: list[tuple[int, int, Any]] = []
+        self.has_statics = bool(request.call.signature.statics)
         first = 0
-        for leaf in jax.tree_util.tree_leaves(arguments.given):
+        for leaf in self.dynamic_leaves(*arguments.given):
             count = _leaves_in(leaf)
             sent = None if isinstance(leaf, Variables | RemoteArray) else request.leaves[first]
             self.rows.append((first, count, sent))
@@ -508,6 +512,13 @@ class _Plan:
                     self.outputs.written.append(leaf)
                 offset += count
             self.outputs.carry(given)
+
+
+    def dynamic_leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+        """Returns the leaves of the arguments that are not static."""
+        call = self.request.call
+        dynamic = [args[position] for position in call.positions]
+        return jax.tree_util.tree_leaves((dynamic, {name: kwargs[name] for name in call.kwargs}))
 
 
 def _leaves_in(leaf: Any) -> int:

@@ -341,7 +341,7 @@ class Task:
     @contextlib.contextmanager
     def _any_session(self) -> Iterator[None]:
         mesh = next(iter(self._meshes.values()), None)
-        with stepcache.Session(mesh) if mesh is not None else contextlib.nullcontext():
+        with stepcache.Session(mesh, data_axis=None) if mesh is not None else contextlib.nullcontext():
             yield
 
 
@@ -368,7 +368,7 @@ class Program:
             return export.deserialize(bytearray(exported)).call(*leaves)
 
         fun.__name__ = fun.__qualname__ = about["name"]
-        self._session = stepcache.Session(mesh)
+        self._session = stepcache.Session(mesh, data_axis=None)
         self._step = self._session.step(
             fun,
             donate_argnums=tuple(about["donate"]),
