@@ -24,6 +24,7 @@ from stepcache.storage.load_markers import Process
 from stepcache.units import counted
 
 _POLL_MS = 200
+_RUNS = (Kind.RUN, Kind.PUT, Kind.BIND)
 _ANSWERED = (Kind.OPEN, Kind.FETCH, Kind.SAVE, Kind.RESTORE)
 _FREE_AT_ONCE = 128
 _FREE_BYTES = 64 << 20
@@ -147,14 +148,19 @@ class Connection:
                 self._set_lost(about["why"], about["ranks"])
         elif kind is Kind.FAILED:
             about = message.data(dict[str, Any])
-            if about["command"] in ("RUN", "PUT", "BIND"):
+            if Kind[about["command"]] in _RUNS:
                 self._failures.setdefault(message.number, about["why"])
             else:
                 is_program = about["command"] == Kind.PROGRAM.name
                 self._replied(0 if is_program else message.number, message)
         elif kind in (Kind.READY, Kind.NEED_PROGRAM, Kind.STATUS):
             self._replied(0, message)
-        elif kind is Kind.REFUSED and not message.number:
+        elif kind is Kind.REFUSED and message.value in _RUNS:
+            self._failures.setdefault(message.number, message.data(dict[str, Any])["why"])
+            self.done = max(self.done, message.number)
+        elif kind is Kind.REFUSED and message.value == Kind.PROGRAM:
+            self._replied(0, message)
+        elif kind is Kind.REFUSED and (not message.number or message.number not in self._replies):
             raise TaskError(f"the tasks refuse: {message.data(dict[str, Any])['why']}")
         else:
             self._replied(message.number, message)

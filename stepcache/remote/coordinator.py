@@ -252,7 +252,8 @@ class Coordinator:
     def _refuse(self, number: int, message: Message, why: str, kind: str) -> Output:
         self.counts["refused"] += 1
         body = packed(why=why, kind=kind)
-        reply = Message(Kind.REFUSED, number, self.incarnation, message.number, 0, body)
+        about = self.incarnation, message.number, int(message.kind)
+        reply = Message(Kind.REFUSED, number, *about, body)
         return Output(clients=[(number, reply)])
 
     # ---- variables -------------------------------------------------------------------------------

@@ -513,7 +513,6 @@ class _Plan:
                 offset += count
             self.outputs.carry(given)
 
-
     def dynamic_leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         """Returns the leaves of the arguments that are not static."""
         call = self.request.call

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -341,7 +342,9 @@ class Task:
     @contextlib.contextmanager
     def _any_session(self) -> Iterator[None]:
         mesh = next(iter(self._meshes.values()), None)
-        with stepcache.Session(mesh, data_axis=None) if mesh is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if mesh is not None:
+                stack.enter_context(stepcache.Session(mesh, data_axis=None))
             yield
 
 
@@ -428,6 +431,7 @@ def main(arguments: Sequence[str]) -> None:
         first = int(rank) * int(devices)
         own = list(range(first, first + int(devices)))
         jax.distributed.initialize(pod, int(tasks), int(rank), local_device_ids=own)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX takes it for a notice to come.
     found = jax.devices()
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)

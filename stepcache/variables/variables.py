@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from stepcache.distributed.replicas import is_local, token_of
-from stepcache.errors import UnmatchedRuleWarning, VariablesError, warn
+from stepcache.errors import StepCacheError, UnmatchedRuleWarning, VariablesError, warn
 from stepcache.sharding import (
     current_max_bytes,
     current_placer,
@@ -178,6 +178,8 @@ class Variables(NoTree, Savable):
         with self._moving("value") as meter:
             try:  # Not under the lock: a step on another thread may build its program for minutes.
                 leaves = self._master.leaves(meter)
+            except StepCacheError:
+                raise
             except (RuntimeError, ValueError):  # Such a step has just donated the buffers.
                 with self._lock:
                     self._master.check_not_lost(self.name)
