@@ -135,15 +135,18 @@ class LocalTasks:
             self.coordinator.counts["malformed"] += 1
             body = packed(why=f"malformed message: {error}", kind="malformed")
             self._send_to(connection, Message(Kind.REFUSED, body=body))
+        except Exception:  # One client must not end the others' tasks.
+            self.coordinator.counts["malformed"] += 1
+            _log.exception("a message could not be handled")
 
     def _task_joined(self, connection: bytes, message: Message) -> None:
         about = message.data(dict[str, Any])
-        known = {str(Process.parse(about.get("process", "")))}
-        pids = {each.pid for each in self._processes}
-        process = Process.parse(about.get("process", ""))
-        if process is None or process.pid not in pids or message.incarnation != self._incarnation:
-            raise MalformedMessageError(f"it is of no task: {known}")
-        task = about.pop("task")
+        task, text = about.pop("task", None), about.get("process")
+        process = Process.parse(text) if isinstance(text, str) else None
+        pids = {each.pid: rank for rank, each in enumerate(self._processes)}
+        is_ours = process is not None and type(task) is int and pids.get(process.pid) == task
+        if not is_ours or message.incarnation != self._incarnation:
+            raise MalformedMessageError(f"it is of no task: {text!r}")
         self._tasks[connection], self._task_connections[task] = task, connection
         self._failures = 0
         self._send(self.coordinator.joined(task, about))
