@@ -78,7 +78,10 @@ def _serve_here(directory: Path, options: dict[str, Any]) -> None:
     held = server.host.status().variables
     with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: server.stop()):
         click.echo(f"serving {directory} ({len(held)} variables, epoch {server.host.epoch})")
-        server.run()
+        try:
+            server.run()
+        except StepCacheError as error:
+            raise click.ClickException(str(error)) from error
     click.echo(f"stopped; {server.host.moment} writes are in the last snapshot")
 
 

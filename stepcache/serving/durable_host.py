@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -37,6 +36,7 @@ from stepcache.serving.messages import (
     Written,
 )
 from stepcache.serving.optimizers import ExportedRule
+from stepcache.serving.state_writer import StateWriter
 from stepcache.serving.table_files import TableFiles
 from stepcache.serving.tables import HeldTable
 from stepcache.storage.load_markers import Process
@@ -48,6 +48,7 @@ _CHANGED_BYTES = 512 << 20  # A snapshot frees this much memory of changed rows.
 _FREED_ROWS = 1024  # Between two requests: each page takes a call of the kernel.
 _TIMED_REQUESTS = 4096
 _RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS = 1.5, 5.0
+_CHECK_SECONDS = 1.0  # How often to check that the directory is still there.
 
 _log = logging.getLogger("stepcache")
 
@@ -112,17 +113,17 @@ class DurableHost:
                 where, got = str(self.directory), str(error)
                 raise VariablesError("it cannot be served", where=where, got=got) from error
             raise
-        self._started = time.monotonic()
+        self._started = self._checked = time.monotonic()
         known = host_directory.writers(self.directory)
         alive = _alive(known or {}, state)
         if not was_stopped:
             self.host.waiting_for = {*alive, *([""] if known is None else [])}
         host_directory.store_writers(self.directory, alive)
         self._writers, self._processes = set(alive), dict[str, str]()
-        self._stored = _StateWriter("snapshots", self._store, stored)
+        self._stored = StateWriter("snapshots", self._store, stored)
         self._kept = self._stored  # Once a write is in it, clients may forget the write.
         if has_images and CAN_IMAGE:
-            self._kept = _StateWriter("images", self._images.write, self.host.moment)
+            self._kept = StateWriter("images", self._images.write, self.host.moment)
         self._kept_bytes = 0  # Bytes of all writes when `_kept` was begun.
         self._changed_time: float | None = None
         self._is_wanted, self._is_keeping_wanted = stored < self.host.moment, False
@@ -152,6 +153,9 @@ class DurableHost:
 
         Returns:
             The reply, and the blocks to send with it.
+
+        Raises:
+            VariablesError: the directory was removed or replaced.
         """
         name = type(message).__name__
         if payload is not None:
@@ -183,7 +187,11 @@ class DurableHost:
             if client not in self._writers and client.isprintable() and " " not in client:
                 self._writers.add(client)
                 process = self._processes.get(client, "")
-                host_directory.add_writer(self.directory, client, process)
+                try:
+                    host_directory.add_writer(self.directory, client, process)
+                except FileNotFoundError:
+                    self._check_there()
+                    raise
 
     def refuse_malformed(self, error: Exception) -> Refused:
         """Returns the reply to a message that cannot be decoded."""
@@ -207,7 +215,13 @@ class DurableHost:
         return is_busy or self._changed_time is not None
 
     def tend(self) -> None:
-        """Ends the recovery, begins and ends snapshots, and frees memory, each when it is due."""
+        """Ends the recovery, begins and ends snapshots, and frees memory, each when it is due.
+
+        Raises:
+            VariablesError: the directory was removed or replaced.
+        """
+        if time.monotonic() - self._checked > _CHECK_SECONDS:
+            self._check_there()
         if self.host.waiting_for:
             self._end_recovery()
         for saved in {self._stored, self._kept}:
@@ -229,9 +243,14 @@ class DurableHost:
         if self._to_free:
             self._files.free(*self._to_free.popleft())
 
-    def _begin(self, saved: _StateWriter) -> None:
+    def _check_there(self) -> None:
+        self._checked = time.monotonic()
+        host_directory.check_there(self.directory, self._lock)
+
+    def _begin(self, saved: StateWriter) -> None:
         if saved.is_busy:
             return
+        self._check_there()  # Writing would make another directory of this name.
         saved.begin(self.host.state(on_disk=saved is self._stored))
         if saved is self._stored:
             self._is_wanted, self._changed_time = False, None
@@ -255,7 +274,7 @@ class DurableHost:
                 self._to_free.append((tables.held[name], rows))
         self._unmerged = state
 
-    def _end(self, saved: _StateWriter) -> None:
+    def _end(self, saved: StateWriter) -> None:
         state, error = saved.end()
         if error is None:
             self.host.is_saved(state)
@@ -283,6 +302,9 @@ class DurableHost:
 
         Returns:
             Whether the last snapshot holds all writes.
+
+        Raises:
+            VariablesError: the directory was removed or replaced.
         """
         for saved in {self._stored, self._kept}:
             if saved.is_busy:
@@ -299,60 +321,6 @@ class DurableHost:
     def close(self) -> None:
         """Unlocks the directory."""
         os.close(self._lock)
-
-
-class _StateWriter:
-    """Writes states of the host in a thread, one at a time: its snapshots, or its images.
-
-    Args:
-        name: plural noun for counts and logs.
-        write: writes a state.
-        moment: moment of the last state that was written.
-
-    Attributes:
-        name: as given.
-        moment: moment of the last state that was written.
-    """
-
-    def __init__(self, name: str, write: Callable[[HostState], None], moment: int):
-        self.name, self.moment, self._write = name, moment, write
-        self._state: HostState | None = None
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a state is being written, or waits for `end`."""
-        return self._thread is not None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether a state waits for `end`."""
-        return self._thread is not None and not self._thread.is_alive()
-
-    def begin(self, state: HostState) -> None:
-        """Starts to write a state."""
-        self._state, self._error = state, None
-        self._thread = threading.Thread(target=self._run, name=f"stepcache {self.name}")
-        self._thread.daemon = True
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            assert self._state is not None
-            self._write(self._state)
-        except Exception as error:
-            self._error = error
-
-    def end(self) -> tuple[HostState, Exception | None]:
-        """Waits until the state is written. Returns it, and the error if that failed."""
-        state, thread = self._state, self._thread
-        assert state is not None and thread is not None
-        thread.join()
-        if self._error is None:
-            self.moment = state.moment
-        self._state = self._thread = None
-        return state, self._error
 
 
 def _state_types(rule: bytes) -> list[LeafType]:

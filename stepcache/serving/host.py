@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from stepcache.serving import bulk
 from stepcache.serving.held import Block, HeldVariables, HostState, Rule
 from stepcache.serving.messages import (
     MAX_NAMES,
@@ -245,7 +246,7 @@ class Host:
                 value, state = self._allocate(held.layout.size_bytes), held.state
                 views = map(held.layout.views, (held.value.data, value.data))
                 for old, new, update in zip(*views, coding.decode(payload), strict=True):
-                    np.add(old, update, out=new)
+                    bulk.add(old, update, new)
             case "apply":
                 value, state = self._updated(request.name, held, coding.decode(payload))
             case _:
@@ -305,7 +306,7 @@ class Host:
 
     def _copy(self, payload: np.ndarray) -> Block:
         block = self._allocate(payload.size)
-        block.data[:] = payload
+        bulk.copy(payload, block.data)
         return block
 
     def _filled(self, types: Sequence[LeafType], leaves: Sequence[Any]) -> Block:

@@ -46,6 +46,32 @@ def lock(directory: Path) -> int:
     return descriptor
 
 
+def check_there(directory: Path, descriptor: int) -> None:
+    """Checks that a locked directory is still there.
+
+    Args:
+        directory: its path.
+        descriptor: result of `lock`.
+
+    Raises:
+        VariablesError: it was removed, renamed or replaced.
+    """
+    locked = os.fstat(descriptor)
+    try:
+        there = (directory / "lock").stat()
+        is_there = (there.st_dev, there.st_ino) == (locked.st_dev, locked.st_ino)
+    except (FileNotFoundError, NotADirectoryError):
+        is_there = False
+    except OSError:
+        return  # A disk that fails may come back.
+    if not is_there:
+        raise VariablesError(
+            "the directory of the variables was removed or replaced while they were served",
+            where=str(directory),
+            hint="serve again: running clients repeat the writes that they keep",
+        )
+
+
 def check_hosts(directory: Path, hosts: int) -> None:
     """Stores how many hosts share the variables, as that determines which host holds what.
 

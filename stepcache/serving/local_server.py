@@ -2,7 +2,8 @@
 
 One thread serves the messages one after the other. Large values are not sent: a reader maps the
 memory in which the host holds them, and the host maps the memory of a writer. The server keeps the
-blocks of a reply until the client's next request, before which the client locks them.
+blocks of a reply until the client's next request, before which the client locks them. An actor of
+the ray engine serves the processes of its machine in the same way.
 """
 
 from __future__ import annotations
@@ -41,16 +42,26 @@ class LocalServer:
 
     Args:
         directory: directory of the snapshots; clients find the server by it.
+        durable: the host of this directory, if another engine serves it too. Its blocks must be
+            those of a `Pool`.
         options: options of `DurableHost`.
+
+    Attributes:
+        directory, host: those of the durable host.
+        lock: held while the durable host is used.
 
     Raises:
         VariablesError: another process serves this directory, or its snapshots cannot be read.
         CacheDirectoryError: other users can write to the directory.
     """
 
-    def __init__(self, directory: Path, **options: Any):
-        self._pool, self._opened = Pool(), Opened()
-        self._durable = DurableHost(directory, self._pool.allocate, has_images=True, **options)
+    def __init__(self, directory: Path, durable: DurableHost | None = None, **options: Any):
+        self._opened, self.lock = Opened(), threading.Lock()
+        # Another engine may give the host work at any time.
+        self._idle_seconds = 10 * TEND_SECONDS if durable is None else TEND_SECONDS
+        self._durable = durable or DurableHost(
+            directory, Pool().allocate, has_images=True, **options
+        )
         self.directory, self.host = self._durable.directory, self._durable.host
         self._counts = self._durable.counts
         self._sent: dict[str, tuple[int, list[Any]]] = {}  # Number and blocks of the last reply.
@@ -75,35 +86,39 @@ class LocalServer:
     # ---- the loop ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serves until `stop`, then writes a last snapshot."""
+        """Serves until `stop`, writes a last snapshot, and unlocks the directory."""
+        try:
+            self.serve()
+            self._durable.finish()
+        finally:
+            self._durable.close()
+
+    def serve(self) -> None:
+        """Serves until `stop`, then closes the socket. Clients wait for the next server."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         swept = time.monotonic()
         try:
             while not self._stopping.is_set():
-                timeout = TEND_SECONDS if self._durable.is_waiting else 10 * TEND_SECONDS
-                if poller.poll(int(timeout * 1000)):
-                    frames = self._socket.recv_multipart(copy=False)
-                    self._serve([frame.buffer for frame in frames])
-                self._durable.tend()
+                timeout = TEND_SECONDS if self._durable.is_waiting else self._idle_seconds
+                is_asked = poller.poll(int(timeout * 1000))
+                with self.lock:
+                    if is_asked and not self._stopping.is_set():
+                        frames = self._socket.recv_multipart(copy=False)
+                        self._serve([frame.buffer for frame in frames])
+                    self._durable.tend()
                 if time.monotonic() > swept + _SWEEP_SECONDS:
                     self._sweep()
                     swept = time.monotonic()
-            self._durable.finish()
         finally:
-            self.close()
+            self._socket.close()
+            self._context.term()
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
     def stop(self) -> None:
-        """Makes `run` return. Signal handlers and other threads may call it."""
+        """Makes `run` and `serve` return. Signal handlers and other threads may call it."""
         self._stopping.set()
-
-    def close(self) -> None:
-        """Closes the socket and unlocks the directory. Clients wait for the next server."""
-        self._socket.close()
-        self._context.term()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-        self._durable.close()
 
     def _serve(self, frames: list[Any]) -> None:
         started = time.perf_counter()

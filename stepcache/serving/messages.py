@@ -15,6 +15,7 @@ from typing import Any, get_args
 import ml_dtypes
 import numpy as np
 
+from stepcache.serving import bulk
 from stepcache.storage import plain
 
 MAX_BLOCK_BYTES = 1 << 40
@@ -76,7 +77,7 @@ class BlockLayout:
     def fill(self, data: np.ndarray, leaves: Sequence[Any]) -> None:
         """Writes leaves into a block; casts them to the dtypes of the layout."""
         for view, leaf in zip(self.views(data), leaves, strict=True):
-            view[...] = leaf
+            bulk.copy(leaf, view)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockLayout) and self.types == other.types

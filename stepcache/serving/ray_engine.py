@@ -2,14 +2,17 @@
 
 Ray places the actor, names it, restarts it after a crash, and controls access to it. Requests are
 calls of one method. Large values go through Ray's object store: a writer puts its update there, and
-the actor puts each version there at its first read, so that all readers of a node map one copy. If
-several hosts share the variables, each is an actor; host 0 has the name and the directory of the
+the actor puts each version there at its first read, so that all readers of a node map one copy.
+Processes on the machine of the actor need neither: it serves them as the local engine does.
+
+If several hosts share the variables, each is an actor; host 0 has the name and the directory of the
 set. Import this module only where Ray is used.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +23,13 @@ import numpy as np
 
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
+from stepcache.serving.local_server import LocalServer
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
 from stepcache.serving.ray_transport import INLINE_BYTES, NAMESPACE, initialise
+from stepcache.serving.shared_memory import Pool, SharedBlock, private
 from stepcache.serving.transport import place_of
 from stepcache.storage import plain
+from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory
 from stepcache.units import counted
 
@@ -36,27 +42,34 @@ _RECOVERY_SECONDS = 2.0  # Ray's control service takes time to tell clients of a
 
 
 class ActorBlock:
-    """Memory of a value: memory of the actor, and from its first read on, of the object store.
+    """Memory of a value, and from the first read by a call of Ray on, also of the object store.
+
+    Args:
+        memory: the block that holds it.
 
     Attributes:
         data: the bytes; read only after `reference` was called.
+        place: address for processes of this machine; None for private memory.
     """
 
-    __slots__ = ("_reference", "data")
+    __slots__ = ("_memory", "_reference", "data", "place")
 
-    def __init__(self, size_bytes: int):
-        self.data: np.ndarray = np.empty(size_bytes, np.uint8)
+    def __init__(self, memory: SharedBlock):
+        self._memory: SharedBlock | None = memory
+        self.data: np.ndarray = memory.data
+        self.place = memory.place
         self._reference: Any = None
 
     def reference(self) -> Any:
         """Puts the bytes into the object store, unless they are there, and returns the reference.
 
-        From then on, `data` is a view of the object store.
+        Private memory is freed then, and `data` is a view of the object store.
         """
         if self._reference is None:
             reference: Any = ray.put(self.data)
-            # A snapshot in progress keeps a reference to the old memory.
-            self._reference, self.data = reference, ray.get(reference)
+            if self.place is None:  # A snapshot in progress keeps a reference to the old memory.
+                self._memory, self.data = None, ray.get(reference)
+            self._reference = reference
         return self._reference
 
 
@@ -71,6 +84,7 @@ class About(NamedTuple):
         moment: how many writes it has applied.
         pid: its process, on its node.
         is_stopped: whether it was stopped, and is about to be removed.
+        process: its process as `Process` writes it, if it serves the processes of its machine.
     """
 
     directory: str
@@ -80,6 +94,7 @@ class About(NamedTuple):
     moment: int
     pid: int
     is_stopped: bool
+    process: str
 
 
 class HostActor:
@@ -89,12 +104,13 @@ class HostActor:
         directory: directory of the snapshots. Ray may restart the actor on any node, so that all
             nodes must share it.
         options: options of `DurableHost`.
+        shares: serve the processes of this machine as the local engine does.
 
     Raises:
         VariablesError: the directory cannot be served.
     """
 
-    def __init__(self, directory: str, options: dict[str, Any]):
+    def __init__(self, directory: str, options: dict[str, Any], shares: bool = True):
         import jax
 
         jax.config.update("jax_platforms", "cpu")  # Leave the accelerators to others.
@@ -104,11 +120,18 @@ class HostActor:
                 where=directory,
                 hint="serve a directory that all nodes share",
             )
-        self._lock = threading.Lock()  # Two threads use `_durable`.
         options = {"recovery_seconds": _RECOVERY_SECONDS, **options}
-        self._durable = DurableHost(Path(directory), ActorBlock, **options)
+        pool = Pool()
+
+        def allocate(size_bytes: int) -> ActorBlock:
+            here = pool.allocate if shares else private
+            return ActorBlock(here(size_bytes))
+
+        self._durable = durable = DurableHost(Path(directory), allocate, **options)
         self._is_stopped = False
-        threading.Thread(target=self._tend, name="stepcache host", daemon=True).start()
+        self._server = LocalServer(Path(directory), durable) if shares else None
+        self._lock = self._server.lock if self._server else threading.Lock()
+        threading.Thread(target=self._run, name="stepcache host", daemon=True).start()
 
     def serve(self, request: bytes, payload: Any = None) -> Any:
         """Serves a request.
@@ -147,7 +170,9 @@ class HostActor:
         with self._lock:
             held = len(host.status().variables)
             rows = (host.epoch, self._durable.hosts, held, host.moment)
-        return About(str(self._durable.directory), *rows, os.getpid(), self._is_stopped)
+        process = str(Process.current()) if self._server else ""
+        directory = str(self._durable.directory)
+        return About(directory, *rows, os.getpid(), self._is_stopped, process)
 
     @ray.method(max_task_retries=-1)
     def stop(self) -> bool:
@@ -159,7 +184,19 @@ class HostActor:
         with self._lock:
             if not self._is_stopped:
                 self._is_stopped = self._durable.finish()
+                if self._is_stopped and self._server:
+                    self._server.stop()
             return self._is_stopped
+
+    def _run(self) -> None:
+        try:
+            if self._server:
+                self._server.serve()
+            else:
+                self._tend()
+        except BaseException as error:
+            print(f"ray engine: the actor ends: {error}", file=sys.stderr, flush=True)
+            os._exit(1)  # Ray starts it again, or tells why that fails.
 
     def _tend(self) -> None:
         while not self._is_stopped:
@@ -200,7 +237,9 @@ def _unpacked(request: Any, payload: Any) -> tuple[str, Any, np.ndarray | None]:
 # ---- actors --------------------------------------------------------------------------------------
 
 
-def start(name: str, directory: Path, *, hosts: int = 1, **options: Any) -> list[About]:
+def start(
+    name: str, directory: Path, *, hosts: int = 1, shares: bool = True, **options: Any
+) -> list[About]:
     """Starts the actors that serve the variables of a directory, or finds running ones.
 
     They are detached: they run until `stop`, also after this process ends. The first one is placed
@@ -210,6 +249,8 @@ def start(name: str, directory: Path, *, hosts: int = 1, **options: Any) -> list
         name: the name by which clients find them: `ray:NAME`.
         directory: directory of the snapshots.
         hosts: how many actors share the variables.
+        shares: whether each serves the processes of its machine as the local engine does. If not,
+            they use calls of Ray too.
         options: options of `DurableHost`.
 
     Returns:
@@ -222,14 +263,14 @@ def start(name: str, directory: Path, *, hosts: int = 1, **options: Any) -> list
     """
     initialise()
     wanted = str(directory.expanduser().resolve())
-    options["hosts"] = hosts
-    first = _start(name, wanted, options, 0)  # Alone: it checks the number of hosts.
-    others = [(place_of(name, n), place_of(wanted, n), options, n) for n in range(1, hosts)]
+    rest = ({**options, "hosts": hosts}, shares)
+    first = _start(name, wanted, 0, *rest)  # Alone: it checks the number of hosts.
+    others = [(place_of(name, n), place_of(wanted, n), n, *rest) for n in range(1, hosts)]
     with ThreadPoolExecutor(max(len(others), 1)) as threads:
         return [first, *threads.map(_start, *zip(*others, strict=True))]
 
 
-def _start(name: str, directory: str, options: dict[str, Any], number: int) -> About:
+def _start(name: str, directory: str, number: int, options: dict[str, Any], shares: bool) -> About:
     make_directory(Path(directory))
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
     own = nodes.index(ray.get_runtime_context().get_node_id())
@@ -244,7 +285,7 @@ def _start(name: str, directory: str, options: dict[str, Any], number: int) -> A
         enable_task_events=False,  # Each request would be an entry in Ray's list of tasks.
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
         get_if_exists=True,
-    ).remote(directory, options)
+    ).remote(directory, options, shares)
     try:
         about: Any = ray.get(actor.about.remote())
     except RayActorError as error:
@@ -253,7 +294,7 @@ def _start(name: str, directory: str, options: dict[str, Any], number: int) -> A
         ) from error
     if about.is_stopped:  # The process that stopped it was killed before it removed it.
         ray.kill(actor, no_restart=True)
-        return _start(name, directory, options, number)
+        return _start(name, directory, number, options, shares)
     if (about.directory, about.hosts) != (directory, options["hosts"]):
         raise VariablesError(
             "an actor of this name serves another directory, or another number of hosts",

@@ -1,20 +1,27 @@
-"""`RayTransport`: sends requests to a Ray actor; see `ray_engine`. Import it only to use Ray."""
+"""`RayTransport`: sends requests to a Ray actor; see `ray_engine`. Import it only to use Ray.
+
+If the actor is on the same machine, requests go to its socket, and values through shared memory. If
+nothing answers there, the same request goes to the actor by a call of Ray: the host applies each
+write once, however often it arrives.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stepcache.errors import VariablesError, first_line
-from stepcache.serving.held import Block
-from stepcache.serving.messages import Request, from_plain, to_plain
-from stepcache.serving.shared_memory import Pool
+from stepcache.serving.local_transport import LocalTransport
+from stepcache.serving.messages import JoinRequest, Request, from_plain, to_plain
+from stepcache.serving.shared_memory import Pool, SharedBlock
 from stepcache.serving.transport import Received
 from stepcache.storage import plain
+from stepcache.storage.load_markers import Process
 
 try:
     import ray
@@ -33,6 +40,8 @@ INLINE_BYTES = 64 << 10
 
 _RETRY_SECONDS = 0.05
 _TURN_SECONDS = 0.5
+_SILENCE_SECONDS = 2.0  # After which a request to the socket is sent by a call of Ray.
+_LOOK_SECONDS = 5.0  # How often to look whether the actor is on this machine.
 
 
 def initialise(log_to_driver: bool = False) -> None:
@@ -87,13 +96,19 @@ class RayTransport:
         self._name, self._client = name, client
         self._actor: Any = None
         self._pool = Pool()
+        self._local: LocalTransport | None = None  # Leads to the actor's socket.
+        self._look_time = 0.0
+        self._process = ""  # The actor's process that was found on this machine.
+        self._has_answered = True  # Its socket; else it is of no use.
         initialise()
 
-    def allocate(self, size_bytes: int) -> Block:
+    def allocate(self, size_bytes: int) -> SharedBlock:
         """Allocates a block for a request."""
         return self._pool.allocate(size_bytes)
 
-    def request(self, message: Request, block: Block | None, deadline: float) -> Received | None:
+    def request(
+        self, message: Request, block: SharedBlock | None, deadline: float
+    ) -> Received | None:
         """Sends a request and waits for the reply. Repeats the request if the actor restarts.
 
         Args:
@@ -108,6 +123,65 @@ class RayTransport:
             VariablesError: Ray was shut down in this process.
         """
         self._check_initialised()
+        call: list[Any] | None = None
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            with contextlib.suppress(GetTimeoutError):
+                if self._local is None and isinstance(message, JoinRequest):
+                    self._look(deadline)  # Only then: the socket's server has to know the process.
+                if self._local is not None:
+                    received = self._ask_locally(message, block, deadline)
+                else:
+                    call = call or self._call(message, block)
+                    received = self._attempt(call, deadline)
+                if received is not None:
+                    return received
+            time.sleep(min(_RETRY_SECONDS, max(deadline - time.monotonic(), 0)))
+            self._check_initialised()
+
+    # ---- the socket of an actor on this machine ------------------------------------------------
+
+    def _look(self, deadline: float) -> None:
+        """Connects to the actor's socket if the actor is on this machine."""
+        if time.monotonic() < self._look_time or not self._find_actor():
+            return
+        try:
+            about = _get(self._actor.about.remote(), deadline)
+        except ActorDiedError:
+            self._actor = None
+            return
+        except RayActorError:
+            return
+        if about.is_stopped:
+            return
+        process = Process.parse(about.process)
+        is_useless = about.process == self._process and not self._has_answered
+        if process is None or not process.is_local() or is_useless:
+            self._look_time = time.monotonic() + _LOOK_SECONDS
+            return
+        if about.process != self._process:
+            self._process, self._has_answered = about.process, False
+        self._local = LocalTransport(Path(about.directory), self._client)
+
+    def _ask_locally(
+        self, message: Request, block: SharedBlock | None, deadline: float
+    ) -> Received | None:
+        """Sends a request to the socket. If there is no reply, the next one is sent by Ray."""
+        assert self._local is not None
+        silence = min(deadline, time.monotonic() + _SILENCE_SECONDS)
+        received = self._local.request(message, block, silence)
+        self._has_answered |= received is not None
+        if received is None:
+            self._local.close_socket()
+            self._local = None
+        return received
+
+    # ---- calls of Ray --------------------------------------------------------------------------
+
+    def _call(self, message: Request, block: SharedBlock | None) -> list[Any]:
+        """Returns the arguments of a call."""
         is_small = block is not None and block.data.size < INLINE_BYTES
         inline = block.data.tobytes() if block is not None and is_small else None
         call: list[Any] = [plain.pack([self._client, to_plain(message), inline])]
@@ -115,24 +189,19 @@ class RayTransport:
             # The store, which all processes share, has this copy only until the reply: the client
             # keeps the block.
             call.append(ray.put(block.data))
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            with contextlib.suppress(GetTimeoutError):
-                received = self._attempt(call, deadline)
-                if received is not None:
-                    return received
-            time.sleep(min(_RETRY_SECONDS, max(deadline - time.monotonic(), 0)))
-            self._check_initialised()
+        return call
+
+    def _find_actor(self) -> bool:
+        """Looks for the actor by its name. Returns whether there is one."""
+        if self._actor is None:
+            with contextlib.suppress(ValueError):  # No actor has this name yet.
+                self._actor = ray.get_actor(self._name, namespace=NAMESPACE)
+        return self._actor is not None
 
     def _attempt(self, call: list[Any], deadline: float) -> Received | None:
         """Sends a request once; returns the reply, or None if no actor serves at the moment."""
-        if self._actor is None:
-            try:
-                self._actor = ray.get_actor(self._name, namespace=NAMESPACE)
-            except ValueError:
-                return None  # No actor has this name yet.
+        if not self._find_actor():
+            return None
         try:
             sent = self._actor.serve.remote(*call)
             reply: Any = _get(sent, deadline)
@@ -162,4 +231,6 @@ class RayTransport:
 
     def close(self) -> None:
         """Drops the reference to the actor. Ray goes on in this process."""
+        if self._local is not None:
+            self._local.close()
         self._actor = None

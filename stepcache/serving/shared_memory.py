@@ -83,6 +83,11 @@ class SharedBlock:
         self.data, self.place = data, place
 
 
+def private(size_bytes: int) -> SharedBlock:
+    """Allocates a block of private memory."""
+    return SharedBlock(np.empty(size_bytes, np.uint8))
+
+
 class Pool:
     """Allocates blocks. It reuses the memory of freed blocks, as new memory costs page faults.
 
@@ -98,7 +103,7 @@ class Pool:
     def allocate(self, size_bytes: int) -> SharedBlock:
         """Allocates a block of this many bytes, of undefined content."""
         if size_bytes < INLINE_BYTES or not CAN_SHARE:
-            return SharedBlock(np.empty(size_bytes, np.uint8))
+            return private(size_bytes)
         slot_bytes = _slot_bytes(size_bytes)
         with self._lock:
             segment, offset = self._taken(slot_bytes)

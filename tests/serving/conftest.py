@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from stepcache.events import Moved, recorder
-from tests.serving.servers import LocalHosts, LocalServer, RayServer
+from tests.serving.servers import LocalHosts, LocalServer, RayCalls, RayServer
 
 # In a process of its own: Ray forks to start its processes, and JAX has threads here.
 RAY = """
@@ -20,8 +20,7 @@ sys.stdin.read()
 """
 
 
-SAMPLED_EVERY = 6
-FIRST = {RayServer: 0, LocalHosts: 3}  # With kills of both.
+SAMPLED = {RayServer: (0, 12), RayCalls: (0, 6), LocalHosts: (3, 6)}  # First, every: with kills.
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,12 +29,13 @@ def pytest_collection_modifyitems(items):
     groups = {}
     for item in items:
         engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
-        if engine in FIRST and not item.get_closest_marker("slow"):
+        if engine in SAMPLED and not item.get_closest_marker("slow"):
             groups.setdefault((item.path, engine), []).append(item)
     for (_, engine), of_engine in groups.items():
-        first = min(FIRST[engine], len(of_engine) - 1)
+        first, every = SAMPLED[engine]
+        first = min(first, len(of_engine) - 1)
         for number, item in enumerate(of_engine):
-            if number % SAMPLED_EVERY != first:
+            if number % every != first:
                 item.add_marker(pytest.mark.slow)
 
 
@@ -61,11 +61,13 @@ def ray_session():
 
 
 @pytest.fixture(
-    scope="module", params=[LocalServer, RayServer, LocalHosts], ids=["local", "ray", "hosts"]
+    scope="module",
+    params=[LocalServer, RayServer, RayCalls, LocalHosts],
+    ids=["local", "ray", "ray calls", "hosts"],
 )
 def engine(request):
     """The class of its servers. What is of one engine alone overrides this."""
-    if request.param is RayServer:
+    if issubclass(request.param, RayServer):
         request.getfixturevalue("ray_session")
     return request.param
 

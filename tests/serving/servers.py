@@ -133,9 +133,13 @@ class LocalHosts(LocalServer):
 
 
 class RayServer(Server):
-    """An actor. Ray starts it again after a kill, whether or not a test asks for it."""
+    """An actor. Ray starts it again after a kill, whether or not a test asks for it.
+
+    Processes of this machine use its socket.
+    """
 
     engine = "ray"
+    shares = True
     pid = None
 
     @property
@@ -152,7 +156,8 @@ class RayServer(Server):
         killed, limit = self.pid, time.monotonic() + LIMIT_SECONDS
         while self.pid == killed:
             assert time.monotonic() < limit, "the actor does not start"
-            (about,) = ray_engine.start(self.name, self.directory, **self.options)
+            options = {"shares": self.shares, **self.options}
+            (about,) = ray_engine.start(self.name, self.directory, **options)
             self.pid = about.pid
         return self
 
@@ -167,6 +172,12 @@ class RayServer(Server):
             return f"{ray_engine.stop(self.name)} writes"
         except VariablesError as error:
             return str(error)
+
+
+class RayCalls(RayServer):
+    """An actor that all processes call through Ray, as those of other machines do."""
+
+    shares = False
 
 
 def two(connection, name, value=1.0, size=SIZE, **options):

@@ -1,9 +1,12 @@
 """A host and its directory: whom it waits for after a crash."""
 
+import shutil
+
 import numpy as np
 import pytest
 
 from stepcache.errors import VariablesError
+from stepcache.serving import durable_host
 from stepcache.serving.durable_host import DurableHost
 from stepcache.serving.messages import BlockLayout, JoinRequest, WriteRequest
 from stepcache.storage.load_markers import Process
@@ -63,3 +66,32 @@ def test_a_directory_has_one_host(tmp_path):
         begin(tmp_path / "served")
     first.close()
     begin(tmp_path / "served").close()
+
+
+def remove(directory):
+    shutil.rmtree(directory)
+
+
+def rename(directory):
+    directory.rename(directory.parent / "renamed")
+
+
+def replace(directory):
+    shutil.rmtree(directory)
+    directory.mkdir(mode=0o700)
+    (directory / "lock").write_text("of another host")
+
+
+@pytest.mark.parametrize("change", [remove, rename, replace])
+@pytest.mark.parametrize("is_written", [False, True])
+def test_it_ends_when_its_directory_is_gone(tmp_path, monkeypatch, change, is_written):
+    monkeypatch.setattr(durable_host, "_CHECK_SECONDS", 3600 if is_written else 0)
+    host = begin(tmp_path / "served")
+    host.tend()
+    change(tmp_path / "served")
+    with pytest.raises(VariablesError, match="removed or replaced"):
+        if is_written:
+            write(host, "client", Process.current())
+        host.tend()
+    assert not (tmp_path / "served" / "snapshots").exists()
+    host.close()

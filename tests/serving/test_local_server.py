@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -110,6 +111,17 @@ def test_a_directory_has_one_server(server):
     command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", server.directory]
     second = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert second.returncode == 1 and "serves these variables already" in second.stderr
+
+
+def test_a_server_whose_directory_is_removed_ends_with_one_error(server):
+    with server.connect(timeout=0.5) as connection:
+        params = connection.variables("params", {"w": np.ones(3, np.float32)})
+        shutil.rmtree(server.directory)
+        code, _, errors = server.child.end()
+        assert code == 1 and errors.count("Error") == errors.count("was removed or replaced") == 1
+        with pytest.raises(sc.ServerLostError):
+            params.assign({"w": np.zeros(3, np.float32)})
+    assert not server.directory.exists()
 
 
 def test_a_directory_that_others_can_write_to_is_refused(tmp_path):

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import stepcache as sc
 from stepcache.errors import CacheDirectoryError, VariablesError
 from stepcache.serving.messages import JoinRequest, ReadRequest, WriteRequest, to_plain
 from stepcache.storage import plain
-from tests.serving.servers import LIMIT_SECONDS, RayServer
+from tests.serving.servers import LIMIT_SECONDS, RayCalls, RayServer
 
 LARGE = 50_000
 SUM = sc.Write(mode="add")
@@ -122,10 +125,11 @@ def test_all_readers_map_one_copy_of_a_version(server, actor):
 
 
 @pytest.mark.slow
-def test_the_store_does_not_fill_up(server):
+def test_the_store_does_not_fill_up(engine, tmp_path):
     """Pushed are five times as many bytes as the store holds."""
     import ray
 
+    server = RayCalls(tmp_path / "server").start()
     capacity = ray.cluster_resources()["object_store_memory"]
     count, size = 64, int(capacity * 5) // 64 // 4
     update = {"w": np.ones(size, np.float32)}
@@ -135,6 +139,7 @@ def test_the_store_does_not_fill_up(server):
             params.push(update)
             if number % 8 == 0:
                 assert params.value["w"][-1] == number
+    server.stop()
 
 
 # ---- the life of an actor ------------------------------------------------------------------------
@@ -192,6 +197,25 @@ def test_a_directory_that_others_can_write_to_is_refused(engine, tmp_path):
     open_to_all.chmod(0o777)
     with pytest.raises(CacheDirectoryError, match="Others can write"):
         engine(open_to_all).start()
+
+
+@pytest.mark.parametrize("kind", [RayServer, pytest.param(RayCalls, marks=pytest.mark.slow)])
+def test_an_actor_whose_directory_is_removed_ends(engine, tmp_path, kind):
+    server = kind(tmp_path / "server").start()
+    with server.connect(timeout=5) as connection:
+        params = connection.variables("params", {"w": np.ones(3, np.float32)})
+        shutil.rmtree(server.directory)
+        wait_until_ended(server.pid)
+        with pytest.raises(sc.ServerLostError):
+            params.assign({"w": np.zeros(3, np.float32)})
+    assert "no such actor" in server.stop() and not server.directory.exists()
+
+
+def wait_until_ended(pid):
+    limit = time.monotonic() + LIMIT_SECONDS
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
 
 
 def test_a_node_without_the_directory_is_named(tmp_path):
