@@ -112,7 +112,7 @@ class Session:
 
     def __init__(
         self,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         *,
         cache: ProgramCache | None = None,
         rules: Rules | Iterable[tuple[str, PartitionSpec]] | None = None,
@@ -138,7 +138,8 @@ class Session:
 
             tasks = open_target(target, mesh, data_axis, name, watch)
             mesh = tasks.mesh
-        placer = _placer(mesh, rules if isinstance(rules, Rules) else Rules(rules or ()), data_axis)
+        given = rules if isinstance(rules, Rules) else Rules(rules or ())
+        placer = _placer(mesh, given, data_axis, Mesh if tasks is None else AbstractMesh)
         hang_seconds = float("inf") if hang_after is None else hang_after
         for name, seconds in (("agree_timeout", agree_timeout), ("hang_after", hang_seconds)):
             if not seconds > 0:
@@ -287,7 +288,7 @@ def _parts_of(tree: Any) -> Iterator[Part]:
             yield path, leaf, None
 
 
-def _placer(mesh: Mesh | None, rules: Rules, data_axis: DataAxis) -> Placer | None:
+def _placer(mesh: Any, rules: Rules, data_axis: DataAxis, kind: type) -> Placer | None:
     if isinstance(data_axis, list):
         data_axis = tuple(data_axis)
     if mesh is None:
@@ -299,7 +300,7 @@ def _placer(mesh: Mesh | None, rules: Rules, data_axis: DataAxis) -> Placer | No
                     hint=f"Session(mesh, {name}=...), with a mesh from jax.make_mesh",
                 )
         return None
-    if not isinstance(mesh, Mesh | AbstractMesh):
+    if not isinstance(mesh, kind):
         raise OptionError(
             "mesh must be a jax.sharding.Mesh",
             where="Session",

@@ -19,7 +19,7 @@ from stepcache.errors import OptionError, PlacementError
 from stepcache.units import counted
 
 DataAxis = str | tuple[str, ...] | None
-Role = Literal["carry", "batch"] | None
+Role = Literal["carry", "batch", "batches"] | None
 
 
 def devices_of(mesh: Mesh | AbstractMesh | None) -> tuple:
@@ -227,14 +227,14 @@ class Placer:
         if index is not None:
             pattern, spec = self.rules.rules[index]
             why = f"{role}, rule {pattern!r}" if role else f"rule {pattern!r}"
-        elif role != "batch":
+        elif role not in ("batch", "batches"):
             why = f"{role}, replicated" if role else "no role: replicated"
-        elif not shape or self.data_axis is None:
-            why = f"batch, {'data_axis=None' if shape else 'scalar'}: replicated"
-        else:
-            spec = PartitionSpec(self.data_axis)
-            why = f"batch, split along {quoted(axes_of(self.data_axis))}"
-        whole = self._whole(shape, spec) if role == "batch" else shape
+        elif len(shape) <= (stacked := role == "batches") or self.data_axis is None:
+            why = f"{role}, {'data_axis=None' if shape else 'scalar'}: replicated"
+        else:  # The first dimension of several batches counts them.
+            spec = PartitionSpec(*(None,) * stacked, self.data_axis)
+            why = f"{role}, split along {quoted(axes_of(self.data_axis))}"
+        whole = self._whole(shape, spec) if role in ("batch", "batches") else shape
         self._check_divides(path, whole, spec, index)
         return Placed(self._sharding(spec, shape), whole, why, index)
 

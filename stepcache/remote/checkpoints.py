@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,13 +15,11 @@ import numpy as np
 from stepcache.jaxcompat.call_codec import decode_dtype, encode_dtype
 from stepcache.remote.arrays import RemoteArray
 from stepcache.remote.messages import Kind, packed
+from stepcache.remote.variables import master_of
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.variables import checkpoints, restoring
 from stepcache.variables.checkpoint_items import Leaf, check_names, joined_part, leaves_of
 from stepcache.variables.variables import Variables
-
-if TYPE_CHECKING:
-    from stepcache.remote.steps import Target
 
 
 class Saved:
@@ -33,7 +31,7 @@ class Saved:
         """Returns: the checkpoint is whole."""
 
 
-def save(target: Target, root: Path, items: dict[str, Any], keep: int | None, step: int) -> Saved:
+def save(target: Any, root: Path, items: dict[str, Any], keep: int | None, step: int) -> Saved:
     """Has the tasks write a checkpoint; see `stepcache.save`."""
     check_names(items)
     connection = target.connection
@@ -48,7 +46,7 @@ def save(target: Target, root: Path, items: dict[str, Any], keep: int | None, st
             about[name] = {"version": item.version, "mode": item.write.mode, "pending": 0}
             for part, each in _parts(item).items():
                 found = leaves_of(joined_part(name, part), _numbered(each))
-                leaves += [_row(leaf, ["v", each._master.number, leaf.value]) for leaf in found]
+                leaves += [_row(leaf, ["v", master_of(each).number, leaf.value]) for leaf in found]
             continue
         for leaf in leaves_of(name, item):
             value: Any = leaf.value
@@ -62,7 +60,7 @@ def save(target: Target, root: Path, items: dict[str, Any], keep: int | None, st
     return Saved()
 
 
-def restore(target: Target, root: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]:
+def restore(target: Any, root: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]:
     """Has the tasks read a checkpoint; see `stepcache.restore`."""
     check_names(items)
     connection = target.connection
@@ -75,14 +73,14 @@ def restore(target: Target, root: Path, items: dict[str, Any], partial: bool) ->
             found = leaves_of(name, item)
             leaves += [_row(leaf, None, *_type_of(leaf.value)) for leaf in found]
             continue
-        item._master.revive()
+        master_of(item).revive()
         if item.write.mode == "apply":
             target.ready_state(item)
         for part, each in _parts(item).items():
             slots = each._master.layout.slots
             for leaf in leaves_of(joined_part(name, part), _numbered(each)):
-                slot = slots[leaf.value]  # type: ignore[call-overload]
-                number = each._master.number
+                slot = slots[leaf.value]
+                number = master_of(each).number
                 types = encode_dtype(slot.dtype), list(slot.shape)
                 leaves.append(_row(leaf, [number, leaf.value], *types))
     body = packed(
@@ -101,12 +99,12 @@ def restore(target: Target, root: Path, items: dict[str, Any], partial: bool) ->
         restored |= restoring.restore_here(root, others)
     for name, item in items.items():
         if isinstance(item, Variables):
-            item._master.restored(max(item.version, about.get(name, {}).get("version", 0)))
+            master_of(item).restored(max(item.version, about.get(name, {}).get("version", 0)))
     return restored
 
 
 def _parts(variables: Variables) -> dict[str, Variables]:
-    state = variables._master.state  # type: ignore[attr-defined]
+    state = master_of(variables).state
     return {"": variables} | ({"optimizer": state} if state is not None else {})
 
 

@@ -121,8 +121,9 @@ def parse(frames: Sequence[Any]) -> Message:
         raise MalformedMessageError("it is of another protocol, or version")
     if kind not in Kind._value2member_map_:
         raise MalformedMessageError(f"there is no message {kind}")
+    client, incarnation, number, value = numbers
     body = bytes(frames[1]) if len(frames) > 1 else b""
-    return Message(Kind(kind), *numbers, body, tuple(frames[2:]))
+    return Message(Kind(kind), client, incarnation, number, value, body, tuple(frames[2:]))
 
 
 def packed(**fields: Any) -> bytes:

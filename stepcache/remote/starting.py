@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 from stepcache.errors import OptionError, TaskError
 from stepcache.remote.connection import Connection
 from stepcache.remote.local_tasks import address
-from stepcache.remote.steps import Target
+from stepcache.remote.target import Target
 from stepcache.sharding import DataAxis, axes_of
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory

@@ -23,94 +23,21 @@ from typing import Any
 import jax
 import numpy as np
 import zmq
-from jax import export
 from jax.sharding import AxisType, NamedSharding
 
 import stepcache
 from stepcache.errors import first_line
-from stepcache.jaxcompat.call_codec import decode_dtype, decode_spec, encode_spec
+from stepcache.jaxcompat.call_codec import decode_spec
 from stepcache.remote.coordinator import MAX_FORMS
 from stepcache.remote.messages import Kind, Message, packed, parse, receive_array, send_array
+from stepcache.remote.task_arrays import Arrays, Failed, RunFailed
+from stepcache.remote.task_programs import Program
 from stepcache.serving.shared_memory import Opened, Pool
 from stepcache.storage.load_markers import Process
+from stepcache.variables.packing import is_key_type
 
 _REPORTED_AT_ONCE = 8  # Of runs that are done while others are under way.
 _IN_FLIGHT = 16  # Runs that are dispatched before the oldest one is waited for.
-
-
-class Failed:
-    """Stands for an array of a run that has failed."""
-
-    def __init__(self, why: str):
-        self.why = why
-
-
-class RunFailed(Exception):
-    """A command needs an array that is not there, or that a failed run did not make."""
-
-
-class Arrays:
-    """The arrays and variables of all clients, on this task's part of the devices."""
-
-    def __init__(self) -> None:
-        self._outputs: dict[tuple[int, int], list[Any]] = {}  # By client, and number of the run.
-        self._variables: dict[int, list[Any]] = {}
-
-    def keep(self, client: int, number: int, arrays: list[Any]) -> None:
-        """Keeps the outputs of a run."""
-        if arrays:
-            self._outputs[client, number] = arrays
-
-    def look_up(self, client: int, number: int, ref: Sequence[Any]) -> list[Any]:
-        """Returns the arrays that a reference names.
-
-        Args:
-            client: who names them.
-            number: of the run that names them.
-            ref: `["v", variable]`, or `["o", runs ago, first, count]`.
-
-        Raises:
-            RunFailed: one is not there.
-        """
-        if ref[0] == "v":
-            found = self._variables.get(ref[1])
-        else:
-            _, ago, first, count = ref
-            found = self._outputs.get((client, number - ago))
-            found = found and found[first : first + count]
-            if not found or len(found) != count:
-                found = None
-        if found is None or any(each is None for each in found):
-            raise RunFailed("an array is not there: it was donated, or dropped")
-        for each in found:
-            if isinstance(each, Failed):
-                raise RunFailed(each.why)
-        return found
-
-    def take(self, client: int, number: int, ref: Sequence[Any]) -> None:
-        """Drops arrays that a run has donated."""
-        if ref[0] == "o":
-            self.free(client, [[number - ref[1], ref[2], ref[3]]])
-
-    def free(self, client: int, rows: Sequence[Sequence[int]]) -> None:
-        """Drops outputs of runs: rows of run, first output and count."""
-        for number, first, count in rows:
-            arrays = self._outputs.get((client, number))
-            if arrays is not None:
-                arrays[first : first + count] = [None] * len(arrays[first : first + count])
-                if all(each is None for each in arrays):
-                    del self._outputs[client, number]
-
-    def bind(self, variable: int, arrays: list[Any]) -> None:
-        """Makes arrays the value of a variable."""
-        self._variables[variable] = arrays
-
-    def drop(self, client: int, variables: Sequence[int]) -> None:
-        """Drops the outputs of a client's runs, and variables."""
-        for key in [key for key in self._outputs if key[0] == client]:
-            del self._outputs[key]
-        for number in variables:
-            self._variables.pop(number, None)
 
 
 class Task:
@@ -348,51 +275,6 @@ class Task:
             yield
 
 
-class Program:
-    """A program that a client has sent.
-
-    Attributes:
-        in_shardings: of each argument.
-        outputs: how many there are.
-        call: runs it.
-    """
-
-    def __init__(self, about: dict[str, Any], exported: bytes, mesh: jax.sharding.Mesh):
-        self._mesh = mesh
-
-        def place(code: Any) -> NamedSharding | None:
-            return None if code is None else NamedSharding(mesh, decode_spec(code))
-
-        self.in_shardings = list(map(place, about["in"]))
-        out_shardings = list(map(place, about["out"]))
-        self._types = about["types"]
-
-        def fun(*leaves):
-            return export.deserialize(bytearray(exported)).call(*leaves)
-
-        fun.__name__ = fun.__qualname__ = about["name"]
-        self._session = stepcache.Session(mesh, data_axis=None)
-        self._step = self._session.step(
-            fun,
-            donate_argnums=tuple(about["donate"]),
-            in_shardings=tuple(self.in_shardings),
-            out_shardings=out_shardings,
-        )
-        self.call = self._step
-        self.outputs = len(out_shardings)
-
-    def compile(self) -> list[Any]:
-        """Compiles the program, or loads it. Returns the spec of each output."""
-        stand_ins = [
-            jax.ShapeDtypeStruct(tuple(shape), decode_dtype(dtype), sharding=at)
-            for (dtype, shape), at in zip(self._types, self.in_shardings, strict=True)
-        ]
-        with self._session:
-            program = self._step._engine.warm(tuple(stand_ins), {})
-        assert program is not None
-        return [encode_spec(each.spec) for each in program.run.output_shardings]
-
-
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
@@ -404,7 +286,7 @@ def _of_key_data(sharding: Any) -> Any:
 
 def _own_shards(array: jax.Array) -> Iterator[tuple[list[list[int]], np.ndarray]]:
     """Yields the bounds and the data of the shards that this task sends, of all tasks the one."""
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key_type(array.dtype):
         array = jax.random.key_data(array)
     for shard in array.addressable_shards:
         if shard.replica_id == 0:

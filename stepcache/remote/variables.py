@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,10 +20,6 @@ from stepcache.variables.packing import Layout, Packed, Slot, is_key_type, layou
 from stepcache.variables.plan import SERVER_LINK, Extent, Transfer, links
 from stepcache.variables.transfer import Meter
 
-if TYPE_CHECKING:
-    from stepcache.remote.steps import Target
-    from stepcache.variables.policy import Placement
-
 
 class RemoteMaster(Master):
     """A master copy on the tasks. Steps read and write it there; nothing moves.
@@ -37,7 +33,7 @@ class RemoteMaster(Master):
 
     is_resident, applies_updates = False, True
 
-    def __init__(self, target: Target, name: str, layout: Layout):
+    def __init__(self, target: Any, name: str, layout: Layout):
         super().__init__(Packed(layout, ()))
         self.target = target
         self._connection, self._name = target.connection, name
@@ -211,8 +207,24 @@ class RemoteMaster(Master):
             )
 
 
+def master_of(variables: Any) -> RemoteMaster:
+    """Returns the master of variables that live on tasks.
+
+    Raises:
+        TaskError: they live elsewhere.
+    """
+    master = variables._master
+    if not isinstance(master, RemoteMaster):
+        raise TaskError(
+            "the variables do not live on the tasks of this session",
+            where=variables.name,
+            hint="make them inside the session",
+        )
+    return master
+
+
 def hold(
-    target: Target, name: str, tree: Any, placement: Placement, placer: Any, prefix: str
+    target: Any, name: str, tree: Any, placement: Any, placer: Any, prefix: str
 ) -> RemoteMaster:
     """Puts the arrays of a tree on the tasks, unless these hold variables of this name already.
 
@@ -251,5 +263,5 @@ def _spec_of(slot: Slot) -> Any:
 
 def _as_given(value: np.ndarray, slot: Slot) -> Any:
     if is_key_type(slot.dtype):
-        return jax.random.wrap_key_data(value)
+        return jax.random.wrap_key_data(jax.numpy.asarray(value))
     return np.array(value)

@@ -286,7 +286,7 @@ def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanatio
         spec.name,
         planned.seconds is not None,
         None if planned.seconds is not None else engine.miss_log.why(request),
-        dict(scope.mesh.shape),
+        dict(scope.target.mesh.shape),
         tuple(
             Argument(
                 *(path.argument, path.slashed, str(leaf), leaf.size_bytes),
@@ -303,7 +303,6 @@ def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanatio
         ),
         tuple((static.name, repr(static.value)) for static in statics),
         planned.seconds and tuple(planned.seconds.get(stage, 0.0) for stage in _STAGES),
-        processes=scope.target.connection.about["tasks"],
     )
 
 

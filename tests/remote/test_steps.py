@@ -324,3 +324,17 @@ def test_a_closed_session_runs_nothing():
     session.close()
     with pytest.raises(sc.SessionClosedError):
         step(1.0)
+
+
+def test_repeat_runs_many_steps_with_one_message(session):
+    step = made_step()
+    variables = sc.Variables(zeros(), name="repeated")
+    stacked = jax.tree.map(lambda *each: np.stack(each), *batches(5))
+    sent = session._scope.target.connection.sent_bytes
+    step.repeat(5).warm(variables, stacked, 0.1)
+    runs = session._scope.target.connection.runs
+    _, metrics = step.repeat(5)(variables, stacked, 0.1)
+    assert session._scope.target.connection.runs == runs + 1 and sent["runs"] > 0
+    want, losses = expected()
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), variables.value, want)
