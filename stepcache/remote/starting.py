@@ -27,7 +27,7 @@ from stepcache.storage.private_files import make_directory
 
 START_SECONDS = 120.0
 IN_FLIGHT = 32
-_NEW = re.compile(r"(\d+)x(\d+)")
+_SIZE = re.compile(r"(\d+)x(\d+)")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -70,17 +70,34 @@ def open_target(
             got=type(mesh).__name__,
             hint='jax.sharding.AbstractMesh((4, 2), ("data", "model"))',
         )
-    new = _NEW.fullmatch(place)
-    if new is None:
+    if _SIZE.fullmatch(place) is None:
         directory = Path(place).expanduser().resolve()
-    elif min(map(int, new.groups())) < 1:
-        raise OptionError("a target has no tasks, or no devices", where="Session", got=where)
     else:
-        directory = _started(int(new[1]), int(new[2]), name)
+        directory = _started(*size_of(place), name)
     connection = Connection(directory, name or "", watch or "", IN_FLIGHT, timeout)
     target = Target(connection, _mesh(mesh, connection.about["devices"], data_axis))
     weakref.finalize(target, connection.close)
     return target
+
+
+def size_of(text: str) -> tuple[int, int]:
+    """Returns the number of tasks, and of devices of each, that a text such as `2x4` says.
+
+    Raises:
+        OptionError: it does not.
+    """
+    found = _SIZE.fullmatch(text)
+    tasks, devices = map(int, found.groups()) if found else (0, 0)
+    if not (tasks and devices):
+        raise OptionError(
+            "there are no tasks, or no devices", expected="a size such as 2x4", got=repr(text)
+        )
+    return tasks, devices
+
+
+def named_directory(name: str) -> Path:
+    """Returns the directory of the tasks of a name."""
+    return platformdirs.user_cache_path("stepcache") / "tasks" / name
 
 
 def _mesh(mesh: AbstractMesh | None, devices: int, data_axis: DataAxis) -> AbstractMesh:
@@ -102,7 +119,7 @@ def _started(tasks: int, devices: int, name: str | None) -> Path:
     if name is None:
         directory = Path(tempfile.mkdtemp(prefix="stepcache-tasks-"))
     else:
-        directory = platformdirs.user_cache_path("stepcache") / "tasks" / name
+        directory = named_directory(name)
         make_directory(directory)
         found = address(directory)
         process = Process.parse(found["process"]) if found else None

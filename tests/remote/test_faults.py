@@ -77,6 +77,12 @@ def run(script, *, cache, code=0):
     return result.stdout
 
 
+def stepcache(*arguments, cache=None):
+    command = [sys.executable, "-m", "stepcache.cli", *arguments]
+    environment = {**os.environ} | ({"XDG_CACHE_HOME": str(cache)} if cache else {})
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("target", ["local:1x1", "local:2x1"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
@@ -160,8 +166,12 @@ def test_a_named_client_is_killed_comes_back_and_goes_on(tmp_path):
     """
     assert run(watch, cache=tmp_path).split() == ["10", "10.0", "True"]
     process = Process.parse(address(directory)["process"])
-    os.kill(process.pid, signal.SIGTERM)
-    wait_until(process.has_ended)
+    shown = stepcache("status", "--tasks", str(directory))
+    assert shown.returncode == 0 and "1 of 1 tasks" in shown.stdout and "state" in shown.stdout
+    assert stepcache("stop", "train", cache=tmp_path).returncode == 0
+    assert process.has_ended()
+    again = stepcache("stop", "train", cache=tmp_path)
+    assert again.returncode == 1 and "no tasks run in" in again.stderr
 
 
 def test_two_clients_of_one_name_are_refused_and_of_two_names_are_not(tmp_path):
@@ -181,7 +191,8 @@ class LocalTasksInProcess:
 
     def __init__(self, directory):
         self.directory = directory
-        command = [sys.executable, "-m", "stepcache.remote.local_tasks", str(directory), "1", "1"]
+        command = [sys.executable, "-m", "stepcache.cli", "serve", "--tasks", "1x1"]
+        command += ["--directory", str(directory)]
         self._process = subprocess.Popen(command)
         self._sessions = []
         wait_until(lambda: address(directory) is not None, 60)

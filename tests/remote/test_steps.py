@@ -303,7 +303,11 @@ def test_arrays_that_nobody_refers_to_are_freed(one_task):
 
 @pytest.mark.parametrize(
     ("target", "match"),
-    [("remote:2x4", "unknown target"), ("local:0x4", "no tasks"), ("local:", "unknown target")],
+    [
+        ("remote:2x4", "unknown target"),
+        ("local:0x4", "there are no tasks"),
+        ("local:", "unknown target"),
+    ],
 )
 def test_a_target_that_is_none(target, match):
     with pytest.raises(sc.OptionError, match=match):
