@@ -6,8 +6,13 @@ that depends on it. Cases: a scalar, 16 MB and 100 MB of float32, and 32 random 
 worker, while all of them run. Contenders are timed in turn.
 
 TensorFlow runs as `ParameterServerStrategy`: a coordinator schedules the function on its workers.
-It may be installed elsewhere: `--tensorflow PYTHON` names an interpreter that has it. "Ray, an
-actor" is what Ray itself takes: an actor that holds an array, returns it, and adds to it.
+It may be installed elsewhere: `--tensorflow PYTHON` names an interpreter that has it. "stepcache,
+ray" is an actor on this machine; "stepcache, ray calls" one that is called through Ray, as
+processes of other machines do. "Ray, an actor" is what Ray itself takes: an actor that holds an
+array, returns it, and adds to it. "JAX, no server" computes, copies and adds in the worker alone.
+
+A case with large pages has `GLIBC_TUNABLES=glibc.malloc.hugetlb=1` in all processes of all
+contenders.
 
     python -m benchmarks.served [--quick] [--tensorflow PYTHON] [--only WORD]
 """
@@ -17,11 +22,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import random
 import secrets
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,63 +37,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Row, compared, quartiles, show, write
+from benchmarks.served_processes import (
+    BATCH,
+    ROWS,
+    WIDTH,
+    Group,
+    serve_commands,
+    served_by,
+    working,
+)
+from benchmarks.served_tensorflow import tensorflow_group
 
-ROWS, WIDTH, BATCH = 1 << 22, 64, 32
 SIZES = {"scalar": 1, "16 MB": 4 << 20, "100 MB": 25 << 20, "32 rows of 1 GB": 0}
 WORKERS = (1, 2, 4)
 STORE_BYTES = 2 << 30
 HAS_RAY = importlib.util.find_spec("ray") is not None
 SETTINGS = {"rounds": 9, "sample_seconds": 1.0}
-
-
-class Group:
-    """Processes that run iterations when they are told to."""
-
-    def __init__(self, commands: list[list[str]]):
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        self._processes = [
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            for command in commands
-        ]
-        for process in self._processes:
-            self._answer(process)
-
-    @staticmethod
-    def _answer(process: subprocess.Popen) -> float:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)["seconds"]
-        raise SystemExit(f"{process.args} has ended")
-
-    def run(self, iterations: int) -> float:
-        """Seconds of one iteration of one worker, while all run."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{iterations}\n")
-            process.stdin.flush()
-        return float(np.mean([self._answer(each) for each in self._processes])) / iterations
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-
-def serve_commands(work: Callable[[int], None]) -> None:
-    """Runs iterations as they are asked for, and says how long they took."""
-    print(json.dumps({"seconds": 0.0}), flush=True)
-    for line in sys.stdin:
-        started = time.perf_counter()
-        work(int(line))
-        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
 
 
 # ---- stepcache ---------------------------------------------------------------------------------
@@ -143,35 +106,44 @@ def rows_worker(connection, sc) -> Callable[[int], None]:
 @contextlib.contextmanager
 def stepcache_group(workers: int, size: int, engine: str) -> Iterator[Group]:
     with tempfile.TemporaryDirectory() as directory:
+        name = Path(directory).name
+        address = f"local:{directory}" if engine == "local" else f"ray:{name}"
         command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
-        is_local = engine == "local"
-        address = f"local:{directory}" if is_local else f"ray:{Path(directory).name}"
-        if not is_local:
-            command += ["--ray", Path(directory).name]
+        if engine == "ray":
+            command += ["--ray", name]
+        elif engine == "ray calls":
+            command = [sys.executable, "-m", "benchmarks.served", "--serve-calls", directory]
         with served_by(command):
             yield from working(workers, address, size)
 
 
-@contextlib.contextmanager
-def served_by(command: list[str]) -> Iterator[None]:
-    """A process that serves until it is told to end."""
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert server.stdout is not None
-    server.stdout.readline()
-    try:
-        yield
-    finally:
-        server.terminate()
-        server.wait()
+def serve_calls(directory: Path) -> None:
+    """Serves from an actor that all processes call through Ray, until SIGTERM."""
+    from stepcache.serving import ray_engine
+
+    ray_engine.initialise()
+    ray_engine.start(directory.name, directory, shares=False)
+    signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    print("serving", flush=True)
+    signal.sigwait(signals)
+    ray_engine.stop(directory.name)
 
 
-def working(workers: int, address: str, size: int) -> Iterator[Group]:
-    command = [sys.executable, "-m", "benchmarks.served", "--worker", address, str(size)]
-    group = Group([command] * workers)
-    try:
-        yield group
-    finally:
-        group.end()
+def alone_worker(size: int) -> None:
+    """What an iteration takes at least: the step, a copy of its result, and a sum."""
+    import jax
+
+    update_of = jax.jit(largest_times_zero_plus_one)
+    value, sent, new = (np.zeros(size, np.float32) for _ in range(3))
+
+    def work(iterations: int) -> None:
+        for _ in range(iterations):
+            np.copyto(sent, np.asarray(update_of(value)))
+            np.add(value, sent, out=new)
+
+    work(2)
+    serve_commands(work)
 
 
 # ---- Ray ---------------------------------------------------------------------------------------
@@ -241,84 +213,6 @@ def actor_group(workers: int, size: int) -> Iterator[Group]:
     subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=True)
 
 
-# ---- TensorFlow --------------------------------------------------------------------------------
-
-_TENSORFLOW = (
-    f"""
-ROWS, WIDTH, BATCH = {ROWS}, {WIDTH}, {BATCH}
-"""
-    + """
-import json, os, sys, time
-import tensorflow as tf
-role, index, size, workers = sys.argv[1], *map(int, sys.argv[2:5])
-spec = tf.train.ClusterSpec(json.loads(sys.argv[5]))
-if role != "chief":
-    tf.distribute.Server(spec, job_name=role, task_index=index, protocol="grpc").join()
-resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-    spec, rpc_layer="grpc", task_type="chief", task_id=0
-)
-strategy = tf.distribute.ParameterServerStrategy(resolver)
-coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-with strategy.scope():
-    variable = tf.Variable(tf.zeros([size] if size else [ROWS, WIDTH]))
-
-@tf.function
-def step():
-    if size:
-        largest = tf.reduce_max(variable.read_value())
-        variable.assign_add(tf.fill([size], largest * 0 + 1))
-    else:
-        ids = tf.random.uniform([BATCH], 0, ROWS, tf.int64)
-        rows = tf.nn.embedding_lookup(variable, ids)
-        update = tf.fill(tf.shape(rows), tf.reduce_max(rows) * 0 + 1)
-        variable.scatter_sub(tf.IndexedSlices(0.1 * update, ids))
-
-def work(iterations):
-    for _ in range(iterations * workers):
-        coordinator.schedule(step)
-    coordinator.join()
-
-work(2)
-print(json.dumps({"seconds": 0.0}), flush=True)
-for line in sys.stdin:
-    started = time.perf_counter()
-    work(int(line))
-    print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
-"""
-)
-
-
-@contextlib.contextmanager
-def tensorflow_group(python: str, workers: int, size: int) -> Iterator[Group]:
-    cluster = {
-        "chief": [f"127.0.0.1:{free_port()}"],
-        "ps": [f"127.0.0.1:{free_port()}"],
-        "worker": [f"127.0.0.1:{free_port()}" for _ in range(workers)],
-    }
-    roles = [("ps", 0), *(("worker", index) for index in range(workers))]
-    rest = [str(size), str(workers), json.dumps(cluster)]
-    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
-    servers = [
-        subprocess.Popen([python, "-c", _TENSORFLOW, role, str(index), *rest], **silent)
-        for role, index in roles
-    ]
-    try:
-        group = Group([[python, "-c", _TENSORFLOW, "chief", "0", *rest]])
-        yield group
-        group.end()
-    finally:
-        for process in servers:
-            process.kill()
-            process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
 # ---- in turn -----------------------------------------------------------------------------------
 
 
@@ -333,18 +227,36 @@ def copy_seconds(size: int) -> float:
     return quartiles(times)[1]
 
 
-def measured(name: str, workers: int, python: str | None, rounds: int, seconds: float) -> list[Row]:
+def groups_of(name: str, workers: int, python: str | None, stack: Any) -> dict[str, Group]:
+    """Starts the contenders of a case."""
     size = SIZES[name]
-    with contextlib.ExitStack() as stack:
-        groups = {}
-        if python:
-            group = stack.enter_context(tensorflow_group(python, workers, size))
-            groups["TensorFlow, parameter server"] = group
-        for engine in ("local", "ray") if HAS_RAY else ("local",):
+    groups = {}
+    if python:
+        group = stack.enter_context(tensorflow_group(python, workers, size))
+        groups["TensorFlow, parameter server"] = group
+    for engine in ("local", "ray", "ray calls") if HAS_RAY else ("local",):
+        if engine != "ray calls" or workers == 1:
             group = stack.enter_context(stepcache_group(workers, size, engine))
             groups[f"stepcache, {engine}"] = group
-        if HAS_RAY:
-            groups["Ray, an actor"] = stack.enter_context(actor_group(workers, size))
+    if HAS_RAY and workers == 1:
+        groups["Ray, an actor"] = stack.enter_context(actor_group(workers, size))
+    if size and workers == 1:
+        alone = contextlib.contextmanager(working)(workers, "alone:", size)
+        groups["JAX, no server"] = stack.enter_context(alone)
+    return groups
+
+
+def measured(
+    case: tuple[str, int, bool], python: str | None, rounds: int, seconds: float
+) -> list[Row]:
+    name, workers, has_large_pages = case
+    with contextlib.ExitStack() as stack:
+        if has_large_pages:
+            os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        try:
+            groups = groups_of(name, workers, python, stack)
+        finally:
+            os.environ.pop("GLIBC_TUNABLES", None)
         counts = {}
         for label, group in groups.items():
             group.run(2)
@@ -354,9 +266,10 @@ def measured(name: str, workers: int, python: str | None, rounds: int, seconds: 
         for _ in range(rounds):
             for label in shuffler.sample(list(groups), len(groups)):
                 times[label].append(groups[label].run(counts[label]))
-    case = f"{name}, {workers} worker{'s' if workers > 1 else ''}"
-    print(f"{case}: done", flush=True)
-    return compared(case, times)
+    title = f"{name}, {workers} worker{'s' if workers > 1 else ''}"
+    title += ", large pages" if has_large_pages else ""
+    print(f"{title}: done", flush=True)
+    return compared(title, times)
 
 
 def main() -> None:
@@ -365,9 +278,14 @@ def main() -> None:
     parser.add_argument("--tensorflow", help="a Python that has TensorFlow")
     parser.add_argument("--only", default="", help="only the cases with this word")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--serve-calls", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve_calls:
+        return serve_calls(options.serve_calls)
     if options.worker:
         engine, _, name = options.worker[0].partition(":")
+        if engine == "alone":
+            return alone_worker(int(options.worker[1]))
         if engine == "actor":
             return actor_worker(name, int(options.worker[1]))
         return stepcache_worker(options.worker[0], int(options.worker[1]))
@@ -376,12 +294,11 @@ def main() -> None:
         (["scalar", "32 rows of 1 GB"], [1]) if options.quick else (list(SIZES), WORKERS)
     )
     sizes = [name for name in sizes if options.only in name]
+    cases = [(name, count, False) for name in sizes for count in workers]
+    cases += [(name, count, True) for name in sizes for count in workers if SIZES[name] >= 25 << 20]
     with ray_cluster() if HAS_RAY else contextlib.nullcontext():
         rows = [
-            row
-            for name in sizes
-            for count in workers
-            for row in measured(name, count, options.tensorflow, *settings.values())
+            row for case in cases for row in measured(case, options.tensorflow, *settings.values())
         ]
     show("one iteration of one worker: read, compute, push", rows)
     copied = {name: copy_seconds(SIZES[name]) for name in sizes if SIZES[name]}

@@ -10,6 +10,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from stepcache import jaxcompat
@@ -43,7 +44,7 @@ from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import ProgramCache, caches_for
 from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
 from stepcache.programs.levels import Levels
-from stepcache.programs.lookup import Lookup, step_label
+from stepcache.programs.lookup import Lookup, LookupResult, step_label
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.resolve import Resolver, compared
 from stepcache.programs.verification import Checks
@@ -99,7 +100,7 @@ class Engine:
         """Starts loading what the last run of this script used of the step."""
         archive = cache.archive()
         if archive is not None:
-            archive.preload(step_label(self.spec.fun))
+            archive.preloader.preload(step_label(self.spec.fun))
 
     # ---- a call ------------------------------------------------------------------------------
 
@@ -268,13 +269,13 @@ class Engine:
 
     # ---- programs ----------------------------------------------------------------------------
 
-    def foresee(self, scope: Scope, request: Request) -> tuple[Miss, bool]:
-        """Why a call finds no program in memory, and whether it will find one on disk."""
+    def foresee(self, scope: Scope, request: Request) -> tuple[Miss, LookupResult]:
+        """Why a call finds no program in memory, and what it will find on disk, or behind it."""
         miss, archive = self.miss_log.why(request), scope.cache.archive()
         if archive is None:
-            return miss, False
-        result = archive.look_up(Lookup(self.spec, request))
-        return compared(miss, result), result.record is not None
+            return miss, LookupResult()
+        result = archive.look_up(Lookup(self.spec, request), nullcontext)
+        return compared(miss, result), result
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)

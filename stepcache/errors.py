@@ -197,15 +197,21 @@ def refuse_url(place: str | os.PathLike, error: type[StepCacheError], where: str
     if not _URL.match(text):
         return
     raise error(
-        "URLs, such as those of object stores, are not supported here yet",
+        "This has to be a directory of a local or mounted file system, and not a URL",
         where=where,
         expected="the path of a directory",
         got=text,
-        hint="leave out file://"
-        if text.lower().startswith("file:")
-        else "name a directory of a local or mounted file system, and copy it to or from the "
-        "object store with that store's own tools",
+        hint=_instead_of(text, error),
     )
+
+
+def _instead_of(url: str, error: type[StepCacheError]) -> str:
+    if url.lower().startswith("file:"):
+        return "leave out file://"
+    if error is CacheDirectoryError and url.lower().startswith(("s3:", "gs:")):
+        remote = re.sub(":/+", "://", url)
+        return f"STEPCACHE_REMOTE={remote} shares programs through an object store"
+    return "copy the directory to or from the object store with that store's own tools"
 
 
 def first_line(error: BaseException | None) -> str:

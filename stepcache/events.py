@@ -172,8 +172,10 @@ class Loaded:
     Attributes:
         traced: whether the user's function had to be traced to find it.
         seconds: by stage: "hash" (what the step depends on), "read" (the stored records), "load"
-            (the executable), and where it was traced "trace" and "lower".
+            (the executable), "remote" (waiting for the shared cache), and where it was traced
+            "trace" and "lower".
         own_seconds: everything else that stepcache itself took.
+        remote_bytes: size of the executable, if it came from the shared cache.
     """
 
     step: str
@@ -182,6 +184,7 @@ class Loaded:
     traced: bool
     seconds: Mapping[str, float]
     own_seconds: float
+    remote_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,8 @@ class StepStats:
         lowers: times a trace was lowered.
         compiles: times a lowered module was handed to the compiler.
         loads: programs that came from disk: `misses` counts them too.
+        remote_loads: those of them that the shared cache had.
+        remote_bytes: their size.
         verifications: traces made in the background of programs loaded without one.
         evictions: programs of this step that made room for others.
         hits: calls that found their program *and entered Python*. JAX's C++ dispatcher serves hits
@@ -256,6 +261,7 @@ class StepStats:
         hash_seconds: time to find out what the step depends on.
         read_seconds: time to look for records on disk.
         load_seconds: time to load executables.
+        remote_seconds: time to wait for the shared cache.
         agree_seconds: time to agree with the other processes of a pod, and to wait for late ones.
         wait_seconds: time to wait for the process that builds for all.
         give_seconds: time to hand a program to the other processes.
@@ -270,6 +276,8 @@ class StepStats:
     lowers: int = 0
     compiles: int = 0
     loads: int = 0
+    remote_loads: int = 0
+    remote_bytes: int = 0
     verifications: int = 0
     evictions: int = 0
     hits: int = 0
@@ -280,6 +288,7 @@ class StepStats:
     hash_seconds: float = 0.0
     read_seconds: float = 0.0
     load_seconds: float = 0.0
+    remote_seconds: float = 0.0
     agree_seconds: float = 0.0
     wait_seconds: float = 0.0
     give_seconds: float = 0.0
@@ -300,7 +309,8 @@ class StepStats:
             if name == "padding":
                 text = f"{value:.1%}"
             if value or name in ("misses", "traces", "compiles", "loads"):
-                told[f"{what} time" if unit == "seconds" else what or name] = text
+                units = {"seconds": f"{what} time", "bytes": what}
+                told[units.get(unit, name.replace("_", " "))] = text
         return told
 
     def __str__(self) -> str:

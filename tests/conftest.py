@@ -6,6 +6,7 @@ from collections import defaultdict
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["STEPCACHE_DIR"] = "off"  # What is kept on disk is a test's own affair.
+os.environ["STEPCACHE_REMOTE"] = "off"
 os.environ.pop("COLUMNS", None)  # So is the width of a table. (xdist sets that of its terminal.)
 
 import jax
@@ -49,6 +50,11 @@ def mesh():
 @pytest.fixture
 def one_device_mesh():
     return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def pytest_addoption(parser):
+    what = "how long each soak of tests/serving/test_soak.py takes; those of an hour are slow"
+    parser.addoption("--soak-seconds", type=float, help=what)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -113,7 +113,7 @@ def test_a_url_is_refused_and_makes_no_directory(command, tmp_path, monkeypatch)
     empty.mkdir()
     monkeypatch.chdir(empty)
     refused = run(*command, "--dir", "gs://bucket/programs", code=1)
-    assert "not supported here yet" in refused.output and "--dir" in refused.output
+    assert "and not a URL" in refused.output and "--dir" in refused.output
     monkeypatch.setenv("STEPCACHE_DIR", "s3://bucket/programs")
     refused = run(*command, code=1)
     assert "s3://bucket/programs" in refused.output and "STEPCACHE_DIR" in refused.output

@@ -10,10 +10,18 @@ from pathlib import Path
 import click
 
 import stepcache.cli.render as render
-from stepcache.cli.directories import DURATION, SIZE, Result, on_directory
+from stepcache.cli.directories import (
+    DURATION,
+    REMOTE,
+    SHARED,
+    SIZE,
+    Result,
+    on_directory,
+    place_of,
+)
 from stepcache.programs.archive import Archive
 from stepcache.report import inventory as inventories
-from stepcache.report import moving, runs
+from stepcache.report import moving, runs, shared
 from stepcache.storage.entry_info import EntryInfo
 from stepcache.units import counted, readable_bytes
 
@@ -36,10 +44,14 @@ _SORTS = {
 
 @cache.command("ls")
 @on_directory
+@REMOTE
 @click.option("--sort", type=click.Choice(list(_SORTS)), default="used", show_default=True)
-def list_command(directory: Path, sort: str) -> Result:
+def list_command(directory: Path, remote: str | None, sort: str) -> Result:
     """Lists steps and their programs."""
-    found = inventories.take_inventory(directory)
+    if remote is not None:
+        found = shared.take_inventory(place_of(remote))
+    else:
+        found = inventories.take_inventory(directory)
     found = replace(found, items=tuple(sorted(found.items, key=_SORTS[sort])))
     return Result(found, render.inventory(found))
 
@@ -107,13 +119,19 @@ def verify_command(directory: Path) -> Result:
 
 @cache.command("prune")
 @on_directory
+@REMOTE
 @click.option("--max-bytes", type=SIZE, help="Keep at most this size, such as 2GB.")
 @click.option("--older-than", type=DURATION, help="Remove entries unused for this time: 30d.")
-def prune_command(directory: Path, max_bytes: int | None, older_than: float | None) -> Result:
-    """Removes the least recently used entries."""
+def prune_command(
+    directory: Path, remote: str | None, max_bytes: int | None, older_than: float | None
+) -> Result:
+    """Removes the least recently used entries; of a shared cache, those written first."""
     if max_bytes is None and older_than is None:
         raise click.UsageError("Say how much to keep: --max-bytes 2GB or --older-than 30d.")
     since = None if older_than is None else time.time() - older_than
+    if remote is not None:
+        removed = shared.prune(place_of(remote), max_bytes, since)
+        return Result(removed, render.removed(removed))
     archive = inventories.open_existing(directory)
     return _freed(archive, directory, archive.disk.prune(max_bytes, since) if archive else [])
 
@@ -179,3 +197,26 @@ def import_command(directory: Path, file: Path, trust: bool, anyway: bool) -> Re
     """Imports the programs of a bundle FILE that `export` wrote."""
     result = moving.take(directory, file, trust=trust, anyway=anyway)
     return Result(result, render.imported(result))
+
+
+@cache.command("push")
+@on_directory
+@SHARED
+@click.argument("steps", nargs=-1)
+def push_command(directory: Path, url: str, steps: tuple[str, ...]) -> Result:
+    """Writes all programs, or those of STEPS, to a shared cache that does not have them."""
+    place, archive = place_of(url), inventories.open_existing(directory)
+    if archive is None:
+        return Result({}, error=f"{directory} holds no programs: there is nothing to push.")
+    result = shared.push(archive, place, steps)
+    return Result(result, render.shared(result, "pushed to"))
+
+
+@cache.command("pull")
+@on_directory
+@SHARED
+@click.argument("steps", nargs=-1)
+def pull_command(directory: Path, url: str, steps: tuple[str, ...]) -> Result:
+    """Stores all programs of a shared cache, or those of STEPS, in the directory."""
+    result = shared.pull(directory, place_of(url), steps)
+    return Result(result, render.shared(result, "pulled from"))

@@ -16,8 +16,9 @@ import click
 
 import stepcache.cli.render as render
 from stepcache.errors import CacheDirectoryError, StepCacheError, refuse_url
-from stepcache.programs.cache import default_directory
+from stepcache.programs.opening import default_directory, place_in_environment
 from stepcache.report.moving import ForeignBundleError
+from stepcache.storage.shared_place import Place
 
 _BYTES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BYTES |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -82,7 +83,10 @@ def on_directory(function: Callable[..., Result]) -> Callable[..., None]:
         try:
             if directory is not None:
                 refuse_url(directory, CacheDirectoryError, "--dir")
-            result = function(directory or _default_directory(), **options)
+            if directory is None:
+                elsewhere = options.get("remote") is not None
+                directory = Path() if elsewhere else _default_directory()
+            result = function(directory, **options)
         except ForeignBundleError as error:
             parts = {"foreign": [asdict(part) for part in error.parts]}
             result = Result(parts, [render.records(error.parts)], str(error))
@@ -101,3 +105,31 @@ def _default_directory() -> Path:
             "Name one with --dir."
         )
     return directory
+
+
+_OF_ENVIRONMENT = "by default STEPCACHE_REMOTE."
+# With and without a URL behind it.
+REMOTE = click.option(
+    "--remote",
+    metavar="[URL]",
+    is_flag=False,
+    flag_value="",
+    help=f"Of the shared cache, and not of the directory; {_OF_ENVIRONMENT}",
+)
+SHARED = click.option(
+    "--remote", "url", metavar="URL", default="", help=f"The shared cache; {_OF_ENVIRONMENT}"
+)
+
+
+def place_of(url: str) -> Place:
+    """The shared cache of a URL, or that of the environment.
+
+    Raises:
+        OptionError, CacheDirectoryError: it cannot be used.
+    """
+    place = Place.of(url, "--remote") if url else place_in_environment()
+    if place is None:
+        raise click.UsageError(
+            "There is no shared cache: set STEPCACHE_REMOTE, or name one with --remote URL."
+        )
+    return place

@@ -21,6 +21,7 @@ from stepcache.report.doctor import Diagnosis
 from stepcache.report.inventory import Checked, Details, Inventory, Item
 from stepcache.report.moving import Exported, Imported
 from stepcache.report.runs import Run, change_in_words, in_order
+from stepcache.report.shared import Removed, Shared
 from stepcache.storage.run_log import Row
 from stepcache.units import counted, readable_bytes, readable_time, terminal_width
 
@@ -318,6 +319,27 @@ def imported(result: Imported) -> Rendered:
     if result.settings:
         yield "A process finds them if it has these settings, which differ here:"
         yield records(result.settings)
+
+
+def shared(result: Shared, how: str) -> Rendered:
+    """What went to a shared cache, or came from it.
+
+    Args:
+        result: of `push` or `pull`.
+        how: "pushed to" or "pulled from".
+    """
+    there = f" ({result.already_there} more were there)" if result.already_there else ""
+    steps, programs = counted(len(result.steps), "step"), counted(result.programs, "program")
+    yield f"{steps} and {programs} {how} {result.remote}{there}."
+    yield from (f"left out: {each}" for each in result.left_out)
+
+
+def removed(result: Removed) -> Rendered:
+    """What was removed from a shared cache."""
+    yield (
+        f"{counted(len(result.removed), 'entry')} removed, {readable_bytes(result.freed_bytes)} "
+        f"freed; {readable_bytes(result.left_bytes)} left in {result.remote}."
+    )
 
 
 def diagnosis(found: Diagnosis) -> Rendered:

@@ -1,49 +1,48 @@
-"""The archive: programs on disk, on the three levels at which a later process finds them.
+"""The archive: programs on disk, and in a shared cache behind it, on the three levels at which a
+later process finds them.
 
 1. *No trace*: a lookup asked before the trace finds a record that agrees with every dependency.
 2. *No compile*: what was lowered has the digest of a stored executable.
 3. *Build*: nothing was found; what was compiled is stored, in the background.
+
+The shared cache is asked where the disk has no answer, by those who time that as a `Stage`.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 
 from stepcache import jaxcompat
 from stepcache._process_hooks import quick_switching
-from stepcache.events import Change
 from stepcache.fingerprint.dependencies import agree, differences
-from stepcache.fingerprint.installed_packages import look_at_modules
 from stepcache.jaxcompat import Runnable, storing
-from stepcache.programs.background import LATER, Job, Worker
-from stepcache.programs.lookup import Lookup
+from stepcache.programs.background import Worker
+from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
+from stepcache.programs.preload import Preloader
 from stepcache.storage.dependency_record import (
     Address,
     DependencyRecord,
     Publication,
-    Used,
     pack_records,
     unpack_records,
 )
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import Row, RunLog, script_name
+from stepcache.storage.shared_entries import SharedEntries
 from stepcache.storage.starts import Starts
 
 RECORDS_KEPT = 8
-NEVER_STORED = "it cannot be stored: "
-"""Begins the reason of a program which is of a kind that no process can store."""
 _RUNS_COMPARED = 8
-_PRELOADED_AT_MOST = 256
 
 _log = logging.getLogger("stepcache")
+
+Stage = Callable[[str], AbstractContextManager[Any]]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,32 +79,6 @@ def _nothing() -> Any:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class LookupResult:
-    """What the archive knows about a lookup.
-
-    Attributes:
-        record: agrees with every dependency; None where there is none.
-        since: when the build was made that `changes` compares with; None without one.
-        changes: what differs from that build.
-        untrackable: why no record could be looked for, or none was kept.
-        used: what the trace of that build used.
-        found: the dependencies of that trace as they were at the lookup.
-    """
-
-    record: DependencyRecord | None = None
-    since: float | None = None
-    changes: tuple[Change, ...] = ()
-    untrackable: tuple[str, ...] = ()
-    used: Used = field(default_factory=Used)
-    found: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def is_never_stored(self) -> bool:
-        """Whether the last run built the same program, and found that it cannot be stored."""
-        return any(why.startswith(NEVER_STORED) for why in self.untrackable)
-
-
 class Archive:
     """Programs of one directory.
 
@@ -115,10 +88,12 @@ class Archive:
         run_log: where runs are kept.
         verify: "background", "before" or "off".
         min_build_seconds: what was built faster is not kept.
+        remote: what other machines have built, or None.
 
     Attributes:
         worker: stores what was built.
         verifier: traces anew what was loaded.
+        preloader: loads what the last run of this script used.
     """
 
     def __init__(
@@ -128,38 +103,61 @@ class Archive:
         run_log: RunLog,
         verify: str,
         min_build_seconds: float,
+        remote: SharedEntries | None = None,
     ):
+        self.remote = remote
         self.disk, self.starts, self.run_log = disk, starts, run_log
         self.verify, self.min_build_seconds = verify, min_build_seconds
         self.worker = Worker("stepcache store", droppable=False)
         self.verifier = Worker("stepcache verify", droppable=True, poll_seconds=0.05)
-        self._preloader = Worker("stepcache preload", droppable=True, poll_seconds=0.01)
-        self._lock = threading.Lock()
-        self._preloaded: dict[tuple[str, tuple[int, ...]], Job] = {}
-        self._taken: set[tuple[str, tuple[int, ...]]] = set()
-        self._asked_for: set[str] = set()
+        self.preloader = Preloader(run_log, self._records, self._read_executable, remote)
+        self._offered: set[tuple[str, str]] = set()
 
     # ---- level 1: without a trace --------------------------------------------------------------
 
     @_no_matter_of_the_step("look for a program", LookupResult)
-    def look_up(self, lookup: Lookup) -> LookupResult:
+    def look_up(self, lookup: Lookup, stage: Stage | None = None) -> LookupResult:
         """Looks for a record. Reads files, imports nothing, and runs nothing of the user's.
 
         The entry is named by all dependencies that are known before a trace. Its records differ
         only in what a trace adds: files, environment variables, attributes that libraries read.
+
+        Args:
+            lookup: the call.
+            stage: times what the shared cache takes; None where it is not to be asked.
         """
         if lookup.base.untrackable:
             return LookupResult(untrackable=lookup.base.untrackable)
-        records = self._records(lookup.address.digest)
         newest: LookupResult | None = None
-        for record in records:
+        for record in self._candidates(lookup.address.digest, stage):
             found = lookup.with_used(record.used)
             if found.untrackable:
                 return LookupResult(untrackable=found.untrackable)
             if agree(record.dependencies, found.dependencies):
-                return LookupResult(record)
+                if (
+                    self.remote is not None
+                    and (lookup.address.digest, record.digest) in self._offered
+                ):
+                    self.remote.fetch_run_of(lookup.address.digest, record)
+                offered = (lookup.address.digest, record.digest) in self._offered
+                remote = self.remote.url if offered and self.remote is not None else ""
+                return LookupResult(record, remote=remote)
             newest = newest or _compared(record, found.dependencies)
         return newest or self._compared_with_last_run(lookup)
+
+    def _candidates(self, lookup: str, stage: Stage | None) -> Iterator[DependencyRecord]:
+        """The records on disk, then those that only the shared cache has."""
+        known = self._records(lookup)
+        yield from known
+        if stage is None or self.remote is None or not self.remote.is_on:
+            return
+        with stage("remote"):
+            offered = self.remote.records(lookup)
+        digests = {each.digest for each in known}
+        for each in offered:
+            if each.digest not in digests:
+                self._offered.add((lookup, each.digest))
+                yield each
 
     def _records(self, lookup: str) -> list[DependencyRecord]:
         entry = self.disk.read("step", lookup)
@@ -186,21 +184,34 @@ class Archive:
         return _compared(nearest, lookup.with_used(nearest.used).dependencies)
 
     @_no_matter_of_the_step("load a program", _nothing)
-    def load(self, record: DependencyRecord, address: Address, in_tree: Any) -> Runnable | None:
+    def load(
+        self,
+        record: DependencyRecord,
+        address: Address,
+        in_tree: Any,
+        stage: Stage | None = None,
+    ) -> Runnable | None:
         """Loads the program of a record; None where that cannot be done.
 
         Args:
             record: from `result`.
             address: of the lookup.
             in_tree: the tree of the call's arguments.
+            stage: as for `look_up`.
         """
         try:
+            offered = (address.digest, record.digest) in self._offered
+            if offered and self.remote is not None:
+                self.remote.fetch_run_of(address.digest, record)
             devices = tuple(address.devices[position] for position in record.devices)
-            executable = self._executable(record.program, devices)
+            executable = self._executable(record.program, devices, stage)
             if executable is None:
                 return None
             tree = storing.decode_tree(record.tree, in_tree)
-            return storing.assemble(executable, record.call, tree, devices)
+            run = storing.assemble(executable, record.call, tree, devices)
+            if offered:
+                self._add_record(address, record)
+            return run
         except Exception as error:
             self.disk.discard("step", address.digest, f"{type(error).__name__}: {error}")
             return None
@@ -218,8 +229,9 @@ class Archive:
         return self.disk.holds("program")
 
     @_no_matter_of_the_step("read a program", bytes)
-    def executable_bytes(self, digest: str) -> bytes:
+    def executable_bytes(self, digest: str, stage: Stage | None = None) -> bytes:
         """A stored executable, to be given to another process; empty where there is none."""
+        self._is_there(digest, stage)
         entry = self.disk.read("program", digest)
         return entry.payload if entry is not None else b""
 
@@ -229,18 +241,26 @@ class Archive:
         if self.disk.publish("program", record.program, {"label": address.label}, data):
             self._add_record(address, record)
 
-    def _executable(self, digest: str, devices: Sequence[Any]) -> Any:
-        key = (digest, tuple(device.id for device in devices))
-        with self._lock:
-            ahead = self._preloaded.pop(key, None)
-            self._taken.add(key)
-        loaded = self._preloader.take(ahead) if ahead is not None else None
+    def _executable(self, digest: str, devices: Sequence[Any], stage: Stage | None) -> Any:
+        loaded = self.preloader.take(digest, devices)
         if loaded is not None:
             return loaded
-        return self._read_executable(digest, lambda data: storing.load_executable(data, devices))
+        load = functools.partial(storing.load_executable, devices=devices)
+        return self._read_executable(digest, load, stage)
 
-    def _read_executable(self, digest: str, load: Callable[[bytes], Any]) -> Any:
-        if not self.disk.holds("program", digest):
+    def _is_there(self, digest: str, stage: Stage | None) -> bool:
+        """Whether an executable is on disk, by now."""
+        if self.disk.holds("program", digest):
+            return True
+        if stage is None or self.remote is None or not self.remote.is_on:
+            return False
+        with stage("remote"):
+            return self.remote.fetch(digest)
+
+    def _read_executable(
+        self, digest: str, load: Callable[[bytes], Any], stage: Stage | None = None
+    ) -> Any:
+        if not self._is_there(digest, stage):
             return None
         with self.disk.loading("program", digest):
             entry = self.disk.read("program", digest)
@@ -256,9 +276,13 @@ class Archive:
     # ---- level 2: without compiling ------------------------------------------------------------
 
     @_no_matter_of_the_step("load a program", _nothing)
-    def find(self, digest: str, load: Callable[[bytes], Any]) -> Any:
+    def find(self, digest: str, load: Callable[[bytes], Any], stage: Stage | None = None) -> Any:
         """The stored executable of a lowered module; None if there is none."""
-        return self._read_executable(digest, load)
+        return self._read_executable(digest, load, stage)
+
+    def finder(self, stage: Stage) -> storing.Find:
+        """`find`, for a trace whose stages are timed."""
+        return functools.partial(self.find, stage=stage)
 
     # ---- level 3: keeping what was built -------------------------------------------------------
 
@@ -274,12 +298,19 @@ class Archive:
 
     def _publish(self, publication: Publication) -> None:
         address, digest = publication.address, publication.digest
-        if publication.data or "compile" in publication.seconds:
-            data = publication.data or publication.serialized()
+        built, data, record = "compile" in publication.seconds, publication.data, None
+        if data or built:
+            data = data or publication.serialized()
             if not self.disk.publish("program", digest, {"label": address.label}, data):
                 return
         if publication.traced.tree is not None:
-            self._add_record(address, publication.record(self.run_log.clock()))
+            record = publication.record(self.run_log.clock())
+            self._add_record(address, record)
+        # What another process has given is written by that process.
+        if self.remote is not None and (built or (record is not None and not publication.data)):
+            if not data and digest not in self.remote.received:
+                data = self.executable_bytes(digest)
+            self.remote.upload(address, digest, record, data)
 
     def _add_record(self, address: Address, record: DependencyRecord) -> None:
         others = self._others(address, record)
@@ -297,6 +328,8 @@ class Archive:
     def forget(self, address: Address, record: DependencyRecord) -> None:
         """Invalidates a record that does not match a new trace."""
         self.starts.forget(start_name(address, record))
+        if self.remote is not None:
+            self.remote.forget(address.digest, record)
         others = self._others(address, record)
         if others:
             self._write_records(address, others)
@@ -306,40 +339,23 @@ class Archive:
     def flush(self) -> None:
         """Waits until everything built so far is stored."""
         self.worker.flush()
+        if self.remote is not None:
+            self.remote.flush()
 
-    # ---- preloading -------------------------------------------------------------------------
+    # ---- verification ------------------------------------------------------------------------
 
-    @_no_matter_of_the_step("preload programs", _nothing)
-    def preload(self, label: str) -> None:
-        """Starts loading, in the background, what the last run of this script used of a step."""
-        with self._lock:
-            if label in self._asked_for:
-                return
-            self._asked_for.add(label)
-        self._preloader.submit(functools.partial(self._prepare, label))
+    def note_start(self, address: Address, record: DependencyRecord) -> bool:
+        """Counts a start of a record. Returns whether it should be verified."""
+        name = start_name(address, record)
+        if self.remote is not None and self.remote.is_verified(address.digest, record):
+            self.starts.note_verified_elsewhere(name)
+        return self.starts.note_start(name)
 
-    def _prepare(self, label: str) -> None:
-        rows = [row for row in self.run_log.last_run_of(label) if row.program]
-        if not jaxcompat.backends_are_initialized():  # Else the first call may be about to come.
-            for lookup in dict.fromkeys(row.lookup for row in rows if row.lookup):
-                for record in self._records(lookup):
-                    look_at_modules(record.used.modules, record.used.names)
-        for key in dict.fromkeys((row.program, tuple(row.devices)) for row in rows):
-            with self._lock:
-                known = key in self._taken or key in self._preloaded
-                if not known and len(self._preloaded) < _PRELOADED_AT_MOST:
-                    work = functools.partial(self._load_ahead, *key)
-                    self._preloaded[key] = self._preloader.submit(work)
-
-    def _load_ahead(self, digest: str, numbers: tuple[int, ...]) -> Any:
-        """Loads a program, but never starts JAX's backend: that is left to the user's code."""
-        if not jaxcompat.backends_are_initialized():
-            return LATER
-        by_number = {device.id: device for device in jax.devices()}
-        if not set(numbers) <= by_number.keys():
-            return None
-        devices = tuple(by_number[number] for number in numbers)
-        return self._read_executable(digest, lambda data: storing.load_executable(data, devices))
+    def note_verified(self, address: Address, record: DependencyRecord) -> None:
+        """Notes that a trace gave the same program."""
+        self.starts.note_verified(start_name(address, record))
+        if self.remote is not None:
+            self.remote.upload_verified(address.digest, record)
 
     # ---- the run log ---------------------------------------------------------------------------
 
@@ -366,17 +382,3 @@ def start_name(address: Address, record: DependencyRecord) -> str:
 
 def _distance(recorded: dict[str, str], base: dict[str, str]) -> int:
     return sum(recorded.get(name) != dependency for name, dependency in base.items())
-
-
-def open_archive(
-    directory: Path, max_bytes: int | None, verify: str, min_build_seconds: float
-) -> Archive:
-    """Opens, and if need be makes, a directory of programs.
-
-    Raises:
-        CacheDirectoryError: others can write to it.
-    """
-    disk = DiskStore(directory, max_bytes)
-    run_log = RunLog(directory / "v1" / "runs", disk.writable)
-    starts = Starts(directory / "v1" / "starts", disk.writable)
-    return Archive(disk, starts, run_log, verify, min_build_seconds)

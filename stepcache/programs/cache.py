@@ -15,25 +15,22 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
-
-import platformdirs
 
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import StepSpec
-from stepcache.errors import (
-    CacheDirectoryError,
-    OptionError,
-    StepCacheWarning,
-    refuse_url,
-    warn,
-)
-from stepcache.jaxcompat import storing
-from stepcache.programs.archive import Archive, open_archive
+from stepcache.errors import OptionError
+from stepcache.programs.archive import Archive
 from stepcache.programs.build import Program
 from stepcache.programs.memory import Held, MemoryPrograms
+from stepcache.programs.opening import (
+    USER_DIRECTORY,
+    VERIFY,
+    asked_place,
+    default_verify,
+    open_for,
+)
 from stepcache.weak_objects import WeakObjects
 
 _numbers = itertools.count(1)
@@ -79,9 +76,6 @@ class CacheInfo:
     evictions: int
 
 
-VERIFY = ("background", "before", "off")
-USER_DIRECTORY: Any = object()
-"""Stands for the user's own cache directory."""
 _DEFAULT_DISK_BYTES = 10 << 30
 
 
@@ -108,10 +102,16 @@ class ProgramCache:
             was when its program was traced, at every so many calls. Where that has changed, the
             step is traced again, and `StaleProgramError` raised if it lowers to something else.
             It takes JAX's C++ dispatcher out of the way. None never compares.
+        remote: a cache behind the directory that many machines share: "s3://BUCKET/PREFIX",
+            "gs://BUCKET/PREFIX" or "file:///DIRECTORY". What the directory does not hold is looked
+            for there, and what is built here is written there in the background. By default
+            `STEPCACHE_REMOTE`; "off" is none. docs/shared-cache.md tells of its key, and of what it
+            may cost.
 
     Raises:
-        OptionError: a bound that is not positive, or an unknown `verify`.
-        CacheDirectoryError: `directory` is a URL, or others can write to it.
+        OptionError: a bound that is not positive, an unknown `verify`, or no such `remote`.
+        CacheDirectoryError: `directory` is a URL, or others can write to it; or `remote` has no
+            key that can be trusted.
 
     A cache may serve any number of sessions, threads and processes. For one key there is one build
     in a process: callers that come while it runs wait for it. A build that fails is not cached, and
@@ -130,6 +130,7 @@ class ProgramCache:
         min_build_seconds: float = 0.0,
         verify: Literal["background", "before", "off"] | None = None,
         check_every: int | None = None,
+        remote: str | None = None,
     ):
         for name, bound in (
             ("max_bytes", max_bytes),
@@ -158,11 +159,12 @@ class ProgramCache:
         self._archive: Archive | None = None
         self._is_open = False
         self._open = functools.partial(
-            _open_archive,
+            open_for,
             directory,
             max_bytes or _DEFAULT_DISK_BYTES,
-            verify or _default_verify(),
+            verify or default_verify(),
             min_build_seconds,
+            asked_place(remote, directory),
         )
         if directory is not USER_DIRECTORY:
             self.archive()
@@ -285,47 +287,6 @@ class ProgramCache:
     def __repr__(self) -> str:
         info = self.info()
         return f"ProgramCache({info.programs} of at most {info.max_memory_programs} programs)"
-
-
-def _open_archive(
-    directory: Any, max_bytes: int, verify: str, min_build_seconds: float
-) -> Archive | None:
-    if directory is not None and directory is not USER_DIRECTORY:
-        refuse_url(directory, CacheDirectoryError, "ProgramCache(directory)")
-    if directory is None or not storing.CAN_STORE:
-        return None
-    if directory is not USER_DIRECTORY:
-        return open_archive(Path(directory), max_bytes, verify, min_build_seconds)
-    try:
-        path = default_directory()
-        if path is None:
-            return None
-        return open_archive(path, max_bytes, verify, min_build_seconds)
-    except CacheDirectoryError as error:
-        warn(f"Programs are not kept on disk: {error}", StepCacheWarning)
-        return None
-
-
-def _default_verify() -> str:
-    asked = os.environ.get("STEPCACHE_VERIFY", "") or VERIFY[0]
-    if asked not in VERIFY:
-        expected = ", ".join(map(repr, VERIFY))
-        warn(f"STEPCACHE_VERIFY is {asked!r}, and not one of {expected}", StepCacheWarning)
-        return VERIFY[0]
-    return asked
-
-
-def default_directory() -> Path | None:
-    """The default directory of programs; None for none.
-
-    Raises:
-        CacheDirectoryError: `STEPCACHE_DIR` is a URL.
-    """
-    asked = os.environ.get("STEPCACHE_DIR", "")
-    if asked.lower() == "off":
-        return None
-    refuse_url(asked, CacheDirectoryError, "STEPCACHE_DIR")
-    return Path(asked).expanduser() if asked else platformdirs.user_cache_path("stepcache")
 
 
 def _owners(held: Held) -> Iterator[Owner]:

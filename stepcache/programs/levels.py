@@ -18,9 +18,9 @@ from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.dependencies import NAMES_OF, differences, digest_dependencies
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
-from stepcache.programs.archive import NEVER_STORED, Archive, LookupResult
+from stepcache.programs.archive import Archive
 from stepcache.programs.build import Program, build
-from stepcache.programs.lookup import Lookup
+from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
 from stepcache.programs.recorded_trace import RecordedTrace
 from stepcache.programs.remaking import captured_numbers
 from stepcache.programs.resolution import Lowered, MissedCall, Resolution, Sharing
@@ -64,7 +64,7 @@ class Levels:
             self.remade = captured_numbers(lookup.address.label, lookup.base.dependencies)
         if archive is not None:
             with call.stopwatch.stage("read"):
-                result = archive.look_up(lookup)
+                result = archive.look_up(lookup, call.stopwatch.stage)
             if result.record is not None and archive.verify != "before":
                 resolution = self.load(call, lookup, result)
                 if resolution is not None:
@@ -92,14 +92,14 @@ class Levels:
             data: the executable, if it does not come from the archive.
         """
         record, address = result.record, lookup.address
-        archive, seconds = call.archive, call.stopwatch.seconds
+        archive, seconds, stage = call.archive, call.stopwatch.seconds, call.stopwatch.stage
         assert record is not None
-        with call.stopwatch.stage("load"):
+        with stage("load"):
             tree = call.request.key.signature.tree
             if data:
                 run = record.assembled(data, address, tree)
             else:
-                run = archive.load(record, address, tree) if archive is not None else None
+                run = archive.load(record, address, tree, stage) if archive is not None else None
         if run is None:
             return None
         changes = self._changes_to(record.dependencies)
@@ -150,7 +150,7 @@ class Levels:
             shared = shared_traces.begin() if may_share else None
             # What JAX has traced inside the step before is shared where the dependencies are equal.
             values = (self._number, digest_dependencies(known))
-        find = archive.find if archive is not None else lambda digest, load: None
+        find = archive.finder(stopwatch.stage) if archive is not None else lambda digest, load: None
         examine = functools.partial(self._examined, request, lookup, result)
         if not records:
             examine = _not_examined

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,6 +22,7 @@ from stepcache.calls.layers import code_of, definition_of
 from stepcache.calls.signature import Leaf, short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.global_arrays import part_of, spans_processes
+from stepcache.events import Change
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.code_reads import reads_of
@@ -38,7 +40,38 @@ from stepcache.fingerprint.recorder import Recording
 from stepcache.fingerprint.tokens import atom, plain_text
 from stepcache.fingerprint.visitor import Fingerprint, Walk
 from stepcache.jaxcompat import inspection
-from stepcache.storage.dependency_record import Address, Used
+from stepcache.storage.dependency_record import Address, DependencyRecord, Used
+
+NEVER_STORED = "it cannot be stored: "
+"""Begins the reason of a program which is of a kind that no process can store."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """What the archive knows about a lookup.
+
+    Attributes:
+        record: agrees with every dependency; None where there is none.
+        since: when the build was made that `changes` compares with; None without one.
+        changes: what differs from that build.
+        untrackable: why no record could be looked for, or none was kept.
+        used: what the trace of that build used.
+        found: the dependencies of that trace as they were at the lookup.
+        remote: the URL of the shared cache that the record is in; empty where it is on disk.
+    """
+
+    record: DependencyRecord | None = None
+    since: float | None = None
+    changes: tuple[Change, ...] = ()
+    untrackable: tuple[str, ...] = ()
+    used: Used = field(default_factory=Used)
+    found: dict[str, str] = field(default_factory=dict)
+    remote: str = ""
+
+    @property
+    def is_never_stored(self) -> bool:
+        """Whether the last run built the same program, and found that it cannot be stored."""
+        return any(why.startswith(NEVER_STORED) for why in self.untrackable)
 
 
 class Lookup:

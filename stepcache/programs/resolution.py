@@ -13,8 +13,9 @@ from typing import Any
 from stepcache.calls.step_spec import Request
 from stepcache.events import Change
 from stepcache.jaxcompat import storing
-from stepcache.programs.archive import Archive, LookupResult
+from stepcache.programs.archive import Archive
 from stepcache.programs.build import Program, Stopwatch
+from stepcache.programs.lookup import LookupResult
 from stepcache.storage.dependency_record import Address, Publication, Traced
 
 

@@ -23,14 +23,17 @@ from stepcache.errors import RecompileError, RecompileWarning, warn
 from stepcache.events import BuildFailed, Built, Captured, Loaded, Miss, StageStarted, recorder
 from stepcache.jaxcompat import storing
 from stepcache.programs import remaking
-from stepcache.programs.archive import Archive, LookupResult, start_name
+from stepcache.programs.archive import Archive
 from stepcache.programs.background import LATER, WHEN_QUIET, builds, until_ready
 from stepcache.programs.build import Program, Stopwatch
 from stepcache.programs.levels import Levels
+from stepcache.programs.lookup import LookupResult
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.pods.shared_compile import resolve_together
 from stepcache.programs.resolution import MissedCall, Resolution
 from stepcache.programs.verification import Checks
+from stepcache.storage.shared_entries import SharedEntries
+from stepcache.units import readable_bytes
 
 _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
@@ -104,8 +107,14 @@ class Resolver:
         if archive is not None and resolution.address is not None:
             self._unsettled[request.key] = (archive, resolution, miss)
         remade = remaking.advice(self._levels.remade or ()) if miss.number == 1 else ""
-        miss_known = _completed(miss, resolution, remade, settled)
-        self._record(build_id, request, resolution, miss_known, own_seconds)
+        remote = archive.remote if archive is not None else None
+        remote_bytes, refused = _from_remote(remote, resolution)
+        miss_known = _completed(miss, resolution, remade, settled, *refused)
+        if remote is not None and remote_bytes is not None:
+            place = f"from {remote.url} ({readable_bytes(remote_bytes)})"
+            remedy = miss_known.remedy.replace("from disk", place)
+            miss_known = dataclasses.replace(miss_known, remedy=remedy)
+        self._record(build_id, request, resolution, miss_known, own_seconds, remote_bytes)
         carries = bool(self._spec.parameters.carry)
         scope.check_rules(name, request.shown.paths, carries=carries)
         return resolution.program
@@ -135,6 +144,7 @@ class Resolver:
         resolution: Resolution,
         miss: Miss,
         own_seconds: float,
+        remote_bytes: int | None,
     ) -> None:
         """Records a miss in the step's miss log, and emits its event.
 
@@ -144,6 +154,7 @@ class Resolver:
             resolution: of it.
             miss: completed.
             own_seconds: what the call took apart from the stages.
+            remote_bytes: size of the executable, if it came from the shared cache.
         """
         name, program = self._spec.name, resolution.program
         seconds, traces = program.seconds, program.traces
@@ -151,12 +162,15 @@ class Resolver:
         self._miss_log.add(request, miss)
         counts = {"traces": traces, "lowers": traces, "compiles": built, "loads": not built}
         times = {f"{stage}_seconds": value for stage, value in seconds.items()}
+        if remote_bytes is not None:
+            counts |= {"remote_loads": 1, "remote_bytes": remote_bytes}
         self._miss_log.count(misses=1, own_seconds=own_seconds, **counts, **times)
         if built:
             stages = (seconds["trace"], seconds["lower"], seconds["compile"])
             recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
         else:
-            recorder.emit(Loaded(name, build_id, miss, traced, dict(seconds), own_seconds))
+            stages = dict(seconds)
+            recorder.emit(Loaded(name, build_id, miss, traced, stages, own_seconds, remote_bytes))
 
     def compare_values(self, scope: Scope, request: Request) -> None:
         """Compares the host values of a pod's processes, if no call with values has done so yet.
@@ -260,7 +274,7 @@ class _Settling:
         record = resolution.result.record
         if self.verify is None or record is None:
             return None
-        if archive.starts.note_start(start_name(resolution.address, record)):
+        if archive.note_start(resolution.address, record):
             wait = min(max(_FIRST_STEPS * (seconds or 0.0), _QUIET_SECONDS), _LONGEST_WAIT)
             self.verify(time.perf_counter() + wait)
         return None
@@ -281,6 +295,19 @@ def compared(miss: Miss, result: LookupResult) -> Miss:
         stored = tuple(each for each in result.changes if each.part not in said)
         return dataclasses.replace(miss, stored=stored, since=result.since if stored else None)
     return dataclasses.replace(miss, reason="other run", changes=result.changes, since=result.since)
+
+
+def _from_remote(
+    remote: SharedEntries | None, resolution: Resolution
+) -> tuple[int | None, list[str]]:
+    """Size of an executable that the shared cache had, and what of it there was refused."""
+    if remote is None or resolution.giver is not None:
+        return None, []
+    program = resolution.program
+    names = {program.lowered, resolution.address.digest if resolution.address else ""}
+    refused = [each.reason for each in list(remote.refused) if each.digest in names]
+    said = [f"what {remote.url} has for it is not used: {why}" for why in dict.fromkeys(refused)]
+    return remote.taken(program.lowered) if program.level < 3 else None, said
 
 
 def _completed(miss: Miss, resolution: Resolution, *more_advice: str) -> Miss:

@@ -24,7 +24,7 @@ from stepcache.errors import StaleProgramError, StaleProgramWarning, warn
 from stepcache.events import Change, Verified, recorder
 from stepcache.fingerprint.dependencies import agree, differences
 from stepcache.jaxcompat import storing
-from stepcache.programs.archive import Archive, start_name
+from stepcache.programs.archive import Archive
 from stepcache.programs.background import LATER, builds
 from stepcache.programs.build import Program, trace
 from stepcache.programs.cache import ProgramCache
@@ -201,7 +201,7 @@ class Checks:
         )
         recorder.emit(Verified(name, changes is None, seconds))
         if changes is None:
-            archive.starts.note_verified(start_name(address, record))
+            archive.note_verified(address, record)
         else:
             archive.forget(address, record)
             try:

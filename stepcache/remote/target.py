@@ -32,6 +32,7 @@ from stepcache.remote.messages import packed
 from stepcache.remote.tracing import TracedStep, donated_leaves
 from stepcache.remote.variables import hold, master_of
 from stepcache.variables.packing import is_key_type
+from stepcache.variables.policy import OnHost, Read
 from stepcache.variables.variables import Variables
 
 _MAX_PLANS = 256
@@ -94,6 +95,20 @@ class Target:
             return hold(self, name, tree, placement, placer, prefix)
 
     # ---- variables -------------------------------------------------------------------------------
+
+    def check_policies(self, variables: Variables) -> None:
+        """Raises `OptionError` for what has no effect where the value is where steps run."""
+        given = {
+            "placement": isinstance(variables.placement, OnHost),
+            "read": variables.read != Read(),
+            "pack": variables._pack,
+        }
+        for name in (name for name, is_given in given.items() if is_given):
+            raise OptionError(
+                f"{name} has no effect on variables that live on tasks",
+                where=variables.name,
+                hint="leave it out: the value is where the steps run",
+            )
 
     def save(self, root: Any, items: dict[str, Any], keep: int | None, step: int) -> Any:
         """Has the tasks write a checkpoint; see `checkpoints.save`."""

@@ -23,6 +23,7 @@ from stepcache.calls.signature import Call, Parameters, Unreadable, short_shardi
 from stepcache.calls.step_spec import Request
 from stepcache.engine import Engine
 from stepcache.events import Captured, Miss
+from stepcache.programs.lookup import LookupResult
 from stepcache.units import counted, readable_bytes, terminal_width
 from stepcache.variables.plan import Plan
 
@@ -71,7 +72,8 @@ class Explanation:
         build_seconds: seconds to trace, lower and compile the program; None on a miss.
         captured: arrays that became part of the program by closure; empty on a miss.
         delegated: why the call would go to `jax.jit`; None if it would not.
-        stored: whether a miss would find its program on disk, without a trace.
+        stored: whether a miss would find its program on disk, without a trace; or in
+        remote: the shared cache of this URL.
         variables: a line for each of the `Variables` that the call passes.
         variable_leaves: number of leaves of these.
         plan: the transfers that they need.
@@ -89,6 +91,7 @@ class Explanation:
     captured: tuple[Captured, ...] = ()
     delegated: str | None = None
     stored: bool = False
+    remote: str = ""
     variables: tuple[str, ...] = ()
     variable_leaves: int = 0
     plan: Plan = field(default_factory=Plan)
@@ -141,7 +144,8 @@ class Explanation:
         if self.delegated:
             return f"{self.step}: goes to jax.jit: {self.delegated}"
         if self.stored:
-            return f"{self.step}: miss, but on disk. A call would load the program without a trace."
+            place = f"in {self.remote}" if self.remote else "on disk"
+            return f"{self.step}: miss, but {place}. A call would load the program without a trace."
         if not self.hit:
             return f"{self.step}: miss. A call would trace, lower and compile a program."
         assert self.build_seconds is not None
@@ -252,7 +256,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         why = "cached programs do not support the type of an argument"
         return Explanation(name, False, None, None, delegated=why)
     program = scope.cache.peek(request.key)
-    miss, stored = (None, False) if program else engine.foresee(scope, request)
+    miss, result = (None, LookupResult()) if program else engine.foresee(scope, request)
     arguments = [*_arguments(parameters, request)]
     if use:
         held = use.buffer_paths()
@@ -267,7 +271,8 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         tuple((static.name, repr(static.value)) for static in request.call.signature.statics),
         program and tuple(program.seconds.get(stage, 0.0) for stage in _STAGES),
         program.captured if program else (),
-        stored=stored,
+        stored=result.record is not None,
+        remote=result.remote,
         variables=tuple(use.told()) if use else (),
         variable_leaves=sum(len(each._layout.slots) for each in use.variables) if use else 0,
         plan=use.plan() if use else Plan(),

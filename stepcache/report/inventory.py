@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.fingerprint.dependencies import KINDS, differences, kind_of
-from stepcache.programs.archive import Archive, open_archive
+from stepcache.programs.archive import Archive
+from stepcache.programs.opening import open_archive
 from stepcache.storage.dependency_record import DependencyRecord, unpack_records
 from stepcache.storage.entry_info import EntryInfo
 from stepcache.units import counted

@@ -29,12 +29,13 @@ from stepcache.errors import StepCacheError
 from stepcache.fingerprint.dependencies import kind_of
 from stepcache.fingerprint.provenance import distribution_of
 from stepcache.jaxcompat import inspection
-from stepcache.programs.archive import RECORDS_KEPT, Archive, open_archive
+from stepcache.programs.archive import RECORDS_KEPT, Archive
+from stepcache.programs.opening import open_archive
 from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
 from stepcache.report.inventory import find, label_of
 from stepcache.storage.dependency_record import DependencyRecord, pack_records, unpack_records
 from stepcache.storage.disk_store import DiskStore
-from stepcache.storage.entry import DamagedEntryError
+from stepcache.storage.entry import DamagedEntryError, Stored
 from stepcache.storage.entry_info import EntryInfo
 
 _OF_THE_MACHINE = tuple(
@@ -145,14 +146,14 @@ def _add_entries(
     entries = list(disk.entries())
     chosen = [each for name in wanted for each in find(entries, name)] if wanted else entries
     steps: list[Step] = []
-    for entry, payload in _sound_entries(disk, "step", _digests(chosen, "step"), left_out):
+    for entry, payload in sound_entries(disk, "step", _digests(chosen, "step"), left_out):
         try:
             steps.append(Step(entry.digest, label_of(entry), unpack_records(payload)))
         except ValueError as error:
             left_out.append(f"{label_of(entry)}: it is malformed: {error}")
     named = _digests(entries, "program") & (_programs(steps) | _digests(chosen, "program"))
     added, labels = set(), []
-    for entry, payload in _sound_entries(disk, "program", named, left_out):
+    for entry, payload in sound_entries(disk, "program", named, left_out):
         add_entry(tar, "program", entry.digest, entry.header or {}, payload)
         added.add(entry.digest)
     for digest, label, records in steps:
@@ -170,7 +171,7 @@ def _digests(entries: Iterable[EntryInfo], kind: str) -> set[str]:
     return {each.digest for each in entries if each.kind == kind}
 
 
-def _sound_entries(
+def sound_entries(
     disk: DiskStore, kind: str, digests: Iterable[str], left_out: list[str]
 ) -> Iterator[tuple[EntryInfo, bytes]]:
     """Yields entries and their payloads; explains in `left_out` which are damaged."""
@@ -240,9 +241,9 @@ def _store(bundle: Bundle, disk: DiskStore, file: Path, trusted: str, anyway: bo
     needed = {name for name in bundle.headers if name[0] == "program" and name[1] not in unneeded}
     missing = [name for name in bundle.headers if name in needed and disk.read(*name) is None]
     for name in missing:
-        _publish(disk, *name, *bundle.read(*name))
+        publish(disk, *name, *bundle.read(*name))
     for step in taken:
-        _publish(disk, "step", step.digest, *_merged(disk, step))
+        publish(disk, "step", step.digest, *merged(disk, step))
     return Imported(
         str(file),
         tuple(step.label for step in taken),
@@ -307,7 +308,7 @@ def _programs(steps: Iterable[Step]) -> set[str]:
     return {each.program for step in steps for each in step.records}
 
 
-def _merged(disk: DiskStore, step: Step) -> tuple[dict[str, Any], bytes]:
+def merged(disk: DiskStore, step: Step) -> tuple[dict[str, Any], bytes]:
     """A step's entry together with the builds that the directory already has, the latest first."""
     entry = disk.read("step", step.digest)
     known: list[DependencyRecord] = []
@@ -320,9 +321,12 @@ def _merged(disk: DiskStore, step: Step) -> tuple[dict[str, Any], bytes]:
     return pack_records(step.label, both[:RECORDS_KEPT])
 
 
-def _publish(
-    disk: DiskStore, kind: str, digest: str, about: dict[str, Any], payload: bytes
-) -> None:
+def publish(disk: DiskStore, kind: str, digest: str, about: dict, payload: bytes | Stored) -> None:
+    """Stores an entry.
+
+    Raises:
+        BundleError: it cannot be stored.
+    """
     if not disk.publish(kind, digest, about, payload):
         raise BundleError(
             f"{kind} {digest[:12]} cannot be stored",

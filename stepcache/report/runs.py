@@ -14,7 +14,9 @@ from stepcache.programs.archive import Archive
 from stepcache.report.inventory import means
 from stepcache.storage.run_log import Row
 
-STAGES = tuple("import hash read agree wait load trace lower compile give execute verify".split())
+STAGES = tuple(
+    "import hash read remote agree wait load trace lower compile give execute verify".split()
+)
 _BROUGHT = ("built", "loaded", "relinked")
 _CHANGE = ("part", "path", "before", "after")
 _POD_SECONDS = 600  # The processes of one pod write their first rows within this time.

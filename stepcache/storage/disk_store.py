@@ -240,7 +240,7 @@ class DiskStore:
             raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
         return header
 
-    def publish(self, kind: str, digest: str, header: dict[str, Any], payload: bytes) -> bool:
+    def publish(self, kind: str, digest: str, header: dict, payload: bytes | Stored) -> bool:
         """Stores an entry, in the place of one of the same name.
 
         It is there whole or not at all, whatever happens. If the entries are then more than the
@@ -251,7 +251,7 @@ class DiskStore:
             kind: what sort of thing it is: a short lower-case identifier.
             digest: its name, in lower-case hex.
             header: what to say of it, for msgpack; at most 16 MiB.
-            payload: its bytes.
+            payload: its bytes, or as they were stored elsewhere.
 
         Returns:
             Whether it is stored. Where the directory cannot be written, or is full, it is not; that
@@ -266,7 +266,8 @@ class DiskStore:
             return False
         before = self._files.stamp()
         try:
-            self._store(kind, digest, header, store(payload))
+            stored = payload if isinstance(payload, Stored) else store(payload)
+            self._store(kind, digest, header, stored)
         except HeaderTooLargeError as error:
             _log.warning("stepcache does not store %s %s: its header has %s", kind, digest, error)
             return False

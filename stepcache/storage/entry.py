@@ -170,8 +170,8 @@ def _decode(packed: bytes) -> Header:
     return header
 
 
-def read_payload(file: BinaryIO, header: Header) -> bytes:
-    """Reads the payload that follows an authenticated header.
+def read_stored(file: BinaryIO, header: Header) -> Stored:
+    """Reads the payload that follows an authenticated header, and leaves it as it is stored.
 
     Raises:
         DamagedEntryError: it is not what was stored.
@@ -179,6 +179,17 @@ def read_payload(file: BinaryIO, header: Header) -> bytes:
     stored = file.read(header.stored_bytes)
     if hashlib.sha256(stored).digest() != header.sha256:
         raise DamagedEntryError("its payload does not have the checksum of what was stored")
+    encoding = "zlib" if header.encoding == "zlib" else "raw"
+    return Stored(stored, encoding, header.payload_bytes, header.sha256)
+
+
+def read_payload(file: BinaryIO, header: Header) -> bytes:
+    """Reads the payload that follows an authenticated header.
+
+    Raises:
+        DamagedEntryError: it is not what was stored.
+    """
+    stored = read_stored(file, header).payload
     if header.encoding == "raw":
         return stored
     inflater = zlib.decompressobj()

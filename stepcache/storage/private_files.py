@@ -102,6 +102,49 @@ def load_key(path: Path, length_bytes: int) -> bytes | None:
     return key if len(key) == length_bytes else None
 
 
+def secret_in(path: Path, where: str, least_bytes: int) -> bytes:
+    """What a user's file holds that nobody else can read, without white space around it.
+
+    Args:
+        path: of the file; it may be a link, and belong to root where only root's group reads it.
+        where: the option or variable that names it.
+        least_bytes: it has to have so many.
+
+    Raises:
+        CacheDirectoryError: there is none, or others can read or change it, or it is too short.
+    """
+    hint = f"openssl rand -hex 32 > {path} && chmod 600 {path}"
+    try:
+        with path.open("rb") as file:
+            found, secret = os.fstat(file.fileno()), file.read(1 << 16).strip()
+    except OSError as error:
+        raise CacheDirectoryError(
+            f"The key of the shared cache cannot be read: {error.strerror}",
+            where=f"{where}={path}",
+            hint=f"{hint} makes one; all who share the cache need the same",
+        ) from None
+    others = stat.S_IRWXG | stat.S_IRWXO
+    if not found.st_uid and os.geteuid():
+        others &= ~stat.S_IRGRP
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & others:
+        raise CacheDirectoryError(
+            "The key of the shared cache is not secret: who knows it can run code as you",
+            where=f"{where}={path}",
+            expected=f"owner {os.geteuid()}, mode 0600",
+            got=f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}",
+            hint=f"chmod 600 {path}; if others have read it, make a new one",
+        )
+    if len(secret) < least_bytes:
+        raise CacheDirectoryError(
+            "The key of the shared cache is too short to be secret",
+            where=f"{where}={path}",
+            expected=f"at least {least_bytes} bytes",
+            got=f"{len(secret)} bytes",
+            hint=hint,
+        )
+    return secret
+
+
 def ensure_key(path: Path, temporary: Path, length_bytes: int) -> bytes:
     """The key in a file, made where there is none and replaced where it is damaged.
 

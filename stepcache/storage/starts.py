@@ -36,6 +36,11 @@ class Starts:
         """Notes that a trace gave the same program."""
         self._append(name, b"v")
 
+    def note_verified_elsewhere(self, name: str) -> None:
+        """Notes of a record that is new here that others have started and verified it."""
+        if not self._events(name):
+            self._append(name, b"ssv")
+
     def forget(self, name: str) -> None:
         """Drops what is known of a record."""
         with contextlib.suppress(OSError):

@@ -99,6 +99,7 @@ class Variables(NoTree, Savable):
         made = Meter()  # Not recorded: no budget and no statistics cover making variables.
         target = getattr(current_reader(), "target", None)
         if target is not None:
+            target.check_policies(self)
             self._begin(target.hold(self.name, tree, placement, self._placer, self._prefix))
             self._master.owner = weakref.ref(self)
             return

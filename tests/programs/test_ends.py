@@ -59,9 +59,9 @@ def work():
     if when.startswith("preload"):
         jax.devices()
         limit = time.monotonic() + 20
-        while not archive._preloaded:
+        while not archive.preloader.preloaded:
             assert time.monotonic() < limit
-        wait_for(archive._preloader)
+        wait_for(archive.preloader.worker)
         return
     y = step(np.ones(8))
     if when == "verification":

@@ -125,7 +125,7 @@ def process(directory, injection=None, *, ahead=True):
         with session:
             exec(compile(SOURCE, module.__file__, "exec"), module.__dict__)
             if ahead:
-                cache.archive()._preloader.flush()
+                cache.archive().preloader.worker.flush()
             for size in (3, 4):
                 assert float(module.step(np.ones(size, np.float32))[-1]) == 3
             cache.flush()

@@ -136,3 +136,12 @@ def test_variables_cannot_be_copied_or_used_elsewhere(session):
     step = sc.step(lambda p: p["b"].sum())
     with sc.Session(), pytest.raises((sc.TaskError, sc.VariablesError)):
         step(variables)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("placement", sc.OnHost()), ("read", sc.Read(cache="device")), ("pack", True)],
+)
+def test_options_without_effect_are_refused(one_task, option, value):
+    with pytest.raises(sc.OptionError, match=f"{option} has no effect"):
+        sc.Variables(tree(), **{option: value})

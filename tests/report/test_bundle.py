@@ -21,7 +21,7 @@ from click.testing import CliRunner
 import stepcache as sc
 from stepcache.cli import main
 from stepcache.fingerprint.dependencies import digest_dependencies
-from stepcache.programs.archive import open_archive
+from stepcache.programs.opening import open_archive
 from stepcache.report import bundle as bundles
 from stepcache.report import moving
 from stepcache.report.moving import foreign_parts, settings_that_differ

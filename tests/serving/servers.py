@@ -161,6 +161,12 @@ class RayServer(Server):
             self.pid = about.pid
         return self
 
+    def about(self):
+        """What the actor says of itself, once it has started."""
+        import ray
+
+        return ray.get(ray.get_actor(self.name, namespace="stepcache").about.remote())
+
     def kill(self):
         os.kill(self.pid, signal.SIGKILL)
 

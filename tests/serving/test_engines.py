@@ -147,7 +147,7 @@ def test_status(server):
             assert "params" in shown.stdout and "p99" in shown.stdout
 
 
-# ---- many clients, and much time -----------------------------------------------------------------
+# ---- many clients --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -160,21 +160,3 @@ def test_two_hundred_connections(server):
     assert held[0].value["w"][0] == 200
     for each in connections:
         each.close()
-
-
-@pytest.mark.slow
-def test_a_soak_of_two_minutes(engine, tmp_path):
-    moment = random.Random(1)
-    server = engine(tmp_path / "server", snapshot_seconds=1).start()
-    limit, first, results = time.monotonic() + 120, 0, []
-    while time.monotonic() < limit and first < PLACES - 3000:
-        group = [server.worker("params", first + n * 500, 500) for n in range(3)]
-        first += 1500
-        time.sleep(moment.uniform(0, 1))
-        server.kill()
-        server.start()
-        results += [acknowledged(each) for each in group]
-    found = counts(server, "params")
-    server.stop()
-    assert found.max() == 1 and all(is_done for _, is_done in results)
-    assert found.sum() == sum(len(done) for done, _ in results)

@@ -8,7 +8,15 @@ import time
 
 import pytest
 
-from tests.serving.failpoints import OF_CLIENTS, OF_RESTARTS, OF_SERVERS, POINTS
+from tests.serving.failpoints import (
+    OF_CLIENTS,
+    OF_IMAGES,
+    OF_LOCAL_CLIENTS,
+    OF_RESTARTS,
+    OF_SERVERS,
+    OF_SOCKETS,
+    POINTS,
+)
 from tests.serving.servers import PROJECT, LocalServer
 from tests.serving.test_histories import check
 
@@ -45,7 +53,7 @@ def wait_until_killed(child):
 
 
 @pytest.mark.sample(every=250)
-@pytest.mark.parametrize("point, seed", cases(OF_SERVERS))
+@pytest.mark.parametrize("point, seed", cases([*OF_SERVERS, *OF_SOCKETS, *OF_IMAGES]))
 def test_a_server_is_killed(tmp_path, point, seed):
     server = start_failing(LocalServer(tmp_path / "server", snapshot_seconds=0.1), point, seed)
 
@@ -78,7 +86,7 @@ def test_a_server_is_killed_while_it_recovers(tmp_path, point, seed):
 
 
 @pytest.mark.sample(every=250)
-@pytest.mark.parametrize("point, seed", cases(OF_CLIENTS))
+@pytest.mark.parametrize("point, seed", cases([*OF_CLIENTS, *OF_LOCAL_CLIENTS]))
 def test_a_client_is_killed(tmp_path, point, seed):
     server = LocalServer(tmp_path / "server", snapshot_seconds=0.1).start()
     before = (FAILING, point, times(point, seed))
@@ -92,6 +100,8 @@ def test_a_client_is_killed(tmp_path, point, seed):
 
 @pytest.mark.parametrize("point", POINTS)
 def test_points_are_in_the_code(point):
+    if "ray" in POINTS[point][0]:
+        pytest.importorskip("ray", reason="the ray engine needs Ray")
     module, _, path = POINTS[point][0].partition(":")
     assert callable(functools.reduce(getattr, path.split("."), importlib.import_module(module)))
     assert PROJECT.joinpath(FAILING).exists()

@@ -155,7 +155,7 @@ def test_a_url_is_refused_and_makes_no_directory(url, tmp_path, monkeypatch):
     monkeypatch.chdir(empty)
     variables = sc.Variables({"w": np.ones(3)})
     for use in (variables.save, variables.restore):
-        with pytest.raises(sc.VariablesError, match="not supported here yet") as raised:
+        with pytest.raises(sc.VariablesError, match="and not a URL") as raised:
             use(url)
         assert raised.value.got == url
     assert not list(empty.iterdir())

@@ -12,7 +12,7 @@ from typing import Any
 
 from stepcache.events import Change
 from stepcache.fingerprint.dependencies import agree, differences
-from stepcache.programs.archive import LookupResult
+from stepcache.programs.lookup import LookupResult
 from stepcache.programs.pods.part import Part
 from stepcache.programs.pods.roles import without_host
 from stepcache.programs.resolution import Resolution

@@ -39,7 +39,7 @@ class Leader(Part):
         assert record is not None and archive is not None
         if self.roles.followers:
             with self.stopwatch.stage("give"):
-                data = archive.executable_bytes(record.program)
+                data = archive.executable_bytes(record.program, self.stopwatch.stage)
                 if data:
                     self._send_trace(record.traced)
                     self._send_program(record, data)
@@ -78,7 +78,9 @@ class Leader(Part):
 
     def _find(self, digest: str, load: Callable[[bytes], Any]) -> Any:
         """Loads the executable of the lowered program from this disk, or from another rank's."""
-        found = self.archive.find(digest, load) if self.archive is not None else None
+        found = None
+        if self.archive is not None:
+            found = self.archive.find(digest, load, self.stopwatch.stage)
         if found is not None:
             return found
         with self.stopwatch.stage("wait"):

@@ -9,9 +9,8 @@ from typing import Any
 
 from stepcache.distributed.agreement import Round
 from stepcache.errors import first_line
-from stepcache.programs.archive import LookupResult
 from stepcache.programs.levels import Levels
-from stepcache.programs.lookup import Lookup
+from stepcache.programs.lookup import Lookup, LookupResult
 from stepcache.programs.pods.lowered import (
     check_lowered,
     digest_of_lowered,
@@ -89,7 +88,8 @@ class Part:
     ) -> Resolution:
         self.call.before_trace(self.result)
         if find is None:
-            find = self.archive.find if self.archive is not None else lambda digest, load: None
+            archive, stage = self.archive, self.stopwatch.stage
+            find = archive.finder(stage) if archive is not None else lambda digest, load: None
         sharing = Sharing(find, self._compare_before_xla, send)
         return self.levels.trace(self.call, self.lookup, self.result, sharing)
 

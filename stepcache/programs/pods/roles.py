@@ -8,8 +8,8 @@ from typing import Any
 from stepcache.calls.host_values import Differing, differing, digest_of, group_name
 from stepcache.distributed.agreement import sides_of
 from stepcache.fingerprint.dependencies import digest_dependencies, kind_of
-from stepcache.programs.archive import Archive, LookupResult
-from stepcache.programs.lookup import Lookup
+from stepcache.programs.archive import Archive
+from stepcache.programs.lookup import Lookup, LookupResult
 from stepcache.storage import plain
 
 _ASKED_AT_MOST = 8

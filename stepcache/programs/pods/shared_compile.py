@@ -20,9 +20,8 @@ from stepcache.distributed.peers import Peers
 from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.fingerprint.dependencies import differences
-from stepcache.programs.archive import LookupResult
 from stepcache.programs.levels import Levels
-from stepcache.programs.lookup import Lookup
+from stepcache.programs.lookup import Lookup, LookupResult
 from stepcache.programs.pods.follower import Follower
 from stepcache.programs.pods.leader import Leader
 from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank
@@ -58,7 +57,9 @@ def resolve_together(
         result = LookupResult()
         if archive is not None:
             with stopwatch.stage("read"):
-                result = archive.look_up(lookup)
+                # One rank asks the shared cache; the others take the program from it.
+                asks = round.rank == min(round.ranks)
+                result = archive.look_up(lookup, stopwatch.stage if asks else None)
         with stopwatch.stage("agree"):
             report = CallReport.of(lookup, dependencies, result, archive, values)
             decision = Decision.unpacked(round.merge("call", report.packed(), decide))

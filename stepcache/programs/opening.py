@@ -1,0 +1,140 @@
+"""Opens the archive of a directory of programs, as arguments and the environment say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, refuse_url, warn
+from stepcache.jaxcompat import storing
+from stepcache.programs.archive import Archive
+from stepcache.storage.disk_store import DiskStore
+from stepcache.storage.run_log import RunLog
+from stepcache.storage.shared_entries import SharedEntries
+from stepcache.storage.shared_place import Place
+from stepcache.storage.starts import Starts
+
+VERIFY = ("background", "before", "off")
+USER_DIRECTORY: Any = object()
+"""Stands for the user's own cache directory."""
+REMOTE = "STEPCACHE_REMOTE"
+
+
+def open_archive(
+    directory: Path,
+    max_bytes: int | None,
+    verify: str,
+    min_build_seconds: float,
+    place: Place | None = None,
+) -> Archive:
+    """Opens, and if need be makes, a directory of programs; with a shared cache if there is one.
+
+    Raises:
+        CacheDirectoryError: others can write to it.
+    """
+    disk = DiskStore(directory, max_bytes)
+    run_log = RunLog(directory / "v1" / "runs", disk.writable)
+    starts = Starts(directory / "v1" / "starts", disk.writable)
+    remote = SharedEntries(place, disk) if place is not None else None
+    return Archive(disk, starts, run_log, verify, min_build_seconds, remote)
+
+
+def open_for(
+    directory: Any,
+    max_bytes: int,
+    verify: str,
+    min_build_seconds: float,
+    remote: Place | str | None,
+) -> Archive | None:
+    """Opens the archive of a `ProgramCache`; None where programs are to be kept in memory only.
+
+    Args:
+        directory: as `ProgramCache` was given it.
+        max_bytes, verify, min_build_seconds: as for `open_archive`.
+        remote: as `asked_place` gives it.
+
+    Raises:
+        CacheDirectoryError: `directory` is a URL, or others can write to it.
+    """
+    if directory is not None and directory is not USER_DIRECTORY:
+        refuse_url(directory, CacheDirectoryError, "ProgramCache(directory)")
+    if directory is None or not storing.CAN_STORE:
+        return None
+    try:
+        path = default_directory() if directory is USER_DIRECTORY else Path(directory)
+        if path is None:
+            return None
+        place = _default_place() if isinstance(remote, str) else remote
+        return open_archive(path, max_bytes, verify, min_build_seconds, place)
+    except CacheDirectoryError as error:
+        if directory is not USER_DIRECTORY:
+            raise
+        warn(f"Programs are not kept on disk: {error}", StepCacheWarning)
+        return None
+
+
+def default_verify() -> str:
+    """`STEPCACHE_VERIFY`."""
+    asked = os.environ.get("STEPCACHE_VERIFY", "") or VERIFY[0]
+    if asked not in VERIFY:
+        expected = ", ".join(map(repr, VERIFY))
+        warn(f"STEPCACHE_VERIFY is {asked!r}, and not one of {expected}", StepCacheWarning)
+        return VERIFY[0]
+    return asked
+
+
+def default_directory() -> Path | None:
+    """The default directory of programs; None for none.
+
+    Raises:
+        CacheDirectoryError: `STEPCACHE_DIR` is a URL.
+    """
+    asked = os.environ.get("STEPCACHE_DIR", "")
+    if asked.lower() == "off":
+        return None
+    refuse_url(asked, CacheDirectoryError, "STEPCACHE_DIR")
+    return Path(asked).expanduser() if asked else platformdirs.user_cache_path("stepcache")
+
+
+# ---- the shared cache ---------------------------------------------------------------------------
+
+
+def asked_place(remote: str | None, directory: Any) -> Place | str | None:
+    """The shared cache of a `ProgramCache`: None without one; a text for what the environment says.
+
+    Raises:
+        OptionError, CacheDirectoryError: it cannot be used.
+    """
+    if remote is None:
+        return REMOTE
+    if remote.lower() == "off":
+        return None
+    if directory is None:
+        raise OptionError(
+            "A shared cache needs a directory, for the programs that come from it",
+            where="ProgramCache(directory=None)",
+            got=f"remote={remote!r}",
+        )
+    return Place.of(remote, "ProgramCache(remote)")
+
+
+def place_in_environment() -> Place | None:
+    """The shared cache that `STEPCACHE_REMOTE` names; None for none.
+
+    Raises:
+        OptionError, CacheDirectoryError: it cannot be used.
+    """
+    asked = os.environ.get(REMOTE, "")
+    return Place.of(asked, REMOTE) if asked and asked.lower() != "off" else None
+
+
+def _default_place() -> Place | None:
+    """As `place_in_environment`; one that cannot be used is warned of."""
+    try:
+        return place_in_environment()
+    except (OptionError, CacheDirectoryError) as error:
+        warn(f"No shared cache is used: {error}", StepCacheWarning)
+        return None

@@ -1,0 +1,105 @@
+"""Where a shared cache is, who may write to it, and the key that its entries are signed with."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import urllib.parse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stepcache.errors import CacheDirectoryError, OptionError
+from stepcache.storage import private_files
+from stepcache.storage.entry import KEY_BYTES
+from stepcache.storage.load_markers import unique_name
+
+KEY_FILE, MODE, SECONDS = "STEPCACHE_KEY_FILE", "STEPCACHE_REMOTE_MODE", "STEPCACHE_REMOTE_SECONDS"
+_MODES = ("write", "read")
+_URL = re.compile(r"(s3|gs)://[^/?#]+(/[^?#]*)?|file:///[^?#]+")
+_WAIT_SECONDS = 2.0
+_LEAST_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A shared cache.
+
+    Attributes:
+        url: of the object store or directory, without a slash at its end.
+        directory: the one that it names, or None.
+        writable: whether anything is to be written.
+        wait_seconds: how long the calls of a process may wait for the store, in sum.
+        key: signs the entries.
+    """
+
+    url: str
+    directory: Path | None
+    writable: bool
+    wait_seconds: float
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, url: str, where: str) -> Place:
+        """The place that a URL names, as the environment says besides.
+
+        Args:
+            url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///DIRECTORY.
+            where: the option or variable that it was given in.
+
+        Raises:
+            OptionError: the URL, or a variable of the environment, makes no sense.
+            CacheDirectoryError: there is no key that can be trusted.
+        """
+        text = str(url).rstrip("/")
+        if not _URL.fullmatch(text):
+            raise OptionError(
+                "This is not the place of a shared cache",
+                where=where,
+                expected="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, file:///DIRECTORY or off",
+                got=repr(url),
+            )
+        mode, seconds = os.environ.get(MODE, "") or _MODES[0], os.environ.get(SECONDS, "")
+        if mode not in _MODES:
+            expected = " or ".join(_MODES)
+            raise OptionError(
+                "unknown mode of a shared cache", where=MODE, expected=expected, got=mode
+            )
+        try:
+            wait_seconds = float(seconds or _WAIT_SECONDS)
+        except ValueError:
+            raise OptionError("not a number of seconds", where=SECONDS, got=seconds) from None
+        directory, writable = None, mode == "write"
+        if text.startswith("file:"):
+            directory = Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path))
+        return cls(text, directory, writable, wait_seconds, _key(text, where, directory, writable))
+
+
+def _key(url: str, where: str, directory: Path | None, writable: bool) -> bytes:
+    """The key of `STEPCACHE_KEY_FILE`, or one that is kept in a directory of the user's own."""
+    file = os.environ.get(KEY_FILE, "")
+    if file:
+        secret = private_files.secret_in(Path(file).expanduser(), KEY_FILE, _LEAST_KEY_BYTES)
+        return hmac.digest(secret, b"shared cache of stepcache", "sha256")
+    if directory is None:
+        raise CacheDirectoryError(
+            "A shared cache needs a key: what is stored there is run, and the key says who made it",
+            where=f"{where}={url}",
+            hint=f"openssl rand -hex 32 > KEY && chmod 600 KEY makes one; set {KEY_FILE} to its "
+            "path on all machines that share the cache",
+        )
+    try:
+        if writable:
+            private_files.make_directory(directory)
+            temporary = directory / unique_name()
+            return private_files.ensure_key(directory / "key", temporary, KEY_BYTES)
+        private_files.check_directory(directory)
+        key = private_files.load_key(directory / "key", KEY_BYTES)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise CacheDirectoryError(f"The shared cache cannot be opened: {why}", where=url) from None
+    if key is None:
+        raise CacheDirectoryError(
+            "The shared cache holds no key", where=url, hint=f"fill it, or set {KEY_FILE}"
+        )
+    return key
