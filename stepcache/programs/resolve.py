@@ -191,7 +191,7 @@ class Resolver:
         program = Program(request.key, None, (), seconds, traces=1)  # type: ignore[arg-type]
         resolution = Resolution(program, LookupResult())
         miss = _completed(miss, resolution)
-        self._record(next(_build_ids), request, resolution, miss, own_seconds)
+        self._record(next(_build_ids), request, resolution, miss, own_seconds, None)
 
     def judge(self, scope: Scope, miss: Miss) -> None:
         """Raises or warns of a miss, as the session says.

@@ -22,7 +22,7 @@ from stepcache.calls.context import Scope
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.engine import Engine
-from stepcache.errors import CarryError
+from stepcache.errors import CarryError, OptionError
 from stepcache.jaxcompat.call_codec import decode_spec, encode_dtype, encode_spec
 from stepcache.remote import checkpoints
 from stepcache.remote.arrays import ArrayType, RemoteArray
