@@ -52,7 +52,7 @@ SIZES = {"scalar": 1, "16 MB": 4 << 20, "100 MB": 25 << 20, "32 rows of 1 GB": 0
 WORKERS = (1, 2, 4)
 STORE_BYTES = 2 << 30
 HAS_RAY = importlib.util.find_spec("ray") is not None
-SETTINGS = {"rounds": 9, "sample_seconds": 1.0}
+SETTINGS = {"rounds": 7, "sample_seconds": 0.7}
 
 
 # ---- stepcache ---------------------------------------------------------------------------------

@@ -97,6 +97,8 @@ class Stopwatch:
             self.current = self._within[0]
         finally:
             self._within.pop()
+            if self._within:
+                self.entered(self._within[-1])
             elapsed = time.perf_counter() - started
             own = elapsed - (self._timed - timed)
             self.seconds[name] = self.seconds.get(name, 0.0) + own

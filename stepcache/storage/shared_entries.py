@@ -181,7 +181,7 @@ class SharedEntries:
             return False
         check = partial(self._opened, "verified", lookup)
         try:
-            found = self._objects.get(name.verified_path, check).result()
+            found = self._objects.get(name.verified_path, check).result(_END_SECONDS)
         except Exception as error:
             _log.info("%s: %s cannot be read: %s", self.url, name.verified_path, error)
             return False

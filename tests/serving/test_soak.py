@@ -1,7 +1,6 @@
 """Hours of reads and writes, with kills: memory, open files and the directory stop growing.
 
-`pytest tests/serving/test_soak.py --soak-seconds 600 -m "slow or not slow"` sets how long it takes:
-otherwise an hour with `slow`, and some seconds by default.
+An hour with `-m slow`, or as long as `--soak-seconds` says; some seconds by default.
 """
 
 import os
@@ -116,6 +115,7 @@ class Soak:
         self.done |= done if is_done else set()
 
 
+@pytest.mark.timeout(2 * LONG_SECONDS)
 @pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_soak(engine, tmp_path, is_long, request):
     seconds = request.config.getoption("--soak-seconds") or (
