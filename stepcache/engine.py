@@ -6,6 +6,7 @@ run. A call that the C++ dispatcher serves by itself never comes here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import weakref
@@ -33,12 +34,7 @@ from stepcache.calls.residence import NOT_A_HIT, Use, check_budget, passes_varia
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.hang_report import CallCount
-from stepcache.errors import (
-    ForkedProcessError,
-    SessionClosedError,
-    StepCacheWarning,
-    warn,
-)
+from stepcache.errors import ForkedProcessError, SessionClosedError, StepCacheWarning, warn
 from stepcache.events import Evicted, Miss, recorder
 from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import ProgramCache, caches_for
@@ -111,6 +107,8 @@ class Engine:
             The outputs, and what the dispatcher needs to serve the next such call by itself.
         """
         started = time.perf_counter()
+        if (target := self.scope().target) is not None and not jaxcompat.is_tracing():
+            return target.call(self, self._open_scope(), args, kwargs), None
         if passes_variables(args, kwargs):
             return self.run_resident(args, kwargs), None
         if jaxcompat.is_tracing() or jaxcompat.must_delegate():
@@ -121,8 +119,7 @@ class Engine:
             request = self.request(scope, args, kwargs)
             check_budget(scope, self.spec.name, request)
             self._warn_of_unnamed_batch(scope, request)
-            program = self._find(scope, request)
-            missed = program is None
+            missed = (program := self._find(scope, request)) is None
             if program is not None:
                 self.miss_log.count(hits=1)
             else:
@@ -157,21 +154,25 @@ class Engine:
         return self.is_over_buffers and (not is_admitted(self) or jaxcompat.is_tracing())
 
     def use(self, args: tuple, kwargs: dict) -> Use | None:
-        """The `Variables` that a call passes; None where it passes none."""
-        if not passes_variables(args, kwargs):
+        """The `Variables` that a call passes; None where it passes none, or only names them."""
+        if not passes_variables(args, kwargs) or self.scope().target is not None:
             return None
         return Use(self.spec, args, kwargs).held(self.scope())
 
     def resident(self, args: tuple, kwargs: dict) -> tuple[Engine, tuple, dict]:
         """The engine that serves a call, and the arguments that it is given."""
+        if (target := self.scope().target) is not None:
+            return self, *target.shown(args, kwargs)
         use = self.use(args, kwargs)
         return (self, args, kwargs) if use is None else (self.resident_calls.engine, *use.shown())
 
     # ---- without running -----------------------------------------------------------------------
 
-    def warm(self, args: tuple, kwargs: dict) -> None:
-        """Builds the program of a call without running it."""
+    def warm(self, args: tuple, kwargs: dict) -> Program | None:
+        """Builds the program of a call without running it. None where other processes run it."""
         started = time.perf_counter()
+        if (target := self.scope().target) is not None:
+            return target.warm(self, self._open_scope(), args, kwargs)
         engine, args, kwargs = self.resident(args, kwargs)
         if engine is not self:
             return engine.warm(args, kwargs)
@@ -184,9 +185,9 @@ class Engine:
         self.checks.raise_if_stale()
         check_runnable(self.spec.name, request)
         self._warn_of_unnamed_batch(scope, request)
-        if self._find(scope, request) is None:
-            self._obtain(scope, request, started, explicit=True)
+        program = self._find(scope, request) or self._obtain(scope, request, started, explicit=True)
         self.resolver.settle(scope, request)
+        return program
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
         """The `jax.stages.Traced` of the program that a call needs."""
@@ -194,13 +195,11 @@ class Engine:
         if engine is not self:
             return engine.trace(args, kwargs)
         scope = self.scope()
-        if jaxcompat.is_tracing() or (scope.placer is None and not self.spec.parameters.carry):
-            return self.spec.jitted.trace(*args, **kwargs)
-        try:
-            request = self.request(scope, args, kwargs)
-        except Unreadable:
-            return self.spec.jitted.trace(*args, **kwargs)
-        return trace(self.spec, request).as_traced()
+        is_jax_s = scope.placer is None and not self.spec.parameters.carry
+        if not (is_jax_s or jaxcompat.is_tracing()):
+            with contextlib.suppress(Unreadable):
+                return trace(self.spec, self.request(scope, args, kwargs)).as_traced()
+        return self.spec.jitted.trace(*args, **kwargs)
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
         """The shapes and dtypes of the outputs of a call."""
@@ -219,8 +218,7 @@ class Engine:
                 hint='start workers with multiprocessing.get_context("spawn"), or fork before the '
                 "first use of JAX",
             )
-        scope = self.scope()
-        self._check_open(scope)
+        self._check_open(scope := self.scope())
         return scope
 
     def _check_open(self, scope: Scope) -> None:
@@ -284,11 +282,10 @@ class Engine:
 
     def _obtain(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
         """The program of a call that missed: resolved here, or by another thread meanwhile."""
-        resolve = functools.partial(
-            self.resolver.resolve, scope, request, started, explicit=explicit
-        )
+        resolve = self.resolver.resolve
+        build = functools.partial(resolve, scope, request, started, explicit=explicit)
         try:
-            program, built = scope.cache.get_or_build(request.key, self, resolve)
+            program, built = scope.cache.get_or_build(request.key, self, build)
         except NotHoldable:
             self._not_holdable.add(request.key)
             raise

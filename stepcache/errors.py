@@ -132,6 +132,10 @@ class ServerLostError(StepCacheError, RuntimeError):
     """The host of served variables has not answered in time. Nothing is known to be lost."""
 
 
+class TaskError(StepCacheError, RuntimeError):
+    """A step failed on the tasks of `Session(target=...)`, or they refuse what a client asks."""
+
+
 class SessionClosedError(StepCacheError, RuntimeError):
     """A step was called in a session that has been closed."""
 

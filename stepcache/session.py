@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from stepcache import jaxcompat
 from stepcache.calls.context import (
@@ -85,6 +85,14 @@ class Session:
         hang_after: seconds without a movement in a session over several processes, after which each
             of them logs, once, where all of them are, to the logger `stepcache`; None for never.
         on_hang: "warn" goes on waiting after that; "error" makes it a `RankLostError` on all.
+        target: other processes that run the steps: "local:2x4" starts two tasks of four devices
+            each on this machine; "local:DIRECTORY" finds those that `stepcache serve --tasks` runs.
+            The mesh is a `jax.sharding.AbstractMesh` of their devices; without one, all are along
+            the data axis. `Variables` made in the session live there.
+        name: of this client of the tasks. Under a name "local:2x4" finds the tasks that run, and
+            `Variables` the values that an earlier client of this name left. Without one, the tasks
+            end with the session.
+        watch: name of a client of the tasks whose variables this session reads, and nothing else.
 
     Over the processes of a pod (`jax.distributed.initialize`), a session means the same: each hands
     in its part of a batch along `data_axis`, and the whole of everything else. Before a new program
@@ -104,7 +112,7 @@ class Session:
 
     def __init__(
         self,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         *,
         cache: ProgramCache | None = None,
         rules: Rules | Iterable[tuple[str, PartitionSpec]] | None = None,
@@ -116,12 +124,22 @@ class Session:
         agree_timeout: float = AGREE_SECONDS,
         hang_after: float | None = HANG_SECONDS,
         on_hang: OnHang = "warn",
+        target: str | None = None,
+        name: str | None = None,
+        watch: str | None = None,
     ):
         _check_choice("on_miss", on_miss, _ON_MISS)
         _check_choice("on_hang", on_hang, get_args(OnHang))
         _check_count("max_step_bytes counts bytes", max_step_bytes, 0)
         _check_count("check_replicas_every counts calls", check_replicas_every, 1)
-        placer = _placer(mesh, rules if isinstance(rules, Rules) else Rules(rules or ()), data_axis)
+        tasks = None
+        if target is not None:
+            from stepcache.remote.starting import open_target
+
+            tasks = open_target(target, mesh, data_axis, name, watch)
+            mesh = tasks.mesh
+        given = rules if isinstance(rules, Rules) else Rules(rules or ())
+        placer = _placer(mesh, given, data_axis, Mesh if tasks is None else AbstractMesh)
         hang_seconds = float("inf") if hang_after is None else hang_after
         for name, seconds in (("agree_timeout", agree_timeout), ("hang_after", hang_seconds)):
             if not seconds > 0:
@@ -129,7 +147,7 @@ class Session:
         cache_used = cache or DEFAULT_SCOPE.cache
         together = functools.partial(peers_of, agree_seconds=agree_timeout)
         scope = Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together)
-        scope.check_replicas_every = check_replicas_every
+        scope.check_replicas_every, scope.target = check_replicas_every, tasks
         self._open(scope)
         self._on_hang = hang_seconds, on_hang
         _ = self._scope.peers  # From now on they know of each other.
@@ -233,6 +251,8 @@ class Session:
         if self._scope is DEFAULT_SCOPE:
             raise OptionError("the default session cannot be closed", where="Session.close")
         self._scope.closed = True
+        if self._scope.target is not None:
+            self._scope.target.connection.close()
         clear_all()
 
     def __repr__(self) -> str:
@@ -268,7 +288,7 @@ def _parts_of(tree: Any) -> Iterator[Part]:
             yield path, leaf, None
 
 
-def _placer(mesh: Mesh | None, rules: Rules, data_axis: DataAxis) -> Placer | None:
+def _placer(mesh: Any, rules: Rules, data_axis: DataAxis, kind: type) -> Placer | None:
     if isinstance(data_axis, list):
         data_axis = tuple(data_axis)
     if mesh is None:
@@ -280,7 +300,7 @@ def _placer(mesh: Mesh | None, rules: Rules, data_axis: DataAxis) -> Placer | No
                     hint=f"Session(mesh, {name}=...), with a mesh from jax.make_mesh",
                 )
         return None
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, kind):
         raise OptionError(
             "mesh must be a jax.sharding.Mesh",
             where="Session",

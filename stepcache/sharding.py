@@ -12,21 +12,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepcache import jaxcompat
 from stepcache.errors import OptionError, PlacementError
 from stepcache.units import counted
 
 DataAxis = str | tuple[str, ...] | None
-Role = Literal["carry", "batch"] | None
+Role = Literal["carry", "batch", "batches"] | None
 
 
-def mesh_identity(mesh: Mesh | None) -> tuple:
+def devices_of(mesh: Mesh | AbstractMesh | None) -> tuple:
+    """The devices of a mesh in order; none of one that other processes have."""
+    return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
+
+
+def mesh_identity(mesh: Mesh | AbstractMesh | None) -> tuple:
     """What makes two meshes the same to a program: devices in order, axes, sizes and types."""
     if mesh is None:
         return ()
-    devices = tuple((device.platform, device.id) for device in mesh.devices.flat)
+    devices = tuple((device.platform, device.id) for device in devices_of(mesh))
     return (tuple(mesh.shape.items()), tuple(str(kind) for kind in mesh.axis_types), devices)
 
 
@@ -42,7 +47,7 @@ def parts_along(mesh: Mesh, axes: tuple[str, ...]) -> int:
     Raises:
         PlacementError: some process would hold more of it than another.
     """
-    if len(processes_of(mesh.devices.flat)) < 2:
+    if len(processes_of(devices_of(mesh))) < 2:
         return 1
     total = math.prod(mesh.shape[axis] for axis in axes)
     held: dict[int, set[int]] = {}
@@ -222,14 +227,14 @@ class Placer:
         if index is not None:
             pattern, spec = self.rules.rules[index]
             why = f"{role}, rule {pattern!r}" if role else f"rule {pattern!r}"
-        elif role != "batch":
+        elif role not in ("batch", "batches"):
             why = f"{role}, replicated" if role else "no role: replicated"
-        elif not shape or self.data_axis is None:
-            why = f"batch, {'data_axis=None' if shape else 'scalar'}: replicated"
-        else:
-            spec = PartitionSpec(self.data_axis)
-            why = f"batch, split along {quoted(axes_of(self.data_axis))}"
-        whole = self._whole(shape, spec) if role == "batch" else shape
+        elif len(shape) <= (stacked := role == "batches") or self.data_axis is None:
+            why = f"{role}, {'data_axis=None' if shape else 'scalar'}: replicated"
+        else:  # The first dimension of several batches counts them.
+            spec = PartitionSpec(*(None,) * stacked, self.data_axis)
+            why = f"{role}, split along {quoted(axes_of(self.data_axis))}"
+        whole = self._whole(shape, spec) if role in ("batch", "batches") else shape
         self._check_divides(path, whole, spec, index)
         return Placed(self._sharding(spec, shape), whole, why, index)
 

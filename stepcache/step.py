@@ -17,6 +17,7 @@ import jax
 from stepcache import jaxcompat
 from stepcache.calls.context import Scope, current_scope
 from stepcache.calls.pad import Pad, check_pads
+from stepcache.calls.repeating import repeated
 from stepcache.calls.step_spec import StepSpec
 from stepcache.engine import Engine
 from stepcache.errors import OptionError
@@ -43,7 +44,7 @@ class Step(functools.partial, Generic[P, R]):
     attributes in slots, and in its `__dict__` what a function has too, and what the user sets.
     """
 
-    __slots__ = ("_engine", "_options")
+    __slots__ = ("_engine", "_options", "_repeated")
     __wrapped__: Callable[P, R]
 
     if TYPE_CHECKING:  # At run time a method of ours would stand in the way of the C one.
@@ -55,6 +56,7 @@ class Step(functools.partial, Generic[P, R]):
 
     def __init__(self, engine: Engine, options: dict[str, Any]):
         self._engine, self._options = engine, options
+        self._repeated: dict[int, Step] = {}
         self.__name__ = self.__qualname__ = engine.spec.name
         functools.update_wrapper(self, engine.spec.fun)
         jaxcompat.unhide_methods(self)
@@ -143,6 +145,34 @@ class Step(functools.partial, Generic[P, R]):
     def _padded(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         padder = self._engine.padder
         return padder.padded(args, kwargs) if padder else (args, kwargs)
+
+    def repeat(self, count: int) -> Step[..., Any]:
+        """Makes a step that runs this one `count` times in one call, by `lax.scan`.
+
+            hundred = train_step.repeat(100)
+            state, metrics = hundred(state, batches)  # metrics["loss"] has shape [100]
+
+        What is carried goes from each time to the next. A batch (`step(batch=...)`) has the batches
+        of all times along a new first dimension, of size `count`. Other arguments are the same each
+        time. Outputs beside the carry are stacked along a new first dimension.
+
+        A call then costs its overhead once, and in a session with a target one message. The program
+        is traced and compiled once, for whatever `count`.
+
+        Args:
+            count: how often.
+
+        Returns:
+            The step, the same one for the same `count`.
+
+        Raises:
+            OptionError: the step carries nothing, pads, or has `in_shardings` or `out_shardings`.
+        """
+        if count not in self._repeated:
+            spec = repeated(self._engine.spec, count)
+            made = Step(Engine(spec, self._engine.scope), self._options)
+            self._repeated[count] = made
+        return self._repeated[count]
 
     def stats(self) -> StepStats:
         """What the step has cost so far. Hits are counted as `StepStats.hits` says."""

@@ -27,6 +27,7 @@ FLOORS = {
     "resident_calls": 7,
     "engine": 7,
     "serving": 7,
+    "remote": 7,
     "report": 8,
     "session": 9,
     "step": 9,

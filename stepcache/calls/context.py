@@ -16,7 +16,7 @@ from stepcache import jaxcompat
 from stepcache.calls.signature import Path
 from stepcache.distributed.peers import Peers
 from stepcache.errors import UnmatchedRuleWarning, warn
-from stepcache.sharding import Placer, processes_of
+from stepcache.sharding import Placer, devices_of, processes_of
 from stepcache.weak_objects import WeakObjects
 
 recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -44,6 +44,7 @@ class Scope:
         seen: the `Variables` whose leaves have been matched.
         shown: paths of some leaves of the last of them.
         session: the front door to it.
+        target: runs its steps on other processes; None where they run in this one.
     """
 
     placer: Placer | None
@@ -59,6 +60,7 @@ class Scope:
     seen: WeakObjects = field(default_factory=WeakObjects)
     shown: tuple[str, ...] = ()
     session: weakref.ref[Any] | None = None
+    target: Any = None
 
     @property
     def mesh(self):
@@ -73,7 +75,7 @@ class Scope:
     @property
     def peers(self) -> Peers | None:
         """The processes of the mesh; None for one process, or without a mesh."""
-        return self.together(processes_of(self.mesh.devices.flat)) if self.mesh else None
+        return self.together(processes_of(devices_of(self.mesh))) if self.mesh else None
 
     def match_rules(self, paths: Sequence[str]) -> None:
         """Notes the rules that match leaves which no call places: those of `Variables`."""
@@ -126,7 +128,8 @@ def token_of(scope: Scope) -> jaxcompat.ContextToken | None:
     """
     decides = (scope.placer, scope.cache.number, scope.count_hits)
     decides += (scope.max_step_bytes, scope.check_replicas_every)
-    if decides == (None, DEFAULT_SCOPE.cache.number, False, None, None):
+    decides += (scope.target and scope.target.number,)
+    if decides == (None, DEFAULT_SCOPE.cache.number, False, None, None, None):
         return None
     with _naming:
         token = _tokens.get(decides)

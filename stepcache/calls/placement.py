@@ -90,7 +90,7 @@ def is_elsewhere(
         leaves: of the call, placed.
         placed, asked: as `place` returns them.
     """
-    if mesh is None or any(placed) or any(asked):
+    if not isinstance(mesh, Mesh) or any(placed) or any(asked):
         return False
     committed = next((leaf.sharding for leaf in leaves if leaf.sharding is not None), None)
     return committed is not None and committed.device_set != _devices_of(mesh)

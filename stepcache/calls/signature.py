@@ -102,6 +102,7 @@ class Parameters:
         roles: which are static.
         carry: names of those that the step returns updated.
         batch: names of those that a session splits along its data axis.
+        stacked: whether a batch has the batches of several steps along its first dimension.
     """
 
     positional: tuple[str, ...]
@@ -111,6 +112,7 @@ class Parameters:
     roles: jaxcompat.ArgumentRoles
     carry: tuple[str, ...] = ()
     batch: tuple[str, ...] = ()
+    stacked: bool = False
 
     @classmethod
     def of(
@@ -141,7 +143,9 @@ class Parameters:
         name = self.parameter_of(argument)
         if name in self.carry:
             return "carry"
-        return "batch" if name in self.batch else None
+        if name not in self.batch:
+            return None
+        return "batches" if self.stacked else "batch"
 
     def name_of(self, position: int) -> str:
         if position < len(self.positional):

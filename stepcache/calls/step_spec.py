@@ -14,7 +14,7 @@ from stepcache.calls.key import Identity, Key, identity
 from stepcache.calls.layers import function_name
 from stepcache.calls.pad import Pad
 from stepcache.calls.signature import Call, Leaf, Parameters
-from stepcache.sharding import Placed, processes_of
+from stepcache.sharding import Placed, devices_of, processes_of
 
 
 def _as_it_is(call: Call) -> Call:
@@ -152,6 +152,6 @@ class Request:
     def ranks(self) -> tuple[int, ...]:
         """The processes whose devices the call uses, in order."""
         if self.mesh is not None:
-            return processes_of(self.mesh.devices.flat)
+            return processes_of(devices_of(self.mesh))
         shardings = {leaf.sharding for leaf in self.leaves if leaf.sharding is not None}
         return processes_of(device for each in shardings for device in each.device_set)

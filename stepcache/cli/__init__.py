@@ -1,4 +1,4 @@
-"""The command line: `stepcache cache ...`, `doctor`, `launch`, `serve` and `status`.
+"""The command line: `stepcache cache ...`, `doctor`, `launch`, `serve`, `status` and `stop`.
 
 Commands about a cache directory take `--dir` and `--json`. The JSON is made of the records in
 `stepcache/report/`: sizes in bytes, durations in seconds, times in seconds since the epoch. Exit
@@ -17,6 +17,7 @@ from stepcache.cli.cache import cache
 from stepcache.cli.directories import SIZE, Result, on_directory
 from stepcache.cli.render import diagnosis
 from stepcache.cli.serve import serve, status
+from stepcache.cli.tasks import stop
 from stepcache.distributed.launch import GRACE_SECONDS
 from stepcache.distributed.launch import launch as launch_pod
 from stepcache.errors import StepCacheError
@@ -27,10 +28,10 @@ from stepcache.report.doctor import examine
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(distribution_of("stepcache")[1], prog_name="stepcache")
 def main() -> None:
-    """Inspects the programs that stepcache keeps on disk, runs pods, and serves variables."""
+    """Inspects the programs that stepcache keeps on disk, runs pods and tasks, serves variables."""
 
 
-for command in (cache, serve, status):
+for command in (cache, serve, status, stop):
     main.add_command(command)
 
 

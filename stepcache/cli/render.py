@@ -356,6 +356,22 @@ def diagnosis(found: Diagnosis) -> Rendered:
 # ---- served variables ---------------------------------------------------------------------------
 
 
+def tasks(found: dict[str, Any]) -> Rendered:
+    """What a coordinator says of its tasks."""
+    yield f"{found['joined']} of {found['tasks']} tasks; started {found['incarnation']} times"
+    for title, names in (
+        ("programs", ("program", "number")),
+        ("variables", ("client", "variables", "version", "leaves")),
+        ("clients", ("client", "name", "process", "runs done", "messages", "size_bytes")),
+    ):
+        if found[title]:
+            rows = [dict(zip(names, row, strict=True)) for row in found[title]]
+            texts = [{name: _field(name, value) for name, value in row.items()} for row in rows]
+            yield _table(texts, right=names[2:], cut=names[1])
+    for name, value in sorted(found["counts"].items()):
+        yield f"{name}: {readable_bytes(value) if name == 'bytes' else value}"
+
+
 def served(found: dict[str, Any]) -> Rendered:
     """The `Status` of each host of variables, by address."""
     for address, status in found.items():

@@ -14,6 +14,7 @@ import click
 from stepcache._process_hooks import signals_handled
 from stepcache.cli.directories import DURATION, Result
 from stepcache.cli.render import served
+from stepcache.cli.tasks import serve_tasks, show_tasks
 from stepcache.errors import StepCacheError
 from stepcache.units import counted
 
@@ -21,9 +22,9 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
 
 @click.command("serve")
-@click.option(
-    "--variables", "directory", type=_DIRECTORY, required=True, help="For snapshots and tables."
-)
+@click.option("--variables", "directory", type=_DIRECTORY, help="For snapshots and tables.")
+@click.option("--tasks", "size", metavar="2x4", help="Run two tasks of four devices each.")
+@click.option("--directory", "place", type=_DIRECTORY, help="By which clients find the tasks.")
 @click.option(
     "--snapshot-every",
     "snapshot_seconds",
@@ -47,8 +48,15 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
     show_default=True,
     help="So many Ray actors share the variables; of a directory always as many.",
 )
-def serve(directory: Path, name: str | None, hosts: int, **options: Any) -> None:
-    """Holds variables for other processes, until SIGTERM or Ctrl-C.
+def serve(
+    directory: Path | None,
+    size: str | None,
+    place: Path | None,
+    name: str | None,
+    hosts: int,
+    **options: Any,
+) -> None:
+    """Holds variables for other processes, or runs their steps, until SIGTERM or Ctrl-C.
 
     Goes on from the last snapshot in the directory. Processes of this machine reach it by
     stepcache.connect("local:DIRECTORY"), before or after it is started.
@@ -58,7 +66,17 @@ def serve(directory: Path, name: str | None, hosts: int, **options: Any) -> None
     command finds it again. All nodes have to see the directory. Without a cluster (`ray start
     --head`), the command starts a Ray of its own, which ends with it. With --hosts, several actors,
     on as many nodes if there are, share the variables.
+
+    With --tasks 2x4 --directory DIRECTORY, two processes of four devices each run the steps of
+    stepcache.Session(target="local:DIRECTORY"), and hold their variables. On CPUs as many devices
+    are made; of other devices each takes its share.
     """
+    if size is not None or place is not None:
+        if size is None or place is None or directory is not None or name:
+            raise click.UsageError("tasks take --tasks and --directory, and nothing else")
+        return serve_tasks(size, place)
+    if directory is None:
+        raise click.UsageError("give --variables DIRECTORY, or --tasks 2x4 --directory DIRECTORY")
     if hosts > 1 and not name:
         raise click.UsageError("--hosts is for Ray: give --ray NAME too")
     os.environ["JAX_PLATFORMS"] = "cpu"  # A server takes no accelerator.
@@ -107,15 +125,20 @@ def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
 @click.command("status")
 @click.option("--variables", "directory", type=_DIRECTORY, help="Of the server.")
 @click.option("--ray", "name", metavar="NAME", help="Of the Ray actor.")
+@click.option("--tasks", metavar="NAME|DIRECTORY", help="Of tasks that run steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=5.0, show_default=True)
-def status(directory: Path | None, name: str | None, as_json: bool, timeout: float) -> None:
+def status(
+    directory: Path | None, name: str | None, tasks: str | None, as_json: bool, timeout: float
+) -> None:
     """Shows what a server of variables holds, its clients, and how long requests take.
 
     Where several hosts share the variables, it shows each. In JSON they have their addresses.
     """
-    if (directory is None) == (name is None):
-        raise click.UsageError("give either --variables DIRECTORY or --ray NAME")
+    if [directory, name, tasks].count(None) != 2:
+        raise click.UsageError("give either --variables DIRECTORY, --ray NAME or --tasks PLACE")
+    if tasks is not None:
+        return show_tasks(tasks, as_json, timeout)
     from stepcache.serving.connecting import connect
     from stepcache.serving.transport import place_of
 

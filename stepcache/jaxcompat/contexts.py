@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import get_opaque_trace_state
+from jax.sharding import AbstractMesh
 
 from stepcache.jaxcompat.hooks import call_on_changed_settings
 from stepcache.jaxcompat.private import PRIVATE_API
@@ -261,7 +262,9 @@ def tracing_context(mesh: Any):
     """What holds while a program is traced and lowered: a mesh, unless the caller has set one."""
     with contextlib.ExitStack() as stack:
         if mesh is not None and not has_concrete_mesh():
-            stack.enter_context(jax.set_mesh(mesh))
+            is_described = isinstance(mesh, AbstractMesh)  # Other processes have its devices.
+            set_mesh = jax.sharding.use_abstract_mesh if is_described else jax.set_mesh
+            stack.enter_context(set_mesh(mesh))
         if not PRIVATE_API:  # Else hooks keep the watched settings in JAX's keys all the time.
             stack.enter_context(_settings_context(ValueToken(_settings(_WATCHED))))
         yield

@@ -121,6 +121,13 @@ class Runnable(NamedTuple):
         """The abstract values of the outputs, flat; none where the private API is out of reach."""
         return getattr(self.executable, "out_avals", ()) if PRIVATE_API else ()
 
+    @property
+    def output_shardings(self) -> list[Any]:
+        """The sharding of each output."""
+        if PRIVATE_API:
+            return list(self.executable._out_shardings)
+        return jax.tree_util.tree_leaves(self.executable.output_shardings)
+
     def taken_arguments(self) -> dict[int, bool]:
         """The flat arguments that the program takes, and for each whether it writes over it.
 

@@ -82,7 +82,7 @@ class Resolver:
 
         def before_trace(result: LookupResult) -> None:
             if not explicit:
-                self._judge(scope, compared(miss, result))
+                self.judge(scope, compared(miss, result))
 
         archive, watch = scope.cache.archive(), scope.cache.check_every is not None
         call = MissedCall(request, archive, stopwatch, before_trace, watch)
@@ -184,7 +184,21 @@ class Resolver:
                 compare_call_values(self._spec.name, request, peers)
             self._not_compared.discard(request.key)
 
-    def _judge(self, scope: Scope, miss: Miss) -> None:
+    def built_elsewhere(
+        self, request: Request, miss: Miss, seconds: dict[str, float], own_seconds: float
+    ) -> None:
+        """Records a program that other processes run, and that this one traced."""
+        program = Program(request.key, None, (), seconds, traces=1)  # type: ignore[arg-type]
+        resolution = Resolution(program, LookupResult())
+        miss = _completed(miss, resolution)
+        self._record(next(_build_ids), request, resolution, miss, own_seconds, None)
+
+    def judge(self, scope: Scope, miss: Miss) -> None:
+        """Raises or warns of a miss, as the session says.
+
+        Raises:
+            RecompileError: it says that nothing may be built.
+        """
         if recompiles_forbidden.get() or scope.on_miss == "error":
             where = "no_recompile()" if recompiles_forbidden.get() else 'on_miss="error"'
             raise RecompileError(

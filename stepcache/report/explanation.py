@@ -243,6 +243,8 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     if jaxcompat.is_tracing():
         why = "it is inside another transformation"
         return Explanation(name, False, None, None, delegated=why)
+    if engine.scope().target is not None:
+        return _on_tasks(engine, args, kwargs)
     use = engine.use(args, kwargs)
     if use is not None:
         engine, args, kwargs = engine.resident(args, kwargs)
@@ -276,6 +278,36 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         plan=use.plan() if use else Plan(),
         rank=jax.process_index() if len(request.ranks) > 1 else 0,
         processes=max(1, len(request.ranks)),
+    )
+
+
+def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
+    """Explains a call that other processes run."""
+    scope, spec = engine.scope(), engine.spec
+    planned = scope.target.planned(engine, scope, args, kwargs)
+    request = planned.request
+    statics = request.call.signature.statics
+    return Explanation(
+        spec.name,
+        planned.seconds is not None,
+        None if planned.seconds is not None else engine.miss_log.why(request),
+        dict(scope.target.mesh.shape),
+        tuple(
+            Argument(
+                *(path.argument, path.slashed, str(leaf), leaf.size_bytes),
+                *(
+                    "client" if source is None else "tasks",
+                    _spec(leaf.sharding),
+                    placed.why if placed else "it lives there",
+                    leaf.size_bytes if source is None else 0,
+                ),
+            )
+            for path, leaf, placed, source in zip(
+                *(request.call.paths, request.leaves, request.placed, planned.sources), strict=True
+            )
+        ),
+        tuple((static.name, repr(static.value)) for static in statics),
+        planned.seconds and tuple(planned.seconds.get(stage, 0.0) for stage in _STAGES),
     )
 
 

@@ -78,7 +78,7 @@ class LocalServer:
             (zmq.RCVHWM, 1024),
         ):
             self._socket.setsockopt(option, value)
-        address = _socket_path(self.directory)
+        address = socket_path(self.directory)
         self._socket.bind(f"ipc://{address}")
         self._path = Path(address)
         _publish_address(self.directory, address, self.host.epoch)
@@ -198,7 +198,8 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _socket_path(directory: Path) -> str:
+def socket_path(directory: Path) -> str:
+    """Returns a path for the socket of a directory, short enough and in a private directory."""
     name = hashlib.sha256(str(directory).encode()).hexdigest()[:24]
     for parent in (tempfile.gettempdir(), "/tmp"):
         private = Path(parent) / f"stepcache-{os.geteuid()}"

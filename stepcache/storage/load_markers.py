@@ -57,6 +57,12 @@ class Process:
         """Whether it is, or was, a process of this host."""
         return self.host == _host()
 
+    def signal(self, number: int) -> None:
+        """Sends a signal to a process of this host, unless it is no more."""
+        if not self.has_ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def has_ended(self) -> bool:
         """Whether a process of this host is no more."""
         if self == Process.current():

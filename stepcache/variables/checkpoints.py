@@ -193,9 +193,11 @@ def save(
     check_not_tracing("nothing can be saved", "save")
     for saving in list(_unfinished):
         saving.wait()
-    root = path_of(directory)
+    root, step = path_of(directory), _step_number(items, keep) if keep is not None else 0
+    if (target := getattr(jaxcompat.entered_session(), "target", None)) is not None:
+        return target.save(root, items, keep, step)
     tree, metadata = _collected(items, copied=asynchronous)
-    saving = Saving(root, keep, _step_number(items, keep) if keep is not None else 0)
+    saving = Saving(root, keep, step)
     saving._start(tree, metadata)
     if asynchronous:
         saving._finish_behind()
@@ -203,6 +205,22 @@ def save(
         saving._pod.guarded(saving._finish)
         saving.wait()
     return saving
+
+
+def write_leaves(
+    root: Path, leaves: list[Leaf], about: dict[str, Any], keep: int | None, step: int
+) -> None:
+    """Writes named leaves to a checkpoint. In a pod all processes call it.
+
+    Args:
+        root, keep, step: as of `save`.
+        leaves: what to write.
+        about: what is saved about variables, by their names.
+    """
+    saving = Saving(root, keep, step)
+    saving._start(*_stored_form(leaves, about, copied=False))
+    saving._pod.guarded(saving._finish)
+    saving.wait()
 
 
 def path_of(directory: str | os.PathLike) -> Path:
@@ -240,6 +258,13 @@ def _collected(items: dict[str, Any], *, copied: bool) -> tuple[dict[str, Any], 
                 trees, about[name] = item._parts()
             for part, tree in trees.items():
                 leaves += leaves_of(joined_part(name, part), tree)
+        return _stored_form(leaves, about, copied=copied)
+
+
+def _stored_form(
+    leaves: list[Leaf], about: dict[str, Any], *, copied: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """orbax's tree of some leaves, and the metadata that goes with it."""
     values, special = {}, []
     for leaf in leaves:
         value, kind = _storable(leaf, copied=copied), kind_of(leaf)

@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.sharding import Placer
+from stepcache.sharding import Placer, devices_of
 from stepcache.variables.packing import Layout, Slot
 from stepcache.variables.policy import OnHost, Placement, Sharded
 
@@ -43,7 +43,7 @@ def describe(
                 hint="make the variables inside `with Session(mesh)`",
             )
         placer = Placer(placer.mesh, on_device.rules, None)
-    devices = set(placer.mesh.devices.flat) if placer is not None else set()
+    devices = set(devices_of(placer.mesh)) if placer is not None else set()
     named, structure = named_leaves(tree)
     described = []
     for path, leaf in named:
@@ -77,7 +77,7 @@ def abstract(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct | jaxcompat.Tracer):
         return None
     try:
-        aval = jaxcompat.abstract(leaf)
+        aval = jaxcompat.abstract(getattr(leaf, "_stand_in", leaf))  # One of another process.
     except (TypeError, ValueError, OverflowError):
         return None
     return aval if jaxcompat.is_array_type(aval) else None

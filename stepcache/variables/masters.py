@@ -77,7 +77,10 @@ class Master:
         is_resident: whether the buffers that a step takes are the master copy.
         applies_updates: whether it lives in another process, which applies updates by itself.
         source: where several masters are read from in one go; None where each is read by itself.
+        owner: a weak reference to the variables; of masters that need them.
     """
+
+    owner: Any = None
 
     is_resident, applies_updates = True, False
     source: Source | None = None

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from stepcache import jaxcompat
 from stepcache.distributed.global_arrays import placed
 from stepcache.errors import VariablesError
 from stepcache.units import listed
@@ -71,9 +72,50 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
     join_all()
     root = path_of(directory)
     check_names(items)
+    if (target := getattr(jaxcompat.entered_session(), "target", None)) is not None:
+        return target.restore(root, items, partial)
     pod = processes()
     found = of_leader(pod, root, lambda: files.find(root), *_UNREADABLE)
     return pod.guarded(lambda: _restore(found, items, partial))
+
+
+def read_leaves(
+    root: Path, leaves: list[Leaf], asked: set[str], partial: bool
+) -> tuple[dict[Name, Any], dict[str, Any]]:
+    """Reads named leaves from a checkpoint. In a pod all processes call it.
+
+    An optimizer's state that was not stored is not read.
+
+    Args:
+        root: directory of the checkpoint, or of numbered ones.
+        leaves: templates of what to read.
+        asked: names of the items.
+        partial: as of `restore`.
+
+    Returns:
+        The values by the names of leaves, and what was saved about variables.
+    """
+    import orbax.checkpoint as ocp
+
+    pod = processes()
+    path = of_leader(pod, root, lambda: files.find(root), *_UNREADABLE)
+
+    def read() -> tuple[dict[Name, Any], dict[str, Any]]:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            with damage_as_error(path, *_UNREADABLE):
+                stored = _Stored(path, checkpointer.metadata(path), asked)
+            heads = {name[0] for name in stored.kinds}
+            found = [x for x in leaves if ":" not in x.name[0] or x.name[0] in heads]
+            _check_same(path, stored, found, partial)
+            with damage_as_error(path, *_UNREADABLE):
+                return stored.read(checkpointer, found), stored.about
+
+    return pod.guarded(read)
+
+
+def restore_here(root: Path, items: dict[str, Any]) -> dict[str, Any]:
+    """Reads some items of a checkpoint in this process alone; others may be stored too."""
+    return _restore(files.find(root), items, partial=True)
 
 
 def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]:

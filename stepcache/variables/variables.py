@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,11 +15,12 @@ import jax
 from jax.sharding import Mesh
 
 from stepcache.distributed.replicas import is_local, token_of
-from stepcache.errors import UnmatchedRuleWarning, VariablesError, warn
+from stepcache.errors import StepCacheError, UnmatchedRuleWarning, VariablesError, warn
 from stepcache.sharding import (
     current_max_bytes,
     current_placer,
     current_reader,
+    devices_of,
     mesh_identity,
     processes_of,
 )
@@ -95,6 +97,12 @@ class Variables(NoTree, Savable):
         check_policies(placement, read, write)
         self._set_up(placement, read, write, name, pack)
         made = Meter()  # Not recorded: no budget and no statistics cover making variables.
+        target = getattr(current_reader(), "target", None)
+        if target is not None:
+            target.check_policies(self)
+            self._begin(target.hold(self.name, tree, placement, self._placer, self._prefix))
+            self._master.owner = weakref.ref(self)
+            return
         self._begin(hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack))
         self._made_of = self._tokens(tree)
         self._warn_of_unmatched_rules()
@@ -130,7 +138,7 @@ class Variables(NoTree, Savable):
 
     def _tokens(self, tree: Any) -> dict[str, str]:
         """Tokens of the host values in a tree, which the processes of a pod compare; by path."""
-        if self._mesh is None or len(processes_of(self._mesh.devices.flat)) < 2:
+        if self._mesh is None or len(processes_of(devices_of(self._mesh))) < 2:
             return {}
         return {path: token_of(leaf) for path, leaf in named_leaves(tree)[0] if is_local(leaf)}
 
@@ -171,6 +179,8 @@ class Variables(NoTree, Savable):
         with self._moving("value") as meter:
             try:  # Not under the lock: a step on another thread may build its program for minutes.
                 leaves = self._master.leaves(meter)
+            except StepCacheError:
+                raise
             except (RuntimeError, ValueError):  # Such a step has just donated the buffers.
                 with self._lock:
                     self._master.check_not_lost(self.name)

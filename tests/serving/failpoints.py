@@ -57,10 +57,10 @@ OF_RAY_CLIENTS = {
         "before",
         90,
     ),
-    "when an actor was looked for": (
-        "stepcache.serving.ray_transport:RayTransport._look",
+    "after a request to an actor": (
+        "stepcache.serving.ray_transport:RayTransport.request",
         "after",
-        1,
+        90,
     ),
 }
 POINTS = {

@@ -1,0 +1,226 @@
+"""Steps on tasks: what starting one costs, beside a call here and TensorFlow 1's session.
+
+- *null*: a step over four numbers, its result waited for each time.
+- *in flight*: the same, 16 of them under way.
+- *training step*: an MLP of some 20 ms a step, one after the other.
+- *repeat*: 100 null steps in one call, per step.
+
+TensorFlow runs in a process of its own, with a session callable on one task of a local cluster: a
+variable is assigned to. It may be installed elsewhere: `--tensorflow PYTHON`.
+
+    python -m benchmarks.remote [--quick] [--tensorflow PYTHON]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import stepcache as sc
+from benchmarks.harness import Row, compared, show, write
+from stepcache.remote.coordinator import Coordinator
+from stepcache.remote.messages import HEADER_BYTES, Kind, Message, packed
+
+IN_FLIGHT, REPEATS = 16, 100
+
+TENSORFLOW = """
+import json, sys, time
+import tensorflow.compat.v1 as tf
+tf.disable_eager_execution()
+server = tf.train.Server.create_local_server()
+with tf.Session(server.target) as session:
+    state = tf.get_variable("state", initializer=tf.zeros(4))
+    run = session.make_callable(tf.assign_add(state, tf.ones(4)).op)
+    session.run(tf.global_variables_initializer())
+    for _ in range(200):
+        run()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        count = int(line)
+        started = time.perf_counter()
+        for _ in range(count):
+            run()
+        print((time.perf_counter() - started) / count, flush=True)
+"""
+
+
+@sc.step(carry="state")
+def null(state: Any) -> tuple[Any, Any]:
+    return state + 1, state.sum()
+
+
+@sc.step(carry="params")
+def train(params: Any, x: Any) -> tuple[Any, Any]:
+    def loss_of(params: Any) -> Any:
+        hidden = x
+        for layer in params:
+            hidden = jnp.tanh(hidden @ layer)
+        return jnp.mean(hidden**2)
+
+    loss, slopes = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 1e-3 * g, params, slopes), loss
+
+
+class Contender:
+    """A session, with variables of its own."""
+
+    def __init__(self, session: sc.Session):
+        self.session = session
+        self.step, self.train = null, train
+        with session:
+            self.state = sc.Variables(np.zeros(4, np.float32))
+            layers = [np.eye(512, dtype=np.float32)] * 4
+            self.params = sc.Variables(layers)
+            self.x = sc.step(lambda: jnp.ones((512, 512)))()
+        self.many = null.repeat(REPEATS)
+
+    def null(self, count: int) -> None:
+        for _ in range(count):
+            _, total = null(self.state)
+            total.block_until_ready()
+
+    def in_flight(self, count: int) -> None:
+        for _ in range(count // IN_FLIGHT):
+            for _ in range(IN_FLIGHT):
+                _, total = null(self.state)
+            total.block_until_ready()
+
+    def training(self, count: int) -> None:
+        for _ in range(count):
+            _, loss = train(self.params, self.x)
+        loss.block_until_ready()
+
+    def repeat(self, count: int) -> None:
+        for _ in range(count // REPEATS):
+            _, totals = self.many(self.state)
+            totals.block_until_ready()
+
+
+CASES = {
+    "a null step": ("null", 200),
+    "null steps, 16 in flight": ("in_flight", 320),
+    "a training step": ("training", 10),
+    "repeat(100), per null step": ("repeat", 400),
+}
+
+
+class TensorFlow:
+    """TensorFlow 1's session callable, in another process."""
+
+    def __init__(self, python: str):
+        self._process = subprocess.Popen(
+            [python, "-c", TENSORFLOW],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdout is not None and self._process.stdout.readline() == "ready\n"
+
+    def seconds(self, count: int) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(count, file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def timed(contender: Contender, name: str, count: int) -> float:
+    with contender.session:
+        started = time.perf_counter()
+        getattr(contender, name)(count)
+        return (time.perf_counter() - started) / count
+
+
+def measured(rounds: int, tensorflow: str | None) -> list[Row]:
+    here = Contender(sc.Session())
+    one, two = (Contender(sc.Session(target=f"local:{n}x1")) for n in (1, 2))
+    contenders = {"in this process": here, "on one task": one, "on two tasks": two}
+    other = TensorFlow(tensorflow) if tensorflow else None
+    rows = []
+    for case, (name, count) in CASES.items():
+        ways: dict[str, Callable[[], float]] = {
+            each: functools.partial(timed, held, name, count) for each, held in contenders.items()
+        }
+        if other is not None and name in ("null", "in_flight"):
+            ways = {"TF 1 session callable": functools.partial(other.seconds, count), **ways}
+        for way in ways.values():
+            way()
+        seconds: dict[str, list[float]] = {each: [] for each in ways}
+        for _ in range(rounds):
+            for each, way in ways.items():
+                seconds[each].append(way())
+        rows += compared(case, seconds)
+    if other is not None:
+        other.close()
+    for each in (one, two):
+        each.session.close()
+    return rows
+
+
+def of_tasks(tasks: int, runs: int = 200) -> dict[str, float]:
+    """What a run costs the client and the coordinator, with so many simulated tasks."""
+    coordinator = Coordinator(tasks)
+    coordinator.started()
+    for task in range(tasks):
+        coordinator.joined(task, {"devices": tasks, "platform": "cpu"})
+    hello = packed(name="", process="1.1.here", watch="")
+    (client, _), *_ = coordinator.from_client(0, Message(Kind.HELLO, body=hello)).clients
+    form = packed(form={"program": 1, "refs": [], "takes": [], "writes": []})
+    coordinator.from_client(client, Message(Kind.RUN, client, 1, 1, 1, form))
+    client_seconds = coordinator_seconds = 0.0
+    for number in range(2, runs + 2):
+        started = time.perf_counter()
+        frames = Message(Kind.RUN, client, 1, number, 1).frames()
+        client_seconds += time.perf_counter() - started
+        started = time.perf_counter()
+        output = coordinator.from_client(client, Message(Kind.RUN, client, 1, number, 1))
+        sent = [message.frames() for message in output.tasks for _ in range(tasks)]
+        for task in range(tasks):
+            coordinator.from_task(task, Message(Kind.DONE, client, 1, number))
+        coordinator_seconds += time.perf_counter() - started
+    return {
+        "tasks": tasks,
+        "client_messages": 1,
+        "client_bytes": len(frames[0]),
+        "client_us": 1e6 * client_seconds / runs,
+        "coordinator_messages": len(sent),
+        "coordinator_bytes": sum(len(each[0]) for each in sent),
+        "coordinator_us": 1e6 * coordinator_seconds / runs,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two rounds; writes no results")
+    parser.add_argument("--tensorflow", help="a Python that has TensorFlow")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    rows = measured(2 if options.quick else options.rounds, options.tensorflow)
+    show("steps on tasks", rows)
+    curve = [of_tasks(tasks) for tasks in (1, 10, 100, 1000)]
+    print(f"{HEADER_BYTES} bytes start a step")
+    for each in curve:
+        print(json.dumps({name: round(value, 1) for name, value in each.items()}))
+    if not options.quick:
+        figures = {"header_bytes": HEADER_BYTES, "tasks": curve}
+        print(write("remote", rows, figures, rounds=options.rounds, in_flight=IN_FLIGHT))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

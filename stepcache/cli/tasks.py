@@ -1,0 +1,74 @@
+"""`stepcache serve --tasks`, `stepcache status --tasks` and `stepcache stop`."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stepcache._process_hooks import signals_handled
+from stepcache.cli.directories import Result
+from stepcache.cli.render import tasks
+from stepcache.errors import OptionError, StepCacheError
+
+
+def serve_tasks(size: str, directory: Path) -> None:
+    """Runs tasks in a directory, until SIGTERM or Ctrl-C."""
+    from stepcache.remote.local_tasks import LocalTasks
+    from stepcache.remote.starting import size_of
+
+    try:
+        count, devices = size_of(size)
+        served = LocalTasks(directory, count, devices)
+    except OptionError as error:
+        raise click.UsageError(str(error)) from error
+    except StepCacheError as error:
+        raise click.ClickException(str(error)) from error
+    with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: served.stop()):
+        click.echo(f"running {size} tasks in {directory}")
+        served.run()
+    click.echo("stopped")
+
+
+def show_tasks(place: str, as_json: bool, timeout: float) -> None:
+    """Shows what tasks hold, and their clients."""
+    from stepcache.remote.connection import Connection
+
+    try:
+        connection = Connection(_directory(place), "", "", 1, timeout)
+        found = connection.status()
+        connection.close()
+    except StepCacheError as error:
+        raise click.ClickException(str(error)) from error
+    Result(found, tasks(found)).show(as_json)
+
+
+@click.command("stop")
+@click.argument("place", metavar="NAME|DIRECTORY")
+@click.option("--timeout", type=click.FloatRange(min=0.1), default=20.0, show_default=True)
+def stop(place: str, timeout: float) -> None:
+    """Ends the tasks of a name, or of a directory. What they hold is gone."""
+    from stepcache.remote.local_tasks import address
+    from stepcache.storage.load_markers import Process
+
+    found: dict[str, Any] | None = address(_directory(place))
+    process = Process.parse(found["process"]) if found else None
+    if process is None or process.has_ended():
+        raise click.ClickException(f"no tasks run in {_directory(place)}")
+    process.signal(signal.SIGTERM)
+    deadline = time.monotonic() + timeout
+    while not process.has_ended():
+        if time.monotonic() > deadline:
+            raise click.ClickException(f"process {process.pid} has not ended in {timeout:g} s")
+        time.sleep(0.02)
+    click.echo(f"stopped the tasks in {_directory(place)}")
+
+
+def _directory(place: str) -> Path:
+    from stepcache.remote.starting import named_directory
+
+    is_name = "/" not in place and not Path(place).is_dir()
+    return named_directory(place) if is_name else Path(place)

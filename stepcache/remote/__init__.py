@@ -1,0 +1,1 @@
+"""Steps that run on other processes: `Session(target=...)`."""

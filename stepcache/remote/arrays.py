@@ -1,0 +1,245 @@
+"""`RemoteArray`: an array that lives on the tasks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from stepcache import jaxcompat
+
+if TYPE_CHECKING:
+    from stepcache.remote.connection import Connection
+
+
+_numbers = itertools.count(1)
+
+
+class ArrayType:
+    """The type of an output of a program.
+
+    Attributes:
+        shape, dtype, weak_type, sharding: as of any array.
+        size_bytes: of the whole.
+        number: different for each.
+    """
+
+    __slots__ = ("dtype", "number", "shape", "sharding", "size_bytes", "weak_type")
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, weak_type: bool, sharding: Any):
+        self.shape, self.dtype, self.weak_type = tuple(shape), dtype, bool(weak_type)
+        self.sharding, self.number = sharding, next(_numbers)
+        self.size_bytes = math.prod(shape) * dtype.itemsize
+
+
+class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array that lives on the tasks of a session, as a step has returned it.
+
+    It can be passed to steps, which moves nothing. Looked at (`float(x)`, `np.asarray(x)`,
+    arithmetic), it is fetched, once. The tasks drop it when nothing refers to it any more.
+
+    Attributes:
+        shape, dtype, weak_type: as of any array.
+        sharding: over the abstract mesh of the session.
+
+    Raises:
+        TaskError: when it is looked at, if the step failed, or has donated it since.
+        RankLostError: when it is looked at, if the tasks were lost.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_connection", "_incarnation", "_index", "_is_held"),
+        *("_made_stand_in", "_run", "_type", "_value"),
+    )
+
+    def __init__(self, connection: Connection, run: int, index: int, type: ArrayType):
+        self._connection, self._incarnation = connection, connection.incarnation
+        self._run, self._index, self._type = run, index, type
+        self._made_stand_in: Any = None
+        self._value: np.ndarray | None = None
+        self._is_held = True  # Whether the tasks hold it for this object.
+
+    @property
+    def _stand_in(self) -> jax.ShapeDtypeStruct:
+        """Stands for this array, and no other one, in a call."""
+        if self._made_stand_in is None:
+            each = self._type
+            self._made_stand_in = jaxcompat.stand_in(
+                each.shape, each.dtype, each.weak_type, each.sharding
+            )
+        return self._made_stand_in
+
+    # ---- as of an array --------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._type.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._type.dtype
+
+    @property
+    def weak_type(self) -> bool:
+        return self._type.weak_type
+
+    @property
+    def sharding(self) -> Any:
+        return self._type.sharding
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self._type.size_bytes
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    def is_deleted(self) -> bool:
+        """Returns whether a step has donated it."""
+        return not self._is_held
+
+    def delete(self) -> None:
+        """Has the tasks drop it."""
+        if self._is_held:
+            self._is_held = False
+            self._connection.free([[self._run, self._index, 1]], self._type.size_bytes)
+
+    def donated(self) -> None:
+        """Notes that a step has taken it."""
+        self._is_held = False
+
+    def ref(self, run: int) -> list[Any]:
+        """Returns how run `run` names the array."""
+        from stepcache.errors import TaskError
+
+        if self._incarnation != self._connection.incarnation:
+            raise TaskError(
+                "an array was lost with the tasks that held it", got=f"{self.dtype}{self.shape}"
+            )
+        if not self._is_held:
+            raise TaskError(
+                "an array has been donated to an earlier step",
+                got=f"{self.dtype}{list(self.shape)}",
+                hint="use the array that the step returned in its place",
+            )
+        return ["o", run - self._run, self._index, 1]
+
+    def block_until_ready(self) -> RemoteArray:
+        """Waits until the step that returns it has run."""
+        self._connection.wait(self._run)
+        self._connection.check(self._run)
+        return self
+
+    # ---- looked at -------------------------------------------------------------------------------
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if self._value is None:
+            (self._value,) = fetch(self._connection, [self])
+        value = self._value if dtype is None else self._value.astype(dtype)
+        return value.copy() if copy else value
+
+    def __jax_array__(self) -> jax.Array:
+        return jax.numpy.asarray(np.asarray(self))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        plain = [np.asarray(x) if isinstance(x, RemoteArray) else x for x in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def item(self) -> Any:
+        """Returns the value of an array of one element."""
+        return np.asarray(self).item()
+
+    def tolist(self) -> Any:
+        """Returns the value as nested lists."""
+        return np.asarray(self).tolist()
+
+    def __float__(self) -> float:
+        return float(np.asarray(self))
+
+    def __int__(self) -> int:
+        return int(np.asarray(self))
+
+    def __bool__(self) -> bool:
+        return bool(np.asarray(self))
+
+    def __index__(self) -> int:
+        return np.asarray(self).__index__()
+
+    def __getitem__(self, index: Any) -> Any:
+        return np.asarray(self)[index]
+
+    def __iter__(self) -> Any:
+        return iter(np.asarray(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(np.asarray(self)[()], spec)
+
+    def __repr__(self) -> str:
+        return f"RemoteArray({self.dtype.name}{list(self.shape)}, {self._state()})"
+
+    def _state(self) -> str:
+        if not self._is_held:
+            return "donated"
+        return f"on the tasks, output {self._index} of run {self._run}"
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_held", False):
+            self.delete()
+
+
+def fetch(connection: Connection, arrays: list[RemoteArray]) -> list[np.ndarray]:
+    """Fetches arrays of one connection together, as they are at one moment.
+
+    Raises:
+        TaskError: the step that makes one has failed, or it was donated.
+        RankLostError: the tasks were lost.
+    """
+    now = connection.runs
+    refs = [each.ref(now) for each in arrays]
+    values = fetch_refs(connection, refs, now, [each._stand_in for each in arrays])
+    for each in arrays:
+        connection.check(each._run)
+    return values
+
+
+def fetch_refs(
+    connection: Connection, refs: list[Any], run: int, stand_ins: list[jax.ShapeDtypeStruct]
+) -> list[np.ndarray]:
+    """Fetches what some references name, given the types of all arrays in turn."""
+    whole = all(_is_replicated(each) for each in stand_ins)
+    rows = connection.fetch(refs, run, 1 if whole else connection.about["tasks"])
+    if whole:
+        return [_readable(data) for _, _, data in sorted(rows, key=lambda row: row[0])]
+    made: list[Any] = [None] * len(stand_ins)
+    for index, bounds, data in rows:
+        shape = _data_shape(stand_ins[index], data)
+        if made[index] is None:
+            made[index] = np.empty(shape, data.dtype)
+        made[index][tuple(slice(*each) for each in bounds)] = data
+    return made
+
+
+def _data_shape(stand_in: jax.ShapeDtypeStruct, data: np.ndarray) -> tuple[int, ...]:
+    return (*stand_in.shape, *data.shape[len(stand_in.shape) :])
+
+
+def _readable(data: np.ndarray) -> np.ndarray:
+    return data.copy() if data.nbytes < 1 << 20 else data
+
+
+def _is_replicated(stand_in: Any) -> bool:
+    sharding = stand_in.sharding
+    return sharding is None or not any(tuple(sharding.spec))

@@ -1,0 +1,181 @@
+"""Checkpoints of what lives on tasks: the tasks write and read the arrays, by the paths of leaves.
+
+The files are those of `stepcache.save`, so that either side, and orbax, can read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from stepcache.jaxcompat.call_codec import decode_dtype, encode_dtype
+from stepcache.remote.arrays import RemoteArray
+from stepcache.remote.messages import Kind, packed
+from stepcache.remote.variables import master_of
+from stepcache.serving.messages import MalformedMessageError
+from stepcache.variables import checkpoints, restoring
+from stepcache.variables.checkpoint_items import Leaf, check_names, joined_part, leaves_of
+from stepcache.variables.variables import Variables
+
+
+class Saved:
+    """A checkpoint that has been written; `wait` returns at once."""
+
+    done = True
+
+    def wait(self) -> None:
+        """Returns: the checkpoint is whole."""
+
+
+def save(target: Any, root: Path, items: dict[str, Any], keep: int | None, step: int) -> Saved:
+    """Has the tasks write a checkpoint; see `stepcache.save`."""
+    check_names(items)
+    connection = target.connection
+    connection.ready()
+    now = connection.runs
+    blobs: list[Any] = []
+    kept: list[Any] = []
+    about: dict[str, Any] = {}
+    leaves: list[list[Any]] = []
+    for name, item in items.items():
+        if isinstance(item, Variables):
+            about[name] = {"version": item.version, "mode": item.write.mode, "pending": 0}
+            for part, each in _parts(item).items():
+                found = leaves_of(joined_part(name, part), _numbered(each))
+                leaves += [_row(leaf, ["v", master_of(each).number, leaf.value]) for leaf in found]
+            continue
+        for leaf in leaves_of(name, item):
+            value: Any = leaf.value
+            if isinstance(value, RemoteArray):
+                leaves.append(_row(leaf, value.ref(now)))
+            else:
+                data = connection.describe(np.asarray(value), blobs, kept)
+                leaves.append(_row(leaf, ["f", data]))
+    body = packed(directory=str(root), keep=keep, step=step, leaves=leaves, about=about)
+    connection.reply(connection.command(Kind.SAVE, now, body, blobs), connection.about["tasks"])
+    return Saved()
+
+
+def restore(target: Any, root: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]:
+    """Has the tasks read a checkpoint; see `stepcache.restore`."""
+    check_names(items)
+    connection = target.connection
+    connection.ready()
+    leaves: list[list[Any]] = []
+    others: dict[str, Any] = {}
+    for name, item in items.items():
+        if not isinstance(item, Variables):
+            others[name] = item
+            found = leaves_of(name, item)
+            leaves += [_row(leaf, None, *_type_of(leaf.value)) for leaf in found]
+            continue
+        master_of(item).revive()
+        if item.write.mode == "apply":
+            target.ready_state(item)
+        for part, each in _parts(item).items():
+            slots = each._master.layout.slots
+            for leaf in leaves_of(joined_part(name, part), _numbered(each)):
+                slot = slots[leaf.value]
+                number = master_of(each).number
+                types = encode_dtype(slot.dtype), list(slot.shape)
+                leaves.append(_row(leaf, [number, leaf.value], *types))
+    body = packed(
+        directory=str(root),
+        partial=partial,
+        leaves=leaves,
+        asked=list(items),
+        mesh=target.mesh_code,
+    )
+    answers = connection.reply(
+        connection.command(Kind.RESTORE, connection.runs, body), connection.about["tasks"]
+    )
+    about = answers[0].data(dict[str, Any])["about"]
+    restored: dict[str, Any] = dict(items)
+    if others:  # Small values, which this process reads by itself.
+        restored |= restoring.restore_here(root, others)
+    for name, item in items.items():
+        if isinstance(item, Variables):
+            master_of(item).restored(max(item.version, about.get(name, {}).get("version", 0)))
+    return restored
+
+
+def _parts(variables: Variables) -> dict[str, Variables]:
+    state = master_of(variables).state
+    return {"": variables} | ({"optimizer": state} if state is not None else {})
+
+
+def _numbered(variables: Variables) -> Any:
+    layout = variables._master.layout
+    return layout.tree.unflatten(range(len(layout.slots)))
+
+
+def _row(leaf: Leaf, value: Any, *more: Any) -> list[Any]:
+    return [list(leaf.name), leaf.path, value, *more]
+
+
+def _type_of(value: Any) -> tuple[Any, list[int]]:
+    array = np.asarray(value) if not hasattr(value, "dtype") else value
+    return encode_dtype(array.dtype), list(array.shape)
+
+
+# ---- on a task -----------------------------------------------------------------------------------
+
+
+def write(
+    about: dict[str, Any], find: Callable[[Any], list[Any]], value_of: Callable[[Any], np.ndarray]
+) -> None:
+    """Writes a checkpoint, together with the other tasks.
+
+    Args:
+        about: the body of the message.
+        find: returns the arrays that a reference names.
+        value_of: returns an array that travels with the message.
+    """
+    leaves = []
+    for name, path, ref in about["leaves"]:
+        if ref[0] == "f":
+            value = value_of(ref[1])
+        elif ref[0] == "v":
+            value = find(ref[:2])[ref[2]]
+        else:
+            (value,) = find(ref)
+        leaves.append(Leaf(tuple(name), path, value))
+    checkpoints.write_leaves(
+        Path(about["directory"]), leaves, about["about"], about["keep"], about["step"]
+    )
+
+
+def read(
+    about: dict[str, Any], find: Callable[[Any], list[Any]]
+) -> tuple[dict[int, list[Any]], dict[str, Any]]:
+    """Reads a checkpoint, together with the other tasks.
+
+    Returns:
+        The arrays of each variable by its number, and what was saved about variables.
+    """
+    leaves: list[Leaf] = []
+    places: list[tuple[int, int, tuple[str, ...]]] = []
+    for name, path, place, dtype, shape in about["leaves"]:
+        if place is None:
+            template: Any = np.zeros(tuple(shape), decode_dtype(dtype))
+        else:
+            number, index = place
+            now = find(["v", number])[index]
+            template = jax.ShapeDtypeStruct(now.shape, now.dtype, sharding=now.sharding)
+            if now.shape != tuple(shape):
+                raise MalformedMessageError(f"{path}: the variables have another shape")
+            places.append((number, index, tuple(name)))
+        leaves.append(Leaf(tuple(name), path, template))
+    values, saved = restoring.read_leaves(
+        Path(about["directory"]), leaves, set(about["asked"]), about["partial"]
+    )
+    found: dict[int, list[Any]] = {}
+    for number, index, name in places:
+        arrays = found.setdefault(number, list(find(["v", number])))
+        if name in values:
+            arrays[index] = values[name]
+    return found, saved

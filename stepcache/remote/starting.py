@@ -1,0 +1,171 @@
+"""`open_target`: starts tasks, or finds running ones, and connects to them."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from jax.sharding import AbstractMesh, AxisType
+
+from stepcache.errors import OptionError, TaskError
+from stepcache.remote.connection import Connection
+from stepcache.remote.local_tasks import address
+from stepcache.remote.target import Target
+from stepcache.sharding import DataAxis, axes_of
+from stepcache.storage.load_markers import Process
+from stepcache.storage.private_files import make_directory
+
+START_SECONDS = 120.0
+IN_FLIGHT = 32
+_SIZE = re.compile(r"(\d+)x(\d+)")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def open_target(
+    where: str,
+    mesh: Any,
+    data_axis: DataAxis,
+    name: str | None,
+    watch: str | None,
+    timeout: float = START_SECONDS,
+) -> Target:
+    """Connects to tasks, which it starts if need be.
+
+    Args:
+        where: `local:2x4` for two tasks of four devices on this machine, or `local:DIRECTORY` for
+            those that `stepcache serve --tasks` runs there.
+        mesh: a `jax.sharding.AbstractMesh` of their devices; by default one axis, the data axis.
+        data_axis: of the session.
+        name: of the client. Under a name, `local:2x4` finds the tasks that are there.
+        watch: name of a client whose variables are read.
+        timeout: seconds for the tasks to start.
+
+    Raises:
+        OptionError: the address names no engine, or the mesh does not fit the tasks.
+        TaskError: the tasks do not start, or are not there.
+    """
+    engine, _, place = where.partition(":")
+    if engine != "local" or not place:
+        raise OptionError(
+            "unknown target", where="Session", expected="local:2x4 or local:DIRECTORY", got=where
+        )
+    if name is not None and not _NAME.fullmatch(name):
+        raise OptionError(
+            "a name has letters, digits, and any of . _ -", where="Session", got=repr(name)
+        )
+    if mesh is not None and not isinstance(mesh, AbstractMesh):
+        raise OptionError(
+            "the mesh of tasks is a jax.sharding.AbstractMesh",
+            where="Session",
+            got=type(mesh).__name__,
+            hint='jax.sharding.AbstractMesh((4, 2), ("data", "model"))',
+        )
+    if _SIZE.fullmatch(place) is None:
+        directory = Path(place).expanduser().resolve()
+    else:
+        directory = _started(*size_of(place), name)
+    connection = Connection(directory, name or "", watch or "", IN_FLIGHT, timeout)
+    target = Target(connection, _mesh(mesh, connection.about["devices"], data_axis))
+    weakref.finalize(target, connection.close)
+    return target
+
+
+def size_of(text: str) -> tuple[int, int]:
+    """Returns the number of tasks, and of devices of each, that a text such as `2x4` says.
+
+    Raises:
+        OptionError: it does not.
+    """
+    found = _SIZE.fullmatch(text)
+    tasks, devices = map(int, found.groups()) if found else (0, 0)
+    if not (tasks and devices):
+        raise OptionError(
+            "there are no tasks, or no devices", expected="a size such as 2x4", got=repr(text)
+        )
+    return tasks, devices
+
+
+def named_directory(name: str) -> Path:
+    """Returns the directory of the tasks of a name."""
+    return platformdirs.user_cache_path("stepcache") / "tasks" / name
+
+
+def _mesh(mesh: AbstractMesh | None, devices: int, data_axis: DataAxis) -> AbstractMesh:
+    if mesh is None:
+        axis = next(iter(axes_of(data_axis)), "data")
+        return AbstractMesh((devices,), (axis,), axis_types=(AxisType.Auto,))
+    if math.prod(mesh.axis_sizes) != devices:
+        raise OptionError(
+            "the mesh does not fit the devices of the tasks",
+            where="Session",
+            expected=f"{devices} devices",
+            got=f"{math.prod(mesh.axis_sizes)}, in {dict(mesh.shape)}",
+        )
+    return mesh
+
+
+def _started(tasks: int, devices: int, name: str | None) -> Path:
+    """Starts tasks in a directory of their own, or finds those of a name."""
+    if name is None:
+        directory = Path(tempfile.mkdtemp(prefix="stepcache-tasks-"))
+    else:
+        directory = named_directory(name)
+        make_directory(directory)
+        found = address(directory)
+        process = Process.parse(found["process"]) if found else None
+        if found and process is not None and not process.has_ended():
+            if found["tasks"] != tasks:
+                raise TaskError(
+                    "tasks of this name run already",
+                    where=name,
+                    expected=f"{tasks} tasks",
+                    got=f"{found['tasks']}",
+                    hint=f"end them: stepcache stop {name}",
+                )
+            return directory
+    _spawn(directory, tasks, devices, owner=str(Process.current()) if name is None else None)
+    return directory
+
+
+def _spawn(directory: Path, tasks: int, devices: int, owner: str | None) -> None:
+    command = [sys.executable, "-m", "stepcache.remote.local_tasks", str(directory)]
+    command += [str(tasks), str(devices), *([owner] if owner else [])]
+    with (directory / "coordinator.log").open("ab") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while (found := address(directory)) is None or _has_ended(found):
+        if process.poll() is not None:
+            text = (directory / "coordinator.log").read_text(errors="replace").strip()
+            raise TaskError(
+                "the tasks cannot be started",
+                where=str(directory),
+                got=text.splitlines()[-1] if text else f"exit code {process.returncode}",
+            )
+        if time.monotonic() > deadline:
+            process.kill()
+            raise TaskError("the tasks have not started in time", where=str(directory))
+        time.sleep(0.02)
+    if owner:
+        weakref.finalize(process, _remove, directory, os.getpid())
+
+
+def _has_ended(found: dict[str, Any]) -> bool:
+    process = Process.parse(found["process"])
+    return process is None or process.has_ended()
+
+
+def _remove(directory: Path, pid: int) -> None:
+    if os.getpid() == pid:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,366 @@
+"""`Target`: runs the steps of a session on tasks.
+
+A step is traced here, over the abstract mesh of the tasks, and travels once, as StableHLO. After
+that a call is one message: the number of its *call form*, which says which arrays and variables the
+program takes and which variables it writes.
+"""
+
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from stepcache import jaxcompat
+from stepcache.calls.carry import check_carry, settled_leaves
+from stepcache.calls.context import Scope
+from stepcache.calls.key import Key
+from stepcache.calls.step_spec import Request, StepSpec
+from stepcache.engine import Engine
+from stepcache.errors import CarryError, OptionError
+from stepcache.jaxcompat.call_codec import decode_spec, encode_dtype, encode_spec
+from stepcache.remote import checkpoints
+from stepcache.remote.arrays import ArrayType, RemoteArray
+from stepcache.remote.calls import Arguments, CallPlan, Groups, RemoteProgram, kind_of
+from stepcache.remote.connection import Connection
+from stepcache.remote.messages import packed
+from stepcache.remote.tracing import TracedStep, donated_leaves
+from stepcache.remote.variables import hold, master_of
+from stepcache.variables.packing import is_key_type
+from stepcache.variables.policy import OnHost, Read
+from stepcache.variables.variables import Variables
+
+_MAX_PLANS = 256
+
+
+class Planned(NamedTuple):
+    """What a call would do.
+
+    Attributes:
+        request: the call.
+        seconds: what its program took to build; None if there is none yet.
+        sources: for each leaf, what on the tasks it stands for; None for one that is sent.
+    """
+
+    request: Request
+    seconds: dict[str, float] | None
+    sources: list[Any]
+
+
+class Target:
+    """The tasks of a session.
+
+    Args:
+        connection: to them.
+        mesh: of their devices.
+
+    Attributes:
+        connection, mesh: as given.
+        number: different for each, for JAX's keys.
+    """
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, connection: Connection, mesh: AbstractMesh):
+        self.connection, self.mesh = connection, mesh
+        self.number = next(self._numbers)
+        self._lock = threading.RLock()
+        self._programs: dict[Key, RemoteProgram] = {}
+        self._engines: dict[tuple, Engine] = {}
+        self._forms: dict[tuple, int] = {}
+        self._plans: dict[tuple, CallPlan] = {}
+        self._form_numbers = itertools.count(1)
+        connection.on_restart.append(self._forget)
+
+    def _forget(self) -> None:
+        """Forgets what tasks knew that have ended."""
+        for each in (self._programs, self._forms, self._plans):
+            each.clear()
+
+    @property
+    def mesh_code(self) -> list[Any]:
+        """The mesh, as messages describe it."""
+        mesh = self.mesh
+        kinds = [kind.name for kind in mesh.axis_types]
+        return [list(mesh.axis_names), list(mesh.axis_sizes), kinds]
+
+    def hold(self, name: str, tree: Any, placement: Any, placer: Any, prefix: str) -> Any:
+        """Returns the master of new variables on the tasks; see `variables.hold`."""
+        with self._lock:
+            return hold(self, name, tree, placement, placer, prefix)
+
+    # ---- variables -------------------------------------------------------------------------------
+
+    def check_policies(self, variables: Variables) -> None:
+        """Raises `OptionError` for what has no effect where the value is where steps run."""
+        given = {
+            "placement": isinstance(variables.placement, OnHost),
+            "read": variables.read != Read(),
+            "pack": variables._pack,
+        }
+        for name in (name for name, is_given in given.items() if is_given):
+            raise OptionError(
+                f"{name} has no effect on variables that live on tasks",
+                where=variables.name,
+                hint="leave it out: the value is where the steps run",
+            )
+
+    def save(self, root: Any, items: dict[str, Any], keep: int | None, step: int) -> Any:
+        """Has the tasks write a checkpoint; see `checkpoints.save`."""
+        with self._lock:
+            return checkpoints.save(self, root, items, keep, step)
+
+    def restore(self, root: Any, items: dict[str, Any], partial: bool) -> dict[str, Any]:
+        """Has the tasks read a checkpoint; see `checkpoints.restore`."""
+        with self._lock:
+            return checkpoints.restore(self, root, items, partial)
+
+    def push(self, variables: Variables, update: Any, mode: str) -> None:
+        """Adds an update to variables, or passes it to their optimizer, on the tasks."""
+        with self._lock:
+            if mode == "add":
+                self._own_step(("add",), _added, ("value",))(variables, update)
+                return
+            state, optimizer = self.ready_state(variables), variables.write.optimizer
+
+            def applied(value, state, update):
+                import optax
+
+                updates, state = optimizer.update(update, state, value)
+                return optax.apply_updates(value, updates), state
+
+            key = ("apply", id(optimizer))
+            self._own_step(key, applied, ("value", "state"))(variables, state, update)
+
+    def ready_state(self, variables: Variables) -> Variables:
+        """Returns the variables that hold an optimizer's state, and makes them if need be."""
+        master = master_of(variables)
+        if master.state is None:
+            init = variables.write.optimizer.init
+            state = self._own_step(("init", id(init)), lambda value: init(value), ())(variables)
+            master.state = Variables(state, name=f"{variables.name}/optimizer")
+        return master.state
+
+    def _own_step(self, key: tuple, fun: Callable, carry: tuple[str, ...]) -> Callable[..., Any]:
+        """Returns a step of our own, made once. Called in the session."""
+        if key not in self._engines:
+            scope = jaxcompat.entered_session()
+            options: dict[str, Any] = {"donate_argnames": carry} if carry else {}
+            spec = StepSpec.of(fun, options, carry)
+            self._engines[key] = Engine(spec, lambda: scope)
+        engine = self._engines[key]
+        return lambda *args: self.call(engine, engine.scope(), args, {})
+
+    # ---- a call ----------------------------------------------------------------------------------
+
+    def call(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> Any:
+        """Starts a step on the tasks.
+
+        Returns:
+            Its outputs: `RemoteArray`s, and the variables that it carried.
+
+        Raises:
+            RankLostError: tasks were lost since the last call.
+            TaskError: the step cannot run there.
+        """
+        with self._lock:
+            self.connection.ready()
+            self.connection.flush_freed()
+            leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+            kinds = tuple(map(kind_of, leaves))
+            settings = jaxcompat.environment()
+            known = (engine.number, tree, kinds, settings)
+            plan = None if None in kinds else self._plans.get(known)
+            if plan is None:
+                plan = self._planned(engine, scope, args, kwargs)
+                if None not in kinds and not plan.has_statics:
+                    self._plans[known] = plan
+                    while len(self._plans) > _MAX_PLANS:
+                        del self._plans[next(iter(self._plans))]
+            elif scope.count_hits:
+                engine.miss_log.count(hits=1)
+            if plan.has_statics:
+                leaves = plan.dynamic_leaves(args, kwargs)
+            return self._run(plan, leaves)
+
+    def _planned(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> CallPlan:
+        """Reads a call, and finds its program."""
+        started = time.perf_counter()
+        arguments = Arguments(self, args, kwargs)
+        request = engine.request(scope, *arguments.shown)
+        program = self._programs.get(request.key)
+        if program is None:
+            program = self._obtain(engine, scope, request, started, explicit=False)
+        else:
+            engine.miss_log.count(hits=1)
+        return CallPlan(engine.spec, request, arguments, program)
+
+    def warm(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> None:
+        """Has the program of a call compiled by the tasks, and runs nothing."""
+        with self._lock:
+            self.connection.ready()
+            request = engine.request(scope, *Arguments(self, args, kwargs).shown)
+            if request.key not in self._programs:
+                self._obtain(engine, scope, request, time.perf_counter(), explicit=True)
+
+    def shown(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Returns the arguments of a call with stand-ins for what lives on the tasks."""
+        return Arguments(self, args, kwargs).shown
+
+    def planned(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> Planned:
+        """Says what a call would do. Runs nothing."""
+        arguments = Arguments(self, args, kwargs)
+        request = engine.request(scope, *arguments.shown)
+        program = self._programs.get(request.key)
+        found = [arguments.sources.get(id(leaf)) for leaf in request.call.leaves]
+        sources = [None if isinstance(each, jax.Array) else each for each in found]
+        return Planned(request, program and program.seconds, sources)
+
+    def _run(self, plan: CallPlan, leaves: list[Any]) -> Any:
+        """Starts a run. `leaves` are those of the arguments, with variables as one leaf each."""
+        connection, program = self.connection, plan.program
+        run = connection.runs + 1
+        refs, takes = Groups(), Groups()
+        taken: list[RemoteArray] = []
+        feeds: list[Any] = []
+        blobs: list[Any] = []
+        kept: list[Any] = []
+        for leaf, (first, count, feed) in zip(leaves, plan.rows, strict=True):
+            if isinstance(leaf, Variables):
+                if count:
+                    refs.rows.append(("v", master_of(leaf).number))
+            elif isinstance(leaf, RemoteArray):
+                ref = leaf.ref(run)
+                refs.add(*ref)
+                if first in program.donated:
+                    takes.add(*ref)
+                    taken.append(leaf)
+            else:
+                refs.add_feed()
+                feeds.append(self._fed(leaf, feed, blobs, kept))
+        if len(set(map(id, taken))) != len(taken):
+            raise CarryError(
+                f"{plan.name} is given the same array in several places, and writes over it",
+                expected="an array of its own for each leaf that is carried or donated",
+            )
+        form = (program.number, *refs.rows, None, *takes.rows, None, *plan.writes)
+        number = self._forms.get(form)
+        about: dict[str, Any] = {}
+        if number is None:
+            number = self._forms[form] = next(self._form_numbers)
+            about["form"] = {
+                "program": program.number,
+                "refs": refs.rows,
+                "takes": takes.rows,
+                "writes": plan.writes,
+            }
+        if feeds:
+            about["feeds"] = feeds
+        connection.run(number, packed(**about) if about else b"", blobs, kept)
+        for each in taken:
+            each.donated()
+        for variables in plan.outputs.written:
+            master_of(variables).written(run)
+        return plan.outputs.tree(connection, run)
+
+    def _fed(self, value: Any, leaf: Any, blobs: list[Any], kept: list[Any]) -> Any:
+        if is_key_type(leaf.dtype):
+            data = np.asarray(jax.random.key_data(value))
+            name = str(jax.random.key_impl(value))
+            return [self.connection.describe(data, blobs, kept), name]
+        return self.connection.describe(np.asarray(value, leaf.dtype), blobs, kept)
+
+    # ---- programs --------------------------------------------------------------------------------
+
+    def _obtain(
+        self, engine: Any, scope: Scope, request: Request, started: float, *, explicit: bool
+    ) -> RemoteProgram:
+        """Traces a step, and has the tasks compile it."""
+        resolver, spec = engine.resolver, engine.spec
+        miss = engine.miss_log.why(request)
+        if not explicit:
+            resolver.judge(scope, miss)
+        seconds: dict[str, float] = {}
+        traced, settled = self._traced(spec, request, seconds)
+        program = self._define(spec.name, traced, seconds)
+        self._programs[request.key] = program
+        if settled:
+            self._programs[request.settled(settled).key] = program
+        own = time.perf_counter() - started - sum(seconds.values())
+        resolver.built_elsewhere(request, miss, seconds, own)
+        scope.check_rules(spec.name, request.shown.paths, carries=bool(spec.parameters.carry))
+        return program
+
+    def _traced(
+        self, spec: StepSpec, request: Request, seconds: dict[str, float]
+    ) -> tuple[TracedStep, tuple[int, ...]]:
+        call = request.call
+        leaves = list(request.leaves)
+        settled: tuple[int, ...] = ()
+        while True:
+            stand_ins = [
+                self._stand_in(leaf, asked)
+                for leaf, asked in zip(leaves, request.asked, strict=True)
+            ]
+
+            def fun(*leaves):
+                args, kwargs = call.rebuilt(leaves)
+                return spec.fun(*args, **kwargs)
+
+            traced = TracedStep(fun, stand_ins, self.mesh, seconds)
+            if not spec.parameters.carry:
+                break
+            pins = check_carry(spec, request, traced)  # type: ignore[arg-type]
+            traced.pins = pins
+            known, settled = settled, settled_leaves(spec, request, traced.out_avals)
+            if known == settled:
+                break
+            for number in settled:
+                leaves[number] = leaves[number].settled()
+        traced.donated = donated_leaves(spec, request)
+        return traced, settled
+
+    def _stand_in(self, leaf: Any, asked: Any) -> jax.ShapeDtypeStruct:
+        sharding = asked or leaf.sharding
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
+            sharding = NamedSharding(self.mesh, getattr(sharding, "spec", PartitionSpec()))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type
+        )
+
+    def _define(self, name: str, traced: TracedStep, seconds: dict[str, float]) -> RemoteProgram:
+        """Has the tasks compile what was traced."""
+        begun = time.perf_counter()
+        exported = traced.exported(self.connection.about["platform"], name)
+        lowered = time.perf_counter()
+        outs = [pin and encode_spec(pin.spec) for pin in traced.out_pins]
+        about: dict[str, Any] = {
+            "name": name,
+            "mesh": self.mesh_code,
+            "in": [encode_spec(each.sharding.spec) for each in traced.stand_ins],
+            "types": [[encode_dtype(each.dtype), list(each.shape)] for each in traced.stand_ins],
+            "out": outs,
+            "donate": sorted(traced.donated),
+        }
+        digest = hashlib.sha256(exported).digest()
+        about["digest"] = digest + hashlib.sha256(packed(**about)).digest()
+        number, answer = self.connection.define(packed(**about), exported)
+        seconds["lower"] = seconds.get("lower", 0.0) + lowered - begun
+        seconds["compile"] = time.perf_counter() - lowered
+        outputs = tuple(
+            ArrayType(
+                aval.shape, aval.dtype, aval.weak_type, NamedSharding(self.mesh, decode_spec(spec))
+            )
+            for aval, spec in zip(traced.out_avals, answer["specs"], strict=True)
+        )
+        donated = frozenset(traced.donated)
+        return RemoteProgram(number, traced.out_tree, outputs, donated, dict(seconds))
+
+
+def _added(value: Any, update: Any) -> Any:
+    return jax.tree.map(jax.numpy.add, value, update)

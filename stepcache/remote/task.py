@@ -1,0 +1,337 @@
+"""A task: a process that compiles programs, holds arrays, and runs what the coordinator orders.
+
+    python -m stepcache.remote.task ADDRESS RANK TASKS DEVICES POD_ADDRESS INCARNATION
+
+Commands are carried out one after the other, in the order in which they come. A program is a step
+of stepcache here, so that its executable is kept on disk like any other, and in a pod the tasks
+agree on it, one compiles it and the others load it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import zmq
+from jax.sharding import AxisType, NamedSharding
+
+import stepcache
+from stepcache.errors import first_line
+from stepcache.jaxcompat.call_codec import decode_spec
+from stepcache.remote.coordinator import MAX_FORMS
+from stepcache.remote.messages import Kind, Message, packed, parse, receive_array, send_array
+from stepcache.remote.task_arrays import Arrays, Failed, RunFailed
+from stepcache.remote.task_programs import Program
+from stepcache.serving.shared_memory import Opened, Pool
+from stepcache.storage.load_markers import Process
+from stepcache.variables.packing import is_key_type
+
+_REPORTED_AT_ONCE = 8  # Of runs that are done while others are under way.
+_IN_FLIGHT = 16  # Runs that are dispatched before the oldest one is waited for.
+
+
+class Task:
+    """Carries out commands.
+
+    Args:
+        socket: connected to the coordinator.
+        incarnation: of the tasks.
+    """
+
+    def __init__(self, socket: Any, incarnation: int):
+        self._socket, self._incarnation = socket, incarnation
+        self._arrays = Arrays()
+        self._programs: dict[int, Any] = {}
+        self._forms: dict[int, OrderedDict[int, dict[str, Any]]] = {}
+        self._meshes: dict[tuple, jax.sharding.Mesh] = {}
+        self._pool, self._opened = Pool(), Opened()
+        self._sent: dict[int, deque[Any]] = {}  # Blocks of the latest replies, by client.
+        self._pending: deque[tuple[int, int, Any]] = deque()
+        self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
+
+    def run(self) -> None:
+        """Carries out commands until the coordinator ends."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK if self._pending else 0)
+            except zmq.Again:
+                self._finish()
+                continue
+            message = parse(frames)
+            if message.kind is Kind.STOP:
+                return
+            self._carry_out(message)
+            while len(self._pending) > _IN_FLIGHT:
+                self._finish()
+
+    def _send(self, message: Message) -> None:
+        self._socket.send_multipart(message._replace(incarnation=self._incarnation).frames())
+
+    def _carry_out(self, message: Message) -> None:
+        try:
+            getattr(self, f"_{message.kind.name.lower()}")(message)
+        except Exception as error:
+            why = str(error) if isinstance(error, RunFailed) else _told(error)
+            self._failed(message, why)
+
+    def _failed(self, message: Message, why: str) -> None:
+        if message.kind in (Kind.RUN, Kind.PUT):
+            self._note_failed_outputs(message, why)
+        rest = packed(why=why, command=message.kind.name)
+        self._send(Message(Kind.FAILED, message.client, 0, message.number, message.value, rest))
+        if message.kind in (Kind.RUN, Kind.PUT):
+            self._pending.append((message.client, message.number, None))
+
+    def _note_failed_outputs(self, message: Message, why: str) -> None:
+        form = self._forms.get(message.client, {}).get(message.value)
+        if message.kind is Kind.RUN and form is not None:
+            program = self._programs.get(form["program"])
+            count = program.outputs if program is not None else 0
+            self._arrays.keep(message.client, message.number, [Failed(why)] * count)
+            for variable, _, leaves in form["writes"]:
+                self._arrays.bind(variable, [Failed(why)] * leaves)
+
+    # ---- runs ------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Waits for the oldest run that was dispatched, and reports it."""
+        client, number, arrays = self._pending.popleft()
+        if arrays is not None:
+            try:
+                jax.block_until_ready([each for each in arrays if not each.is_deleted()])
+            except Exception as error:
+                body = packed(why=_told(error), command=Kind.RUN.name)
+                self._send(Message(Kind.FAILED, client, 0, number, 0, body))
+        if not self._pending or self._pending[0][0] != client or number % _REPORTED_AT_ONCE == 0:
+            self._send(Message(Kind.DONE, client, 0, number))
+
+    def _form(self, message: Message) -> tuple[dict[str, Any], list[Any]]:
+        """Returns the call form of a run, and the rows of the values that it brings."""
+        about = message.data(dict[str, Any]) if message.body else {}
+        forms = self._forms.setdefault(message.client, OrderedDict())
+        if "form" in about:
+            forms[message.value] = about["form"]
+            while len(forms) > MAX_FORMS:
+                forms.popitem(last=False)
+        return forms[message.value], about.get("feeds", [])
+
+    def _run(self, message: Message) -> None:
+        form, feeds = self._form(message)
+        program = self._programs.get(form["program"])
+        if program is None:
+            raise RunFailed(f"there is no program {form['program']}")
+        client, number = message.client, message.number
+        leaves: list[Any] = []
+        refs = iter(form["refs"])
+        rows = iter(feeds)
+        for ref in refs:
+            if ref[0] == "f":
+                shardings = program.in_shardings[len(leaves) : len(leaves) + ref[1]]
+                leaves += [self._placed(next(rows), each, message.blobs) for each in shardings]
+            else:
+                leaves += self._arrays.look_up(client, number, ref)
+        for _ in range(form.get("repeat", 1)):
+            outputs = program.call(*leaves)
+        for ref in form["takes"]:
+            self._arrays.take(client, number, ref)
+        kept: list[Any] = list(outputs)
+        for variable, first, count in form["writes"]:
+            self._arrays.bind(variable, kept[first : first + count])
+            kept[first : first + count] = [None] * count
+        self._arrays.keep(client, number, kept)
+        self._pending.append((client, number, outputs))
+        if self._waits:  # Processes that share CPUs may deadlock with several runs in flight.
+            jax.block_until_ready(outputs)
+
+    def _placed(self, row: Any, sharding: Any, blobs: Sequence[Any]) -> jax.Array:
+        array, keys = row if len(row) == 2 else (row, None)
+        data = receive_array(array, self._opened, blobs)
+        if keys is not None:
+            made = jax.make_array_from_callback(
+                data.shape, _of_key_data(sharding), lambda index: np.array(data[index])
+            )
+            wrapped = jax.jit(
+                lambda x: jax.random.wrap_key_data(x, impl=keys), out_shardings=sharding
+            )
+            return wrapped(made)
+        return jax.make_array_from_callback(
+            data.shape, sharding, lambda index: np.array(data[index])
+        )
+
+    def _put(self, message: Message) -> None:
+        about = message.data(dict[str, Any])
+        mesh = self._mesh(about["mesh"])
+        arrays = [
+            self._placed(row, NamedSharding(mesh, decode_spec(spec)), message.blobs)
+            for row, spec in zip(about["feeds"], about["specs"], strict=True)
+        ]
+        self._arrays.keep(message.client, message.number, arrays)
+        self._pending.append((message.client, message.number, [*arrays]))
+
+    def _bind(self, message: Message) -> None:
+        refs = message.data(dict[str, Any])["refs"]
+        found = [
+            each
+            for ref in refs
+            for each in self._arrays.look_up(message.client, message.number, ref)
+        ]
+        for ref in refs:
+            self._arrays.take(message.client, message.number, ref)
+        self._arrays.bind(message.value, found)
+
+    def _free(self, message: Message) -> None:
+        self._arrays.free(message.client, message.data(dict[str, Any])["rows"])
+
+    def _drop(self, message: Message) -> None:
+        self._arrays.drop(message.client, message.data(dict[str, Any])["variables"])
+        self._forms.pop(message.client, None)
+        self._sent.pop(message.client, None)
+
+    # ---- programs --------------------------------------------------------------------------------
+
+    def _mesh(self, code: Any) -> jax.sharding.Mesh:
+        names, sizes, kinds = (tuple(each) for each in code)
+        if (names, sizes, kinds) not in self._meshes:
+            if math.prod(sizes) != len(jax.devices()):
+                raise RunFailed(
+                    f"the mesh {dict(zip(names, sizes, strict=True))} has {math.prod(sizes)} "
+                    f"devices, and the tasks have {len(jax.devices())}"
+                )
+            types = tuple(getattr(AxisType, kind) for kind in kinds)
+            self._meshes[names, sizes, kinds] = jax.make_mesh(sizes, names, axis_types=types)
+        return self._meshes[names, sizes, kinds]
+
+    def _program(self, message: Message) -> None:
+        about = message.data(dict[str, Any])
+        mesh = self._mesh(about["mesh"])
+        self._programs[message.value] = program = Program(about, bytes(message.blobs[0]), mesh)
+        body = packed(specs=program.compile(), devices=len(jax.devices()))
+        self._send(Message(Kind.READY, 0, 0, 0, message.value, body))
+
+    # ---- what clients look at --------------------------------------------------------------------
+
+    def _fetch(self, message: Message) -> None:
+        about = message.data(dict[str, Any])
+        if about["from"] == 1 and jax.process_index():
+            return  # All tasks have the whole of it.
+        blobs: list[Any] = []
+        kept: list[Any] = []
+        rows = []
+        found = [
+            each
+            for ref in about["refs"]
+            for each in self._arrays.look_up(message.client, message.value, ref)
+        ]
+        for index, array in enumerate(found):
+            rows += [
+                [index, bounds, send_array(data, self._pool, blobs, kept)]
+                for bounds, data in _own_shards(array)
+            ]
+        self._sent.setdefault(message.client, deque(maxlen=8)).append(kept)
+        body = packed(rows=rows)
+        self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body, tuple(blobs)))
+
+    def _save(self, message: Message) -> None:
+        from stepcache.remote import checkpoints
+
+        with self._any_session():
+            checkpoints.write(
+                message.data(dict[str, Any]),
+                lambda ref: self._arrays.look_up(message.client, message.value, ref),
+                lambda row: receive_array(row, self._opened, message.blobs),
+            )
+        self._send(Message(Kind.DATA, message.client, 0, message.number, 0, packed(rows=[])))
+
+    def _restore(self, message: Message) -> None:
+        from stepcache.remote import checkpoints
+
+        about = message.data(dict[str, Any])
+        self._mesh(about["mesh"])
+        with self._any_session():
+            found, saved = checkpoints.read(
+                about, lambda ref: self._arrays.look_up(message.client, message.value, ref)
+            )
+        for variable, arrays in found.items():
+            self._arrays.bind(variable, arrays)
+        body = packed(rows=[], about=saved)
+        self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body))
+
+    @contextlib.contextmanager
+    def _any_session(self) -> Iterator[None]:
+        mesh = next(iter(self._meshes.values()), None)
+        with contextlib.ExitStack() as stack:
+            if mesh is not None:
+                stack.enter_context(stepcache.Session(mesh, data_axis=None))
+            yield
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _of_key_data(sharding: Any) -> Any:
+    """The sharding of the numbers that random keys are made of."""
+    return NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec))
+
+
+def _own_shards(array: jax.Array) -> Iterator[tuple[list[list[int]], np.ndarray]]:
+    """Yields the bounds and the data of the shards that this task sends, of all tasks the one."""
+    if is_key_type(array.dtype):
+        array = jax.random.key_data(array)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            bounds = [
+                [index.start or 0, size if index.stop is None else index.stop]
+                for index, size in zip(shard.index, array.shape, strict=True)
+            ]
+            yield bounds, np.asarray(shard.data)
+
+
+def _watch_parent(parent: int) -> None:
+    """Ends this process when the coordinator has ended, even while a collective waits."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs a task."""
+    address, rank, tasks, devices, pod, incarnation = arguments
+    threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+    jax.config.update("jax_num_cpu_devices", int(devices))  # Of other platforms all are used.
+    if int(tasks) > 1:
+        first = int(rank) * int(devices)
+        own = list(range(first, first + int(devices)))
+        jax.distributed.initialize(pod, int(tasks), int(rank), local_device_ids=own)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX takes it for a notice to come.
+    found = jax.devices()
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(address)
+    about = packed(
+        task=int(rank),
+        process=str(Process.current()),
+        devices=len(found),
+        platform=found[0].platform,
+        kind=found[0].device_kind,
+    )
+    socket.send_multipart(Message(Kind.HELLO, 0, int(incarnation), 0, 0, about).frames())
+    Task(socket, int(incarnation)).run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,267 @@
+"""`RemoteMaster`: variables whose value lives on the tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from stepcache import jaxcompat
+from stepcache.errors import TaskError, VariablesError
+from stepcache.jaxcompat.call_codec import encode_dtype, encode_spec
+from stepcache.remote.arrays import RemoteArray, fetch_refs
+from stepcache.remote.messages import Kind, packed
+from stepcache.variables.describing import blank, describe
+from stepcache.variables.masters import LOST, Master, Reader
+from stepcache.variables.packing import Layout, Packed, Slot, is_key_type, layout_of
+from stepcache.variables.plan import SERVER_LINK, Extent, Transfer, links
+from stepcache.variables.transfer import Meter
+
+
+class RemoteMaster(Master):
+    """A master copy on the tasks. Steps read and write it there; nothing moves.
+
+    Attributes:
+        target: the tasks.
+        number: by which they know the variables.
+        stand_ins: of the leaves.
+        is_new: whether the tasks did not know the name before.
+    """
+
+    is_resident, applies_updates = False, True
+
+    def __init__(self, target: Any, name: str, layout: Layout):
+        super().__init__(Packed(layout, ()))
+        self.target = target
+        self._connection, self._name = target.connection, name
+        self.stand_ins = [
+            jaxcompat.stand_in(slot.shape, slot.dtype, slot.weak_type, slot.sharding)
+            for slot in layout.slots
+        ]
+        self._run = 0  # The last run that writes the value.
+        self.owner: Any = None  # A weak reference to the variables.
+        self.state: Any = None  # `Variables` that hold the optimizer's state, once there is some.
+        self._leaf_rows = [
+            [slot.path, encode_dtype(slot.dtype), list(slot.shape), _spec_of(slot)]
+            for slot in layout.slots
+        ]
+        self._open()
+
+    def _open(self) -> None:
+        """Finds the variables on the tasks by their name, or makes them there."""
+        self._incarnation = self._connection.incarnation
+        body = packed(name=self._name, leaves=self._leaf_rows)
+        number = self._connection.command(Kind.OPEN, body=body)
+        (answer,) = self._connection.reply(number)
+        about = answer.data(dict[str, Any])
+        self.number, self.is_new = answer.value, about["new"] or not about["version"]
+        # The tasks count the first value as a write.
+        self.version = max(self.version, about["version"] - 1)
+
+    def revive(self) -> None:
+        """Makes the variables again, of zeros, if the tasks that held them have ended."""
+        self._connection.ready()
+        if self.is_lost:
+            self._open()
+            self.state = None
+            if self.is_new:
+                self.store([_zeros(slot) for slot in self.layout.slots])
+
+    def restored(self, version: int) -> None:
+        """Notes that the tasks have read the value from a checkpoint."""
+        self.version = version
+
+    def written(self, run: int) -> None:
+        """Notes that a run writes the value."""
+        self._run = run
+        self.version += 1
+
+    # ---- reading and writing ---------------------------------------------------------------------
+
+    def leaves(self, meter: Meter) -> list[Any]:
+        self._connection.ready()
+        self.check_not_lost(self._name)
+        meter[SERVER_LINK] += self.layout.size_bytes
+        values = fetch_refs(
+            self._connection, [["v", self.number]], self._connection.runs, self.stand_ins
+        )
+        self._connection.check(self._run)
+        return [
+            _as_given(value, slot) for value, slot in zip(values, self.layout.slots, strict=True)
+        ]
+
+    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
+        self._connection.ready()
+        if self.is_lost:
+            self._open()
+            self.state = None
+        meter[SERVER_LINK] += self.store(leaves)
+        self.version += 1
+
+    def apply(self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter) -> None:
+        own = [leaf for leaf in leaves if not isinstance(leaf, RemoteArray)]
+        meter[SERVER_LINK] += sum(np.asarray(leaf).nbytes for leaf in own)
+        self.target.push(self.owner(), self.layout.tree.unflatten(leaves), mode)
+
+    def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
+        own = [leaf for leaf in leaves if not isinstance(leaf, RemoteArray)]
+        moved = links(0, 0, sum(np.asarray(leaf).nbytes for leaf in own))
+        way = ("client", "tasks", "update", "the tasks compute", ())
+        return (Transfer(variable, self.version + 1, *way, moved),)
+
+    def store(self, leaves: Sequence[Any]) -> int:
+        """Makes leaves the value, which may be on the tasks already. Returns the bytes sent."""
+        connection = self._connection
+        connection.ready()
+        self._incarnation = connection.incarnation
+        own = [leaf for leaf in leaves if not isinstance(leaf, RemoteArray)]
+        size_bytes = 0
+        if own:
+            slots = [
+                slot
+                for slot, leaf in zip(self.layout.slots, leaves, strict=True)
+                if not isinstance(leaf, RemoteArray)
+            ]
+            size_bytes = sum(slot.size_bytes for slot in slots)
+            run = self._put(own, slots)
+        now, index, refs = connection.runs, 0, []
+        for leaf in leaves:
+            if isinstance(leaf, RemoteArray):
+                refs.append(leaf.ref(now))
+            else:
+                refs.append(["o", now - run, index, 1])
+                index += 1
+        connection.command(Kind.BIND, self.number, packed(refs=refs), number=now)
+        for leaf in leaves:
+            if isinstance(leaf, RemoteArray):
+                leaf.donated()
+        self._run = now
+        return size_bytes
+
+    def _put(self, leaves: Sequence[Any], slots: Sequence[Slot]) -> int:
+        blobs: list[Any] = []
+        kept: list[Any] = []
+        feeds: list[Any] = []
+        for leaf, slot in zip(leaves, slots, strict=True):
+            if is_key_type(slot.dtype):
+                data = np.asarray(jax.random.key_data(leaf))
+                row = self._connection.describe(data, blobs, kept)
+                feeds.append([row, str(jax.random.key_impl(leaf))])
+            else:
+                data = np.asarray(leaf, slot.dtype)
+                feeds.append(self._connection.describe(data, blobs, kept))
+        body = packed(
+            feeds=feeds, specs=[_spec_of(slot) for slot in slots], mesh=self.target.mesh_code
+        )
+        return self._connection.run(0, body, blobs, kept, Kind.PUT)
+
+    def take(self, reader: Reader, meter: Meter) -> Packed:
+        raise TaskError(
+            "variables that live on tasks are used outside of their session", where=self._name
+        )
+
+    def copied(self) -> Master:
+        raise TaskError(
+            "variables that live on tasks cannot be copied",
+            where=self._name,
+            hint="return a copy from a step, and make variables of it",
+        )
+
+    # ---- what is said about it -------------------------------------------------------------------
+
+    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        there = ("tasks", "tasks", "none", "it lives there", reader.arguments)
+        extent = Extent(self._connection.about.get("devices", 1))
+        return (Transfer(variable, self.version, *there, extent=extent),)
+
+    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        size = links(0, 0, self.layout.size_bytes)
+        way = ("client", "tasks", "copy", "the new value is sent", reader.arguments, size)
+        return (Transfer(variable, self.version + 1, *way),)
+
+    def arrays(self) -> Sequence[jax.Array]:
+        return ()
+
+    def is_on_one_device(self) -> bool:
+        return False
+
+    def described(self, *, in_program: bool) -> Packed:
+        return Packed(self.layout, tuple(self.stand_ins))
+
+    def _template(self, slot: Slot) -> Any:
+        return blank(slot.shape, slot.dtype)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._incarnation != self._connection.incarnation
+
+    def check_not_lost(self, name: str) -> None:
+        if self.is_lost:
+            raise VariablesError(
+                f"{LOST}: the tasks that held it have ended",
+                where=name,
+                hint="make the variables again, assign(...) or restore(...) a value",
+            )
+
+
+def master_of(variables: Any) -> RemoteMaster:
+    """Returns the master of variables that live on tasks.
+
+    Raises:
+        TaskError: they live elsewhere.
+    """
+    master = variables._master
+    if not isinstance(master, RemoteMaster):
+        raise TaskError(
+            "the variables do not live on the tasks of this session",
+            where=variables.name,
+            hint="make them inside the session",
+        )
+    return master
+
+
+def hold(
+    target: Any, name: str, tree: Any, placement: Any, placer: Any, prefix: str
+) -> RemoteMaster:
+    """Puts the arrays of a tree on the tasks, unless these hold variables of this name already.
+
+    Raises:
+        VariablesError: a leaf is no array.
+        PlacementError: a leaf cannot be placed as asked.
+        TaskError: the tasks hold variables of this name with other leaves.
+    """
+    tree = jax.tree_util.tree_map(lambda x: jax.device_get(x) if _is_committed(x) else x, tree)
+    structure, leaves, slots = describe(name, tree, placement, placer, prefix)
+    slots = tuple(
+        slot._replace(sharding=leaf.sharding) if isinstance(leaf, RemoteArray) else slot
+        for slot, leaf in zip(slots, leaves, strict=True)
+    )
+    target.connection.ready()
+    master = RemoteMaster(target, name, layout_of(structure, slots))
+    if master.is_new:
+        master.store(leaves)
+    return master
+
+
+def _zeros(slot: Slot) -> Any:
+    if is_key_type(slot.dtype):
+        return jax.random.split(jax.random.key(0), slot.size).reshape(slot.shape)
+    return np.zeros(slot.shape, slot.dtype)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not is_key_type(leaf.dtype) and leaf.committed
+
+
+def _spec_of(slot: Slot) -> Any:
+    sharding = slot.sharding
+    return encode_spec(sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec())
+
+
+def _as_given(value: np.ndarray, slot: Slot) -> Any:
+    if is_key_type(slot.dtype):
+        return jax.random.wrap_key_data(jax.numpy.asarray(value))
+    return np.array(value)

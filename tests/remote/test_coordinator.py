@@ -1,0 +1,287 @@
+"""The coordinator alone: one order for all tasks, whatever clients and tasks do; and any bytes."""
+
+import hashlib
+import os
+import random
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+import stepcache as sc
+from stepcache.remote.coordinator import Coordinator
+from stepcache.remote.local_tasks import address
+from stepcache.remote.messages import COMMANDS, HEADER_BYTES, Kind, Message, packed, parse
+from stepcache.serving.messages import MalformedMessageError
+
+PROGRAM = b"a program"
+DIGEST = hashlib.sha256(PROGRAM).digest()
+FORM = {"program": 1, "refs": [], "takes": [], "writes": []}
+
+
+class Network:
+    """A coordinator, tasks that carry out what they get later, and clients."""
+
+    def __init__(self, tasks, seed=0):
+        self.random = random.Random(seed)
+        self.coordinator = Coordinator(tasks)
+        self.logs = [[] for _ in range(tasks)]
+        self.queues = [[] for _ in range(tasks)]
+        self.received = {}
+        self.restart()
+
+    def restart(self):
+        self.coordinator.started()
+        self.logs = [[] for _ in self.logs]
+        self.queues = [[] for _ in self.queues]
+        for task in range(len(self.queues)):
+            self.send(self.coordinator.joined(task, {"devices": 2, "platform": "cpu"}))
+
+    def send(self, output):
+        for message in output.tasks:
+            for queue in self.queues:
+                queue.append(message)
+        for client, message in output.clients:
+            self.received.setdefault(client, []).append(message)
+
+    def hello(self, name="", watch=""):
+        output = self.coordinator.from_client(
+            0, Message(Kind.HELLO, body=packed(name=name, process="1.1.here", watch=watch))
+        )
+        self.send(output)
+        return output.clients[0][0]
+
+    def tell(self, client, kind, number=0, value=0, blobs=(), **body):
+        incarnation = self.coordinator.incarnation
+        message = Message(kind, client, incarnation, number, value, body and packed(**body), blobs)
+        self.send(self.coordinator.from_client(client, message))
+
+    def work(self, task):
+        """One task carries out its next command."""
+        message = self.queues[task].pop(0)
+        self.logs[task].append((message.kind, message.client, message.number, message.value))
+        incarnation = self.coordinator.incarnation
+        if message.kind is Kind.PROGRAM:
+            reply = Message(Kind.READY, 0, incarnation, 0, message.value, packed(specs=[]))
+        elif message.kind is Kind.RUN:
+            reply = Message(Kind.DONE, message.client, incarnation, message.number)
+        else:
+            return
+        self.send(self.coordinator.from_task(task, reply))
+
+    def work_all(self):
+        while busy := [task for task, queue in enumerate(self.queues) if queue]:
+            self.work(self.random.choice(busy))
+
+    def kinds(self, client):
+        return [message.kind for message in self.received.get(client, [])]
+
+
+def defined(network, client):
+    network.tell(client, Kind.PROGRAM, digest=DIGEST, name="step")
+    if network.kinds(client)[-1] is Kind.NEED_PROGRAM:
+        network.tell(client, Kind.PROGRAM, digest=DIGEST, name="step", blobs=(PROGRAM,))
+
+
+def test_a_program_travels_once_and_every_task_compiles_it():
+    network = Network(3)
+    first, second = network.hello(), network.hello()
+    defined(network, first)
+    defined(network, second)
+    assert network.kinds(second) == [Kind.WELCOME]  # It is being compiled for the first one.
+    network.work_all()
+    assert network.kinds(first)[-2:] == [Kind.NEED_PROGRAM, Kind.READY]
+    assert network.kinds(second) == [Kind.WELCOME, Kind.READY]
+    assert [len(log) for log in network.logs] == [1, 1, 1]
+
+
+def test_tasks_that_were_started_again_get_programs_without_the_client_sending_them():
+    network = Network(2)
+    client = network.hello()
+    defined(network, client)
+    network.work_all()
+    network.send(network.coordinator.lost("task 1 was killed", [1]))
+    assert network.kinds(client)[-1] is Kind.LOST
+    network.restart()
+    assert network.kinds(client)[-1] is Kind.WELCOME
+    network.tell(client, Kind.PROGRAM, digest=DIGEST, name="step")
+    network.work_all()
+    assert network.kinds(client)[-1] is Kind.READY
+    assert Kind.NEED_PROGRAM not in network.kinds(client)[-2:]
+
+
+def test_a_program_with_another_digest_is_malformed():
+    network = Network(1)
+    client = network.hello()
+    with pytest.raises(MalformedMessageError, match="digest"):
+        network.tell(client, Kind.PROGRAM, digest=DIGEST, name="step", blobs=(b"another",))
+
+
+def test_what_is_of_an_earlier_incarnation_is_refused():
+    network = Network(2)
+    client = network.hello()
+    network.restart()
+    late = Message(Kind.RUN, client, 1, 1, 1, packed(form=FORM))
+    network.send(network.coordinator.from_client(client, late))
+    assert network.kinds(client)[-1] is Kind.REFUSED
+    assert network.queues == [[], []]
+
+
+def test_a_run_is_done_when_all_tasks_have_done_it():
+    network = Network(2)
+    client = network.hello()
+    for number in (1, 2):
+        network.tell(client, Kind.RUN, number, 1, form=FORM)
+    network.work(0)
+    network.work(0)
+    assert Kind.DONE not in network.kinds(client)
+    network.work(1)
+    assert network.received[client][-1].number == 1
+
+
+def test_a_client_that_watches_cannot_write():
+    network = Network(1)
+    watcher = network.hello(watch="train")
+    network.tell(watcher, Kind.RUN, 1, 1, form=FORM)
+    assert network.kinds(watcher)[-1] is Kind.REFUSED
+    assert network.queues == [[]]
+
+
+@pytest.mark.sample(every=10)
+@pytest.mark.parametrize("seed", range(1000))
+def test_tasks_carry_out_the_same_commands_in_the_same_order(seed):
+    """Clients run, come, and are killed at any moment; tasks are as fast as they like."""
+    network = Network(network_tasks := 3, seed)
+    chance = network.random
+    clients = {network.hello(): 0 for _ in range(3)}
+    for client in clients:
+        defined(network, client)
+    for _ in range(300):
+        act = chance.random()
+        if act < 0.4 and clients:
+            client = chance.choice(list(clients))
+            clients[client] += 1
+            network.tell(client, Kind.RUN, clients[client], 1, form=FORM)
+        elif act < 0.45 and clients:  # Killed: it may have sent anything before.
+            client = chance.choice(list(clients))
+            del clients[client]
+            network.send(network.coordinator.left(client))
+        elif act < 0.5:
+            clients[network.hello()] = 0
+        elif act < 0.51:
+            network.send(network.coordinator.lost("task 0 was killed", [0]))
+            network.received.clear()
+            network.restart()
+            clients = dict.fromkeys(clients, 0)
+        elif busy := [task for task, queue in enumerate(network.queues) if queue]:
+            network.work(chance.choice(busy))
+        shortest = min(network.logs, key=len)
+        assert all(log[: len(shortest)] == shortest for log in network.logs)
+    network.work_all()
+    assert all(log == network.logs[0] for log in network.logs) and network_tasks == 3
+    for client, runs in clients.items():
+        done = [m.number for m in network.received.get(client, []) if m.kind is Kind.DONE]
+        assert done == sorted(done) and (not runs or done[-1] == runs)
+
+
+@pytest.mark.parametrize("tasks", [1, 10, 1000])
+def test_a_client_sends_one_message_whatever_the_number_of_tasks(tasks):
+    network = Network(tasks)
+    client = network.hello()
+    network.tell(client, Kind.RUN, 1, 1, form=FORM)
+    network.work_all()
+    before = dict(network.coordinator.counts)
+    network.tell(client, Kind.RUN, 2, 1)
+    counts = network.coordinator.counts
+    assert counts["messages"] - before["messages"] == 1
+    assert counts["bytes"] - before["bytes"] == HEADER_BYTES <= 64
+    assert [len(queue) for queue in network.queues] == [1] * tasks
+    network.work_all()
+    assert network.kinds(client).count(Kind.DONE) == 2
+
+
+def test_messages_survive_their_frames():
+    for kind in Kind:
+        message = Message(kind, 1, 2, 3, 4, packed(a=1), (b"x", b""))
+        assert parse(message.frames()) == message
+    assert len(Message(Kind.RUN, 1, 2, 3, 4).frames()) == 1
+    assert len(COMMANDS) == 9
+
+
+def noise(chance):
+    """Frames that are no message, or nearly one."""
+    choice = chance.randrange(6)
+    if choice == 0:
+        return [chance.randbytes(chance.randrange(100)) for _ in range(chance.randrange(1, 4))]
+    kind = chance.choice([*Kind, 99])
+    numbers = [chance.choice([0, 1, 2, 7, 2**32 - 1]), *(chance.randrange(2**64) for _ in range(3))]
+    header = struct.pack("<2sBBIQQQ", b"sc", 1, kind, *numbers)
+    if choice == 1:
+        return [header[: chance.randrange(HEADER_BYTES)]]
+    if choice == 2:
+        return [header, chance.randbytes(chance.randrange(200))]
+    body = {
+        chance.choice(["form", "refs", "digest", "name", "leaves", "feeds", "rows", "process"]): (
+            chance.choice([None, 1, -1, "x" * 300, b"x", [], [[1]], {"writes": [["x"]]}, {}])
+        )
+        for _ in range(chance.randrange(4))
+    }
+    return [header, packed(**body), *([chance.randbytes(10)] if choice == 3 else [])]
+
+
+def test_malformed_messages_are_counted_and_nothing_else(one_task):
+    connection = one_task._scope.target.connection
+    found = address(connection.directory)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(found["address"])
+    step = sc.step(lambda x: x + 1)
+    assert float(step(1.0)) == 2
+    pid = int(found["process"].split(".")[0])
+    chance = random.Random(0)
+    memory = []
+    for _ in range(10):
+        for _ in range(1000):
+            frames = noise(chance)
+            if len(frames[0]) != HEADER_BYTES or frames[0][3] != Kind.STOP:
+                socket.send_multipart(frames)
+        while socket.poll(200):
+            socket.recv_multipart()
+        memory.append(resident_bytes(pid))
+    assert float(step(2.0)) == 3
+    counts = connection.status()["counts"]
+    assert counts["malformed"] > 5000
+    assert memory[-1] - memory[2] < 8 << 20
+    socket.close()
+    context.term()
+
+
+def resident_bytes(pid):
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_hostile_command_fails_alone(one_task):
+    """What passes the coordinator's checks and is wrong, the tasks refuse one by one."""
+    connection = one_task._scope.target.connection
+    step = sc.step(lambda x: x + 1)
+    assert float(step(1.0)) == 2
+    for kind, body in [
+        (Kind.RUN, {"form": {"program": 99, "refs": [], "takes": [], "writes": []}}),
+        (Kind.RUN, {"form": {"program": 1, "refs": [["v", 77]], "takes": [], "writes": []}}),
+        (Kind.RUN, {"form": {"program": 1, "refs": [["f", 1]], "takes": [], "writes": []}}),
+        (Kind.PUT, {"mesh": [["x"], [7], ["Auto"]], "feeds": [], "specs": []}),
+        (Kind.PUT, {"nonsense": 1}),
+    ]:
+        run = connection.run(1 << 40, packed(**body), (), [], kind)
+        connection.wait(run)
+        with pytest.raises(sc.TaskError, match="failed on the tasks"):
+            connection.check(run)
+    for kind in (Kind.FREE, Kind.DROP, Kind.BIND):
+        connection.command(kind, 5, packed(nonsense=1))
+    time.sleep(0.05)
+    np.testing.assert_array_equal(step(np.ones(2, np.float32)), 2)

@@ -1,0 +1,244 @@
+"""Tasks, clients and coordinators that end: errors name them, and nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache.remote.local_tasks import LocalTasks, address
+from stepcache.storage.load_markers import Process
+
+ADD = """
+import os, signal, sys, numpy as np, stepcache as sc
+@sc.step(carry="state")
+def add(state, x):
+    return state + x, state.sum()
+"""
+
+
+@sc.step(carry="state")
+def add(state, x):
+    return state + x, state.sum()
+
+
+def directory_of(session):
+    return session._scope.target.connection.directory
+
+
+def processes_below(pid):
+    """The processes whose parent is another one, by `/proc`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.name))
+        except (OSError, IndexError):
+            pass
+    return found
+
+
+def tasks_of(session):
+    coordinator = Process.parse(address(directory_of(session))["process"])
+    return coordinator.pid, processes_below(coordinator.pid)
+
+
+def wait_until(is_so, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def run(script, *, cache, code=0):
+    text = textwrap.dedent(ADD) + textwrap.dedent(script)
+    result = subprocess.run(
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+    )
+    assert result.returncode == code, result.stderr[-3000:]
+    return result.stdout
+
+
+def stepcache(*arguments, cache=None):
+    command = [sys.executable, "-m", "stepcache.cli", *arguments]
+    environment = {**os.environ} | ({"XDG_CACHE_HOME": str(cache)} if cache else {})
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("target", ["local:1x1", "local:2x1"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+def test_a_lost_task_is_an_error_that_says_which_and_the_next_ones_work(target, number):
+    with sc.Session(target=target) as session:
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        for _ in range(5):
+            add(state, 1.0)
+        state.block_until_ready()
+        coordinator, tasks = tasks_of(session)
+        os.kill(tasks[-1], number)
+        with pytest.raises(sc.RankLostError, match=f"task . was ended by {number.name}") as error:
+            for _ in range(1000):
+                add(state, 1.0)
+                time.sleep(0.01)
+        assert error.value.ranks
+        with pytest.raises(sc.VariablesError, match="the tasks that held it have ended"):
+            add(state, 1.0)
+        with pytest.raises(sc.VariablesError, match="the tasks that held it have ended"):
+            _ = state.value
+        state.assign(np.ones(3, np.float32))
+        add(state, 1.0)
+        np.testing.assert_array_equal(state.value, 2)
+    session.close()
+    wait_until(lambda: has_ended(coordinator) and all(map(has_ended, tasks)))
+    assert not directory_of(session).exists() or address(directory_of(session)) is None
+
+
+def test_a_checkpoint_brings_back_what_lost_tasks_held(tmp_path):
+    with sc.Session(target="local:1x1") as session:
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        add(state, 1.0)
+        sc.save(tmp_path / "saves", state=state)
+        _, tasks = tasks_of(session)
+        os.kill(tasks[0], signal.SIGKILL)
+        with pytest.raises(sc.RankLostError):
+            for _ in range(1000):
+                add(state, 1.0)
+                time.sleep(0.01)
+        sc.restore(tmp_path / "saves", state=state)
+        np.testing.assert_array_equal(state.value, 1)
+        add(state, 1.0)
+        np.testing.assert_array_equal(state.value, 2)
+    session.close()
+
+
+def test_the_coordinator_ends_and_everybody_knows(tmp_path):
+    session = sc.Session(target="local:1x1")
+    with session:
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        add(state, 1.0)
+        coordinator, tasks = tasks_of(session)
+        os.kill(coordinator, signal.SIGKILL)
+        with pytest.raises(sc.RankLostError, match="coordinator"):
+            _ = state.value
+    wait_until(lambda: all(map(has_ended, tasks)))
+
+
+def test_a_named_client_is_killed_comes_back_and_goes_on(tmp_path):
+    script = """
+    session = sc.Session(target="local:1x1", name="train")
+    with session:
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        print(state.version, float(state.value[0]))
+        for _ in range(5):
+            _, total = add(state, 1.0)
+        print(float(total))
+    """
+    killed = script + "\n    os.kill(os.getpid(), signal.SIGKILL)"
+    assert run(killed, cache=tmp_path, code=-signal.SIGKILL).split() == ["0", "0.0", "12.0"]
+    assert run(script, cache=tmp_path).split() == ["5", "5.0", "27.0"]
+    directory = tmp_path / "stepcache" / "tasks" / "train"
+    watch = f"""
+    with sc.Session(target="local:{directory}", watch="train") as session:
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        print(state.version, float(state.value[0]))
+        try:
+            add(state, 1.0)
+        except sc.TaskError as error:
+            print("only watches" in str(error))
+    """
+    assert run(watch, cache=tmp_path).split() == ["10", "10.0", "True"]
+    process = Process.parse(address(directory)["process"])
+    shown = stepcache("status", "--tasks", str(directory))
+    assert shown.returncode == 0 and "1 of 1 tasks" in shown.stdout and "state" in shown.stdout
+    assert stepcache("stop", "train", cache=tmp_path).returncode == 0
+    assert process.has_ended()
+    again = stepcache("stop", "train", cache=tmp_path)
+    assert again.returncode == 1 and "no tasks run in" in again.stderr
+
+
+def test_two_clients_of_one_name_are_refused_and_of_two_names_are_not(tmp_path):
+    first = LocalTasksInProcess(tmp_path)
+    with first.session("a"), pytest.raises(sc.TaskError, match="a client named 'a' is connected"):
+        first.session("a")
+    with first.session("b") as session:
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        add(state, 1.0)
+        np.testing.assert_array_equal(state.value, 1)
+        assert len(session._scope.target.connection.status()["clients"]) == 2
+    first.close()
+
+
+class LocalTasksInProcess:
+    """A coordinator in a process of its own, for several clients here."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        command = [sys.executable, "-m", "stepcache.cli", "serve", "--tasks", "1x1"]
+        command += ["--directory", str(directory)]
+        self._process = subprocess.Popen(command)
+        self._sessions = []
+        wait_until(lambda: address(directory) is not None, 60)
+
+    def session(self, name=None, **options):
+        made = sc.Session(target=f"local:{self.directory}", name=name, **options)
+        self._sessions.append(made)
+        return made
+
+    def close(self):
+        for each in self._sessions:
+            each.close()
+        self._process.terminate()
+        assert self._process.wait(20) == 0
+
+
+def test_a_directory_without_tasks_is_said_in_time(tmp_path):
+    from stepcache.remote.starting import open_target
+
+    with pytest.raises(sc.TaskError, match="no tasks run in this directory"):
+        open_target(f"local:{tmp_path}", None, "data", None, None, timeout=0.2)
+
+
+def test_a_second_coordinator_in_a_directory_is_refused(tmp_path):
+    tasks = LocalTasksInProcess(tmp_path)
+    with pytest.raises(sc.StepCacheError, match="tasks run in this directory already"):
+        LocalTasks(tmp_path, 1, 1)
+    tasks.close()
+
+
+def test_a_client_that_ends_while_its_steps_run_leaves_nothing(tmp_path):
+    tasks = LocalTasksInProcess(tmp_path)
+    script = f"""
+    session = sc.Session(target="local:{tmp_path}")
+    with session:
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        for _ in range(100):
+            add(state, 1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    run(script, cache=tmp_path, code=-signal.SIGKILL)
+    with tasks.session() as session:
+        status = session._scope.target.connection.status
+        wait_until(lambda: len(status()["clients"]) == 1)
+        assert status()["variables"] == []
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        add(state, 1.0)
+        np.testing.assert_array_equal(jax.device_get(state.value), 1)
+    tasks.close()

@@ -1,0 +1,147 @@
+"""Variables that live on tasks: writes, checkpoints, names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepcache as sc
+from stepcache.remote.arrays import RemoteArray
+
+
+def tree():
+    return {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}
+
+
+def same(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
+
+
+def test_value_assign_and_version(session):
+    variables = sc.Variables(tree(), name="assigned")
+    same(variables.value, tree())
+    assert variables.version == 0 and variables.nbytes == 36
+    variables.assign(jax.tree.map(lambda x: x * 2, tree()))
+    same(variables.value, jax.tree.map(lambda x: x * 2, tree()))
+    assert variables.version == 1
+    with pytest.raises(sc.VariablesError, match="another type"):
+        variables.assign({"w": np.ones((2, 2), np.float32), "b": np.ones(3, np.float32)})
+
+
+def test_updates_are_added_on_the_tasks(session):
+    variables = sc.Variables(tree(), name="added to", write=sc.Write(mode="add"))
+    variables.push(tree())
+    doubled = sc.step(lambda params: jax.tree.map(lambda x: x * 2, params))(variables)
+    assert isinstance(doubled["w"], RemoteArray)
+    variables.push(doubled)  # Never crosses to the client.
+    same(variables.value, jax.tree.map(lambda x: x * 6, tree()))
+    assert variables.version == 2
+
+
+def test_an_optimizer_runs_on_the_tasks(session):
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    variables = sc.Variables(
+        tree(), name="optimized", write=sc.Write(mode="apply", optimizer=optimizer)
+    )
+    gradients = sc.step(lambda p: jax.tree.map(lambda x: 2 * x, p))
+    value, state = tree(), optimizer.init(tree())
+    for _ in range(4):
+        variables.push(gradients(variables))
+        updates, state = optimizer.update(jax.tree.map(lambda x: 2 * x, value), state, value)
+        value = optax.apply_updates(value, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), variables.value, value)
+
+
+def test_sums_of_every_are_added_up_here(session):
+    variables = sc.Variables(tree(), name="summed", write=sc.Write(mode="add", every=3))
+    for _ in range(3):
+        variables.push(tree())
+    assert variables.version == 1
+    same(variables.value, jax.tree.map(lambda x: x * 4, tree()))
+
+
+def test_random_keys_and_narrow_types(session):
+    value = {"key": jax.random.key(7), "x": jnp.ones(3, jnp.bfloat16), "n": np.int32(4)}
+    variables = sc.Variables(value, name="of many types")
+    got = variables.value
+    assert jax.random.key_data(got["key"]).tolist() == jax.random.key_data(value["key"]).tolist()
+    assert got["x"].dtype == jnp.bfloat16 and got["n"] == 4
+
+    @sc.step(carry="state")
+    def step(state):
+        key, own = jax.random.split(state["key"])
+        return {**state, "key": key, "n": state["n"] + 1}, jax.random.uniform(own)
+
+    _, drawn = step(variables)
+    _, own = jax.random.split(value["key"])
+    assert float(drawn) == pytest.approx(float(jax.random.uniform(own)))
+    assert variables.value["n"] == 5
+
+
+def test_a_checkpoint_of_the_tasks_is_restored_by_them_and_here(session, tmp_path):
+    write = sc.Write(mode="apply", optimizer=optax.adam(0.1))
+    variables = sc.Variables(tree(), name="saved", write=write)
+    variables.push(tree())
+    value = variables.value
+    extra = sc.step(lambda x: x + 1)(np.float32(1))
+    sc.save(tmp_path / "saves", params=variables, step=3, extra=extra)
+    variables.push(tree())
+    after = variables.value
+    restored = sc.restore(tmp_path / "saves", params=variables, step=0, extra=np.float32(0))
+    assert restored["step"] == 3 and restored["extra"] == 2 and restored["params"] is variables
+    same(variables.value, value)
+    variables.push(tree())  # With the optimizer's state as it was.
+    same(variables.value, after)
+
+    with sc.Session():
+        here = sc.Variables(jax.tree.map(np.zeros_like, tree()), write=write)
+        sc.restore(tmp_path / "saves", params=here, step=0, extra=np.float32(0))
+        same(here.value, value)
+        here.push(tree())
+        same(here.value, after)
+
+
+def test_a_checkpoint_from_here_is_restored_by_the_tasks(session, tmp_path):
+    with sc.Session():
+        here = sc.Variables(tree())
+        here.save(tmp_path / "one")
+    variables = sc.Variables(jax.tree.map(np.zeros_like, tree()), name="restored")
+    variables.restore(tmp_path / "one")
+    same(variables.value, tree())
+
+
+def test_a_checkpoint_with_other_leaves_is_refused_and_changes_nothing(session, tmp_path):
+    sc.save(tmp_path / "other", params=sc.Variables({"other": np.ones(2, np.float32)}))
+    variables = sc.Variables(tree(), name="not restored")
+    with pytest.raises(sc.TaskError, match="another value was stored"):
+        sc.restore(tmp_path / "other", params=variables)
+    same(variables.value, tree())
+    with pytest.raises(sc.TaskError, match="no checkpoint to restore"):
+        sc.restore(tmp_path / "none", params=variables)
+
+
+def test_a_name_with_other_leaves_is_refused(session):
+    sc.Variables(tree(), name="twice")
+    again = sc.Variables(jax.tree.map(np.zeros_like, tree()), name="twice")
+    same(again.value, tree())  # The tasks hold a value of this name.
+    with pytest.raises(sc.TaskError, match="with other leaves"):
+        sc.Variables({"x": np.ones(2, np.float32)}, name="twice")
+
+
+def test_variables_cannot_be_copied_or_used_elsewhere(session):
+    variables = sc.Variables(tree(), name="here only")
+    with pytest.raises(sc.TaskError, match="cannot be copied"):
+        variables.copy()
+    step = sc.step(lambda p: p["b"].sum())
+    with sc.Session(), pytest.raises((sc.TaskError, sc.VariablesError)):
+        step(variables)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("placement", sc.OnHost()), ("read", sc.Read(cache="device")), ("pack", True)],
+)
+def test_options_without_effect_are_refused(one_task, option, value):
+    with pytest.raises(sc.OptionError, match=f"{option} has no effect"):
+        sc.Variables(tree(), **{option: value})
