@@ -29,10 +29,9 @@ KEYS = {
     "AWS_SECRET_ACCESS_KEY": "testing",
     "AWS_REGION": "us-east-1",
 }
-# moto gives objects to those only who sign; it does not look at what.
-_SIGNED = {
-    "Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
-}
+# moto gives objects to those only who sign, whatever that is.
+_WHO = "Credential=testing/20260101/us-east-1/s3/aws4_request"
+_HEADERS = {"Authorization": f"AWS4-HMAC-SHA256 {_WHO}"}
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
@@ -69,9 +68,8 @@ class ObjectServer:
 
     def _ask(self, method, path, body=None):
         url = f"http://127.0.0.1:{self.port}{path}"
-        with urllib.request.urlopen(
-            urllib.request.Request(url, body, _SIGNED, method=method), timeout=20
-        ) as answer:
+        request = urllib.request.Request(url, body, _HEADERS, method=method)
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.read()
 
     def behave(self, **faults):
@@ -85,7 +83,17 @@ class ObjectServer:
         return {name: self._ask("GET", f"/{BUCKET}/{name}") for name in names}
 
     def put(self, name, body):
-        self._ask("PUT", f"/{BUCKET}/{name}", body)
+        """Writes an object, over one of the same name."""
+        from obstore.store import S3Store
+
+        store = S3Store(
+            BUCKET,
+            endpoint=f"http://127.0.0.1:{self.port}",
+            access_key_id="testing",
+            secret_access_key="testing",
+            client_options={"allow_http": True},
+        )
+        store.put(name, body)
 
 
 @dataclass

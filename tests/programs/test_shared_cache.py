@@ -415,6 +415,20 @@ def test_a_record_that_a_trace_has_proved_wrong_is_removed(url, tmp_path):
     assert Machine(url, tmp_path).archive.remote.records(address.digest) == []
 
 
+def test_what_proved_bad_here_is_not_fetched_again(bucket, server, tmp_path):
+    """As an entry that killed its process: it is no better there."""
+    Machine(bucket, tmp_path).run("first")
+    machine = Machine(bucket, tmp_path)
+    machine.run("first")
+    machine.cache = sc.ProgramCache(machine.directory, remote=bucket, verify="off")
+    disk = machine.cache.archive().disk
+    (entry,) = disk.entries("program")
+    disk.discard("program", entry.digest, "process 1 ended while it was loading it")
+    server.behave()
+    assert machine.run("first") == [(1, 1, 1)]
+    assert server.behave().get("GET", 0) <= 1, "a listing, at most"
+
+
 # ---- options -------------------------------------------------------------------------------------
 
 
