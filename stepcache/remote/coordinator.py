@@ -18,6 +18,7 @@ from typing import Any
 
 from stepcache.remote.messages import COMMANDS, Kind, Message, packed
 from stepcache.serving.messages import MalformedMessageError
+from stepcache.storage.load_markers import Process
 
 MAX_PROGRAMS = 4096
 MAX_FORMS = 4096
@@ -209,6 +210,8 @@ class Coordinator:
             max(map(len, (name, process, watches))) > _MAX_NAME
         ):
             raise MalformedMessageError("a client has no name")
+        if Process.parse(process) is None:  # Nobody could tell when it has ended.
+            raise MalformedMessageError("a client names no process")
         self._last_client += 1
         number = self._last_client
         self._clients[number] = _Client(name, process, watches, [0] * self.tasks)
