@@ -503,7 +503,7 @@ def test_threads_wait_for_the_same_requests(bucket, server, tmp_path):
         each.join(60)
     stats = [getattr(machine.life, name).stats() for name in NAMES]
     assert [(each.traces, each.remote_loads) for each in stats] == [(0, 1), (0, 1)]
-    assert server.behave() == {"GET": 5}
+    assert 5 <= server.behave()["GET"] < 9, "each object once, but for what is tried again"
 
 
 # ---- beside other parts --------------------------------------------------------------------------
