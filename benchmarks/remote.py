@@ -40,8 +40,18 @@ TENSORFLOW = """
 import json, sys, time
 import tensorflow.compat.v1 as tf
 tf.disable_eager_execution()
-server = tf.train.Server.create_local_server()
-with tf.Session(server.target) as session:
+if sys.argv[1:]:
+    server = tf.train.Server({"worker": [sys.argv[1]]}, job_name="worker", task_index=0)
+    print("serving", flush=True)
+    server.join()
+import socket, subprocess
+with socket.socket() as free:
+    free.bind(("localhost", 0))
+    address = "localhost:%d" % free.getsockname()[1]
+command = [sys.executable, "-c", TEXT, address]
+server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+server.stdout.readline()
+with tf.Session("grpc://" + address) as session:
     state = tf.get_variable("state", initializer=tf.zeros(4))
     run = session.make_callable(tf.assign_add(state, tf.ones(4)).op)
     session.run(tf.global_variables_initializer())
@@ -54,6 +64,7 @@ with tf.Session(server.target) as session:
         for _ in range(count):
             run()
         print((time.perf_counter() - started) / count, flush=True)
+server.kill()
 """
 
 
@@ -122,7 +133,7 @@ class TensorFlow:
 
     def __init__(self, python: str):
         self._process = subprocess.Popen(
-            [python, "-c", TENSORFLOW],
+            [python, "-c", f"TEXT = {TENSORFLOW!r}\n{TENSORFLOW}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -136,7 +147,8 @@ class TensorFlow:
         return float(self._process.stdout.readline())
 
     def close(self) -> None:
-        self._process.terminate()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._process.wait()
 
 

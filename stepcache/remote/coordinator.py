@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from stepcache.remote.messages import COMMANDS, Kind, Message, packed
 from stepcache.serving.messages import MalformedMessageError
+from stepcache.storage.load_markers import Process
 
 MAX_PROGRAMS = 4096
 MAX_FORMS = 4096
 _MAX_NAME = 200
-
-ToClient = tuple[int, Message]
-"""Number of a client, and a message for it."""
 
 
 @dataclass
@@ -32,7 +29,7 @@ class Output:
     """What the coordinator sends: to all tasks, in this order, and to clients."""
 
     tasks: list[Message] = field(default_factory=list)
-    clients: list[ToClient] = field(default_factory=list)
+    clients: list[tuple[int, Message]] = field(default_factory=list)  # With their numbers.
 
 
 @dataclass
@@ -42,8 +39,25 @@ class _Client:
     watches: str = ""
     done: list[int] = field(default_factory=list)  # By task: the last run that it has done.
     told: int = 0  # The last run that the client knows to be done on all tasks.
+    slowest: int = 0  # How many tasks have done no more than that.
     commands: int = 0
     bytes: int = 0
+
+    def starts(self, tasks: int) -> None:
+        """Notes that tasks have done nothing yet."""
+        self.done, self.told, self.slowest = [0] * tasks, 0, tasks
+
+    def reached(self, task: int, number: int) -> bool:
+        """Notes what a task has done. Returns whether all tasks have done more than before."""
+        before, self.done[task] = self.done[task], max(self.done[task], number)
+        if before != self.told or number <= before:
+            return False
+        self.slowest -= 1
+        if self.slowest:
+            return False
+        self.told = min(self.done)
+        self.slowest = self.done.count(self.told)
+        return True
 
 
 @dataclass
@@ -80,12 +94,10 @@ class Coordinator:
         self.devices: dict[str, Any] = {}  # What the tasks say of their devices.
         self._joined: set[int] = set()
         self._clients: dict[int, _Client] = {}
-        self._last_client = 0
+        self._last_client = self._last_program = self._last_variable = 0
         self._programs: OrderedDict[bytes, _Program] = OrderedDict()
         self._by_number: dict[int, bytes] = {}
-        self._last_program = 0
         self._variables: dict[str, dict[str, _Variable]] = {}  # By name of the client, and own.
-        self._last_variable = 0
         self._forms: dict[int, OrderedDict[int, tuple[int, ...]]] = {}  # Variables they write.
         self._by_variable: dict[int, _Variable] = {}
         self.counts = {"commands": 0, "malformed": 0, "refused": 0, "messages": 0, "bytes": 0}
@@ -107,7 +119,7 @@ class Coordinator:
         for program in self._programs.values():
             program.ready, program.is_sent, program.waiting = {}, False, []
         for client in self._clients.values():
-            client.done, client.told = [0] * self.tasks, 0
+            client.starts(self.tasks)
 
     def joined(self, task: int, devices: dict[str, Any]) -> Output:
         """Notes that a task is ready for commands."""
@@ -117,9 +129,8 @@ class Coordinator:
 
     def lost(self, why: str, ranks: list[int]) -> Output:
         """Notes that tasks have ended. Every client is told; what the tasks held is gone."""
-        message = Message(
-            Kind.LOST, incarnation=self.incarnation, body=packed(why=why, ranks=ranks)
-        )
+        body = packed(why=why, ranks=ranks)
+        message = Message(Kind.LOST, incarnation=self.incarnation, body=body)
         return Output(clients=[(number, message) for number in self._clients])
 
     def from_task(self, task: int, message: Message) -> Output:
@@ -131,10 +142,8 @@ class Coordinator:
         if kind is Kind.READY:
             self._program_ready(task, message, output)
         elif kind is Kind.DONE and client is not None:
-            client.done[task] = max(client.done[task], message.number)
-            if (done := min(client.done)) > client.told:
-                client.told = done
-                output.clients.append((message.client, message._replace(number=done)))
+            if client.reached(task, message.number):
+                output.clients.append((message.client, message._replace(number=client.told)))
         elif kind in (Kind.DATA, Kind.FAILED) and client is not None:
             output.clients.append((message.client, message._replace(value=task)))
         elif kind is Kind.FAILED and not message.client:
@@ -159,9 +168,8 @@ class Coordinator:
         output.clients += [(number, message) for number in program.waiting]
 
     def _ready(self, program: _Program) -> Message:
-        return Message(
-            Kind.READY, 0, self.incarnation, 0, program.number, next(iter(program.ready.values()))
-        )
+        body = next(iter(program.ready.values()))
+        return Message(Kind.READY, 0, self.incarnation, 0, program.number, body)
 
     # ---- clients ---------------------------------------------------------------------------------
 
@@ -190,8 +198,8 @@ class Coordinator:
         if message.kind is Kind.BYE:
             return self.left(number)
         if message.kind is Kind.STATUS:
-            reply = Message(Kind.STATUS, number, body=packed(**self.status()))
-            return Output(clients=[(number, reply)])
+            body = packed(**self.status())
+            return Output(clients=[(number, Message(Kind.STATUS, number, body=body))])
         if message.incarnation != self.incarnation or not self.is_ready:
             return self._refuse(number, message, "the tasks were started again", "restarted")
         if message.kind is Kind.OPEN:
@@ -209,9 +217,12 @@ class Coordinator:
             max(map(len, (name, process, watches))) > _MAX_NAME
         ):
             raise MalformedMessageError("a client has no name")
+        if Process.parse(process) is None:  # Nobody could tell when it has ended.
+            raise MalformedMessageError("a client names no process")
         self._last_client += 1
         number = self._last_client
-        self._clients[number] = _Client(name, process, watches, [0] * self.tasks)
+        client = self._clients[number] = _Client(name, process, watches)
+        client.starts(self.tasks)
         taken = [
             other.process
             for n, other in self._clients.items()
@@ -226,7 +237,7 @@ class Coordinator:
             return Output(clients=[(number, Message(Kind.WELCOME, number))])
         return Output(clients=[self._welcomed(number)])
 
-    def _welcomed(self, number: int) -> ToClient:
+    def _welcomed(self, number: int) -> tuple[int, Message]:
         body = packed(tasks=self.tasks, **self.devices)
         return number, Message(Kind.WELCOME, number, self.incarnation, body=body)
 
@@ -346,19 +357,14 @@ class Coordinator:
 
     # ---- what it holds ---------------------------------------------------------------------------
 
-    def processes(self) -> Iterator[tuple[int, str]]:
-        """Yields the number and the process of each client."""
-        yield from ((number, client.process) for number, client in self._clients.items())
+    def processes(self) -> list[tuple[int, str]]:
+        """Returns the number and the process of each client."""
+        return [(number, client.process) for number, client in self._clients.items()]
 
     @property
     def clients(self) -> int:
         """How many clients are connected."""
         return len(self._clients)
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether variables of a named client are held."""
-        return any(self._variables.values())
 
     def status(self) -> dict[str, Any]:
         """Returns what is held, as plain data."""

@@ -1,7 +1,5 @@
 """The tasks of one machine, and their coordinator: a process that starts them and orders commands.
 
-    python -m stepcache.remote.local_tasks DIRECTORY TASKS DEVICES [OWNER]
-
 The coordinator imports no JAX. It is the parent of the tasks: it knows at once when one ends, ends
 the others, which could only wait for it in a collective, and starts all of them again.
 """
@@ -27,10 +25,9 @@ import zmq
 from stepcache.errors import StepCacheError
 from stepcache.remote.coordinator import Coordinator, Output
 from stepcache.remote.messages import MAX_BODY_BYTES, Kind, Message, packed, parse
-from stepcache.serving.local_server import socket_path
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.storage.load_markers import Process
-from stepcache.storage.private_files import make_directory, replace_file
+from stepcache.storage.private_files import make_directory, replace_file, socket_path
 
 ADDRESS_FILE = "tasks.json"
 _POLL_MS = 200
@@ -274,7 +271,8 @@ def _free_port() -> int:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the tasks of a directory."""
+    """Runs the tasks of a directory: its path, tasks, devices of each, and maybe their owner."""
+    logging.basicConfig(format="%(asctime)s %(message)s")
     directory, tasks, devices, *owner = arguments
     made = LocalTasks(
         Path(directory), int(tasks), int(devices), Process.parse(owner[0]) if owner else None
@@ -283,8 +281,3 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(number, lambda *_: made.stop())
     made.run()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    main(sys.argv[1:])

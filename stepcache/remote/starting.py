@@ -25,6 +25,16 @@ from stepcache.sharding import DataAxis, axes_of
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory
 
+# Runs the coordinator without `stepcache/__init__.py`, which imports JAX: it takes a second less to
+# start, and a quarter of the memory.
+_COORDINATE = """
+import sys, types
+package = types.ModuleType("stepcache")
+package.__path__ = [sys.argv.pop(1)]
+sys.modules["stepcache"] = package
+from stepcache.remote.local_tasks import main
+main(sys.argv[1:])
+"""
 START_SECONDS = 120.0
 IN_FLIGHT = 32
 _SIZE = re.compile(r"(\d+)x(\d+)")
@@ -138,7 +148,8 @@ def _started(tasks: int, devices: int, name: str | None) -> Path:
 
 
 def _spawn(directory: Path, tasks: int, devices: int, owner: str | None) -> None:
-    command = [sys.executable, "-m", "stepcache.remote.local_tasks", str(directory)]
+    package = str(Path(__file__).parent.parent)
+    command = [sys.executable, "-c", _COORDINATE, package, str(directory)]
     command += [str(tasks), str(devices), *([owner] if owner else [])]
     with (directory / "coordinator.log").open("ab") as log:
         process = subprocess.Popen(

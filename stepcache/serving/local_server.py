@@ -9,11 +9,8 @@ the ray engine serves the processes of its machine in the same way.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 import resource
-import tempfile
 import threading
 import time
 from dataclasses import astuple
@@ -23,18 +20,16 @@ from typing import Any
 import numpy as np
 import zmq
 
-from stepcache.errors import VariablesError
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.local_transport import ADDRESS_FILE, bytes_of
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
 from stepcache.serving.shared_memory import CAN_SHARE, Opened, Place, Pool
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
-from stepcache.storage.private_files import make_directory, replace_file
+from stepcache.storage.private_files import replace_file, socket_path
 
 MAX_FRAME_BYTES = 16 << 20 if CAN_SHARE else 4 << 30
 _SWEEP_SECONDS = 2.0
-_MAX_SOCKET_PATH = 100  # Of 107 that the system allows.
 
 
 class LocalServer:
@@ -196,18 +191,6 @@ def _allow_many_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def socket_path(directory: Path) -> str:
-    """Returns a path for the socket of a directory, short enough and in a private directory."""
-    name = hashlib.sha256(str(directory).encode()).hexdigest()[:24]
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        private = Path(parent) / f"stepcache-{os.geteuid()}"
-        path = str(private / f"{name}.ipc")
-        if len(path) <= _MAX_SOCKET_PATH:
-            make_directory(private)
-            return path
-    raise VariablesError("there is no directory with a short path for a socket", got=path)
 
 
 def _publish_address(directory: Path, path: str, epoch: int) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 from stepcache.errors import CacheDirectoryError
 
 _ATTEMPTS = 3
+_MAX_SOCKET_PATH = 100  # Of 107 that the system allows.
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -230,3 +233,15 @@ def write_at(descriptor: int, offset: int, data: memoryview) -> int:
         written = os.pwrite(descriptor, data, offset)
         offset, data = offset + written, data[written:]
     return offset
+
+
+def socket_path(directory: Path) -> str:
+    """Returns a path for the socket of a directory, short enough and in a private directory."""
+    name = hashlib.sha256(str(directory).encode()).hexdigest()[:24]
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        private = Path(parent) / f"stepcache-{os.geteuid()}"
+        path = str(private / f"{name}.ipc")
+        if len(path) <= _MAX_SOCKET_PATH:
+            make_directory(private)
+            return path
+    raise CacheDirectoryError("there is no directory with a short path for a socket", got=path)

@@ -111,6 +111,7 @@ def test_a_lost_task_is_an_error_that_says_which_and_the_next_ones_work(target, 
     assert not directory_of(session).exists() or address(directory_of(session)) is None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_brings_back_what_lost_tasks_held(tmp_path):
     with sc.Session(target="local:1x1") as session:
         state = sc.Variables(np.zeros(3, np.float32), name="state")
@@ -174,6 +175,7 @@ def test_a_named_client_is_killed_comes_back_and_goes_on(tmp_path):
     assert again.returncode == 1 and "no tasks run in" in again.stderr
 
 
+@pytest.mark.slow
 def test_two_clients_of_one_name_are_refused_and_of_two_names_are_not(tmp_path):
     first = LocalTasksInProcess(tmp_path)
     with first.session("a"), pytest.raises(sc.TaskError, match="a client named 'a' is connected"):
