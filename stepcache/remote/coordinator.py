@@ -86,7 +86,6 @@ class Coordinator:
 
     Attributes:
         incarnation: raised each time the tasks are started.
-        is_ready: whether all tasks have joined.
     """
 
     def __init__(self, tasks: int):
