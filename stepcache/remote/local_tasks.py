@@ -22,6 +22,7 @@ from typing import Any
 
 import zmq
 
+from stepcache._process_hooks import signals_handled
 from stepcache.errors import StepCacheError
 from stepcache.remote.coordinator import Coordinator, Output
 from stepcache.remote.messages import MAX_BODY_BYTES, Kind, Message, packed, parse
@@ -272,12 +273,10 @@ def _free_port() -> int:
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the tasks of a directory: its path, tasks, devices of each, and maybe their owner."""
-    logging.basicConfig(format="%(asctime)s %(message)s")
     directory, tasks, devices, *owner = arguments
     made = LocalTasks(
         Path(directory), int(tasks), int(devices), Process.parse(owner[0]) if owner else None
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: made.stop())
-    made.run()
-    os._exit(0)
+    with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: made.stop()):
+        made.run()
+        os._exit(0)

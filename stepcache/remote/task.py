@@ -26,6 +26,7 @@ import zmq
 from jax.sharding import AxisType, NamedSharding
 
 import stepcache
+from stepcache._process_hooks import signals_handled
 from stepcache.errors import first_line
 from stepcache.jaxcompat.call_codec import decode_spec
 from stepcache.remote.coordinator import MAX_FORMS
@@ -313,7 +314,6 @@ def main(arguments: Sequence[str]) -> None:
         first = int(rank) * int(devices)
         own = list(range(first, first + int(devices)))
         jax.distributed.initialize(pod, int(tasks), int(rank), local_device_ids=own)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX takes it for a notice to come.
     found = jax.devices()
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -329,8 +329,10 @@ def main(arguments: Sequence[str]) -> None:
         kind=found[0].device_kind,
     )
     socket.send_multipart(Message(Kind.HELLO, 0, int(incarnation), 0, 0, about).frames())
-    Task(socket, int(incarnation)).run()
-    os._exit(0)
+    # JAX takes SIGTERM for a notice to come.
+    with signals_handled((signal.SIGTERM,), signal.SIG_DFL):  # type: ignore[arg-type]
+        Task(socket, int(incarnation)).run()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -83,9 +83,17 @@ def stepcache(*arguments, cache=None):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("target", ["local:1x1", "local:2x1"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+@pytest.mark.parametrize(
+    ("target", "number"),
+    [
+        ("local:2x1", signal.SIGKILL),
+        *(
+            pytest.param(target, number, marks=pytest.mark.slow)
+            for target in ("local:1x1", "local:2x1")
+            for number in (signal.SIGTERM, signal.SIGABRT)
+        ),
+    ],
+)
 def test_a_lost_task_is_an_error_that_says_which_and_the_next_ones_work(target, number):
     with sc.Session(target=target) as session:
         state = sc.Variables(np.zeros(3, np.float32), name="state")

@@ -65,7 +65,7 @@ def test_an_actor_is_killed(tmp_path, failing, kind, point, seed):
     server.stop()
 
 
-@pytest.mark.sample(every=800)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, point, seed", cases(RESTARTS))
 def test_an_actor_is_killed_while_it_recovers(tmp_path, failing, kind, point, seed):
     server = kind(tmp_path / "server", snapshot_seconds=0.1).start()
@@ -82,7 +82,7 @@ def test_an_actor_is_killed_while_it_recovers(tmp_path, failing, kind, point, se
     server.stop()
 
 
-@pytest.mark.sample(every=1100)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, point, seed", cases(CLIENTS))
 def test_a_client_of_an_actor_is_killed(tmp_path, kind, point, seed):
     server = kind(tmp_path / "server", snapshot_seconds=0.1).start()

@@ -59,7 +59,10 @@ def growing(samples, is_short=False):
 
 
 @pytest.fixture(
-    params=["LocalServer", "RayServer", pytest.param("RayCalls", marks=pytest.mark.slow)]
+    params=[
+        "LocalServer",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("RayServer", "RayCalls")),
+    ]
 )
 def engine(request):
     """The class of its servers."""
