@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from stepcache import jaxcompat
+from stepcache.errors import TaskError
 
 if TYPE_CHECKING:
     from stepcache.remote.connection import Connection
@@ -113,8 +114,8 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def delete(self) -> None:
         """Has the tasks drop it."""
-        if self._is_held:
-            self._is_held = False
+        is_there, self._is_held = self._is_held, False
+        if is_there and self._incarnation == self._connection.incarnation:
             self._connection.free([[self._run, self._index, 1]], self._type.size_bytes)
 
     def donated(self) -> None:
@@ -123,12 +124,7 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def ref(self, run: int) -> list[Any]:
         """Returns how run `run` names the array."""
-        from stepcache.errors import TaskError
-
-        if self._incarnation != self._connection.incarnation:
-            raise TaskError(
-                "an array was lost with the tasks that held it", got=f"{self.dtype}{self.shape}"
-            )
+        self._check_not_lost()
         if not self._is_held:
             raise TaskError(
                 "an array has been donated to an earlier step",
@@ -137,8 +133,15 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
             )
         return ["o", run - self._run, self._index, 1]
 
+    def _check_not_lost(self) -> None:
+        if self._incarnation != self._connection.incarnation:
+            raise TaskError(
+                "an array was lost with the tasks that held it", got=f"{self.dtype}{self.shape}"
+            )
+
     def block_until_ready(self) -> RemoteArray:
         """Waits until the step that returns it has run."""
+        self._check_not_lost()
         self._connection.wait(self._run)
         self._connection.check(self._run)
         return self

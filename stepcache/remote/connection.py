@@ -44,6 +44,7 @@ class Connection:
         about: what the tasks are: their number, devices and platform.
         incarnation: of the tasks; raised each time they are started.
         sent_bytes: bytes of messages, and of the values that they bring.
+        lock: held while the socket is used.
     """
 
     def __init__(
@@ -51,13 +52,12 @@ class Connection:
     ) -> None:
         self.directory, self._name, self._watch = directory, name, watch
         self._in_flight = in_flight
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._socket: Any = None
         self._pool, self._opened = Pool(), Opened()
         self._replies: dict[int, list[Message]] = {0: []}  # That somebody waits for.
         self._failures: dict[int, str] = {}  # By run.
-        self._programs: dict[int, Message] = {}
         self._kept: deque[tuple[int, list[Any]]] = deque()  # Values of runs that are under way.
         self._freed: list[list[int]] = []
         self._freed_bytes = 0
@@ -99,7 +99,7 @@ class Connection:
 
     def close(self) -> None:
         """Leaves: drops what this client holds, unless it has a name."""
-        with self._lock:
+        with self.lock:
             if self._socket is not None:
                 with contextlib.suppress(zmq.ZMQError):
                     self._send(Message(Kind.BYE, self.client, self.incarnation))
@@ -178,7 +178,8 @@ class Connection:
             hint="what they held is gone: make the variables again, or restore a checkpoint",
         )
         self._replies = {0: []}
-        self._kept.clear()
+        for each in (self._kept, self._failures, self._freed):  # Numbers of runs begin again.
+            each.clear()
         self.incarnation = 0
         self.runs = self.done = 0
         for forget in self.on_restart:
@@ -236,7 +237,7 @@ class Connection:
         Raises:
             RankLostError: the tasks were lost.
         """
-        with self._lock:
+        with self.lock:
             while self.done < number:
                 self._receive_one(_POLL_MS / 1000)
                 self.raise_if_lost()
@@ -291,7 +292,7 @@ class Connection:
         Returns:
             Its number, and what the tasks say of it.
         """
-        with self._lock:
+        with self.lock:
             self.ready()
             self.command(Kind.PROGRAM, body=body)
             (answer,) = self.reply(0)
@@ -317,7 +318,7 @@ class Connection:
         Returns:
             For each array rows of its bounds and data, from all tasks.
         """
-        with self._lock:
+        with self.lock:
             self.ready()
             number = self.command(Kind.FETCH, run, packed(**{"refs": refs, "from": count}))
             found: list[Any] = []
@@ -340,7 +341,7 @@ class Connection:
 
     def status(self) -> dict[str, Any]:
         """Returns what the coordinator holds."""
-        with self._lock:
+        with self.lock:
             self.ready()
             self._send(Message(Kind.STATUS, self.client, self.incarnation))
             (answer,) = self.reply(0)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepcache.serving.messages import MalformedMessageError
+from stepcache.serving.messages import DTYPES, MalformedMessageError
 from stepcache.serving.shared_memory import Place
 from stepcache.storage import plain
 
@@ -133,13 +133,13 @@ def packed(**fields: Any) -> bytes:
 
 # ---- values ------------------------------------------------------------------------------------
 
-# [type, shape] of an array, and the place of its bytes: [process, descriptor, inode, offset, size]
-# of shared memory, or the number of a blob of the message.
-ArrayRow = tuple[str, list[int], Any]
-
 
 def send_array(array: np.ndarray, pool: Any, blobs: list[Any], kept: list[Any]) -> list[Any]:
     """Describes an array for a message; large ones go to shared memory.
+
+    Returns:
+        Its type, its shape, and the place of its bytes: process, descriptor, inode, offset and size
+        of shared memory, or the number of a blob.
 
     Args:
         array: the array.
@@ -172,8 +172,6 @@ def receive_array(row: Any, opened: Any, blobs: Sequence[Any]) -> np.ndarray:
         MalformedMessageError: there is no such array.
         OSError: its memory is gone.
     """
-    from stepcache.serving.messages import DTYPES
-
     if not plain.fits(row, list[Any]) or len(row) != 3:
         raise MalformedMessageError("an array has no type, shape and place")
     name, shape, place = row

@@ -7,7 +7,6 @@ program takes and which variables it writes.
 
 import hashlib
 import itertools
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -69,7 +68,7 @@ class Target:
     def __init__(self, connection: Connection, mesh: AbstractMesh):
         self.connection, self.mesh = connection, mesh
         self.number = next(self._numbers)
-        self._lock = threading.RLock()
+        self._lock = connection.lock
         self._programs: dict[Key, RemoteProgram] = {}
         self._engines: dict[tuple, Engine] = {}
         self._forms: dict[tuple, int] = {}
@@ -174,7 +173,7 @@ class Target:
             leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
             kinds = tuple(map(kind_of, leaves))
             settings = jaxcompat.environment()
-            known = (engine.number, tree, kinds, settings)
+            known = (engine.number, engine.spec.key_options, tree, kinds, settings)
             plan = None if None in kinds else self._plans.get(known)
             if plan is None:
                 plan = self._planned(engine, scope, args, kwargs)

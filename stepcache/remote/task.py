@@ -141,8 +141,7 @@ class Task:
                 leaves += [self._placed(next(rows), each, message.blobs) for each in shardings]
             else:
                 leaves += self._arrays.look_up(client, number, ref)
-        for _ in range(form.get("repeat", 1)):
-            outputs = program.call(*leaves)
+        outputs = program.call(*leaves)
         for ref in form["takes"]:
             self._arrays.take(client, number, ref)
         kept: list[Any] = list(outputs)

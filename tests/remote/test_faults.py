@@ -98,8 +98,8 @@ def test_a_lost_task_is_an_error_that_says_which_and_the_next_ones_work(target, 
     with sc.Session(target=target) as session:
         state = sc.Variables(np.zeros(3, np.float32), name="state")
         for _ in range(5):
-            add(state, 1.0)
-        state.block_until_ready()
+            _, old = add(state, 1.0)
+        old.block_until_ready()
         coordinator, tasks = tasks_of(session)
         os.kill(tasks[-1], number)
         with pytest.raises(sc.RankLostError, match=f"task . was ended by {number.name}") as error:
@@ -114,6 +114,13 @@ def test_a_lost_task_is_an_error_that_says_which_and_the_next_ones_work(target, 
         state.assign(np.ones(3, np.float32))
         add(state, 1.0)
         np.testing.assert_array_equal(state.value, 2)
+        with pytest.raises(sc.TaskError, match="lost with the tasks"):
+            old.block_until_ready()
+        kept = [add(state, 1.0)[1] for _ in range(10)]
+        old.delete()  # Nothing of the new tasks has its number.
+        session._scope.target.connection._freed_bytes = 1 << 30
+        add(state, 1.0)
+        assert [float(each) for each in kept] == [6 + 3 * n for n in range(10)]
     session.close()
     wait_until(lambda: has_ended(coordinator) and all(map(has_ended, tasks)))
     assert not directory_of(session).exists() or address(directory_of(session)) is None

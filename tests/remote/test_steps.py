@@ -342,3 +342,15 @@ def test_repeat_runs_many_steps_with_one_message(session):
     want, losses = expected()
     np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), variables.value, want)
+
+
+def test_two_steps_over_one_function_are_two(one_task):
+    def fun(state):
+        return state + 1
+
+    read, write = sc.step(fun), sc.step(fun, carry="state")
+    state = write(np.zeros(2, np.float32))
+    state = write(state)
+    read(state)
+    np.testing.assert_array_equal(read(state), 3)
+    assert not state.is_deleted()
