@@ -322,6 +322,7 @@ def test_a_c_profiler_inside_a_trace_is_kept():
 # ---- debuggers and coverage ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tracer_sees_the_lines_of_a_traced_step(tmp_path):
     """As coverage and debuggers work: by `sys.settrace`, for each thread."""
     body = """

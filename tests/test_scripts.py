@@ -142,6 +142,7 @@ def test_a_train_state_of_linen(tmp_path):
     built_once_then_loaded(script, "train_step", "eval_step")
 
 
+@pytest.mark.slow
 def test_linear_algebra(tmp_path):
     """LAPACK's functions are found when JAX lowers a call of one, and without a trace too."""
     script = Script("linear_algebra", tmp_path)
@@ -155,6 +156,7 @@ def test_a_partitioned_module_of_equinox(tmp_path):
     built_once_then_loaded(script, "make_step")
 
 
+@pytest.mark.slow
 def test_modules_of_nnx_in_place(tmp_path):
     script = Script("nnx_in_place", tmp_path)
     built_once_then_loaded(script, "train_step", "eval_step")
@@ -176,6 +178,7 @@ def test_a_trainer_that_holds_its_step(tmp_path):
     built_once_then_loaded(script, "_step", "_step")
 
 
+@pytest.mark.slow
 def test_a_decorated_method(tmp_path):
     """`self` is static: of no value that another process could know, but for its attributes."""
     script = Script("trainer_method", tmp_path)

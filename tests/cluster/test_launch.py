@@ -243,6 +243,7 @@ def test_jax_finds_the_pod(capfd, monkeypatch):
     assert sums == [f"[{rank}] sum 4.0 2 2" for rank in range(2)], out + errors
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_does_not_wait_for_the_others_at_exit(capfd):
     """JAX's own shutdown would keep it, and what waits for it, for five minutes."""
     body = POD + "if RANK == 1: raise KeyError('lost')\nprint(psum(ones))"

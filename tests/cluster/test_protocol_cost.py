@@ -12,7 +12,7 @@ from tests.cluster.pods import ROOT
 from tests.forking import start
 
 BENCHMARK = ROOT / "benchmarks" / "pod_protocol.py"
-COUNTS = (8, 32)
+COUNTS = (4, 16)
 PODS = (("keys", "quiet", "late"), ("never comes", "lost"))
 
 

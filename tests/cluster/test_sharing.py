@@ -198,6 +198,7 @@ if RANK == 1:
     assert "cannot load the executable of another rank (not for this machine)" in ranks[1].output
 
 
+@pytest.mark.slow
 def test_another_kind_of_host_builds_for_itself(tmp_path):
     before = """
 from stepcache.jaxcompat import inspection
@@ -227,6 +228,7 @@ if RANK % 2:
     )
 
 
+@pytest.mark.slow
 def test_what_is_handed_out_is_taken_by_one_that_fails(tmp_path):
     """Else the one that hands it out would wait for that."""
     script = """
@@ -352,7 +354,8 @@ if RANK == 1:
     assert "3" not in levels(ranks)
 
 
-@pytest.mark.parametrize("cache", ["cache{rank}", pytest.param("cache", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["cache{rank}", "cache"])
 def test_the_ledger_compares_the_ranks(tmp_path, cache):
     """Where each has a directory of its own, that of rank 0 knows of all."""
     run_in_processes(tmp_path / "a", 3, tmp_path / cache)

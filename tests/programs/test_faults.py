@@ -207,7 +207,7 @@ def what_goes_wrong(directory, place, fault, ahead, caplog):
 
 
 @pytest.mark.parametrize(
-    "every", [257, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    "every", [1031, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 def test_a_fault_at_any_line_is_no_matter_of_the_call(every, first, tmp_path, caplog):
     places = places_of(first, tmp_path)

@@ -233,6 +233,7 @@ def test_a_directory_without_tasks_is_said_in_time(tmp_path):
         open_target(f"local:{tmp_path}", None, "data", None, None, timeout=0.2)
 
 
+@pytest.mark.slow
 def test_a_second_coordinator_in_a_directory_is_refused(tmp_path):
     tasks = LocalTasksInProcess(tmp_path)
     with pytest.raises(sc.StepCacheError, match="tasks run in this directory already"):
@@ -240,6 +241,7 @@ def test_a_second_coordinator_in_a_directory_is_refused(tmp_path):
     tasks.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_ends_while_its_steps_run_leaves_nothing(tmp_path):
     tasks = LocalTasksInProcess(tmp_path)
     script = f"""

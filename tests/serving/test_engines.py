@@ -110,6 +110,7 @@ def test_a_client_that_asks_for_nothing_sends_again_what_is_lost(engine, tmp_pat
     server.stop()
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_waits_for_nothing(server):
     code = f"""
 import numpy as np, stepcache as sc

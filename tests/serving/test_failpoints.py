@@ -52,7 +52,7 @@ def wait_until_killed(child):
     assert child.end()[0] == KILLED, child.printed()
 
 
-@pytest.mark.sample(every=250)
+@pytest.mark.sample(every=601)
 @pytest.mark.parametrize("point, seed", cases([*OF_SERVERS, *OF_SOCKETS, *OF_IMAGES]))
 def test_a_server_is_killed(tmp_path, point, seed):
     server = start_failing(LocalServer(tmp_path / "server", snapshot_seconds=0.1), point, seed)
@@ -67,7 +67,7 @@ def test_a_server_is_killed(tmp_path, point, seed):
     server.stop()
 
 
-@pytest.mark.sample(every=200)
+@pytest.mark.sample(every=401)
 @pytest.mark.parametrize("point, seed", cases(OF_RESTARTS))
 def test_a_server_is_killed_while_it_recovers(tmp_path, point, seed):
     server = LocalServer(tmp_path / "server", snapshot_seconds=0.1).start()
@@ -85,7 +85,7 @@ def test_a_server_is_killed_while_it_recovers(tmp_path, point, seed):
     server.stop()
 
 
-@pytest.mark.sample(every=250)
+@pytest.mark.sample(every=601)
 @pytest.mark.parametrize("point, seed", cases([*OF_CLIENTS, *OF_LOCAL_CLIENTS]))
 def test_a_client_is_killed(tmp_path, point, seed):
     server = LocalServer(tmp_path / "server", snapshot_seconds=0.1).start()

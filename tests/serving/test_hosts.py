@@ -143,6 +143,7 @@ def test_what_several_hosts_have_cannot_be_carried(connection, name):
     assert small.value["w"][0] == 1
 
 
+@pytest.mark.slow
 def test_an_optimizer_sees_all_leaves(connection, name, clients):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
     write = sc.Write(mode="apply", optimizer=optimizer)

@@ -156,6 +156,7 @@ def serving(server, *options):
     return process, process.stdout.readline()
 
 
+@pytest.mark.slow
 def test_the_actor_goes_on_without_the_command_that_began_it(engine, tmp_path):
     server = engine(tmp_path / "server")
     first, printed = serving(server)
@@ -199,7 +200,8 @@ def test_a_directory_that_others_can_write_to_is_refused(engine, tmp_path):
         engine(open_to_all).start()
 
 
-@pytest.mark.parametrize("kind", [RayServer, pytest.param(RayCalls, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [RayServer, RayCalls])
 def test_an_actor_whose_directory_is_removed_ends(engine, tmp_path, kind):
     server = kind(tmp_path / "server").start()
     with server.connect(timeout=5) as connection:
@@ -225,6 +227,7 @@ def test_a_node_without_the_directory_is_named(tmp_path):
         HostActor(str(tmp_path / "elsewhere"), {})
 
 
+@pytest.mark.slow
 def test_an_actor_whose_last_snapshot_fails_goes_on(server):
     with server.connect() as connection:
         params = connection.variables("params", {"w": np.zeros(3, np.float32)}, write=SUM)

@@ -55,7 +55,7 @@ def wait_for_another(server, epoch):
     server.pid = about.pid
 
 
-@pytest.mark.sample(every=900)
+@pytest.mark.sample(every=2801)
 @pytest.mark.parametrize("kind, point, seed", cases(SERVERS))
 def test_an_actor_is_killed(tmp_path, failing, kind, point, seed):
     server = kind(tmp_path / "server", snapshot_seconds=0.1)

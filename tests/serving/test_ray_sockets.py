@@ -49,6 +49,7 @@ def test_a_socket_that_never_answers_is_left_alone(server, monkeypatch):
         assert (params.value["w"] == 4).all() and len(asked) == 1
 
 
+@pytest.mark.slow
 def test_a_socket_that_is_silent_for_a_while_is_used_again(server, monkeypatch):
     from stepcache.serving import ray_transport
 

@@ -70,6 +70,7 @@ def test_a_copy_serves_so_many_more_lookups(connection, name, moved):
     assert looked_up(cached, [2], moved) == ([2], SENT)  # Its own push is seen at once.
 
 
+@pytest.mark.slow
 def test_copies_of_an_epoch_say_nothing_about_another(server, moved):
     with server.connect() as connection, server.connect() as second:
         cached, _ = tables(connection, "rows", read=sc.Read(cache="device"))

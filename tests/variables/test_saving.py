@@ -139,6 +139,7 @@ def process(directory, body, **more):
     )
 
 
+@pytest.mark.slow
 def test_three_processes_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
     body = """
     for turn in range(8):
