@@ -5,6 +5,8 @@ import os
 from collections import defaultdict
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of a test's time is XLA's, which compiles thousands of small programs that run once or twice.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ["STEPCACHE_DIR"] = "off"  # What is kept on disk is a test's own affair.
 os.environ["STEPCACHE_REMOTE"] = "off"
 os.environ.pop("COLUMNS", None)  # So is the width of a table. (xdist sets that of its terminal.)
@@ -22,6 +24,7 @@ from jax.sharding import AxisType
 
 from stepcache.calls.context import DEFAULT_SCOPE
 from stepcache.programs.cache import ProgramCache
+from tests.sampling import LEFT_OUT, slow_is_asked_for
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,6 +73,16 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def pytest_generate_tests(metafunc):
+    """`seeds(count, few=1)` gives a test its `seed`: all but a few of them are slow."""
+    marker = metafunc.definition.get_closest_marker("seeds")
+    if marker is not None:
+        few = marker.kwargs.get("few", 1)
+        count = marker.args[0] if slow_is_asked_for(metafunc.config) else few
+        slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(few, count)]
+        metafunc.parametrize("seed", [*range(few), *slow])
+
+
 @pytest.hookimpl(tryfirst=True)  # Before items are chosen by `-m`.
 def pytest_collection_modifyitems(config, items):
     """Tests that are `slow`, and cases that a sample leaves out, run where they are asked for."""
@@ -80,13 +93,15 @@ def pytest_collection_modifyitems(config, items):
     for cases in tests.values():
         marker = cases[0].get_closest_marker("sample")
         chosen = cases[:: marker.kwargs["every"]] if marker.kwargs else covering(cases)
+        chosen = [] if slow_is_asked_for(config) else chosen
         for item in cases:
             if item not in chosen:
                 item.add_marker(pytest.mark.slow)
-    if "slow" not in (config.option.markexpr or ""):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="takes long: run it with -m slow"))
+    if not slow_is_asked_for(config):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.stash[LEFT_OUT] = slow
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
 
 
 def covering(cases):

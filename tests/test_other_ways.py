@@ -25,7 +25,8 @@ NOT_PUBLIC = (
 )
 
 
-@pytest.mark.parametrize("names", [SAMPLE, pytest.param(TESTS, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.sample(every=4)
+@pytest.mark.parametrize("names", [SAMPLE, TESTS], ids=len)
 @pytest.mark.parametrize(
     ("variable", "value", "left_out"),
     [("STEPCACHE_DISPATCH", "public", NOT_PUBLIC), ("STEPCACHE_TEST_DISK", "1", ())],

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.cluster.pods import Pod
+from tests.sampling import LEFT_OUT
 
 AT_A_TIME = 5
 
@@ -36,12 +37,13 @@ def together(request, tmp_path_factory):
     These are functions of a directory, by name. They are called a few at a time, when the first of
     them is asked for: their processes spend most of their seconds waiting. Where a single test is
     run, only its own is called; and none of those that are named by the parameters of tests that
-    are skipped.
+    are left out.
     """
-    items = [each for each in request.session.items if each.module is request.module]
-    users = [each for each in items if "together" in each.fixturenames]
-    run = [each for each in users if not each.get_closest_marker("skip")]
-    skipped = {_parameters(each) for each in users} - {_parameters(each) for each in run}
+    run, left_out = (
+        [e for e in items if e.module is request.module and "together" in e.fixturenames]
+        for items in (request.session.items, request.config.stash.get(LEFT_OUT, []))
+    )
+    skipped = {_parameters(each) for each in left_out} - {_parameters(each) for each in run}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
 
         @functools.cache

@@ -12,7 +12,7 @@ from tests.cluster.pods import ROOT
 from tests.forking import start
 
 BENCHMARK = ROOT / "benchmarks" / "pod_protocol.py"
-COUNTS = (4, 16)
+COUNTS = (8, 24)
 PODS = (("keys", "quiet", "late"), ("never comes", "lost"))
 
 

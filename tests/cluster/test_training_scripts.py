@@ -21,7 +21,7 @@ from tests.cluster.pods import ROOT, run_pod, succeeded
 SCRIPTS = Path(__file__).parent / "scripts"
 PLACES = [str(SCRIPTS), str(ROOT / "tests" / "scripts")]  # Models are shared with those.
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
-SAMPLE = ["loggers", "two_networks"]
+SAMPLE = ["loggers"]
 SETS = {
     "a sample": ("cache", SAMPLE),
     "the others": ("cache", [name for name in NAMES if name not in SAMPLE]),

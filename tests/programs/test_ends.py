@@ -98,8 +98,6 @@ WHENS = ("first call", "preload", "preload that sleeps", "verification")
 HOWS = ("end", "sys.exit", "exception", "thread", "sys.exit in a thread", "daemon")
 SAMPLE = {
     ("first call", "thread"),
-    ("preload", "sys.exit"),
-    ("preload that sleeps", "exception"),
     ("verification", "exception"),
 }
 

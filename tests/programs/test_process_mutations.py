@@ -132,6 +132,7 @@ def test_other_places(again, tmp_path):
     assert run(["-m", "script"], programs, cwd=copy.parent)[0] == 1
 
 
+@pytest.mark.slow
 def test_code_without_a_file(tmp_path):
     """A program given with -c or on standard input has no file to be known by, and yet is."""
     programs = tmp_path / "programs"

@@ -273,7 +273,7 @@ def test_who_only_reads(bucket, server, tmp_path, monkeypatch):
     assert "PUT" not in server.behave()
 
 
-@pytest.mark.parametrize("how", ["ends", "is ended"])
+@pytest.mark.parametrize("how", [pytest.param("ends", marks=pytest.mark.slow), "is ended"])
 def test_a_process_does_not_wait_for_uploads(bucket, server, tmp_path, how):
     """The store hangs when something is written to it."""
     script = "import numpy as np, stepcache as sc, os, signal\n"

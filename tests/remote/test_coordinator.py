@@ -150,8 +150,7 @@ def test_a_client_that_watches_cannot_write():
     assert network.queues == [[]]
 
 
-@pytest.mark.sample(every=10)
-@pytest.mark.parametrize("seed", range(1000))
+@pytest.mark.seeds(1000, few=100)
 def test_tasks_carry_out_the_same_commands_in_the_same_order(seed):
     """Clients run, come, and are killed at any moment; tasks are as fast as they like."""
     network = Network(network_tasks := 3, seed)

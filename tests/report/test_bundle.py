@@ -609,6 +609,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.slow
 def test_steps_of_every_kind_move_to_another_directory(tmp_path):
     """Without a trace there, whatever the trace read here; import hooks are not part of it."""
     script, elsewhere = tmp_path / "train.py", tmp_path / "elsewhere.txt"

@@ -26,11 +26,6 @@ KILLED = -9
 SEEDS = 100
 
 
-def cases(points):
-    """Each point with each seed. By default some points are tried with one seed."""
-    return [(point, seed) for seed in range(SEEDS) for point in points]
-
-
 def times(point, seed):
     return random.Random(f"{point} {seed}").randint(1, POINTS[point][2])
 
@@ -52,8 +47,9 @@ def wait_until_killed(child):
     assert child.end()[0] == KILLED, child.printed()
 
 
-@pytest.mark.sample(every=601)
-@pytest.mark.parametrize("point, seed", cases([*OF_SERVERS, *OF_SOCKETS, *OF_IMAGES]))
+@pytest.mark.seeds(SEEDS)
+@pytest.mark.sample(every=4)
+@pytest.mark.parametrize("point", [*OF_SERVERS, *OF_SOCKETS, *OF_IMAGES])
 def test_a_server_is_killed(tmp_path, point, seed):
     server = start_failing(LocalServer(tmp_path / "server", snapshot_seconds=0.1), point, seed)
 
@@ -67,8 +63,9 @@ def test_a_server_is_killed(tmp_path, point, seed):
     server.stop()
 
 
-@pytest.mark.sample(every=401)
-@pytest.mark.parametrize("point, seed", cases(OF_RESTARTS))
+@pytest.mark.seeds(SEEDS)
+@pytest.mark.sample(every=4)
+@pytest.mark.parametrize("point", OF_RESTARTS)
 def test_a_server_is_killed_while_it_recovers(tmp_path, point, seed):
     server = LocalServer(tmp_path / "server", snapshot_seconds=0.1).start()
 
@@ -85,8 +82,9 @@ def test_a_server_is_killed_while_it_recovers(tmp_path, point, seed):
     server.stop()
 
 
-@pytest.mark.sample(every=601)
-@pytest.mark.parametrize("point, seed", cases([*OF_CLIENTS, *OF_LOCAL_CLIENTS]))
+@pytest.mark.seeds(SEEDS)
+@pytest.mark.sample(every=5)
+@pytest.mark.parametrize("point", [*OF_CLIENTS, *OF_LOCAL_CLIENTS])
 def test_a_client_is_killed(tmp_path, point, seed):
     server = LocalServer(tmp_path / "server", snapshot_seconds=0.1).start()
     before = (FAILING, point, times(point, seed))

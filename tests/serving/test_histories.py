@@ -11,8 +11,6 @@ from tests.serving.faulty import FaultyNetwork
 from tests.serving.histories import Operation, Recorder, violations
 from tests.serving.servers import LocalServer
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))]
-
 
 def W(place, *times):
     return Operation(False, frozenset([place]), *times)
@@ -79,7 +77,7 @@ def wait_until_known(server, count):
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.seeds(40)
 def test_stops_of_the_server_and_of_a_client(server, tmp_path, seed):
     def disturb(moment, recorders, extra):
         for pid in (server.pid, recorders[0].child.pid, server.pid):
@@ -91,7 +89,7 @@ def test_stops_of_the_server_and_of_a_client(server, tmp_path, seed):
     check(tmp_path, server.address, disturb, seed, victim=False)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.seeds(40)
 def test_kills_of_the_server_and_of_a_client(engine, tmp_path, seed):
     server = engine(tmp_path / "server", snapshot_seconds=0.2).start()
 
@@ -108,7 +106,7 @@ def test_kills_of_the_server_and_of_a_client(engine, tmp_path, seed):
     server.stop()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.seeds(40)
 def test_messages_are_lost_doubled_and_overtaken(tmp_path, seed):
     server = LocalServer(tmp_path / "server", snapshot_seconds=0.2).start()
 

@@ -92,6 +92,7 @@ def test_ray_is_started_here_only_where_no_cluster_is_meant(engine, monkeypatch,
     assert fake.addresses == (["auto"] if address else ["auto", "local"])
 
 
+@pytest.mark.slow
 def test_a_client_does_not_start_another_ray(server):
     code = f"""
 import ray, stepcache as sc

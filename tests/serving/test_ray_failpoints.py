@@ -27,10 +27,9 @@ CLIENTS = {
 
 
 def cases(points):
-    """Each point of each kind of server with each seed. By default a few are tried."""
+    """Each point of each kind of server."""
     return [
-        pytest.param(kind, point, seed, id=f"{kind.__name__}-{point}-{seed}")
-        for seed in range(SEEDS)
+        pytest.param(kind, point, id=f"{kind.__name__}-{point}")
         for kind in points
         for point in points[kind]
     ]
@@ -55,8 +54,9 @@ def wait_for_another(server, epoch):
     server.pid = about.pid
 
 
-@pytest.mark.sample(every=2801)
-@pytest.mark.parametrize("kind, point, seed", cases(SERVERS))
+@pytest.mark.seeds(SEEDS)
+@pytest.mark.sample(every=20)
+@pytest.mark.parametrize("kind, point", cases(SERVERS))
 def test_an_actor_is_killed(tmp_path, failing, kind, point, seed):
     server = kind(tmp_path / "server", snapshot_seconds=0.1)
     failing.plan(server.directory, point, times(point, seed))
@@ -66,7 +66,8 @@ def test_an_actor_is_killed(tmp_path, failing, kind, point, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, point, seed", cases(RESTARTS))
+@pytest.mark.seeds(SEEDS)
+@pytest.mark.parametrize("kind, point", cases(RESTARTS))
 def test_an_actor_is_killed_while_it_recovers(tmp_path, failing, kind, point, seed):
     server = kind(tmp_path / "server", snapshot_seconds=0.1).start()
 
@@ -83,7 +84,8 @@ def test_an_actor_is_killed_while_it_recovers(tmp_path, failing, kind, point, se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, point, seed", cases(CLIENTS))
+@pytest.mark.seeds(SEEDS)
+@pytest.mark.parametrize("kind, point", cases(CLIENTS))
 def test_a_client_of_an_actor_is_killed(tmp_path, kind, point, seed):
     server = kind(tmp_path / "server", snapshot_seconds=0.1).start()
     before = (FAILING, point, times(point, seed))
@@ -95,7 +97,8 @@ def test_a_client_of_an_actor_is_killed(tmp_path, kind, point, seed):
     server.stop()
 
 
-@pytest.mark.parametrize("is_broken", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_broken", [False, True])
 def test_the_check_finds_an_actor_that_does_writes_twice(tmp_path, failing, monkeypatch, is_broken):
     from stepcache.serving import ray_engine
 

@@ -18,7 +18,7 @@ from tests.serving.test_engines import acknowledged, counts
 from tests.serving.workers import PLACES
 
 SIZE, ROWS, PUSHES = 1 << 20, 1000, 20
-SAMPLE_SECONDS, LONG_SECONDS = 4, 3600
+SAMPLE_SECONDS, LONG_SECONDS = 3, 3600
 SUM = sc.Write(mode="add")
 # How much more the last quarter may use than the third one, beside a tenth.
 SLACK = {"bytes": 64 << 20, "open files": 16, "files": 8, "stored bytes": 16 << 20}
