@@ -9,6 +9,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ["STEPCACHE_DIR"] = "off"  # What is kept on disk is a test's own affair.
 os.environ["STEPCACHE_REMOTE"] = "off"
+# Processes that tests start keep the bytecode of stepcache's modules, as those of users do.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.pop("COLUMNS", None)  # So is the width of a table. (xdist sets that of its terminal.)
 
 import jax

@@ -139,7 +139,7 @@ def silent(directory, victim):
 
 
 @pytest.mark.parametrize(
-    ("what", "victim"), [("silent", 0), pytest.param("silent", 1, marks=pytest.mark.slow)]
+    ("what", "victim"), [pytest.param("silent", n, marks=pytest.mark.slow) for n in (0, 1)]
 )
 def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(together, what, victim):
     """Where rank 0 is stopped, so is the coordination service: no call of it returns."""

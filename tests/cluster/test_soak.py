@@ -73,7 +73,7 @@ def check(directory, way, seed):
     assert low == high == f"{9.0 * int(steps)}" and int(steps) % 10 == 0, alone.output
 
 
-TOGETHER = {way: functools.partial(check, way=way, seed=1) for way in ("KILL", "raise", "end")}
+TOGETHER = {way: functools.partial(check, way=way, seed=1) for way in ("STOP", "raise", "end")}
 
 
 @pytest.mark.sample(every=3)

@@ -1073,6 +1073,7 @@ def run(body, directory, *arguments, timeout=120):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_killed_at_any_stage_of_a_publish(directory):
     """100 times: the old entry or the new one is whole, and nothing is left over."""
     body = """

@@ -76,6 +76,7 @@ MODEL = """
 """
 
 
+@pytest.mark.slow
 def test_a_model_has_the_same_fingerprint_in_every_process(tmp_path):
     found = []
     for seed in ("1", "2"):

@@ -20,7 +20,7 @@ sys.stdin.read()
 """
 
 
-SAMPLED = {RayServer: (1, 16), RayCalls: (2, 48), LocalHosts: (3, 12)}  # First, and every.
+SAMPLED = {RayServer: (1, 24), RayCalls: (2, 96), LocalHosts: (3, 12)}  # First, and every.
 
 
 @pytest.hookimpl(tryfirst=True)

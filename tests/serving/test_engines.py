@@ -69,6 +69,7 @@ def killed_again_and_again(engine, tmp_path, seed, pushes, kills):
     assert own <= all_of_victim | {max(all_of_victim, default=2 * pushes - 1) + 1}
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_stopped_holds_nobody_up(server):
     stopped = server.worker("params", 0, 5000)
     time.sleep(0.3)

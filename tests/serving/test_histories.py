@@ -117,6 +117,6 @@ def test_messages_are_lost_doubled_and_overtaken(tmp_path, seed):
         network.publish()
 
     with FaultyNetwork(server, tmp_path / "n", seed) as network:
-        check(tmp_path, network.address, disturb, seed, 60, victim=False, staleness=4 * (seed % 2))
+        check(tmp_path, network.address, disturb, seed, 40, victim=False, staleness=4 * (seed % 2))
     assert network.lost and network.doubled and network.overtaken
     server.stop()
