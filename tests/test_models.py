@@ -94,7 +94,7 @@ def train(step, state, count=4):
     return losses
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("make", MAKERS)
 def test_trains_as_under_jit(make):
     train_step, state = make()
@@ -105,7 +105,7 @@ def test_trains_as_under_jit(make):
     assert step.stats().compiles == 1
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("make", MAKERS)
 def test_trains_sharded_in_a_session(make, mesh):
     train_step, state = make()

@@ -173,7 +173,7 @@ def assert_equal(found, expected):
     jax.tree.map(np.testing.assert_allclose, found, expected)
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_step_over_a_wrapped_step_answers_for_itself(name):
     wrap, args = WRAPPERS[name]
@@ -203,7 +203,7 @@ def test_a_step_over_a_wrapped_step_answers_for_itself(name):
     assert outer.__wrapped__ is wrapped and inner.__wrapped__ is cubed_of_its_own
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapped_step_is_what_the_wrapped_function_is(name):
     wrap, args = WRAPPERS[name]
@@ -220,7 +220,7 @@ def test_a_wrapped_step_is_what_the_wrapped_function_is(name):
     assert_equal(inner.lower(2.0).compile()(2.0), cubed(2.0))
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_step_over_a_wrapped_step_is_a_function_like_any_other(name):
     wrap, args = WRAPPERS[name]

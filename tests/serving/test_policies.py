@@ -61,7 +61,7 @@ class Oracle:
         return self.kept[0]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.seeds(3)
 @pytest.mark.parametrize(
     "policy",
     [

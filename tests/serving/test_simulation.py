@@ -88,7 +88,7 @@ def check(network, wire=""):
 
 @pytest.mark.parametrize("block", range(4))
 def test_writes_are_done_exactly_once(block):
-    for seed in range(block * 50, block * 50 + 50):
+    for seed in range(block * 25, block * 25 + 25):
         check(Network(seed))
 
 
@@ -129,7 +129,7 @@ TABLE = TableType(WRITES, [2], "float64", 0.0, 0, RowOptimizer())
 
 @pytest.mark.parametrize("block", range(4))
 def test_rows_are_updated_exactly_once(block):
-    for seed in range(block * 25, block * 25 + 25):
+    for seed in range(block * 10, block * 10 + 10):
         network = Network(seed)
         random = network.random
         clients = [client(network) for _ in range(3)]

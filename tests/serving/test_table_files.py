@@ -118,6 +118,7 @@ POINTS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("goes_on", [False, True], ids=["crash", "no crash"])
 @pytest.mark.parametrize("point", POINTS)
 def test_each_update_is_done_once_whatever_fails(tmp_path, monkeypatch, point, goes_on):

@@ -106,7 +106,7 @@ def seen(tree):
     return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, sc.Variables) else leaf, tree)
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_does_what_the_first_call_did(case, entered):
     fun, carry, args, kwargs = CASES[case]

@@ -44,7 +44,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("before", PLACES)
 @pytest.mark.parametrize("after", ["nowhere", "sharded", "on the host"])
 def test_a_value_moves_to_another_mesh_and_placement(before, after, tmp_path, request):

@@ -90,7 +90,7 @@ WRONG = {
 }
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_no_carry_is_told_as_of_a_plain_tree(wrong):
     def train_step(state, x):
@@ -117,7 +117,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("wrong", INSIDE)
 def test_what_is_no_carry_is_told_of_variables_inside_a_carry(wrong):
     def train_step(state, x):
@@ -136,7 +136,7 @@ def test_what_is_no_carry_is_told_of_variables_inside_a_carry(wrong):
     )
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(
     "returned",
     [

@@ -56,7 +56,7 @@ def train(step, state, count=4):
     return state, outputs
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(
     ("make", "session"),
     [(make, where) for make in (every_kind_of_leaf, one_array, no_leaf) for where in SESSIONS]
@@ -69,7 +69,7 @@ def test_a_loop_gives_the_same_as_with_the_plain_tree(make, session):
     check_a_loop(make, session, bits=True)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("session", ["eight devices"], indirect=True)
 @pytest.mark.parametrize("make", [adamw_and_a_schedule, nnx_module_and_optimizer, equinox_module])
 def test_a_model_split_over_devices_gives_nearly_the_same(make, session):

@@ -456,7 +456,7 @@ def test_partial_takes_what_there_is_and_says_what_there_is_not(tmp_path, caplog
 # ---- optimizers and pending updates --------------------------------------------------------------
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost(), sc.OnHost(update="host")])
 @pytest.mark.parametrize("reader_is_fresh", [True, False])
 def test_a_save_before_the_first_push_is_restored(placement, reader_is_fresh, tmp_path):
@@ -609,7 +609,7 @@ def test_errors_of_asynchronous_saves_surface(place, tmp_path, monkeypatch):
     sc.save(tmp_path / "saved", step=4)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("ending", ["", "sys.exit(0)", "raise SystemExit"])
 def test_a_process_does_not_end_before_it_has_written(ending, tmp_path):
     body = f"""
