@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import enum
+import functools
+import inspect
 import sys
+import typing
+import weakref
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -12,9 +19,22 @@ from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of_file, 
 
 # Frameworks call the clock and the like for their own logs; it does not reach the trace.
 FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
+# Modules of Python that call functions written in C for their own ends alone.
+_CALL_FOR_THEMSELVES = frozenset(
+    module.__file__
+    for module in (collections, contextlib, enum, functools, inspect, typing, weakref)
+)
 _BYSTANDERS = ("/logging", "/warnings.py", "/linecache.py", "/traceback.py", "/abc.py")
 _LISTENERS = ("/logging/__init__.py", "/jax/_src/monitoring.py", "/stepcache/events.py")
 _FINDING = frozenset(("_find_spec", "_get_spec", "_path_hooks"))
+
+
+@functools.lru_cache(maxsize=8192)
+def calls_matter(filename: str) -> bool:
+    """Whether what the code of a file calls may be what a trace depends on."""
+    if origin_of_file(filename) == INSTALLED:
+        return package_of(filename) not in FRAMEWORKS
+    return filename not in _CALL_FOR_THEMSELVES
 
 
 def is_import_hook(frame: FrameType) -> bool:

@@ -39,17 +39,25 @@ class _Read(NamedTuple):
 
 _reads: dict[int, _Read] = {}
 _together: dict[frozenset[int], Reads] = {}
+
 _REMEMBERED = 32
 _lock = threading.RLock()
 
 
-def reads_of(codes: Iterable[types.CodeType]) -> Reads:
-    """What the code objects among some that come from installed modules read."""
-    installed = [code for code in codes if origin_of_file(code.co_filename) == INSTALLED]
-    key = frozenset(map(id, installed))
+def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType]) -> Reads:
+    """What the code objects among some that come from installed modules read.
+
+    Args:
+        codes: from anywhere.
+        of_jax: more, by identity, known to come from JAX. They are many, and most are the same in
+            each trace.
+    """
+    others = (code for code in codes if origin_of_file(code.co_filename) == INSTALLED)
+    installed = {id(code): code for code in others} | of_jax
+    key = frozenset(installed)
     with _lock:
         if key not in _together:
-            unknown = [code for code in installed if id(code) not in _reads]
+            unknown = [code for each, code in installed.items() if each not in _reads]
             by_file = _modules_by_file() if unknown else {}
             for code in unknown:
                 _reads[id(code)] = _read_by(code, by_file)

@@ -18,7 +18,7 @@ from stepcache import _process_hooks
 from stepcache.fingerprint import active_recordings as active
 from stepcache.fingerprint import opened_files
 from stepcache.fingerprint.callers import (
-    FRAMEWORKS,
+    calls_matter,
     is_bystander,
     is_import_hook,
     is_of_imports,
@@ -26,7 +26,6 @@ from stepcache.fingerprint.callers import (
     why_call_is_impure,
 )
 from stepcache.fingerprint.provenance import (
-    INSTALLED,
     PYTHON,
     USER,
     origin_of_file,
@@ -259,9 +258,7 @@ def _py_start(code: CodeType, offset: int) -> Any:
         return None
     if id(code) in _of_jax:
         return _monitor.disable(code, for_good=True)
-    # What frameworks call is not looked at.
-    package = package_of(code.co_filename) if origin_of_file(code.co_filename) == INSTALLED else ""
-    if package not in FRAMEWORKS:
+    if calls_matter(code.co_filename):
         _monitor.see_calls_from(code)
     return _monitor.disable(code)
 

@@ -179,7 +179,7 @@ class Lookup:
 
     def used_by(self, recording: Recording) -> Used:
         """What a trace used."""
-        reads = reads_of((*recording.entered.values(), *recording.of_jax.values()))
+        reads = reads_of(recording.entered.values(), recording.of_jax)
         waiting = self._walk().waiting(set(recording.entered.values()))
         named = (waiting | self._attributes) & reads.attributes
         return Used(

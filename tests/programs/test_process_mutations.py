@@ -66,7 +66,9 @@ HARMLESS = {
 
 
 def run(arguments: list[str], directory: Path, *, text: str | None = None, cwd=None, **variables):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
+    }
     environment = clean | {"JAX_PLATFORMS": "cpu", "STEPCACHE_DIR": str(directory), **variables}
     done = subprocess.run(
         [sys.executable, *arguments],

@@ -1,10 +1,15 @@
 """What a recording sees, on both of Python's ways to watch code, and what it leaves alone."""
 
+import contextlib
+import dataclasses
+import functools
 import os
+import random
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -183,6 +188,24 @@ def test_what_is_another_each_run_is_seen():
         impure()
     text = "\n".join(recording.impure)
     assert all(each in text for each in ("time.time", "random", "getpid", "impure"))
+
+
+@dataclasses.dataclass
+class Dated:
+    made: float = dataclasses.field(default_factory=time.time)
+
+
+class Owner:
+    now = functools.cached_property(lambda self: time.time())
+
+
+def test_what_python_calls_for_others_is_seen():
+    """Not so what `functools`, `contextlib` and the like call for themselves."""
+    for call in (Dated, lambda: Owner().now, lambda: list(map(random.choice, ["ab"]))):
+        with Recording() as recording, contextlib.ExitStack() as stack:
+            stack.callback(len, "ab")
+            call()
+        assert recording.impure, call
 
 
 def test_another_thread_is_told_of():
