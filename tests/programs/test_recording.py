@@ -178,9 +178,6 @@ def test_all_variables_are_seen(monkeypatch):
 
 
 def test_what_is_another_each_run_is_seen():
-    import random
-    import time
-
     def impure():
         return time.time() + random.random() + os.getpid()
 
