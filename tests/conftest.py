@@ -5,8 +5,9 @@ import os
 from collections import defaultdict
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of a test's time is XLA's, which compiles thousands of small programs that run once or twice.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Most of a test's time is XLA's, which compiles small programs that run once or twice.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ["STEPCACHE_DIR"] = "off"  # What is kept on disk is a test's own affair.
 os.environ["STEPCACHE_REMOTE"] = "off"
 # Processes that tests start keep the bytecode of stepcache's modules, as those of users do.
@@ -90,12 +91,11 @@ def pytest_collection_modifyitems(config, items):
     """Tests that are `slow`, and cases that a sample leaves out, run where they are asked for."""
     tests = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sample"):
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
             tests[item.parent, item.originalname].append(item)
     for cases in tests.values():
         marker = cases[0].get_closest_marker("sample")
         chosen = cases[:: marker.kwargs["every"]] if marker.kwargs else covering(cases)
-        chosen = [] if slow_is_asked_for(config) else chosen
         for item in cases:
             if item not in chosen:
                 item.add_marker(pytest.mark.slow)

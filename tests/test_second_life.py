@@ -664,7 +664,7 @@ def test_a_directory_that_others_may_write_is_not_used_and_nothing_fails(tmp_pat
         sc.ProgramCache(directory)
 
 
-@pytest.mark.sample(every=6)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("url", ["gs://bucket/programs", "file:///tmp/programs", "HDFS://a/b"])
 def test_a_url_as_the_directory_is_said_and_nothing_fails(url, tmp_path, monkeypatch):
     empty = tmp_path / "empty"

@@ -39,7 +39,6 @@ class _Read(NamedTuple):
 
 _reads: dict[int, _Read] = {}
 _together: dict[frozenset[int], Reads] = {}
-
 _REMEMBERED = 32
 _lock = threading.RLock()
 

@@ -318,7 +318,7 @@ def test_the_master_is_in_pinned_memory_and_each_device_has_its_share(mesh):
     assert list(on_each.values()) == [share] * devices
 
 
-@pytest.mark.sample(every=6)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("spec", "shares"), [(P("data"), 8), (P(None, "model"), 8), (P(("data", "model")), 8)]
 )
@@ -341,7 +341,7 @@ def test_a_leaf_that_divides_no_further_is_kept_as_often_as_on_the_devices():
     assert live_bytes(before) == {"pinned_host": 2 * 4 * 3 * 4}
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("mesh", ["no mesh", "8"])
 def test_device_memory_between_steps_falls_by_the_size_of_the_moments(mesh):
     devices = 1 if mesh_of(mesh) is None else mesh_of(mesh).size

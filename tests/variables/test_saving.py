@@ -609,7 +609,7 @@ def test_errors_of_asynchronous_saves_surface(place, tmp_path, monkeypatch):
     sc.save(tmp_path / "saved", step=4)
 
 
-@pytest.mark.sample(every=6)
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("ending", ["", "sys.exit(0)", "raise SystemExit"])
 def test_a_process_does_not_end_before_it_has_written(ending, tmp_path):
     body = f"""
