@@ -262,11 +262,19 @@ def _constants_that_count(code: CodeType) -> tuple:
     constants = code.co_consts
     if not constants or not isinstance(constants[0], str | None):
         return constants
+    # Pairs of operation and argument, which `EXTENDED_ARG` before it makes a larger one.
+    operations, arguments = code.co_code[::2], code.co_code[1::2]
+    before = b"\0" + operations
     loaded = any(
-        instruction.arg == 0 and instruction.opname in ("LOAD_CONST", "RETURN_CONST")
-        for instruction in dis.get_instructions(code)
+        operation in _LOADS_CONSTANT and not argument and previous != dis.EXTENDED_ARG
+        for previous, operation, argument in zip(before, operations, arguments, strict=False)
     )
     return constants if loaded else (None, *constants[1:])
+
+
+_LOADS_CONSTANT = frozenset(
+    dis.opmap[name] for name in ("LOAD_CONST", "RETURN_CONST") if name in dis.opmap
+)
 
 
 def _feed_constant(constant: Any, hasher: Any) -> None:

@@ -38,7 +38,7 @@ class _Read(NamedTuple):
 
 
 _reads: dict[int, _Read] = {}
-_together: dict[frozenset[int], Reads] = {}
+_together: dict[tuple[int, frozenset[int]], tuple[dict, Reads]] = {}
 _REMEMBERED = 32
 _lock = threading.RLock()
 
@@ -48,22 +48,29 @@ def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType])
 
     Args:
         codes: from anywhere.
-        of_jax: more, by identity, known to come from JAX. They are many, and most are the same in
-            each trace.
+        of_jax: more, by identity, known to come from JAX. They are many, and mostly those of the
+            trace before, in the same dictionary: it is not to be changed.
     """
     others = (code for code in codes if origin_of_file(code.co_filename) == INSTALLED)
-    installed = {id(code): code for code in others} | of_jax
-    key = frozenset(installed)
+    installed = {id(code): code for code in others if id(code) not in of_jax}
+    if not (installed or of_jax):
+        return _NOTHING
+    key = id(of_jax), frozenset(installed)
     with _lock:
         if key not in _together:
+            installed |= of_jax
             unknown = [code for each, code in installed.items() if each not in _reads]
             by_file = _modules_by_file() if unknown else {}
             for code in unknown:
                 _reads[id(code)] = _read_by(code, by_file)
             if len(_together) >= _REMEMBERED:
                 _together.clear()
-            _together[key] = _put_together([_reads[each] for each in key])
-        return _together[key]
+            # The dictionary is held, so that it keeps its identity.
+            _together[key] = of_jax, _put_together([_reads[each] for each in installed])
+        return _together[key][1]
+
+
+_NOTHING = Reads([], {}, frozenset(), frozenset())
 
 
 def _put_together(reads: list[_Read]) -> Reads:

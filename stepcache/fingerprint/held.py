@@ -28,9 +28,9 @@ class Held:
     """Classes, functions and containers, with what could be replaced inside them."""
 
     def __init__(self) -> None:
-        self._owners: list[Any] = []
+        self._owners: dict[int, Any] = {}
         self._inside: list[Any] = []
-        self._dicts: list[dict] = []
+        self._dicts: dict[int, dict] = {}
         self._items: list[Any] = []
 
     def hold(self, values: Iterable[Any]) -> None:
@@ -45,30 +45,35 @@ class Held:
             values += members
         owners += filter(None, map(function_in, values))
         containers = [each for each in values if type(each) in CONTAINERS]
+        dictionaries: list[dict] = []
         for _ in range(_CONTAINERS_DEEP):
             dicts = [each for each in containers if type(each) is dict]
             others = [each for each in containers if type(each) is not dict]
             inner = [*_keys_and_values(dicts), *chain.from_iterable(others)]
-            self._dicts += dicts
-            self._items += _keys_and_values(dicts)
+            dictionaries += dicts
             owners += [each for each in others if type(each) in _CHANGEABLE]
             owners += [each for each in inner if type(each) is types.FunctionType]
             containers = [each for each in inner if type(each) in CONTAINERS]
-        self._owners += owners
-        self._inside += gc.get_referents(*owners)
+        self._add(owners, dictionaries)
 
     def add(self, other: Held) -> None:
         """Adds all that another one holds."""
-        self._owners += other._owners
-        self._inside += other._inside
-        self._dicts += other._dicts
-        self._items += other._items
+        self._add(other._owners.values(), other._dicts.values())
+
+    def _add(self, owners: Iterable[Any], dicts: Iterable[dict]) -> None:
+        # Each once: many modules import the same functions.
+        new = {id(each): each for each in owners if id(each) not in self._owners}
+        self._owners |= new
+        self._inside += gc.get_referents(*new.values())
+        new_dicts = {id(each): each for each in dicts if id(each) not in self._dicts}
+        self._dicts |= new_dicts
+        self._items += _keys_and_values(new_dicts.values())
 
     def is_same(self) -> bool:
         """Whether nothing was replaced since."""
         # A function's `__code__` is not asked for: that calls audit hooks each time.
-        return are_same(gc.get_referents(*self._owners), self._inside) and are_same(
-            list(_keys_and_values(self._dicts)), self._items
+        return are_same(gc.get_referents(*self._owners.values()), self._inside) and are_same(
+            list(_keys_and_values(self._dicts.values())), self._items
         )
 
 

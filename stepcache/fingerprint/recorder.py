@@ -45,7 +45,9 @@ class Recording:
 
     Attributes:
         entered: the code objects entered, by their identities, for hashing code looks at all of it.
-        of_jax: JAX's own that any trace has entered so far, which counts as entered.
+        of_jax: JAX's own that any trace has entered so far, which counts as entered. Recordings
+            share one dictionary until there is more, so that what was found out about it is found
+            again by its identity. Not to be changed.
         files: paths of the files opened for reading; relative ones as they were given.
         variables: names of environment variables asked for.
         impure: what it called that makes it valid for this run only.
@@ -76,7 +78,7 @@ class Recording:
         if active.collections.thread.collecting:
             self.unavailable = "the end of a garbage collection was not seen while it was traced"
         active.collections.stop()
-        self.of_jax |= _of_jax
+        self.of_jax = _of_jax_so_far()
 
     @property
     def codes(self) -> set[CodeType]:
@@ -87,7 +89,7 @@ class Recording:
         """What this trace and another one used, in a new recording."""
         return Recording(
             self.entered | other.entered,
-            self.of_jax | other.of_jax,
+            max(self.of_jax, other.of_jax, key=len),  # It only grows.
             self.files | other.files,
             self.variables | other.variables,
             self.impure | other.impure,
@@ -100,6 +102,18 @@ _counted: dict[int, CodeType] = {}
 
 _of_jax: dict[int, CodeType] = {}
 """JAX's own among it. All traces enter much of it, so it is seen once and counts in each."""
+
+_shared_of_jax: dict[int, CodeType] = {}
+
+
+def _of_jax_so_far() -> dict[int, CodeType]:
+    """A copy of `_of_jax`; the one of before where nothing was added."""
+    global _shared_of_jax
+    shared = _shared_of_jax
+    if len(shared) != len(_of_jax):
+        shared = _shared_of_jax = _of_jax.copy()
+    return shared
+
 
 OF_JAX = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes"))
 """The packages that count as JAX."""

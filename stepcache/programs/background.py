@@ -37,6 +37,9 @@ LATER: Any = object()
 WHEN_QUIET: Any = object()
 """What a job returns that can wait: it is run again when no program is looked for or built."""
 
+SOON: Any = object()
+"""As `WHEN_QUIET`, for a job that has much to do at the end: of these only a few wait."""
+
 
 @contextlib.contextmanager
 def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
@@ -121,7 +124,8 @@ class Builds:
 
 builds = Builds()
 _LONGEST_STAGE_SECONDS = 2.0
-_QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.02, 10.0
+_QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.2, 10.0  # The first: longer than a small compilation.
+_MOST_WAITING = 32  # At the end of the process, some 2 ms each.
 
 
 _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
@@ -132,15 +136,17 @@ class Job:
     """A job of a worker.
 
     Attributes:
-        work: does it; returns `LATER` for as long as it is not due, or `WHEN_QUIET`.
+        work: does it; returns `LATER` for as long as it is not due, `WHEN_QUIET`, or `SOON`.
         outcome: what it returned; None before that, and where it raised.
         runs_at: when it runs at the latest, by `time.perf_counter`, though builds go on.
+        is_large: whether it returned `SOON`.
         is_over: it is not going to be run any more.
     """
 
     work: Callable[[], Any]
     outcome: Any = None
     runs_at: float = 0.0
+    is_large: bool = False
     is_over: bool = False
 
 
@@ -167,7 +173,7 @@ class Worker:
         self._jobs: collections.deque[Job] = collections.deque()
         self._running: Job | None = None
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._stopping, self._flushing = False, 0
 
     def submit(self, work: Callable[[], Any]) -> Job:
         """Runs `work` in the background. It returns `LATER` for as long as it is not due.
@@ -217,15 +223,23 @@ class Worker:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                now = time.perf_counter()
-                quiet = builds.are_quiet(_QUIET_SECONDS)
-                jobs = [job for job in self._jobs if quiet or job.runs_at <= now]
+                jobs = self._due()
             done = []
             for job in jobs:
                 builds.wait()
                 done.append(self._try(job))
             if not any(done):
                 time.sleep(self._poll_seconds)
+
+    def _due(self) -> list[Job]:
+        """The jobs to try now."""
+        if self._flushing or builds.are_quiet(_QUIET_SECONDS):
+            return list(self._jobs)
+        now = time.perf_counter()
+        large = [job for job in self._jobs if job.is_large]
+        for job in large[:-_MOST_WAITING]:
+            job.runs_at = now
+        return [job for job in self._jobs if job.runs_at <= now]
 
     def _try(self, job: Job) -> bool:
         """Runs a job; False where it is not due yet."""
@@ -243,9 +257,10 @@ class Worker:
         with self._changed:
             self._running = None
             self._changed.notify_all()
-            if outcome is WHEN_QUIET:
+            if outcome is WHEN_QUIET or outcome is SOON:
                 job.runs_at = time.perf_counter() + _LONGEST_BUSY_SECONDS
-            if outcome is LATER or outcome is WHEN_QUIET:
+                job.is_large = outcome is SOON
+            if outcome is LATER or outcome is WHEN_QUIET or outcome is SOON:
                 return False
             job.outcome = outcome
             self._drop(job)
@@ -262,6 +277,14 @@ class Worker:
             return
         with self._changed:
             waiting = list(self._jobs)
+            self._flushing += 1
+        try:
+            self._wait_for(waiting)
+        finally:
+            with self._changed:
+                self._flushing -= 1
+
+    def _wait_for(self, waiting: list[Job]) -> None:
         while waiting:
             with self._changed:
                 waiting = [job for job in waiting if not job.is_over]

@@ -7,9 +7,10 @@ all of it is unchanged.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -123,9 +124,7 @@ class Lookup:
         return walk
 
     def _call_dependencies(self, tokens: Sequence[str]) -> dict[str, str]:
-        dependencies = inspection.process_environment()
-        for name, value in self._key.environment:
-            dependencies.setdefault(f"config {name}", _setting_text(value))
+        dependencies = _setting_texts(self._key.environment) | inspection.process_environment()
         dependencies["mesh"] = repr(_renumbered(self._key.mesh, self._devices))
         paths = (path.text for path in self._paths)
         dependencies.update(
@@ -312,6 +311,12 @@ def _leaf_tokens(leaves: Iterable[Leaf], devices: Sequence[Any]) -> list[str]:
             kind = f"{short_type(part, leaf.dtype)} of {kind}"
         tokens.append(f"{kind}{weak} {placed}{layout}")
     return tokens
+
+
+@functools.lru_cache(maxsize=32)
+def _setting_texts(environment: tuple[tuple[str, Hashable], ...]) -> dict[str, str]:
+    """Settings as dependencies. Not to be changed."""
+    return {f"config {name}": _setting_text(value) for name, value in environment}
 
 
 def _setting_text(value: Any) -> str:

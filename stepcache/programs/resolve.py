@@ -24,7 +24,7 @@ from stepcache.events import BuildFailed, Built, Captured, Loaded, Miss, StageSt
 from stepcache.jaxcompat import storing
 from stepcache.programs import remaking
 from stepcache.programs.archive import Archive
-from stepcache.programs.background import LATER, WHEN_QUIET, builds, until_ready
+from stepcache.programs.background import LATER, SOON, WHEN_QUIET, builds, until_ready
 from stepcache.programs.build import Program, Stopwatch
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import LookupResult
@@ -235,7 +235,7 @@ class Resolver:
 class _Settling:
     """Logs how a program was obtained, and its first run; then stores or verifies it.
 
-    What was loaded has nothing to store: its notes wait until no other step is being started.
+    That waits until no other step is being started, which it would slow down.
 
     Attributes:
         verify: has the program verified, from a given time on; None for one that was traced.
@@ -261,8 +261,7 @@ class _Settling:
             self._seconds = self._look()
             if self._seconds is LATER:
                 return LATER
-            if resolution.publication is None:
-                return WHEN_QUIET
+            return WHEN_QUIET if resolution.publication is None else SOON
         seconds = self._seconds
         why_not = ""
         if resolution.publication is not None:

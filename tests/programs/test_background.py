@@ -430,6 +430,32 @@ def test_no_weak_set_is_shared_by_threads():
     assert named == ["weak_objects.py"]
 
 
+def test_of_jobs_that_have_much_to_do_only_a_few_wait_and_none_where_somebody_waits(monkeypatch):
+    monkeypatch.setattr(background.builds, "are_quiet", lambda seconds=0.0: False)
+    monkeypatch.setattr(background, "_MOST_WAITING", 3)
+    done: list[int] = []
+
+    def job(number):
+        calls = []
+
+        def work():
+            calls.append(None)
+            return background.SOON if len(calls) == 1 else done.append(number)
+
+        return work
+
+    worker = background.Worker("a worker of a test", droppable=False)
+    for number in range(8):
+        worker.submit(job(number))
+    limit = time.monotonic() + 10
+    while len(done) < 5 and time.monotonic() < limit:
+        time.sleep(0.01)
+    time.sleep(10 * background._POLL_SECONDS)
+    assert done == [0, 1, 2, 3, 4]
+    within_limit(worker.flush)
+    assert done == list(range(8))
+
+
 def test_a_job_that_can_wait_runs_again_once_no_step_is_being_started(monkeypatch):
     quiet, ran, runs = threading.Event(), threading.Event(), []
     monkeypatch.setattr(background.builds, "are_quiet", lambda seconds=0.0: quiet.is_set())
