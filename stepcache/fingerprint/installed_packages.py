@@ -7,21 +7,18 @@ name that the entered code reads from modules and classes by what the name means
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import itertools
 import operator
-import re
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from stepcache.fingerprint.dependencies import NAMES_OF
 from stepcache.fingerprint.held import Held
+from stepcache.fingerprint.module_contents import content_of
 from stepcache.fingerprint.name_meanings import (
     Meaning,
     class_text,
@@ -56,7 +53,7 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
         if names:
             look_again()
         for name in modules:
-            walk.once(f"module {name}", _content(name).digest)
+            walk.once(f"module {name}", content_of(name).digest)
             walk.distribution(name)
             package = name.partition(".")[0]
             if package not in TRUSTED and _has_compiled_code(package):
@@ -73,40 +70,6 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
 def look_at_modules(modules: Iterable[str], names: dict[str, str]) -> None:
     """Examines modules in advance; `note_modules` then uses the result."""
     note_modules(Walk(), [name for name in modules if name in sys.modules], names)
-
-
-class _Content(NamedTuple):
-    """A digest of a module's file, and the globals that its own functions assign."""
-
-    digest: str
-    varying: frozenset[str]
-
-
-def _content(name: str) -> _Content:
-    """What there is in the file that a module was, or would be, imported from."""
-    with _lock:
-        if name not in _contents:
-            path = getattr(sys.modules.get(name), "__file__", None) or file_of_module(name) or ""
-            content = b""
-            with contextlib.suppress(OSError):
-                content = Path(path).read_bytes()
-            varying = frozenset(_assigned_globals(content)) if path.endswith(".py") else frozenset()
-            token = hashlib.sha256(content).hexdigest()[:16] if content else "absent"
-            _contents[name] = _Content(token, varying)
-        return _contents[name]
-
-
-def _assigned_globals(source: bytes) -> Iterator[str]:
-    """The names in the `global` statements of a module. They stand at the begin of a line."""
-    for found in _GLOBAL.finditer(source):
-        if not source[source.rfind(b"\n", 0, found.start()) + 1 : found.start()].strip():
-            for name in found[1].split(b","):
-                yield name.strip().decode()
-
-
-_GLOBAL = re.compile(rb"global ([\w, ]+)")
-_lock = threading.RLock()
-_contents: dict[str, _Content] = {}
 
 
 @functools.lru_cache(maxsize=256)
@@ -191,7 +154,7 @@ class _ModuleState:
         value = self._space.get(name, _GONE)
         kinds: Any = (types.FunctionType, type, types.ModuleType)
         fixed = isinstance(value, kinds) and value.__name__.endswith(name)  # Its definition.
-        varies = not fixed and name in _content(self._name).varying
+        varies = not fixed and name in content_of(self._name).varying
         meaning = Meaning()
         if self._has_state and (varies or (self._name, name) in REPLACED):
             meaning.text = f"{name} varies"
@@ -244,6 +207,7 @@ def _new_meaning_of_class(cls: type, has_state: bool) -> Meaning:
 
 
 _classes: dict[int, tuple[type, Meaning]] = {}
+_lock = threading.RLock()
 _states: dict[str, _ModuleState] = {}
 _all_held = Held()
 _replacements = 0

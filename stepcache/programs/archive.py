@@ -20,11 +20,13 @@ import jax
 
 from stepcache import jaxcompat
 from stepcache._process_hooks import quick_switching
+from stepcache.fingerprint import module_contents
 from stepcache.fingerprint.dependencies import agree, differences
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs.background import Worker
 from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
 from stepcache.programs.preload import Preloader
+from stepcache.storage.content_index import ContentIndex
 from stepcache.storage.dependency_record import (
     Address,
     DependencyRecord,
@@ -86,6 +88,7 @@ class Archive:
         disk: where entries are kept.
         starts: where the starts of each record are counted.
         run_log: where runs are kept.
+        contents: where is kept what the files of installed modules hold.
         verify: "background", "before" or "off".
         min_build_seconds: what was built faster is not kept.
         remote: what other machines have built, or None.
@@ -101,6 +104,7 @@ class Archive:
         disk: DiskStore,
         starts: Starts,
         run_log: RunLog,
+        contents: ContentIndex,
         verify: str,
         min_build_seconds: float,
         remote: SharedEntries | None = None,
@@ -112,6 +116,8 @@ class Archive:
         self.verifier = Worker("stepcache verify", droppable=True, poll_seconds=0.05)
         self.preloader = Preloader(run_log, self._records, self._read_executable, remote)
         self._offered: set[tuple[str, str]] = set()
+        self._contents = contents
+        module_contents.learn(contents.read())
 
     # ---- level 1: without a trace --------------------------------------------------------------
 
@@ -356,6 +362,13 @@ class Archive:
         self.starts.note_verified(start_name(address, record))
         if self.remote is not None:
             self.remote.upload_verified(address.digest, record)
+
+    @_no_matter_of_the_step("keep what modules hold", _nothing)
+    def keep_contents(self) -> None:
+        """Keeps what this process found in files of modules, so that others need not read them."""
+        rows = module_contents.found()
+        if rows is not None:
+            self._contents.write(rows)
 
     # ---- the run log ---------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import platformdirs
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, refuse_url, warn
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive
+from stepcache.storage.content_index import ContentIndex
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import RunLog
 from stepcache.storage.shared_entries import SharedEntries
@@ -39,7 +40,8 @@ def open_archive(
     run_log = RunLog(directory / "v1" / "runs", disk.writable)
     starts = Starts(directory / "v1" / "starts", disk.writable)
     remote = SharedEntries(place, disk) if place is not None else None
-    return Archive(disk, starts, run_log, verify, min_build_seconds, remote)
+    contents = ContentIndex(directory / "v1" / "contents", disk.writable)
+    return Archive(disk, starts, run_log, contents, verify, min_build_seconds, remote)
 
 
 def open_for(

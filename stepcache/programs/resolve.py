@@ -267,6 +267,7 @@ class _Settling:
         if resolution.publication is not None:
             why_not = archive.publish(resolution.publication)
         _note(archive, self._name, resolution, self._miss, why_not)
+        archive.keep_contents()
         if seconds is not None:
             label = resolution.address.label
             archive.note("executed", self._name, label, seconds={"execute": seconds})

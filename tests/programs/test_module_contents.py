@@ -1,0 +1,121 @@
+"""What files of installed modules hold is kept between processes, and not believed too long."""
+
+import json
+import os
+import sys
+import time
+import types
+
+import pytest
+
+from stepcache.fingerprint import module_contents
+from stepcache.storage.content_index import ContentIndex
+
+SOURCE = b"COUNT = 0\ndef add():\n    global COUNT, other\n    COUNT += 1\n"
+
+
+@pytest.fixture
+def new_process(monkeypatch):
+    """Forgets what this process knows, as a new one does not know it; then learns these rows."""
+
+    def start(rows=None):
+        monkeypatch.setattr(module_contents, "_contents", {})
+        monkeypatch.setattr(module_contents, "_rows", {})
+        monkeypatch.setattr(module_contents, "_is_new", False)
+        module_contents.learn(rows or {})
+
+    start()
+    return start
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A loaded module whose file was last written to some time ago."""
+    path = tmp_path / "library.py"
+    path.write_bytes(SOURCE)
+    found = types.ModuleType("library")
+    found.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "library", found)
+    monkeypatch.setattr(module_contents, "_SETTLED_NS", 0)
+    time.sleep(0.02)
+    return path
+
+
+def test_a_later_process_does_not_read_the_file(module, new_process, monkeypatch):
+    first = module_contents.content_of("library")
+    assert first.varying == {"COUNT", "other"}
+    rows = module_contents.found()
+    assert module_contents.found() is None  # Nothing was added since.
+    new_process(json.loads(json.dumps(rows)))
+    monkeypatch.setattr(
+        module_contents.Path, "read_bytes", lambda path: pytest.fail(f"read {path}")
+    )
+    assert module_contents.content_of("library") == first
+    assert module_contents.found() is None
+
+
+def _same_size_and_time(path):
+    before = path.stat()
+    path.write_bytes(SOURCE.replace(b"+= 1", b"+= 2"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _other_file(path):
+    before = path.stat()
+    new = path.with_suffix(".new")
+    new.write_bytes(SOURCE.replace(b"+= 1", b"+= 2"))
+    os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
+    new.replace(path)
+
+
+@pytest.mark.parametrize("change", [_same_size_and_time, _other_file])
+def test_a_file_that_was_changed_is_read(module, new_process, change):
+    first = module_contents.content_of("library")
+    rows = module_contents.found()
+    change(module)
+    new_process(rows)
+    assert module_contents.content_of("library").digest != first.digest
+
+
+def test_a_file_that_was_just_written_to_is_not_kept(module, new_process, monkeypatch):
+    monkeypatch.setattr(module_contents, "_SETTLED_NS", 2_000_000_000)
+    module.write_bytes(SOURCE)
+    module_contents.content_of("library")
+    assert module_contents.found() is None
+
+
+def test_a_file_that_is_gone_is_absent(module, new_process):
+    rows = (module_contents.content_of("library"), module_contents.found())[1]
+    module.unlink()
+    new_process(rows)
+    assert module_contents.content_of("library").digest == "absent"
+
+
+DAMAGED = {
+    "torn": b'{"/a.py": [1, 2, 3',
+    "no text": b"\xff\xfe",
+    "a list": b"[1]",
+    "a short row": b'{"/a.py": [1, 2]}',
+    "texts for numbers": b'{"/a.py": ["1", 2, 3, 4, "d", []]}',
+    "a number for names": b'{"/a.py": [1, 2, 3, 4, "d", 5]}',
+    "numbers for names": b'{"/a.py": [1, 2, 3, 4, "d", [5]]}',
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_index_is_none(tmp_path, name):
+    path = tmp_path / "contents"
+    path.write_bytes(DAMAGED[name])
+    index = ContentIndex(path)
+    assert index.read() == {}
+    rows = {"/a.py": [1, 2, 3, 4, "digest", ["COUNT"]]}
+    index.write(rows)
+    assert index.read() == rows
+
+
+def test_where_nothing_can_be_written_nothing_is(tmp_path):
+    index = ContentIndex(tmp_path / "absent" / "contents")
+    index.write({"/a.py": [1, 2, 3, 4, "digest", []]})
+    assert index.read() == {}
+    assert not (tmp_path / "absent").exists()
