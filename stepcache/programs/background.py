@@ -38,7 +38,7 @@ WHEN_QUIET: Any = object()
 """What a job returns that can wait: it is run again when no program is looked for or built."""
 
 SOON: Any = object()
-"""As `WHEN_QUIET`, for a job that has much to do at the end: of these only a few wait."""
+"""As `WHEN_QUIET`, for a job whose result others wait for: only a few of these wait, not long."""
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ class Builds:
 builds = Builds()
 _LONGEST_STAGE_SECONDS = 2.0
 _QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.2, 10.0  # The first: longer than a small compilation.
-_MOST_WAITING = 32  # At the end of the process, some 2 ms each.
+_MOST_WAITING, _SOON_SECONDS = 32, 1.0  # At the end of the process, some 2 ms each.
 
 
 _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
@@ -139,14 +139,14 @@ class Job:
         work: does it; returns `LATER` for as long as it is not due, `WHEN_QUIET`, or `SOON`.
         outcome: what it returned; None before that, and where it raised.
         runs_at: when it runs at the latest, by `time.perf_counter`, though builds go on.
-        is_large: whether it returned `SOON`.
+        is_awaited: whether it returned `SOON`.
         is_over: it is not going to be run any more.
     """
 
     work: Callable[[], Any]
     outcome: Any = None
     runs_at: float = 0.0
-    is_large: bool = False
+    is_awaited: bool = False
     is_over: bool = False
 
 
@@ -236,8 +236,8 @@ class Worker:
         if self._flushing or builds.are_quiet(_QUIET_SECONDS):
             return list(self._jobs)
         now = time.perf_counter()
-        large = [job for job in self._jobs if job.is_large]
-        for job in large[:-_MOST_WAITING]:
+        awaited = [job for job in self._jobs if job.is_awaited]
+        for job in awaited[:-_MOST_WAITING]:
             job.runs_at = now
         return [job for job in self._jobs if job.runs_at <= now]
 
@@ -258,8 +258,9 @@ class Worker:
             self._running = None
             self._changed.notify_all()
             if outcome is WHEN_QUIET or outcome is SOON:
-                job.runs_at = time.perf_counter() + _LONGEST_BUSY_SECONDS
-                job.is_large = outcome is SOON
+                job.is_awaited = outcome is SOON
+                longest = _SOON_SECONDS if job.is_awaited else _LONGEST_BUSY_SECONDS
+                job.runs_at = time.perf_counter() + longest
             if outcome is LATER or outcome is WHEN_QUIET or outcome is SOON:
                 return False
             job.outcome = outcome

@@ -217,9 +217,9 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file so that others see all of it or none, also after a crash of the machine."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with new.open("w") as file:
+    """Writes a private file so that all of it is seen or none, also after the machine crashed."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(new, CREATE_FLAGS, 0o600), "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

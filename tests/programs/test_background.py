@@ -430,9 +430,10 @@ def test_no_weak_set_is_shared_by_threads():
     assert named == ["weak_objects.py"]
 
 
-def test_of_jobs_that_have_much_to_do_only_a_few_wait_and_none_where_somebody_waits(monkeypatch):
+def test_of_jobs_that_others_wait_for_a_few_wait_and_none_under_flush(monkeypatch):
     monkeypatch.setattr(background.builds, "are_quiet", lambda seconds=0.0: False)
     monkeypatch.setattr(background, "_MOST_WAITING", 3)
+    monkeypatch.setattr(background, "_SOON_SECONDS", 60.0)
     done: list[int] = []
 
     def job(number):
