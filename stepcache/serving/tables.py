@@ -22,6 +22,7 @@ from stepcache.serving.messages import (
     BlockLayout,
     LeafType,
     MalformedMessageError,
+    RefusalError,
     RowsRequest,
 )
 from stepcache.storage import plain
@@ -263,10 +264,6 @@ class HeldTable:
         self._changed_count = self._changed[0].size
 
 
-class TableError(Exception):
-    """A request names a table that does not exist, or has another type."""
-
-
 class Tables:
     """The tables of a host.
 
@@ -285,7 +282,7 @@ class Tables:
     def _find(self, name: str) -> HeldTable:
         if name not in self.held:
             known = ", ".join(sorted(self.held)[:8]) or "none"
-            raise TableError(f"there is no table {name!r} here; known: {known}")
+            raise RefusalError("unknown", f"there is no table {name!r} here; known: {known}")
         return self.held[name]
 
     def create(self, name: str, sent: bytes, token: int) -> bool:
@@ -297,12 +294,12 @@ class Tables:
             token: token of its first version.
 
         Raises:
-            TableError: a table of this name has another type, or there is no space.
-            MalformedMessageError: there can be no such table.
+            RefusalError: a table of this name has another type; there is no space; or there can be
+                no such table.
         """
         kind, known = TableType.unpacked(sent), self.held.get(name)
         if known is not None and known.type != kind:
-            raise TableError(f"{name} is there already, with another type: {known.type}")
+            raise RefusalError("type", f"{name} is there already, with another type: {known.type}")
         if known is not None:
             return False
         if not name or len(self.held) >= MAX_NAMES:
@@ -313,7 +310,7 @@ class Tables:
             new = SavedTable(kind, key, 0, token, 0, 0, np.empty(0, np.int64), {})
             self.held[name] = HeldTable(new, self._storage)
         except OSError as error:
-            raise TableError(f"{name} cannot be made: {error}") from None
+            raise RefusalError("failed", f"{name} cannot be made: {error}") from None
         return True
 
     def read(
@@ -345,7 +342,7 @@ class Tables:
         table, layout = self._find(name), BlockLayout(types)
         count = layout.types[0][1][0] if layout.types and layout.types[0][1] else 0
         if layout.types != table.type.update_types(count) or layout.size_bytes != payload.size:
-            raise TableError(f"{name} has rows of {table.type.dtype}{table.type.shape}")
+            raise RefusalError("type", f"{name} has rows of {table.type.dtype}{table.type.shape}")
         table.update(*layout.views(payload))
         return table
 

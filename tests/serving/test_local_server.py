@@ -208,11 +208,11 @@ def hostile(rng, server):
     )
     envelope = rng.choice(
         [
+            *([number, "me", place, message], [number, "me", None, message]) * 3,
+            [number, "m" * 100, place, message],
+            ["number", "me", place, message],
+            [number, 5, place, message],
             [number, "me", [], place, message],
-            [number, "me", [1, 2, 3], place, message],
-            [number, "m" * 100, [], place, message],
-            ["number", "me", [], place, message],
-            [number, 5, "released", place, message],
             [number],
             message,
         ]
