@@ -152,8 +152,8 @@ except PermissionError:
 # ---- messages that are none ----------------------------------------------------------------------
 
 
-def hostile(rng, server):
-    """Frames of a message that is none, or of one that asks for what cannot be."""
+def hostile(rng, server, epoch):
+    """Frames of a malformed message, or of a well-formed one that the host must refuse."""
     number = rng.randrange(1 << 40)
     noise = rng.randbytes(rng.choice([0, 1, 7, 100, 5000]))
     pid = server.pid
@@ -167,7 +167,8 @@ def hostile(rng, server):
             "place",
         ]
     )
-    write = {"client": "me", "sequence": 1, "epoch": 1, "name": "x", "mode": "create"}
+    write = {"client": "me", "sequence": 1, "epoch": epoch, "name": "x", "mode": "create"}
+    write["stamp"] = [0, 0]
     types = rng.choice(
         [
             [["w", [1 << 40, 1 << 40], "float32"]],
@@ -192,7 +193,7 @@ def hostile(rng, server):
             ["ReadRequest", {"names": [["x"]], "known": ["y"]}],
             [
                 "JoinRequest",
-                {"client": "me", "process": "x", "first": rng.choice([-1, 0, 1 << 62])},
+                {"client": "you", "process": "x", "first": rng.choice([-1, 0, 1 << 62])},
             ],
             ["JoinRequest", {"client": "m" * 1000, "process": "1.1.x", "first": 1}],
             ["RowsRequest", {"name": "rows", "epoch": rng.choice([-1, 0, 1, 1 << 62])}],
@@ -217,9 +218,8 @@ def hostile(rng, server):
             message,
         ]
     )
-    header = rng.choice(
-        [noise, msgpack.packb(envelope), msgpack.packb(envelope)[: rng.randrange(9)]]
-    )
+    packed = msgpack.packb(envelope)
+    header = rng.choice([noise, packed, packed, packed[: rng.randrange(9)]])
     return rng.choice(
         [[header], [header, noise], [header, noise, noise], [b"", header], [header] * 9]
     )
@@ -232,14 +232,17 @@ def test_messages_that_are_none_do_no_harm(server, count):
     with server.connect() as connection:
         params = connection.variables("params", {"w": np.ones(50_000, np.float32)})
         connection.table("rows", 10, (4,))
+        epoch = address(server.directory)["epoch"]
+        join = [0, "me", None, ["JoinRequest", {"client": "me", "process": "x", "first": 1}]]
         for number in range(count):
             if number % 200 == 0:
                 socket = context.socket(zmq.DEALER)
                 socket.setsockopt(zmq.LINGER, 10_000)
                 socket.connect(address(server.directory)["address"])
+                socket.send(msgpack.packb(join))
                 if number == 200:
                     before_bytes = resident_bytes(server)
-            socket.send_multipart(hostile(rng, server))
+            socket.send_multipart(hostile(rng, server, epoch))
             if number % 100 == 99:
                 assert params.value["w"].sum() == 50_000
             if number % 200 == 199:
@@ -248,6 +251,8 @@ def test_messages_that_are_none_do_no_harm(server, count):
         time.sleep(0.5)
         status = connection.status()
         assert status.counts["malformed messages"] > count / 3
+        for kind in ("WriteRequest", "RowsRequest"):  # Well-formed, and refused by the host.
+            assert status.counts[kind] > 2 + count / 1000
         assert [name for name, *_ in status.variables] == ["params", "rows"]
         assert resident_bytes(server) < before_bytes + (64 << 20)
 
