@@ -251,8 +251,8 @@ def test_messages_that_are_none_do_no_harm(server, count):
         time.sleep(0.5)
         status = connection.status()
         assert status.counts["malformed messages"] > count / 3
-        for kind in ("WriteRequest", "RowsRequest"):  # Well-formed, and refused by the host.
-            assert status.counts[kind] > 2 + count / 1000
+        # Some were well-formed, and the host refused them. Two writes are those of `connection`.
+        assert status.counts["WriteRequest"] > 2 and status.counts["RowsRequest"] > 0
         assert [name for name, *_ in status.variables] == ["params", "rows"]
         assert resident_bytes(server) < before_bytes + (64 << 20)
 
