@@ -20,7 +20,7 @@ from stepcache.serving.local_transport import address
 from stepcache.serving.shared_memory import Opened, Place
 from stepcache.serving.tables import TableType
 from stepcache.variables.policy import RowOptimizer
-from tests.serving.servers import LIMIT_SECONDS, LocalServer
+from tests.serving.servers import LocalServer, run_command
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +107,9 @@ def test_clients_forget_what_an_image_has(server):
 # ---- one server a directory, for one user --------------------------------------------------------
 
 
-def test_a_directory_has_one_server(server):
-    command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", server.directory]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert second.returncode == 1 and "serves these variables already" in second.stderr
+def test_a_directory_has_one_server(server, tmp_path):
+    code, _, errors = run_command(tmp_path, "serve", "--variables", server.directory)
+    assert code == 1 and "serves these variables already" in errors
 
 
 def test_a_server_whose_directory_is_removed_ends_with_one_error(server):
@@ -128,9 +127,8 @@ def test_a_directory_that_others_can_write_to_is_refused(tmp_path):
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
-    command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", open_to_all]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert refused.returncode == 1 and "Others can write" in refused.stderr
+    code, _, errors = run_command(tmp_path, "serve", "--variables", open_to_all)
+    assert code == 1 and "Others can write" in errors
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
