@@ -1,6 +1,6 @@
-"""A shared cache as people look at it and maintain it: `ls`, `push`, `pull` and `prune`.
+"""The commands on a shared cache: `ls`, `push`, `pull` and `prune`.
 
-Here a store that fails is an error, and waited for as long as it takes.
+They wait for the store without a limit, and report its failures as errors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class SharedCacheError(StepCacheError):
-    """A shared cache cannot be read, or not be written."""
+    """A shared cache cannot be read or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Removed:
 
 @contextlib.contextmanager
 def _asking(place: Place) -> Iterator[ObjectStore]:
-    """Gives the store; what it raises becomes a `SharedCacheError`."""
+    """Opens the store. Its errors are raised as `SharedCacheError`."""
     store = ObjectStore(place)
     try:
         yield store
@@ -64,7 +64,7 @@ def _asking(place: Place) -> Iterator[ObjectStore]:
         raise SharedCacheError(
             f"The shared cache cannot be used: {error}",
             where=place.url,
-            hint="the environment says how to reach it, and as whom (docs/shared-cache.md)",
+            hint="check address and credentials in the environment (docs/shared-cache.md)",
         ) from None
     finally:
         store.reads.stop()
@@ -74,7 +74,7 @@ def _asking(place: Place) -> Iterator[ObjectStore]:
 def _read(
     store: ObjectStore, place: Place, names: Iterable[Name]
 ) -> list[tuple[Name, Step | None, str]]:
-    """The records of these names, each with what is wrong with it."""
+    """Reads the records of these names. Returns each as a step or None, and its problem or ""."""
 
     def read(name: Name, data: bytes) -> tuple[Name, Step | None, str]:
         try:
@@ -94,7 +94,7 @@ def _unless_gone(future: Future[T]) -> T | None:
     return None
 
 
-# ---- what it holds ------------------------------------------------------------------------------
+# ---- contents ------------------------------------------------------------------------------
 
 
 def take_inventory(place: Place) -> Inventory:
@@ -142,14 +142,14 @@ def _item(
     )
 
 
-# ---- there and back -----------------------------------------------------------------------------
+# ---- push and pull -----------------------------------------------------------------------------
 
 
 def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
-    """Writes the wanted steps of a directory, or all, to a shared cache; what is there stays.
+    """Writes the wanted steps of a directory, or all, to a shared cache. Overwrites nothing.
 
     Raises:
-        SharedCacheError: the store fails, or is not to be written.
+        SharedCacheError: the store fails, or is read only.
     """
     if not place.writable:
         raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
@@ -230,7 +230,7 @@ def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
 
 
 def _pull_program(store: ObjectStore, place: Place, disk: Any, digest: str) -> str:
-    """Stores an executable. Returns why that cannot be done."""
+    """Stores an executable. Returns the reason if that fails, else ""."""
     data = _unless_gone(store.get(program_path(digest)))
     if data is None:
         return f"its program {digest[:12]} is not there"
@@ -246,17 +246,17 @@ def _pull_program(store: ObjectStore, place: Place, disk: Any, digest: str) -> s
 
 
 def prune(place: Place, max_bytes: int | None, written_before: float | None) -> Removed:
-    """Removes what was written first: a program, with all records that name it.
+    """Removes the programs that were written first, each with all records that name it.
 
-    It is as old as the latest of these: a store does not tell when something was read.
+    The age of a program is that of its latest record, as stores have no times of reads.
 
     Args:
         place: the shared cache.
-        max_bytes: remove until no more than that is left; None for no bound.
-        written_before: remove what was written before that, in seconds since the epoch.
+        max_bytes: maximal size afterwards; None for no limit.
+        written_before: remove programs written before this time, in seconds since the epoch.
 
     Raises:
-        SharedCacheError: the store fails, or is not to be written.
+        SharedCacheError: the store fails, or is read only.
     """
     if not place.writable:
         raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
@@ -281,7 +281,7 @@ def _latest(group: Sequence[Object]) -> float:
 
 
 def _together(catalogue: Catalogue) -> list[list[Object]]:
-    """The objects of each program: records, what says that they are verified, the executable."""
+    """Returns the objects of each program: its records, their verifications, the executable."""
     groups: dict[str, list[Object]] = {}
     for name in (name for each in catalogue.steps.values() for name in each):
         group = groups.setdefault(name.program, [])
