@@ -144,16 +144,11 @@ def _add_entries(
 ) -> tuple[int, list[str]]:
     """Adds programs, then the steps that have one. Returns the number of programs, and labels."""
     entries = list(disk.entries())
-    chosen = [each for name in wanted for each in find(entries, name)] if wanted else entries
-    steps: list[Step] = []
-    for entry, payload in sound_entries(disk, "step", _digests(chosen, "step"), left_out):
-        try:
-            steps.append(Step(entry.digest, label_of(entry), unpack_records(payload)))
-        except ValueError as error:
-            left_out.append(f"{label_of(entry)}: it is malformed: {error}")
+    chosen = chosen_entries(entries, wanted)
+    steps = list(sound_steps(disk, chosen, left_out))
     named = _digests(entries, "program") & (_programs(steps) | _digests(chosen, "program"))
     added, labels = set(), []
-    for entry, payload in sound_entries(disk, "program", named, left_out):
+    for entry, payload in _sound_entries(disk, "program", named, left_out):
         add_entry(tar, "program", entry.digest, entry.header or {}, payload)
         added.add(entry.digest)
     for digest, label, records in steps:
@@ -171,7 +166,23 @@ def _digests(entries: Iterable[EntryInfo], kind: str) -> set[str]:
     return {each.digest for each in entries if each.kind == kind}
 
 
-def sound_entries(
+def chosen_entries(entries: Sequence[EntryInfo], wanted: Sequence[str]) -> Sequence[EntryInfo]:
+    """Returns the entries that `find` finds for some names, or all if there are no names."""
+    return [each for name in wanted for each in find(entries, name)] if wanted else entries
+
+
+def sound_steps(
+    disk: DiskStore, entries: Iterable[EntryInfo], left_out: list[str]
+) -> Iterator[Step]:
+    """Yields the steps among some entries. Adds damaged or missing ones to `left_out`."""
+    for entry, payload in _sound_entries(disk, "step", _digests(entries, "step"), left_out):
+        try:
+            yield Step(entry.digest, label_of(entry), unpack_records(payload))
+        except ValueError as error:
+            left_out.append(f"{label_of(entry)}: it is malformed: {error}")
+
+
+def _sound_entries(
     disk: DiskStore, kind: str, digests: Iterable[str], left_out: list[str]
 ) -> Iterator[tuple[EntryInfo, bytes]]:
     """Yields entries and their payloads. Adds damaged or missing ones to `left_out`."""

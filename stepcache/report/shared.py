@@ -18,8 +18,8 @@ from stepcache.errors import StepCacheError
 from stepcache.programs.archive import Archive
 from stepcache.programs.opening import open_archive
 from stepcache.report.bundle import Step
-from stepcache.report.inventory import Inventory, Item, find, label_of, means
-from stepcache.report.moving import merged, publish, sound_entries
+from stepcache.report.inventory import Inventory, Item, means
+from stepcache.report.moving import chosen_entries, merged, publish, sound_steps
 from stepcache.storage.dependency_record import pack_records, unpack_records
 from stepcache.storage.entry import DamagedEntryError, read_payload, read_stored
 from stepcache.storage.object_store import Object, ObjectStore
@@ -154,19 +154,11 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
     if not place.writable:
         raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
     disk, left_out = archive.disk, list[str]()
-    entries = list(disk.entries("step"))
-    chosen = [each for name in wanted for each in find(entries, name)] if wanted else entries
+    chosen = chosen_entries(list(disk.entries("step")), wanted)
     labels, sent, there, run = [], set[str](), set[str](), secrets.token_hex(4)
     with _asking(place) as store:
         known = store.listed(ROOT, Catalogue.of).result()
-        digests = dict.fromkeys(each.digest for each in chosen)
-        for entry, payload in sound_entries(disk, "step", digests, left_out):
-            label = label_of(entry)
-            try:
-                records = unpack_records(payload)
-            except ValueError as error:
-                left_out.append(f"{label}: it is malformed: {error}")
-                continue
+        for digest, label, records in sound_steps(disk, chosen, left_out):
             for record in records:
                 if record.program in known.programs:
                     there.add(record.program)
@@ -177,10 +169,10 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
                         continue
                     _write(store, place, "program", record.program, info.header or {}, data)
                     sent.add(record.program)
-                name = Name.of(entry.digest, record, run)
-                if all(each[:3] != name[:3] for each in known.steps.get(entry.digest, [])):
+                name = Name.of(digest, record, run)
+                if all(each[:3] != name[:3] for each in known.steps.get(digest, [])):
                     about, packed = pack_records(label, [record])
-                    _write(store, place, "step", entry.digest, about, packed, name.path)
+                    _write(store, place, "step", digest, about, packed, name.path)
             labels.append(label)
     return Shared(place.url, tuple(labels), len(sent), len(there), tuple(left_out))
 

@@ -255,7 +255,7 @@ def _check_policies(placement: object, read: object, write: object) -> None:
     assert isinstance(read, Read) and isinstance(write, Write)
     if isinstance(placement, OnHost):
         raise OptionError(
-            "the master copy is in the host's process",
+            "the host's process holds the master copy",
             where="variables(placement=...)",
             expected="Replicated() or Sharded(rules), for the copies that steps read",
             got=repr(placement),

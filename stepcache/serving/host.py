@@ -127,7 +127,10 @@ class Host:
     def _check_recovered(self) -> None:
         if self.waiting_for:
             count = len(self.waiting_for)
-            raise RefusalError("recovering", f"it has crashed, and waits for {count} clients")
+            raise RefusalError(
+                "recovering",
+                f"it restarted after a crash, and waits for {count} clients to repeat their writes",
+            )
 
     def _read(self, request: ReadRequest) -> tuple[Reply, list[Block]]:
         self._check_recovered()
@@ -151,7 +154,7 @@ class Host:
         held = self._held.get(name)
         if held is None:
             known = ", ".join(sorted(self._held)[:8]) or "none"
-            raise RefusalError("unknown", f"it has no variables {name!r}; it has: {known}")
+            raise RefusalError("unknown", f"it has no variables {name!r}; it has {known}")
         return held
 
     def _described(self, name: str) -> Described:
@@ -188,7 +191,7 @@ class Host:
             self._check_recovered()
         if request.sequence > applied + 1:
             raise RefusalError(
-                "gap", f"it lacks write {applied + 1}, before write {request.sequence}"
+                "gap", f"write {request.sequence} arrived before write {applied + 1}"
             )
         if request.sequence == applied + 1:
             self._do(request, payload)
@@ -256,10 +259,10 @@ class Host:
             if held.layout != layout:
                 pairs = zip(held.layout.types, layout.types, strict=False)
                 other = next((a for a, b in pairs if a != b), "another number of leaves")
-                raise RefusalError("type", f"{name} is there already, and differs: {other}")
+                raise RefusalError("type", f"{name} already exists, and differs: {other}")
             if bool(held.rule) != bool(request.rule):
                 has = "has an optimizer" if held.rule else "has no optimizer"
-                raise RefusalError("type", f"{name} is there already, and {has}")
+                raise RefusalError("type", f"{name} already exists, and {has}")
             return
         if not name or name in self.tables.held or len(self._held) >= MAX_NAMES:
             raise MalformedMessageError(

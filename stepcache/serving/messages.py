@@ -74,7 +74,7 @@ class BlockLayout:
         offset = 0
         for path, shape, dtype in self.types:
             if dtype not in DTYPES or any(size < 0 for size in shape):
-                raise MalformedMessageError(f"{path}: no array can be {dtype}{shape}")
+                raise MalformedMessageError(f"{path}: {dtype}{shape} is not the type of an array")
             size_bytes = math.prod(shape) * DTYPES[dtype].itemsize
             self._places.append((offset, size_bytes, tuple(shape), DTYPES[dtype]))
             offset += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -355,7 +355,7 @@ def from_plain(data: Any) -> Any:
         kind = _KINDS[name]
         message = kind(**values)
     except (TypeError, ValueError, KeyError):
-        raise MalformedMessageError("the data is no message") from None
+        raise MalformedMessageError("the data is not a message") from None
     if not plain.fits(message, kind):
         raise MalformedMessageError(f"a field of {name} has another type")
     return message

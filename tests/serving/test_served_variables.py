@@ -404,7 +404,7 @@ def test_types(connection, name, dtype):
 
 def test_another_tree_is_refused(connection, name):
     two(connection, name)
-    with pytest.raises(VariablesError, match="is there already"):
+    with pytest.raises(VariablesError, match="already exists"):
         connection.variables(name, {"w": np.zeros(SIZE + 1, np.float32)})
     with pytest.raises(VariablesError, match="has no optimizer"):
         write = sc.Write(mode="apply", optimizer=optax.sgd(0.1))

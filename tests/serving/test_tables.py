@@ -140,7 +140,7 @@ def test_a_table_outlives_its_server(server):
         server.stop()
         server.start()
         assert np.array_equal(table.lookup(np.arange(100)).spread(), before)
-        with pytest.raises(VariablesError, match="is there already"):
+        with pytest.raises(VariablesError, match="already exists"):
             connection.table("users", 101, (8,), stddev=0.1, seed=3, optimizer=how)
 
 
