@@ -11,11 +11,14 @@ import pytest
 from stepcache.events import Moved, recorder
 from tests.serving.servers import LocalHosts, LocalServer, RayCalls, RayServer
 
-# In a process of its own: Ray forks to start its processes, and JAX has threads here.
+# In a process of its own: Ray forks to start its processes, and JAX has threads here. Processes that
+# nobody needs, which follow logs and scale clusters, take as long to start as an actor.
 RAY = """
-import sys, ray
-ray.init(address="local", num_cpus=2, object_store_memory=1 << 30, include_dashboard=False)
-print(ray.get_runtime_context().gcs_address, flush=True)
+import sys
+from ray.cluster_utils import Cluster
+head = {"num_cpus": 2, "object_store_memory": 1 << 30, "include_dashboard": False}
+head |= {"include_log_monitor": False, "no_monitor": True}
+print(Cluster(initialize_head=True, head_node_args=head).address, flush=True)
 sys.stdin.read()
 """
 
