@@ -11,8 +11,8 @@ import pytest
 from stepcache.events import Moved, recorder
 from tests.serving.servers import LocalHosts, LocalServer, RayCalls, RayServer
 
-# In a process of its own: Ray forks to start its processes, and JAX has threads here. Its log monitor
-# and its autoscaler, which no test needs, would take as long to start as an actor.
+# In a process of its own: Ray forks to start its processes, and JAX has threads here. Its log
+# monitor and its autoscaler, which no test needs, would take as long to start as an actor.
 RAY = """
 import sys
 from ray.cluster_utils import Cluster
