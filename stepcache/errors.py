@@ -1,4 +1,4 @@
-"""The error tree. Every error says what happened, where, expected and got, and what to try."""
+"""The error tree. Each error has: what happened, where, expected and got, and what to try."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import warnings
 
 
 class StepCacheError(Exception):
-    """Base class of all errors that stepcache itself raises.
-
-    Errors that JAX raises are never wrapped: they reach the caller as JAX raised them.
+    """Base class of the errors that stepcache raises. Errors of JAX are never wrapped.
 
     Args:
         what: one sentence that says what happened.
-        where: the argument path, option or variable it is about.
-        expected: what would have been accepted.
-        got: what was found instead.
+        where: argument path, option or variable.
+        expected: what is accepted.
+        got: what was given.
         hint: what to try.
     """
 
@@ -41,32 +39,33 @@ class StepCacheError(Exception):
 
 
 class OptionError(StepCacheError, TypeError):
-    """An option of `step`, `Session`, `Rules` or `ProgramCache` is unknown or makes no sense."""
+    """An option is unknown, or its value is not possible."""
 
 
 class PlacementError(StepCacheError, ValueError):
-    """A leaf cannot be placed on the session's mesh as its rule, or the data axis, asks."""
+    """A leaf cannot be placed on the session's mesh by its rule or the data axis."""
 
 
 class PaddingError(StepCacheError, ValueError):
-    """An argument cannot be padded as `sc.Pad` asks, or an output depends on what was added."""
+    """An argument cannot be padded, or an output depends on the added rows (`Pad(check=True)`)."""
 
 
 class CarryError(StepCacheError, TypeError):
-    """The step's first output does not have the tree, shapes and dtypes of its carry; or an array
-    that the step writes over is passed in several places.
+    """The first output has another tree, shape or dtype than the carry, or donation conflicts.
+
+    An array that the step donates must not be passed in several places.
     """
 
 
 class CacheDirectoryError(StepCacheError):
-    """The directory of the program cache is a URL, or one where others could put code."""
+    """The directory of the program cache is a URL, or other users can write to it."""
 
 
 class StaleProgramError(StepCacheError, RuntimeError):
-    """A program was in use that the step's function, traced now, does not give any more.
+    """A loaded program is stale: the step's function, traced now, gives another program.
 
     Attributes:
-        changes: what changed, as `Change` records.
+        changes: the dependencies that changed, as `Change` records.
     """
 
     def __init__(self, what: str, changes=(), **details):
@@ -75,10 +74,10 @@ class StaleProgramError(StepCacheError, RuntimeError):
 
 
 class RecompileError(StepCacheError, RuntimeError):
-    """A call needed a new program where none was allowed to be built.
+    """A call needs a new program where `no_recompile` or `on_miss="error"` forbids to build one.
 
     Attributes:
-        miss: the `Miss` that says which part of the key changed.
+        miss: the `Miss`, with the parts of the key that changed.
     """
 
     def __init__(self, what: str, miss, **details):
@@ -87,15 +86,15 @@ class RecompileError(StepCacheError, RuntimeError):
 
 
 class VariablesError(StepCacheError, ValueError):
-    """`Variables` are given what they cannot hold, or used where they are not."""
+    """`Variables` cannot hold a value, or cannot be used in this place."""
 
 
 class TransferBudgetError(StepCacheError, RuntimeError):
     """A call would move more bytes than `Session(max_step_bytes=...)` allows. Nothing was moved.
 
     Attributes:
-        needed_bytes: what the call would have moved.
-        max_step_bytes: what it may move.
+        needed_bytes: bytes that the call would have moved.
+        max_step_bytes: the limit.
     """
 
     def __init__(self, what: str, needed_bytes: int, max_step_bytes: int, **details):
@@ -104,11 +103,12 @@ class TransferBudgetError(StepCacheError, RuntimeError):
 
 
 class AgreementError(StepCacheError, RuntimeError):
-    """The processes of a pod do not make the same call, or one of them did not take part in time.
+    """The processes of a pod do not make the same call, or one did not make it in time.
 
     Attributes:
-        changes: what differs, as `Change` records: before, the first of `sides`; after, the second.
-        sides: the ranks on each side; of very many, the largest sides.
+        changes: differences, as `Change` records: `before` for the first of `sides`, `after` for
+            the second.
+        sides: the ranks on each side; if there are very many sides, the largest.
     """
 
     def __init__(self, what: str, changes=(), sides=(), **details):
@@ -117,7 +117,7 @@ class AgreementError(StepCacheError, RuntimeError):
 
 
 class RankLostError(StepCacheError, RuntimeError):
-    """A process of the pod was lost, so that no collective can complete.
+    """A process of the pod is lost, so that no collective can complete.
 
     Attributes:
         ranks: the lost ranks; empty if unknown.
@@ -129,11 +129,11 @@ class RankLostError(StepCacheError, RuntimeError):
 
 
 class ServerLostError(StepCacheError, RuntimeError):
-    """The host of served variables has not answered in time. Nothing is known to be lost."""
+    """The host of served variables did not reply in time. Writes are kept, and sent again."""
 
 
 class TaskError(StepCacheError, RuntimeError):
-    """A step failed on the tasks of `Session(target=...)`, or they refuse what a client asks."""
+    """A step failed on the tasks of `Session(target=...)`, or they refused a request."""
 
 
 class SessionClosedError(StepCacheError, RuntimeError):
@@ -141,11 +141,11 @@ class SessionClosedError(StepCacheError, RuntimeError):
 
 
 class ForkedProcessError(StepCacheError, RuntimeError):
-    """A step was called in a process forked from one where JAX was already running."""
+    """A step was called in a process that was forked after JAX had started."""
 
 
 class StepCacheWarning(UserWarning):
-    """Base class of the warnings that stepcache gives."""
+    """Base class of the warnings of stepcache."""
 
 
 class RecompileWarning(StepCacheWarning):
@@ -153,14 +153,14 @@ class RecompileWarning(StepCacheWarning):
 
 
 class StaleProgramWarning(StepCacheWarning):
-    """Something that a step depends on changed in this process after the step was traced.
+    """A dependency of a step changed in this process after the step was traced.
 
-    Not raised for the contents of lists and dicts, where functions may count their own traces.
+    The contents of lists and dicts are not compared: functions may count their traces there.
     """
 
 
 class UnmatchedRuleWarning(StepCacheWarning):
-    """A rule of a session matched no leaf of a step that it was expected to place."""
+    """A rule of a session matches no leaf of the step's arguments."""
 
 
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
@@ -168,7 +168,7 @@ _HIDDEN_DIRECTORIES = (_OWN_DIRECTORY, f"{os.sep}jax{os.sep}", f"{os.sep}jaxlib{
 
 
 def warn(message: str, category: type[StepCacheWarning]) -> None:
-    """Warns at the line of the caller's own code, past our frames and JAX's."""
+    """Warns at the caller's line: the innermost frame outside of stepcache and JAX."""
     level, frame = 1, sys._getframe()
     while frame is not None and any(
         directory in frame.f_code.co_filename for directory in _HIDDEN_DIRECTORIES
@@ -182,22 +182,21 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def refuse_url(place: str | os.PathLike, error: type[StepCacheError], where: str) -> None:
-    """Refuses a URL where only a directory of a file system is supported.
+    """Raises an error if a directory is a URL, which would create a directory such as `gs:`.
 
     Args:
-        place: what the user gave as a directory.
-        error: the class of the error.
-        where: the option or variable that it was given in.
+        place: the directory, as the user gave it.
+        error: class of the error.
+        where: the option or variable with this directory.
 
     Raises:
-        StepCacheError: of the class `error`: it is a URL. Used as a path, it would make a directory
-            such as `gs:` in the working directory.
+        StepCacheError: of the class `error`.
     """
     text = os.fsdecode(place)
     if not _URL.match(text):
         return
     raise error(
-        "This has to be a directory of a local or mounted file system, and not a URL",
+        "Expected a directory of a local or mounted file system, and not a URL",
         where=where,
         expected="the path of a directory",
         got=text,
@@ -215,5 +214,5 @@ def _instead_of(url: str, error: type[StepCacheError]) -> str:
 
 
 def first_line(error: BaseException | None) -> str:
-    """An error in one line: its class, and the first line of what it says."""
+    """Returns an error as one line: its class, and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,8 +1,7 @@
-"""Frozen records of what happened, and the one place that receives them.
+"""Frozen records of events, and the recorder that receives them.
 
-Sizes are in bytes and times in seconds, and the names say so. Nothing here decides anything: the
-engine emits records, the recorder keeps the latest, hands them to subscribers and mirrors them to
-`jax.monitoring`, so that dashboards which listen there see stepcache without being told.
+The engine emits events. The recorder keeps the latest, passes each to the subscribers, and reports
+it to `jax.monitoring`. Names carry units: sizes in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ class Change:
             against an earlier run also "code", "value", "file", "variable" (of the environment),
             "package", "environment" or "module" (of an installed package).
         path: the argument path (`batch['tokens']`), or the name of the setting.
-        before: what the known program was built for.
-        after: what the call needs.
-        note: what exactly differs, such as "axis 0", in words.
-        kinds: the same for programs: of "shape", "dtype", "weak_type", "committed", "sharding",
-            "layout"; for a static argument "number", "callable",
-            "object" (compared by identity) or "value".
+        before: value that the known program was built for.
+        after: value that the call needs.
+        note: the aspect that differs, as text, such as "axis 0".
+        kinds: the aspects that differ, for code to read: of "shape", "dtype", "weak_type",
+            "committed", "sharding", "layout"; for a static argument "number", "callable", "object"
+            (compared by identity) or "value".
         sizes: (axis, size before, size after) of each axis that differs.
     """
 
@@ -54,24 +53,23 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why a call found no program.
+    """The reason why a call found no program in memory.
 
     Attributes:
-        step: the name of the step.
+        step: name of the step.
         number: 1 for the first miss of this step.
-        reason: "first call", "changed", "evicted" (it was built before and made room for others),
-            "cleared" (`clear_cache`), "new session" (known, but to another session's cache), or
-            "other run" (built by an earlier run, but something has changed since).
-        changes: what differs from the nearest signature known to this step, or from that run.
-        advice: what to try.
-        omitted: leaves that differ too, beyond those that `changes` describes.
-        since: when the earlier run built its program that this call is compared with: seconds since
-            the epoch.
-        stored: beside `changes`, what has changed since that run, so that its program was not
-            loaded without a trace.
+        reason: "first call", "changed", "evicted" (built before, and evicted to make room),
+            "cleared" (`clear_cache`), "new session" (another session's cache has the program), or
+            "other run" (an earlier run built it, and a dependency has changed since).
+        changes: differences from the closest known signature of this step, or from that run.
+        advice: hints for the user.
+        omitted: number of leaves that differ and are not in `changes`.
+        since: time when the earlier run built its program, in seconds since the epoch.
+        stored: dependencies, beside `changes`, that have changed since that run. Because of them
+            its program was not loaded without a trace.
         remedy: how the program was obtained, such as "built" or "loaded from disk, without a trace,
-            in 0.10 s"; empty before that.
-        untrackable: why a later run of this step will have to trace it, if it will.
+            in 0.10 s"; empty until then.
+        untrackable: dependencies that cannot be fingerprinted; later runs must trace the step.
     """
 
     step: str
@@ -87,7 +85,7 @@ class Miss:
 
     @property
     def in_a_line(self) -> str:
-        """The reason, short: what changed, or that the step was not called before."""
+        """The reason in one line, for errors and logs."""
         shown = "; ".join(map(str, self.changes[:_MAX_CHANGES_IN_A_LINE]))
         more = len(self.changes[_MAX_CHANGES_IN_A_LINE:]) + self.omitted
         rest = f"; {counted(more, 'more change')}" if more else ""
@@ -95,14 +93,14 @@ class Miss:
 
     @property
     def headline(self) -> str:
-        """The reason as a sentence; `changes` follow it where it ends in a colon."""
+        """The reason as a sentence. If it ends in a colon, `changes` must follow."""
         closest = "; the closest differs in:" if self.changes else ""
         return {
             "first call": "no program yet: this is its first call",
             "changed": f"no cached program matches{closest}",
             "evicted": "the program was built before and has been evicted",
             "cleared": "the program was built before and the cache has been cleared",
-            "new session": "the program is known, but not to this session's program cache",
+            "new session": "another session's program cache has the program, this one does not",
             "other run": f"since the run of {readable_time(self.since)} these have changed:",
         }[self.reason]
 
@@ -119,7 +117,7 @@ class Miss:
             lines.append(f"  the program was {self.remedy}")
         lines += [f"  hint: {text}" for text in self.advice]
         if self.untrackable:
-            lines.append("  a later run will have to trace it, because of")
+            lines.append("  every run must trace the step, because these cannot be fingerprinted:")
             lines += [f"    {text}" for text in self.untrackable[:_MAX_CHANGES_SHOWN]]
         return "\n".join(lines)
 
@@ -130,7 +128,7 @@ _MAX_CHANGES_IN_A_LINE = 3
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """An array that a step captured by closure, so that it became part of the program."""
+    """An array that a step captured by closure: it is a constant of the program."""
 
     name: str
     type: str
@@ -139,7 +137,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class StageStarted:
-    """A program's coming to be entered a stage: "hash", "read", "load", "trace", "lower", …"""
+    """The resolution of a miss entered a stage: "hash", "read", "load", "trace", "lower", …"""
 
     step: str
     build_id: int
@@ -151,8 +149,8 @@ class Built:
     """A program was built.
 
     Attributes:
-        own_seconds: what stepcache itself took of the call, everything but JAX's trace, lower and
-            compile and the run of the program.
+        own_seconds: time of the call spent in stepcache: all but JAX's trace, lower and compile,
+            and the run of the program.
     """
 
     step: str
@@ -167,14 +165,14 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A program was loaded from disk, without compiling it.
+    """A program was loaded from disk or from the shared cache, and not compiled.
 
     Attributes:
-        traced: whether the user's function had to be traced to find it.
-        seconds: by stage: "hash" (what the step depends on), "read" (the stored records), "load"
-            (the executable), "remote" (waiting for the shared cache), and where it was traced
-            "trace" and "lower".
-        own_seconds: everything else that stepcache itself took.
+        traced: whether the user's function was traced to find it.
+        seconds: durations by stage: "hash" (fingerprints the dependencies), "read" (reads stored
+            records), "load" (the executable), "remote" (waits for the shared cache), and if it was
+            traced "trace" and "lower".
+        own_seconds: all other time spent in stepcache.
         remote_bytes: size of the executable, if it came from the shared cache.
     """
 
@@ -189,11 +187,11 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A background trace of a program that was loaded without one has ended.
+    """The background trace of a program that was loaded without a trace has ended.
 
     Attributes:
-        agrees: whether it gives the same program.
-        seconds: how long it took.
+        agrees: whether the trace gives the same program.
+        seconds: duration of the trace.
     """
 
     step: str
@@ -203,7 +201,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """A build raised; nothing was cached."""
+    """A build raised an error. Nothing was cached."""
 
     step: str
     build_id: int
@@ -213,7 +211,7 @@ class BuildFailed:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A program left the memory tier to make room."""
+    """A program was evicted from memory."""
 
     step: str
     why: str
@@ -221,10 +219,10 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A call moved values of variables, as their policies say; or a use of them outside of one did.
+    """A call of a step, or a method of `Variables`, moved values of variables.
 
     Attributes:
-        step: the name of the step; of `push`, `assign` and the like that of the variables.
+        step: name of the step; for `push`, `assign` and other methods, name of the variables.
         link_bytes: bytes that crossed each link.
     """
 
@@ -238,37 +236,37 @@ Subscriber = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one step has cost so far, over all sessions.
+    """Counts and durations of one step, over all sessions.
 
     Attributes:
-        misses: calls for which no program was found.
-        traces: programs for which the user's function was traced: once, or twice where a weakly
-            typed carry comes back with a type of its own.
-        lowers: times a trace was lowered.
-        compiles: times a lowered module was handed to the compiler.
-        loads: programs that came from disk: `misses` counts them too.
-        remote_loads: those of them that the shared cache had.
-        remote_bytes: their size.
-        verifications: traces made in the background of programs loaded without one.
-        evictions: programs of this step that made room for others.
-        hits: calls that found their program *and entered Python*. JAX's C++ dispatcher serves hits
-            without Python, which are not counted; `Session(count_hits=True)` counts them all.
-        delegated: calls handed to `jax.jit` as they were: under another trace, or with arguments
-            (mutable references and the like) that a cached program cannot hold.
+        misses: calls that found no program in memory.
+        traces: programs for which the user's function was traced. A weakly typed carry that comes
+            back with another type makes JAX trace twice; that counts once.
+        lowers: lowered traces.
+        compiles: compiled modules.
+        loads: programs loaded from disk or from the shared cache. `misses` counts them too.
+        remote_loads: those loaded from the shared cache.
+        remote_bytes: size of these.
+        verifications: background traces of programs that were loaded without a trace.
+        evictions: programs of this step that were evicted from memory.
+        hits: calls that found their program *in Python*. JAX's C++ dispatcher serves most hits
+            without Python, and they are not counted; `Session(count_hits=True)` counts all.
+        delegated: calls passed to `jax.jit`: under another transformation, or with arguments that
+            cached programs do not support, such as mutable references.
         trace_seconds: time in JAX's tracing.
         lower_seconds: time in JAX's lowering.
         compile_seconds: time in XLA.
-        hash_seconds: time to find out what the step depends on.
+        hash_seconds: time to fingerprint the step's dependencies.
         read_seconds: time to look for records on disk.
         load_seconds: time to load executables.
-        remote_seconds: time to wait for the shared cache.
-        agree_seconds: time to agree with the other processes of a pod, and to wait for late ones.
-        wait_seconds: time to wait for the process that builds for all.
-        give_seconds: time to hand a program to the other processes.
-        own_seconds: stepcache's own share of all misses beside these.
+        remote_seconds: time waited for the shared cache.
+        agree_seconds: time waited for the agreement of a pod's processes.
+        wait_seconds: time waited for the process that compiles for all.
+        give_seconds: time to send programs to the other processes.
+        own_seconds: all other time spent in stepcache on misses.
         moved_bytes: bytes of variables that calls moved between memories, over all links.
-        programs: programs of this step that are held now.
-        padding: share of the rows computed that `Pad` had added, along the axis of the first one.
+        programs: programs of this step in memory now.
+        padding: share of rows that the step's first `Pad` has added, of all rows computed.
     """
 
     misses: int = 0
@@ -297,9 +295,9 @@ class StepStats:
     programs: int = 0
     padding: float = 0.0
 
-    def _told(self) -> dict[str, str]:
-        """What there is to tell: counts and times that are not zero, and always the first ones."""
-        told = {}
+    def _rows(self) -> dict[str, str]:
+        """Returns the rows of its text: what is not zero, and the counts that are always shown."""
+        rows = {}
         for name in (each.name for each in fields(self)):
             value, (what, _, unit) = getattr(self, name), name.rpartition("_")
             if unit == "seconds":
@@ -310,16 +308,16 @@ class StepStats:
                 text = f"{value:.1%}"
             if value or name in ("misses", "traces", "compiles", "loads"):
                 units = {"seconds": f"{what} time", "bytes": what}
-                told[units.get(unit, name.replace("_", " "))] = text
-        return told
+                rows[units.get(unit, name.replace("_", " "))] = text
+        return rows
 
     def __str__(self) -> str:
-        told = self._told()
-        names, values = max(map(len, told)), max(map(len, told.values()))
-        return "\n".join(f"{name:{names}}  {text:>{values}}" for name, text in told.items())
+        rows = self._rows()
+        names, values = max(map(len, rows)), max(map(len, rows.values()))
+        return "\n".join(f"{name:{names}}  {text:>{values}}" for name, text in rows.items())
 
     def _repr_html_(self) -> str:
-        return html_table("", self._told())
+        return html_table("", self._rows())
 
 
 RecordedEvent = TypeVar("RecordedEvent", bound=Event)
@@ -327,9 +325,9 @@ _EVENTS_KEPT = 1024
 
 
 class Recorder:
-    """Keeps the latest events and passes each on to the subscribers and to `jax.monitoring`.
+    """Keeps the latest events, and passes each to the subscribers and to `jax.monitoring`.
 
-    A subscriber that raises is logged and does not disturb the step.
+    An error of a subscriber is logged, and not raised in the step.
     """
 
     def __init__(self):
@@ -344,10 +342,10 @@ class Recorder:
             try:
                 subscriber(event)
             except Exception:
-                _log.exception("a subscriber of stepcache's events raised on %r", event)
+                _log.exception("a subscriber to stepcache's events failed on %r", event)
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Calls `subscriber` with every event from now on; returns the function that ends it."""
+        """Calls `subscriber` with each later event. Returns a function that unsubscribes it."""
         with self._lock:
             self._subscribers = (*self._subscribers, subscriber)
 
@@ -358,7 +356,7 @@ class Recorder:
         return unsubscribe
 
     def recent(self, kind: type[RecordedEvent]) -> list[RecordedEvent]:
-        """The kept events of one kind, oldest first."""
+        """Returns the latest events of one kind, the oldest first."""
         return [event for event in list(self._events) if isinstance(event, kind)]
 
 

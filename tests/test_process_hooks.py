@@ -36,7 +36,7 @@ def train(x):
     return helper(x).sum()
 
 def was_recorded():
-    return "will have to trace it" not in str(train.last_miss)
+    return "must trace the step" not in str(train.last_miss)
 """
 
 

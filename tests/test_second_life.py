@@ -855,7 +855,7 @@ def test_warming_for_devices_that_are_only_described():
         pytest.skip(f"this JAX describes no other topology here: {type(error).__name__}")
     mesh = topologies.make_mesh(topology, (4,), ("data",))
     shape = jax.ShapeDtypeStruct((8,), np.float32, sharding=NamedSharding(mesh, P("data")))
-    with pytest.raises(sc.PlacementError, match="devices that are not there"):
+    with pytest.raises(sc.PlacementError, match="devices that do not exist here"):
         sc.step(lambda x: x * 2).warm(shape)
 
 
@@ -866,7 +866,7 @@ def test_devices_that_are_only_described_are_told_apart(monkeypatch):
     asked = []
     monkeypatch.setattr(inspection, "live_backend", lambda devices: asked.append(devices))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
-    with pytest.raises(sc.PlacementError, match="devices that are not there") as raised:
+    with pytest.raises(sc.PlacementError, match="devices that do not exist here") as raised:
         sc.step(lambda x: x * 2).warm(jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding))
     assert "step.lower" in str(raised.value) and asked == [{jax.devices()[1]}]
 

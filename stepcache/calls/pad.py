@@ -23,24 +23,24 @@ class Pad:
 
         train_step(state, batch)  # of any size: there is one program for each power of two
 
-    The rows that are added are copies of the last one, so that what is computed of them is as
-    finite as the rest. What the step returns of them is cut off: an output, but no carry, whose
-    size follows the argument's. Outputs that sum or average over rows are the function's to mask.
+    The added rows are copies of the last row, so that results for them are as finite as the others.
+    They are cut from each output, but not from a carry, whose size follows the argument's. The
+    function must mask sums and means over rows.
 
     Attributes:
-        argument: name of the argument, or names of several of one size. "batch/tokens" is the part
-            of an argument that a path leads to.
-        axis: which axis of each array; arrays with fewer axes stay as they are.
-        sizes: "powers" are the powers of two; in a session that splits the batch over d devices,
-            these times d. Or all sizes that there may be, ascending.
-        mask: name of an argument of the function that is made by the step, not passed in calls: a
-            bool array of the padded size, True where a row is the caller's.
-        count: likewise, the number of the caller's rows: an int32.
-        check: at each new size, before the call, run the function twice on the host's arrays with
-            other rows added, without donation, and raise where outputs differ. For debugging.
+        argument: name of the argument, or names of several with equal sizes. "batch/tokens" is the
+            part of an argument at this path.
+        axis: axis of each array. Arrays with fewer axes are not padded.
+        sizes: "powers" for powers of two (times d in a session that splits the batch over d
+            devices), or all possible sizes, ascending.
+        mask: name of an argument of the function that the step makes, and calls do not pass: a bool
+            array of the padded size, True for rows of the caller.
+        count: name of an argument that the step makes: the number of the caller's rows, an int32.
+        check: for debugging: at each new size, run the function twice without donation, with
+            different added rows, and raise if outputs differ.
 
     Raises:
-        OptionError: `sizes` are no sizes, or `axis` is negative.
+        OptionError: `sizes` are not ascending positive ints, or `axis` is negative.
     """
 
     argument: str | tuple[str, ...]
@@ -62,24 +62,24 @@ class Pad:
                 raise OptionError("sizes", where="Pad", expected=expected, got=repr(sizes))
 
     def pads(self, argument: str, axis: object) -> bool:
-        """Whether the sizes of an axis come from here."""
+        """Returns whether this padding determines an axis of an argument."""
         names = {each.partition("/")[0] for each in self.arguments}
         return (axis == self.axis and argument in names) or argument == self.mask
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What `argument` names."""
+        """The names in `argument`."""
         return (self.argument,) if isinstance(self.argument, str) else tuple(self.argument)
 
     def padded_size(self, size: int, parts: int = 1) -> int:
-        """The size that an axis is padded to.
+        """Returns the size that an axis is padded to.
 
         Args:
-            size: of the axis.
-            parts: what it is split into.
+            size: size of the axis.
+            parts: number of parts that the axis is split into.
 
         Raises:
-            PaddingError: there is no size as large.
+            PaddingError: all of `sizes` are smaller.
         """
         if self.sizes == "powers":
             return parts << max(-(-size // parts) - 1, 0).bit_length()
@@ -87,24 +87,24 @@ class Pad:
             if each >= size:
                 return each
         raise PaddingError(
-            f"axis {self.axis} is larger than all sizes that it may be padded to",
+            f"axis {self.axis} is larger than all sizes of its padding",
             where=", ".join(self.arguments),
             expected=f"at most {self.sizes[-1]}",
             got=str(size),
         )
 
     def other_size(self, size: int) -> int:
-        """Another size that the axis may have."""
+        """Returns another possible size of the axis."""
         if self.sizes == "powers":
             return 2 * size
         return next((each for each in self.sizes if each != size), 2 * size)
 
 
 def check_pads(fun: Callable, pads: Sequence[Any], roles: Mapping[str, Sequence[str]]) -> None:
-    """Checks that what a step pads can be padded.
+    """Checks the `pad` option of a step.
 
     Raises:
-        OptionError: it cannot.
+        OptionError: an argument cannot be padded.
     """
     parameters = inspect.signature(fun).parameters
     for pad in pads:
@@ -115,7 +115,7 @@ def check_pads(fun: Callable, pads: Sequence[Any], roles: Mapping[str, Sequence[
             kind = parameters[name].kind if name in parameters else None
             if kind not in _NAMED:
                 raise OptionError(
-                    f"{name!r} is no argument of {getattr(fun, '__name__', fun)} that has a name",
+                    f"{getattr(fun, '__name__', fun)} has no argument of the name {name!r}",
                     where="Pad",
                     expected=f"one of {', '.join(parameters)}",
                 )

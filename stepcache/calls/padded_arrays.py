@@ -1,4 +1,4 @@
-"""Padding arrays of a tree along one axis, and cutting them."""
+"""Pads arrays of a tree along one axis, and cuts them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _MASKS_REMEMBERED = 1024
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf has a shape and a dtype."""
+    """Returns whether a leaf has a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def changed(tree: Any, part: str, axis: int, change: Callable[[str, Any], Any]) -> Any:
-    """A tree where the arrays at or below a path, which have an axis, are changed.
+    """Returns a tree with the arrays at or below a path replaced.
 
     Args:
         tree: the tree.
-        part: the path, as "tokens/ids"; empty for all of it.
-        axis: the axis.
-        change: given the path and the array, another one.
+        part: the path, such as "tokens/ids"; empty for the whole tree.
+        axis: arrays without this axis are not replaced.
+        change: returns an array, given the path and the old array.
     """
 
     def at(keys: Any, leaf: Any) -> Any:
@@ -41,7 +41,7 @@ def changed(tree: Any, part: str, axis: int, change: Callable[[str, Any], Any]) 
 
 
 def with_size(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
-    """The shape of an array whose axis has another size."""
+    """Returns the shape of an array with another size of an axis."""
     shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
     sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
@@ -49,7 +49,7 @@ def with_size(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
 
 
 def filled(leaf: Any, axis: int, padded: int, row: int = -1) -> Any:
-    """An array with copies of one of its rows behind the last one; with zeros if it has no row."""
+    """Appends copies of one of its rows to an array; zeros if it has none."""
     size = leaf.shape[axis]
     if size == padded:
         return leaf
@@ -68,7 +68,7 @@ def filled(leaf: Any, axis: int, padded: int, row: int = -1) -> Any:
 
 
 def kept(leaf: Any, axis: int, size: int) -> Any:
-    """The first rows of an array."""
+    """Returns the first rows of an array."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return with_size(leaf, axis, size)
     rows = (slice(None),) * axis + (slice(size),)
@@ -78,9 +78,9 @@ def kept(leaf: Any, axis: int, size: int) -> Any:
 
 
 def _is_numpys(leaf: Any) -> bool:
-    """Whether numpy has an array without a copy, and a step takes numpy's for the same.
+    """Returns whether numpy can view an array without a copy, and steps accept numpy's for it.
 
-    Then it is padded and cut there: JAX would compile a program for each size.
+    Such arrays are padded and cut by numpy: JAX would compile a program for each size.
     """
     return (
         isinstance(leaf, jax.Array)
@@ -93,7 +93,7 @@ def _is_numpys(leaf: Any) -> bool:
 
 @functools.lru_cache(_MASKS_REMEMBERED)
 def mask_of(size: int, padded: int) -> np.ndarray:
-    """True for the first rows, False for those that were added."""
+    """Returns a mask: True for the first rows, False for the added ones."""
     mask = np.arange(padded) < size
     mask.flags.writeable = False
     return mask

@@ -1,8 +1,7 @@
 """`Padder`: pads arguments to one of a few sizes, so that a short batch finds a program.
 
-What a step compiles for, it compiles once for each size. Rows are added before the call, and what
-the step returns of them is cut off after it. The function gets a mask, or a count, to leave them
-out of sums and means.
+Rows are added before the call, and cut from the outputs after it. The function gets a mask or a
+count, to leave them out of sums and means.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _KEYS_REMEMBERED = 1024
 
 
 class _Group(NamedTuple):
-    """What one `Pad` does in a call: from which size to which."""
+    """One `Pad` in a call: the size of its axis, and the padded size."""
 
     pad: Pad
     size: int
@@ -46,9 +45,9 @@ class Padder:
 
     Args:
         spec: the step.
-        call: serves a call of the padded sizes.
-        engine: gives the step's engine, which is not kept alive.
-        scope: gives the scope of a call.
+        call: calls the step with padded arguments.
+        engine: returns the step's engine, which is not kept alive.
+        scope: returns the scope of a call.
 
     Attributes:
         call: as given.
@@ -81,22 +80,22 @@ class Padder:
 
     @property
     def padding(self) -> float:
-        """The share of rows that were added, along the axis of the first `Pad`."""
+        """Share of added rows, along the axis of the first `Pad`."""
         return 1 - self._rows / self._padded_rows if self._padded_rows else 0.0
 
     def padded(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments of a call, padded."""
+        """Returns the padded arguments of a call."""
         return self._padded(args, kwargs)[:2]
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
-        """The shapes of what a call returns."""
+        """Returns the shapes of a call's outputs."""
         args, kwargs, groups = self._padded(args, kwargs)
         return self._cut(self._engine().eval_shape(args, kwargs), args, kwargs, groups)
 
     # ---- arguments -----------------------------------------------------------------------------
 
     def _padded(self, args: tuple, kwargs: dict, row: int = -1) -> tuple[tuple, dict, list[_Group]]:
-        """The arguments, padded by copies of a row."""
+        """Pads arguments with copies of a row. Returns them, and a group for each `Pad`."""
         values, keywords, groups = list(args), dict(kwargs), []
         for pad in self._spec.pads:
             size = self._size(pad, values, keywords)
@@ -114,10 +113,10 @@ class Padder:
         return tuple(values), keywords, groups
 
     def _size(self, pad: Pad, args: list, kwargs: dict) -> int | None:
-        """The size of the axis in all arrays; None where there are none.
+        """Returns the size of the axis in all arrays; None if there are no arrays.
 
         Raises:
-            PaddingError: they have several.
+            PaddingError: the sizes differ.
         """
         sizes: dict[int, str] = {}
 
@@ -129,7 +128,7 @@ class Padder:
         if len(sizes) > 1:
             (a, first), (b, second), *_ = sizes.items()
             raise PaddingError(
-                f"arrays that are padded together have several sizes along axis {pad.axis}",
+                f"arrays that are padded together differ in size along axis {pad.axis}",
                 where=", ".join(pad.arguments),
                 got=f"{a} at {first}, {b} at {second}",
                 hint='name the part to pad, as in sc.Pad("batch/tokens", axis=1)',
@@ -139,7 +138,7 @@ class Padder:
     def _change(
         self, pad: Pad, args: list, kwargs: dict, change: Callable[[str, Any], Any]
     ) -> None:
-        """Changes the arrays that a `Pad` names, given their paths, in the arguments of a call."""
+        """Replaces the arrays of a `Pad` in the arguments of a call."""
         for name, _, part in (argument.partition("/") for argument in pad.arguments):
             position = self._positions.get(name, len(args))
             holder: Any = kwargs if name in kwargs else args
@@ -154,13 +153,13 @@ class Padder:
     def _check_not_passed(self, name: str, args: tuple, kwargs: dict) -> None:
         if name in kwargs or self._positions.get(name, len(args)) < len(args):
             raise PaddingError(
-                f"{self._spec.name} makes this argument itself, by its pad=",
+                f"{self._spec.name} makes this argument by its pad= option",
                 where=name,
                 hint="leave it out of the call",
             )
 
     def _parts(self, pad: Pad) -> int:
-        """What a session splits the axis into, in this process."""
+        """Returns into how many parts a session splits the axis in this process."""
         placer = self._scope().placer
         names = {argument.partition("/")[0] for argument in pad.arguments}
         if placer is None or pad.axis or names.isdisjoint(self._spec.parameters.batch):
@@ -170,7 +169,7 @@ class Padder:
     # ---- outputs -------------------------------------------------------------------------------
 
     def _cut(self, outputs: Any, args: tuple, kwargs: dict, groups: list[_Group]) -> Any:
-        """Outputs without the rows that were added."""
+        """Cuts added rows from outputs."""
         groups = [group for group in groups if group.size < group.padded]
         if not groups:
             return outputs
@@ -186,7 +185,7 @@ class Padder:
         return others if not carried else type(outputs)([*carried, *others])
 
     def _apart(self, outputs: Any, args: tuple, kwargs: dict) -> tuple[list, Any]:
-        """The outputs that are the carry, and the others."""
+        """Splits outputs into the carry and the others."""
         names = self._spec.parameters.carry
         if not names:
             return [], outputs
@@ -200,10 +199,9 @@ class Padder:
     def _varying(
         self, args: tuple, kwargs: dict, groups: list[_Group], leaves: list[Any]
     ) -> list[list[tuple[int, int]]]:
-        """The axes of each output that follow padded ones: each axis, and the number of its group.
+        """Returns for each output the axes that depend on a padded axis, and the numbers of groups.
 
-        Found by the shapes of the outputs at another size, once for each signature: by a trace that
-        is not lowered.
+        Compares the shapes of outputs at another size: a trace, once for each signature.
         """
         key = self._signature(args, kwargs), *((group.pad, group.padded) for group in groups)
         if (known := self._axes.get(key)) is not None:
@@ -213,8 +211,8 @@ class Padder:
             found = self._shapes_at(args, kwargs, group, group.pad.other_size(group.padded))
             if [len(each) for each in found] != [np.ndim(leaf) for leaf in leaves]:
                 raise PaddingError(
-                    f"{self._spec.name} returns another tree at another size, so that it is not "
-                    "known which outputs to cut",
+                    f"{self._spec.name} returns another tree at another size: it is unknown which "
+                    "outputs to cut",
                     where=", ".join(group.pad.arguments),
                 )
             for at, (leaf, other) in enumerate(zip(leaves, found, strict=True)):
@@ -226,7 +224,7 @@ class Padder:
         return axes
 
     def _signature(self, args: tuple, kwargs: dict) -> Hashable:
-        """What the shapes of the outputs follow from."""
+        """Returns a key for the properties that determine the shapes of outputs."""
         roles = self._spec.parameters.roles
         values = {self._spec.parameters.name_of(n): value for n, value in enumerate(args)} | kwargs
         static = {*roles.static_argnames, *map(self._spec.parameters.name_of, roles.static_argnums)}
@@ -237,7 +235,7 @@ class Padder:
     def _shapes_at(
         self, args: tuple, kwargs: dict, group: _Group, size: int
     ) -> list[tuple[int, ...]]:
-        """The shapes of the outputs beside the carry, if a padded axis had another size."""
+        """Returns the shapes of outputs, without the carry, at another size of a padded axis."""
         pad, values, keywords = group.pad, list(args), dict(kwargs)
         self._change(pad, values, keywords, lambda _, leaf: with_size(leaf, pad.axis, size))
         if pad.mask is not None:
@@ -249,10 +247,10 @@ class Padder:
     # ---- the check -----------------------------------------------------------------------------
 
     def _check(self, args: tuple, kwargs: dict, groups: list[_Group]) -> None:
-        """Compares what the function gives where other rows are added.
+        """Checks that outputs do not depend on the added rows.
 
         Raises:
-            PaddingError: an output depends on them.
+            PaddingError: an output does.
         """
         key = tuple(groups)
         if key in self._checked:
@@ -274,10 +272,10 @@ class Padder:
             a, b = _wide(a), _wide(b)
             if not np.allclose(a, b, 1e-5, 1e-7, equal_nan=True):
                 raise PaddingError(
-                    f"{self._spec.name} returns something that depends on rows which were added",
+                    f"an output of {self._spec.name} depends on the added rows",
                     where=f"output{keystr(path)}",
                     got=f"a difference of {np.nanmax(np.abs(a - b)):.3g}",
-                    hint="leave them out by the mask: jnp.sum(each * mask) / jnp.sum(mask)",
+                    hint="mask them: jnp.sum(each * mask) / jnp.sum(mask)",
                 )
         self._checked.add(key)
 

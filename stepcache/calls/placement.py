@@ -1,4 +1,4 @@
-"""Decides where the leaves of a call are placed before its program runs. Moves nothing."""
+"""Decides the placement of a call's leaves. Moves nothing."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from stepcache.sharding import Placed, Placer, axes_of, is_in_type, quoted
 def place(
     spec: StepSpec, placer: Placer | None, call: Call
 ) -> tuple[tuple[Leaf, ...], tuple[Placed | None, ...], tuple[Sharding | None, ...]]:
-    """Places the leaves of a call that are not committed yet.
+    """Decides the placement of the leaves that are not committed yet.
 
-    Without a mesh, those of a call that has leaves committed to one device go there with them, as
-    JAX has it: then the call has the key of one where all are committed, as what it returns is.
+    Without a mesh, uncommitted leaves follow committed ones to their device, as in JAX. They are
+    then committed in the signature too: a step's outputs, which are committed, find the same
+    program.
 
     Args:
         spec: the step.
@@ -38,12 +39,12 @@ def place(
         call: the call.
 
     Returns:
-        The leaves as the program has them; for each where the session sends it and why, or None;
-        and for each where the step's `in_shardings` do, or None where they do not say.
+        The leaves as placed; for each leaf its place by the session, and the reason, or None; and
+        for each leaf its sharding by the step's `in_shardings`, or None.
 
     Raises:
-        PlacementError: a leaf cannot be placed as asked.
-        Unreadable: the step's `in_shardings` do not fit the call, which JAX will say.
+        PlacementError: a leaf cannot be placed by its rule.
+        Unreadable: the step's `in_shardings` do not match the call. JAX will raise an error.
     """
     asked = _asked_by_options(spec.options, placer, call)
     leaves = [
@@ -81,14 +82,11 @@ def is_elsewhere(
     placed: Sequence[Placed | None],
     asked: Sequence[Sharding | None],
 ) -> bool:
-    """Whether a call runs on other devices than a mesh's: the user has placed its arrays there.
-
-    JAX runs a program on the devices of its committed arrays, which are the same for all of them.
+    """Returns whether the user has placed the arrays of a call on other devices than the mesh's.
 
     Args:
-        mesh: of the session.
-        leaves: of the call, placed.
-        placed, asked: as `place` returns them.
+        mesh: the session's mesh.
+        leaves, placed, asked: results of `place`.
     """
     if not isinstance(mesh, Mesh) or any(placed) or any(asked):
         return False
@@ -97,7 +95,7 @@ def is_elsewhere(
 
 
 def is_committed_by_hosts(request: Request) -> bool:
-    """Whether JAX commits what a call returns only as its program reads from host memory.
+    """Returns whether JAX commits a call's outputs only because an argument is in host memory.
 
     The call names no mesh, device or sharding, so its outputs may follow arguments of other calls.
     """
@@ -116,7 +114,7 @@ _LARGE_BYTES = 1 << 20
 
 
 def unnamed_batch(spec: StepSpec, placer: Placer, request: Request) -> str | None:
-    """A warning for a step without a batch that replicates a large host array; None for none."""
+    """Returns a warning if a step without a batch replicates a large host array, else None."""
     if spec.parameters.batch or not placer.splits_batches:
         return None
     call = request.call
@@ -131,16 +129,16 @@ def unnamed_batch(spec: StepSpec, placer: Placer, request: Request) -> str | Non
         ):
             parameter = spec.parameters.parameter_of(path.argument)
             return (
-                f"{spec.name} names no batch, so each of {placer.mesh.size} devices gets the "
-                f"whole of {path.text}, {leaf} from the host. If it is a batch, @step(batch="
-                f"{parameter!r}) splits it along {quoted(axes_of(placer.data_axis))}; else "
-                "jax.device_put places it once, before the first call"
+                f"{spec.name} names no batch, so {path.text}, {leaf} on the host, is copied to "
+                f"each of {placer.mesh.size} devices. If it is a batch, @step(batch={parameter!r}) "
+                f"splits it along {quoted(axes_of(placer.data_axis))}; otherwise jax.device_put "
+                "places it once, before the first call"
             )
     return None
 
 
 class _Asked:
-    """What an option asks of a leaf, opaque to tree operations, so that None is a leaf too."""
+    """The sharding of a leaf by an option. Opaque to tree operations: None is a leaf too."""
 
     __slots__ = ("sharding",)
 
@@ -149,7 +147,7 @@ class _Asked:
 
 
 def _asked_by_options(options: dict[str, Any], placer: Placer | None, call: Call) -> list[Any]:
-    """What the step's `in_shardings`, `device` or `backend` ask of each leaf; None for nothing."""
+    """Returns for each leaf what `in_shardings`, `device` or `backend` say of it, or None."""
     if options.get("device") or options.get("backend"):
         return ["a device"] * len(call.leaves)
     shardings = options.get("in_shardings")
@@ -176,7 +174,7 @@ def _is_asked(x: Any) -> bool:
 
 
 def _is_at(leaf: Leaf, sharding: Any) -> bool:
-    """Whether a leaf already has the placement that an option asks for."""
+    """Returns whether a leaf has the placement of an option already."""
     return (
         isinstance(sharding, Sharding)
         and leaf.sharding is not None
@@ -189,13 +187,13 @@ def _is_at(leaf: Leaf, sharding: Any) -> bool:
 def moved_bytes(
     value: Any, given: Leaf, placed: Placed | None, asked: Sharding | None = None
 ) -> int:
-    """Bytes that a call moves to devices of this process for a leaf of its arguments.
+    """Returns how many bytes a call moves to devices of this process for a leaf.
 
     Args:
         value: the leaf.
-        given: as it came.
-        placed: where the session sends it; None where the session leaves it.
-        asked: where the step's `in_shardings` do; None where they do not say.
+        given: the leaf before placement.
+        placed: its place by the session, or None.
+        asked: its sharding by the step's `in_shardings`, or None.
     """
     present: set[Any] = set()
     if given.sharding is not None:
@@ -211,18 +209,18 @@ def moved_bytes(
 
 
 def check_runnable(step: str, request: Request) -> None:
-    """Raises for devices that are only described: a program can be lowered for them, not run.
+    """Checks that a call's devices exist. For devices of a topology, programs can only be lowered.
 
     Raises:
-        PlacementError: some device is no device of this process's backends.
+        PlacementError: a device does not belong to a backend of this process.
     """
     for leaf, path in zip(request.leaves, request.call.paths, strict=True):
         devices = leaf.sharding.device_set if leaf.sharding is not None else ()
         if not inspection.live_backend(devices):
             raise PlacementError(
-                f"{step} cannot be warmed for devices that are not there",
+                f"{step} cannot be warmed for devices that do not exist here",
                 where=path.text,
                 expected="devices of this process (jax.devices())",
                 got=", ".join(sorted(str(device) for device in devices)[:4]),
-                hint="step.lower(...).compile() compiles for another topology where JAX can",
+                hint="step.lower(...).compile() compiles for another topology if JAX can",
             )

@@ -21,15 +21,16 @@ from stepcache.sharding import Role
 
 
 class Unreadable(Exception):
-    """A call that is left to JAX: an invalid argument, a mutable reference, a leaked tracer."""
+    """The call must go to JAX: it has an invalid argument, a mutable reference or a tracer."""
 
 
 class Leaf(NamedTuple):
-    """What a program is specialized to in one array argument.
+    """The properties of one array argument that a program is specialized to.
 
-    `sharding` is None for what JAX calls uncommitted (host values too): the program decides where
-    it goes. `layout` is None for the default one. `on_host` is true of what is uncommitted, and in
-    the memory of the host.
+    Attributes:
+        sharding: None for an uncommitted array or a host value, which the program places.
+        layout: None for the default layout.
+        on_host: whether it is uncommitted, and in host memory.
     """
 
     shape: tuple[int, ...]
@@ -40,13 +41,13 @@ class Leaf(NamedTuple):
     on_host: bool = False
 
     def stand_in(self) -> jax.ShapeDtypeStruct:
-        """A `jax.ShapeDtypeStruct` for it."""
+        """Returns a `jax.ShapeDtypeStruct` for this leaf."""
         return jaxcompat.stand_in(
             self.shape, self.dtype, self.weak_type, self.sharding, on_host=self.on_host
         )
 
     def settled(self) -> Leaf:
-        """The same leaf, not weakly typed."""
+        """Returns the same leaf, not weakly typed."""
         return self._replace(weak_type=False)
 
     def __str__(self) -> str:
@@ -70,7 +71,7 @@ class Static(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What one call looks like to a program. Equal signatures need the same program.
+    """The properties of a call that a program is specialized to.
 
     Attributes:
         tree: the `PyTreeDef` of the dynamic `(args, kwargs)`.
@@ -92,16 +93,16 @@ class Signature:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a step's function, with the roles that its options give them.
+    """The parameters of a step's function, and their roles.
 
     Attributes:
         positional: names of the parameters that can be passed by position.
         variadic: the name of `*args`, if there is one.
         named: names of all parameters but `**kwargs`.
         variadic_keywords: the name of `**kwargs`, if there is one.
-        roles: which are static.
-        carry: names of those that the step returns updated.
-        batch: names of those that a session splits along its data axis.
+        roles: the static parameters.
+        carry: names of the parameters that the step returns updated.
+        batch: names of the parameters that a session splits along its data axis.
         stacked: whether a batch has the batches of several steps along its first dimension.
     """
 
@@ -134,12 +135,12 @@ class Parameters:
         return cls(positional, variadic, named, keywords, roles, carry, batch)
 
     def parameter_of(self, argument: str) -> str:
-        """The parameter that takes an argument: itself, or `*args` or `**kwargs` by their names."""
+        """Returns the name of the parameter that takes an argument."""
         name = argument.partition("[")[0]
         return name if name in self.named else self.variadic_keywords or name
 
     def role_of(self, argument: str) -> Role:
-        """Whether an argument is carried, a batch, or neither."""
+        """Returns the role of an argument: carry, batch, or None."""
         name = self.parameter_of(argument)
         if name in self.carry:
             return "carry"
@@ -155,17 +156,17 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Call:
-    """One call, read.
+    """The arguments of one call.
 
     Attributes:
-        given: `(args, kwargs)` as they came, static arguments included.
+        given: `(args, kwargs)`, static arguments included.
         args: the dynamic positional arguments.
         kwargs: the dynamic keyword arguments.
-        positions: where each of `args` stood among the positional arguments.
+        positions: position of each of `args` among the positional arguments.
         names: the parameter names of `args`, in order.
         leaves: the values of the dynamic leaves, in the order of `signature.leaves`.
-        signature: what the program is specialized to. Before placement: as the call came.
-        holders: for each leaf, what holds it where that is not the call itself; empty for none.
+        signature: the signature, before or after placement.
+        holders: for each leaf a text about the `Variables` that hold it; "" if the call does.
     """
 
     given: tuple[tuple, dict[str, Any]]
@@ -178,13 +179,13 @@ class Call:
     holders: tuple[str, ...] = ()
 
     def with_signature_leaves(self, leaves: tuple[Leaf, ...]) -> Call:
-        """The same call, with its leaves where a session places them."""
+        """Returns the same call, with the leaves of its signature replaced."""
         if leaves == self.signature.leaves:
             return self
         return replace(self, signature=replace(self.signature, leaves=leaves))
 
     def rebuilt(self, leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        """`(args, kwargs)` with other values in the place of the dynamic leaves."""
+        """Returns `(args, kwargs)` with other values for the dynamic leaves."""
         args, kwargs = self.signature.tree.unflatten(leaves)
         positional = list(self.given[0])
         for position, value in zip(self.positions, args, strict=True):
@@ -192,7 +193,7 @@ class Call:
         return tuple(positional), {**self.given[1], **kwargs}
 
     def argument(self, name: str) -> Any:
-        """The value of a dynamic argument.
+        """Returns the value of a dynamic argument.
 
         Raises:
             KeyError: it was not passed.
@@ -211,7 +212,7 @@ class Call:
         )
 
     def path(self, keys: tuple) -> Path:
-        """The path for JAX's keys into the dynamic `(args, kwargs)`."""
+        """Returns the path for JAX's keys into the dynamic `(args, kwargs)`."""
         in_kwargs, top, *rest = keys
         name = top.key if in_kwargs.idx else self.names[top.idx]
         base = name.replace("[", "/").rstrip("]")
@@ -228,9 +229,13 @@ class AttributePath(GetAttrKey):
 
 
 class Path(NamedTuple):
-    """The path of a leaf: its argument, the path in Python's syntax, and the path for rules.
+    """The path of a leaf.
 
-    `holder` says what holds it where that is not the call itself.
+    Attributes:
+        argument: the argument that contains it.
+        text: the path in Python's syntax.
+        slashed: the path that rules match.
+        holder: as in `Call.holders`.
     """
 
     argument: str
@@ -243,7 +248,7 @@ def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
     """Reads a call.
 
     Raises:
-        Unreadable: an argument is invalid, or of a kind that no cached program can hold.
+        Unreadable: an argument is invalid, or of a type that cached programs do not support.
     """
     static_numbers = {i if i >= 0 else i + len(args) for i in parameters.roles.static_argnums}
     if min(static_numbers, default=0) < 0:
@@ -268,7 +273,7 @@ def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
 
 
 def read_leaf(x: Any) -> Leaf:
-    """What a program is specialized to in the argument leaf `x`."""
+    """Returns the `Leaf` for the argument leaf `x`."""
     if isinstance(x, jax.Array):
         if isinstance(x, jaxcompat.Tracer):
             raise Unreadable
@@ -285,11 +290,11 @@ def read_leaf(x: Any) -> Leaf:
     return Leaf(aval.shape, aval.dtype, aval.weak_type, sharding, layout, on_host)
 
 
-# ---- in short ---------------------------------------------------------------------------------
+# ---- short texts ---------------------------------------------------------------------------------
 
 
 def short_type(shape: Sequence[int], dtype: Any) -> str:
-    """As JAX writes it: `float32[8,128]`."""
+    """Returns a type as JAX writes it: `float32[8,128]`."""
     return f"{_dtype_name(dtype)}[{','.join(map(str, shape))}]"
 
 
@@ -299,7 +304,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def short_sharding(sharding: Sharding | None) -> str:
-    """`uncommitted`, `@ cpu:0`, or `@ P('data')`, with the memory kind where it is not "device"."""
+    """Returns `uncommitted`, `@ cpu:0` or `@ P('data')`, and the memory kind unless "device"."""
     if sharding is None:
         return "uncommitted"
     kind = sharding.memory_kind
@@ -314,7 +319,7 @@ def short_sharding(sharding: Sharding | None) -> str:
 
 
 def shorten(text: str, limit: int = 80) -> str:
-    """`text` on one line, cut in the middle where it is longer than `limit` characters."""
+    """Returns `text` on one line, cut in the middle if it has more than `limit` characters."""
     text = " ".join(text.split())
     if len(text) <= limit:
         return text

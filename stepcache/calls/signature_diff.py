@@ -1,4 +1,4 @@
-"""How two signatures differ: in numbers, to find the nearest, and in words, to explain a miss."""
+"""Differences of signatures: their distance, and the changes that explain a miss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEAVES_GRADED = 16
 
 
 def distance(a: Signature, b: Signature) -> int:
-    """The distance between two signatures; 0 for equal ones. A tree counts more than any leaf."""
+    """Returns the distance of two signatures, 0 if they are equal. Trees count more than leaves."""
     statics = len(set(a.statics) ^ set(b.statics))
     if a.tree != b.tree:
         return 1_000_000 + 1_000 * abs(len(a.leaves) - len(b.leaves)) + statics
@@ -53,14 +53,14 @@ def diff(
     call: Call,
     limit: int = 64,
 ) -> tuple[tuple[Change, ...], int]:
-    """Where two signatures differ, and how many more leaves differ than are described.
+    """Returns the differences of two signatures, and how many more leaves differ.
 
     Args:
         before: a known signature.
         before_paths: the paths of its leaves.
         after: the signature of a call, placed.
         call: the call.
-        limit: describe at most so many leaves that both have.
+        limit: maximal number of changes of leaves that both have.
     """
     changes = list(_diff_statics(before.statics, after.statics))
     old = {path.text: leaf for path, leaf in zip(before_paths, before.leaves, strict=True)}
@@ -120,7 +120,7 @@ def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Le
 
 
 def _kept_at(tree: Any, keys: Sequence[Any]) -> Any:
-    """What the node of a tree at some of JAX's keys keeps; None where that is not clear."""
+    """Returns the auxiliary data of the tree's node at some of JAX's keys; None if unknown."""
     for key in keys:
         kind, kept = tree.node_data() or (None, ())
         index = kept.index(key.key) if kind is dict else getattr(key, "idx", None)
@@ -132,7 +132,7 @@ def _kept_at(tree: Any, keys: Sequence[Any]) -> Any:
 
 
 def _diff_settings(path: str, before: Any, after: Any):
-    """Where two modules differ beside their arrays, if what stands for them tells."""
+    """Yields the differences of two modules' attributes, if the nodes have `settings`."""
     if not (hasattr(before, "settings") and hasattr(after, "settings")):
         return
     old, new = before.settings(), after.settings()
@@ -144,7 +144,7 @@ def _diff_settings(path: str, before: Any, after: Any):
 
 
 def diff_holders(before: Sequence[Path], after: Sequence[Path]) -> tuple[Change, ...]:
-    """Arguments that now come from `Variables` or no longer do; one change for each argument."""
+    """Returns a change for each argument that is now passed as `Variables`, or no longer."""
     pairs = zip(before, after, strict=False)
     differing = (
         Change("tree", new.argument, old.holder or "arrays", new.holder or "arrays")

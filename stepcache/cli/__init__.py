@@ -37,7 +37,7 @@ for command in (cache, serve, status, stop):
 
 @main.command()
 @on_directory
-@click.option("--max-bytes", type=SIZE, default="10GiB", help="The max_bytes you intend to use.")
+@click.option("--max-bytes", type=SIZE, default="10GiB", help="The intended max_bytes.")
 @click.option("--round-trip/--no-round-trip", default=True, help="Build and load a small step.")
 def doctor(directory: Path, max_bytes: int, round_trip: bool) -> Result:
     """Checks the cache directory and the installation, and builds and loads a small step."""

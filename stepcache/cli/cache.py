@@ -191,7 +191,7 @@ def export_command(directory: Path, file: Path, steps: tuple[str, ...]) -> Resul
 @cache.command("import")
 @on_directory
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@click.option("--trust", is_flag=True, help="Let the maker of the bundle run code as you.")
+@click.option("--trust", is_flag=True, help="Trust the bundle's maker, who can run code as you.")
 @click.option("--anyway", is_flag=True, help="Also import programs for another environment.")
 def import_command(directory: Path, file: Path, trust: bool, anyway: bool) -> Result:
     """Imports the programs of a bundle FILE that `export` wrote."""
@@ -204,7 +204,7 @@ def import_command(directory: Path, file: Path, trust: bool, anyway: bool) -> Re
 @SHARED
 @click.argument("steps", nargs=-1)
 def push_command(directory: Path, url: str, steps: tuple[str, ...]) -> Result:
-    """Writes all programs, or those of STEPS, to a shared cache that does not have them."""
+    """Writes programs that a shared cache lacks to it: all, or those of STEPS."""
     place, archive = place_of(url), inventories.open_existing(directory)
     if archive is None:
         return Result({}, error=f"{directory} holds no programs: there is nothing to push.")
@@ -217,6 +217,6 @@ def push_command(directory: Path, url: str, steps: tuple[str, ...]) -> Result:
 @SHARED
 @click.argument("steps", nargs=-1)
 def pull_command(directory: Path, url: str, steps: tuple[str, ...]) -> Result:
-    """Stores all programs of a shared cache, or those of STEPS, in the directory."""
+    """Stores programs of a shared cache in the directory: all, or those of STEPS."""
     result = shared.pull(directory, place_of(url), steps)
     return Result(result, render.shared(result, "pulled from"))

@@ -1,4 +1,4 @@
-"""Commands about a cache directory: their options, and how their results are printed."""
+"""Options and results of the commands that work on a cache directory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DURATION = Quantity("duration", float, _SECONDS, "12h, 30d or 2w")
 
 
 class Result(NamedTuple):
-    """What a command prints, as JSON or as text; it fails if there is an error or `failed`."""
+    """The result of a command, to be printed as JSON or as text."""
 
     data: Any
     text: Iterable[Any] = ()
@@ -55,7 +55,7 @@ class Result(NamedTuple):
     failed: bool = False
 
     def show(self, as_json: bool) -> None:
-        """Prints the result, and ends the process if the command failed."""
+        """Prints the result. Exits with 1 if there is an error, or the command failed."""
         if as_json:
             error = {"error": self.error} if self.error else {}
             data = self.data if isinstance(self.data, dict) else asdict(self.data)
@@ -69,7 +69,7 @@ class Result(NamedTuple):
 
 
 def on_directory(function: Callable[..., Result]) -> Callable[..., None]:
-    """Gives a command `--dir` and `--json`, and prints the `Result` that its function returns."""
+    """Adds `--dir` and `--json` to a command, and prints the `Result` of its function."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
     @click.option(
@@ -108,13 +108,13 @@ def _default_directory() -> Path:
 
 
 _OF_ENVIRONMENT = "by default STEPCACHE_REMOTE."
-# With and without a URL behind it.
+# The URL may be left out.
 REMOTE = click.option(
     "--remote",
     metavar="[URL]",
     is_flag=False,
     flag_value="",
-    help=f"Of the shared cache, and not of the directory; {_OF_ENVIRONMENT}",
+    help=f"Use the shared cache and not the directory; {_OF_ENVIRONMENT}",
 )
 SHARED = click.option(
     "--remote", "url", metavar="URL", default="", help=f"The shared cache; {_OF_ENVIRONMENT}"
@@ -122,10 +122,10 @@ SHARED = click.option(
 
 
 def place_of(url: str) -> Place:
-    """The shared cache of a URL, or that of the environment.
+    """Returns the shared cache at a URL, or that of STEPCACHE_REMOTE.
 
     Raises:
-        OptionError, CacheDirectoryError: it cannot be used.
+        OptionError, CacheDirectoryError: the shared cache cannot be used.
     """
     place = Place.of(url, "--remote") if url else place_in_environment()
     if place is None:

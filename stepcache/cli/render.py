@@ -1,4 +1,4 @@
-"""Renders records as text: what the command line prints when `--json` is not given.
+"""Renders records as text, which the command line prints without `--json`.
 
 Each function yields the parts of a text: lines, or tables. Fields are formatted by the unit in
 their name, such as `size_bytes`, `built_seconds` or `used_time`.
@@ -55,7 +55,7 @@ def show(parts: Iterable[str | Text | Table]) -> None:
 
 
 def _field(name: str, value: Any) -> str:
-    """A field as text, by the unit in its name."""
+    """Returns a field as text, formatted by the unit in its name."""
     if value is None or value == "":
         return ""
     if name.endswith("_bytes"):
@@ -68,7 +68,7 @@ def _field(name: str, value: Any) -> str:
 
 
 def _ago(seconds: float | None) -> str:
-    """`14m ago`."""
+    """Returns a time as its age, such as `14m ago`."""
     if not seconds:
         return ""
     age = time.time() - seconds
@@ -88,7 +88,7 @@ def _table(
     wrap: Collection[str] = (),
     cut: str = "",
 ) -> Table:
-    """Rows of cells by column. Columns in `wrap` may wrap; the cells of `cut` are cut to fit."""
+    """Makes a table of cells by column. Columns in `wrap` wrap; the column `cut` is cut to fit."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     columns = list(rows[0])
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in columns]
@@ -106,13 +106,13 @@ def _table(
 
 
 def records(rows: Sequence[Any]) -> Table:
-    """Records of one class as a table: a column for each field."""
+    """Makes a table of records of one class, with a column for each field."""
     texts = [{name: _field(name, value) for name, value in asdict(row).items()} for row in rows]
     return _table(texts, wrap=texts[0])
 
 
 def _outline(fields: Mapping[str, Any], limit: int | None, indent: str = "") -> Iterator[str]:
-    """Nested data as indented lines; of each collection, the first `limit` rows."""
+    """Yields nested data as indented lines; of each collection, the first `limit` rows."""
     for name, value in fields.items():
         title = name.removesuffix("_time").removesuffix("_bytes").replace("_", " ")
         if name == "seconds":
@@ -148,7 +148,7 @@ def _row(row: Any) -> str:
 
 
 def inventory(found: Inventory) -> Rendered:
-    """A row for each step, and for each program that no step names."""
+    """Renders `ls`: a row for each step, and for each program that no step names."""
     if not found.items:
         yield f"{found.directory} holds no programs."
         return
@@ -181,7 +181,7 @@ def _cells(item: Item) -> dict[str, str]:
 
 
 def details(found: Details, *, everything: bool) -> Rendered:
-    """One entry: all of it, or the first rows of each list, and of the latest build alone."""
+    """Renders `show`: one entry, or only the first rows of each list of its latest build."""
     limit = None if everything else _ROWS_SHOWN
     yield Text(f"{found.kind} {found.digest}", "bold")
     fields = asdict(found)
@@ -200,7 +200,7 @@ def details(found: Details, *, everything: bool) -> Rendered:
 
 
 def verified(count: int, found: Sequence[Checked], directory: str) -> Rendered:
-    """The entries that `verify` complains about, and how many it read."""
+    """Renders `verify`: the problems, and the number of entries that were read."""
     for each in found:
         name = f"{each.kind} {each.digest[:12]} {each.label}".rstrip()
         color = "red" if each.state == "damaged" else "yellow"
@@ -214,7 +214,7 @@ def verified(count: int, found: Sequence[Checked], directory: str) -> Rendered:
 
 
 def why(run: Run) -> Rendered:
-    """Each event of a run, with its times and its reason."""
+    """Renders `why`: each event of a run, with its durations and its reason."""
     ranks = f", {len(run.ranks)} processes" if len(run.ranks) > 1 else ""
     seconds = _slowest(run).get("import")
     importing = f"; importing took {seconds:.2f} s" if seconds is not None else ""
@@ -238,12 +238,12 @@ def _happening(each: Row) -> Iterator[str]:
     if len(each.changes) > _CHANGES_SHOWN:
         yield f"  … and {counted(len(each.changes) - _CHANGES_SHOWN, 'more change')}"
     if each.untrackable:
-        yield "every run has to trace it, because these cannot be fingerprinted:"
+        yield "every run must trace the step, because these cannot be fingerprinted:"
         yield from (f"  {name}" for name in each.untrackable[:_CHANGES_SHOWN])
 
 
 def startup_ledger(runs: Sequence[Run]) -> Rendered:
-    """Seconds by stage of several runs, side by side, the latest first.
+    """Renders `why --runs`: seconds by stage of several runs side by side, the latest first.
 
     The sum leaves out verification, which runs in the background.
     """
@@ -264,7 +264,7 @@ def startup_ledger(runs: Sequence[Run]) -> Rendered:
 
 
 def _slowest(run: Run) -> dict[str, float]:
-    """Seconds of the slowest process in each stage: the others wait for it."""
+    """Returns the seconds of each stage in the process that was slowest in it."""
     seconds = {rank.rank: rank.seconds for rank in run.ranks}
     return {stage: seconds[rank][stage] for stage, rank in run.slowest.items()}
 
@@ -274,7 +274,7 @@ def _counts(events: Mapping[str, int]) -> str:
 
 
 def ranks(run: Run) -> Rendered:
-    """The processes of a run side by side, and which was slowest in each stage."""
+    """Renders `why --ranks`: the processes of a run, and the slowest one in each stage."""
     stages = [each for each, taken in _slowest(run).items() if taken >= _LEAST_SECONDS]
     yield Text(f"{_of(run)}, seconds by stage", "bold")
     rows = [
@@ -296,7 +296,7 @@ def ranks(run: Run) -> Rendered:
 
 
 def exported(result: Exported) -> Rendered:
-    """What a bundle contains, and what was left out."""
+    """Renders `export`: the contents of the bundle, and the entries that were left out."""
     yield (
         f"{result.file}: {counted(len(result.steps), 'step')}, "
         f"{counted(result.programs, 'program')}, {readable_bytes(result.size_bytes)}"
@@ -305,7 +305,7 @@ def exported(result: Exported) -> Rendered:
 
 
 def imported(result: Imported) -> Rendered:
-    """What was stored from a bundle, and which processes will find it."""
+    """Renders `import`: what was stored, and the settings of processes that can load it."""
     there = f" ({result.already_there} more were there)" if result.already_there else ""
     yield (
         f"{counted(len(result.steps), 'step')} and {counted(result.programs, 'program')} "
@@ -313,21 +313,16 @@ def imported(result: Imported) -> Rendered:
     )
     if result.foreign:
         refused = f"refused: {counted(len(result.refused), 'step')}"
-        what = refused if result.refused else "Stored, although"
+        what = refused if result.refused else "stored, although"
         yield f"{what} built for another environment:"
         yield records(result.foreign)
     if result.settings:
-        yield "A process finds them if it has these settings, which differ here:"
+        yield "Processes load them if they have these settings, which differ in this process:"
         yield records(result.settings)
 
 
 def shared(result: Shared, how: str) -> Rendered:
-    """What went to a shared cache, or came from it.
-
-    Args:
-        result: of `push` or `pull`.
-        how: "pushed to" or "pulled from".
-    """
+    """Renders `push` and `pull`; `how` is "pushed to" or "pulled from"."""
     there = f" ({result.already_there} more were there)" if result.already_there else ""
     steps, programs = counted(len(result.steps), "step"), counted(result.programs, "program")
     yield f"{steps} and {programs} {how} {result.remote}{there}."
@@ -335,7 +330,7 @@ def shared(result: Shared, how: str) -> Rendered:
 
 
 def removed(result: Removed) -> Rendered:
-    """What was removed from a shared cache."""
+    """Renders `prune --remote`."""
     yield (
         f"{counted(len(result.removed), 'entry')} removed, {readable_bytes(result.freed_bytes)} "
         f"freed; {readable_bytes(result.left_bytes)} left in {result.remote}."
@@ -343,7 +338,7 @@ def removed(result: Removed) -> Rendered:
 
 
 def diagnosis(found: Diagnosis) -> Rendered:
-    """A line for each check, and below it what to try."""
+    """Renders `doctor`: a line for each check, and below it the hint."""
     width = max(len(check.name) for check in found.checks)
     for check in found.checks:
         status = Text(f"{check.status:<8}", _COLORS[check.status])
@@ -357,7 +352,7 @@ def diagnosis(found: Diagnosis) -> Rendered:
 
 
 def tasks(found: dict[str, Any]) -> Rendered:
-    """What a coordinator says of its tasks."""
+    """Renders `status --tasks`: the reply of a coordinator."""
     yield f"{found['joined']} of {found['tasks']} tasks; started {found['incarnation']} times"
     for title, names in (
         ("programs", ("program", "number")),
@@ -373,7 +368,7 @@ def tasks(found: dict[str, Any]) -> Rendered:
 
 
 def served(found: dict[str, Any]) -> Rendered:
-    """The `Status` of each host of variables, by address."""
+    """Renders `status`: the `Status` of each host of variables, by address."""
     for address, status in found.items():
         yield f"{address}: epoch {status.epoch}; last snapshot: {status.snapshot or 'none'}"
         yield from _held(status)

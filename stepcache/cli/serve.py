@@ -24,21 +24,21 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
 @click.command("serve")
 @click.option("--variables", "directory", type=_DIRECTORY, help="For snapshots and tables.")
 @click.option("--tasks", "size", metavar="2x4", help="Run two tasks of four devices each.")
-@click.option("--directory", "place", type=_DIRECTORY, help="By which clients find the tasks.")
+@click.option("--directory", "place", type=_DIRECTORY, help="Where clients find the tasks.")
 @click.option(
     "--snapshot-every",
     "snapshot_seconds",
     type=DURATION,
     default="30s",
     show_default=True,
-    help="Write a snapshot so long after a write.",
+    help="Maximal time from a write to a snapshot.",
 )
 @click.option(
     "--snapshot-writes",
     type=click.IntRange(min=1),
     default=10_000,
     show_default=True,
-    help="Write a snapshot after so many writes.",
+    help="Maximal number of writes between snapshots.",
 )
 @click.option("--ray", "name", metavar="NAME", help="Serve from a Ray actor of this name.")
 @click.option(
@@ -46,7 +46,7 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="So many Ray actors share the variables; of a directory always as many.",
+    help="Number of Ray actors that share the variables; the same at each start.",
 )
 def serve(
     directory: Path | None,
@@ -58,27 +58,27 @@ def serve(
 ) -> None:
     """Holds variables for other processes, or runs their steps, until SIGTERM or Ctrl-C.
 
-    Goes on from the last snapshot in the directory. Processes of this machine reach it by
-    stepcache.connect("local:DIRECTORY"), before or after it is started.
+    The server starts from the last snapshot in the directory. Processes of this machine connect by
+    stepcache.connect("local:DIRECTORY"), also before the server is started.
 
-    With --ray, a detached Ray actor holds them, for all processes of a Ray cluster, which reach it
-    by stepcache.connect("ray:NAME"). If this command is killed, the actor goes on, and the same
-    command finds it again. All nodes have to see the directory. Without a cluster (`ray start
-    --head`), the command starts a Ray of its own, which ends with it. With --hosts, several actors,
-    on as many nodes if there are, share the variables.
+    With --ray, a detached Ray actor holds the variables, and all processes of the Ray cluster
+    connect by stepcache.connect("ray:NAME"). If this command is killed, the actor continues, and
+    the same command finds it again. All nodes must share the directory. If there is no cluster
+    (`ray start --head`), the command starts Ray, and ends it. With --hosts, several actors share
+    the variables, on different nodes if there are enough.
 
-    With --tasks 2x4 --directory DIRECTORY, two processes of four devices each run the steps of
-    stepcache.Session(target="local:DIRECTORY"), and hold their variables. On CPUs as many devices
-    are made; of other devices each takes its share.
+    With --tasks 2x4 --directory DIRECTORY, two processes with four devices each run the steps of
+    stepcache.Session(target="local:DIRECTORY"), and hold their variables. CPU devices are created;
+    other devices are divided among the processes.
     """
     if size is not None or place is not None:
         if size is None or place is None or directory is not None or name:
-            raise click.UsageError("tasks take --tasks and --directory, and nothing else")
+            raise click.UsageError("--tasks needs --directory, and excludes --variables and --ray")
         return serve_tasks(size, place)
     if directory is None:
         raise click.UsageError("give --variables DIRECTORY, or --tasks 2x4 --directory DIRECTORY")
     if hosts > 1 and not name:
-        raise click.UsageError("--hosts is for Ray: give --ray NAME too")
+        raise click.UsageError("--hosts needs --ray NAME")
     os.environ["JAX_PLATFORMS"] = "cpu"  # A server takes no accelerator.
     if name:
         _serve_by_ray(name, directory, {"hosts": hosts, **options})
@@ -123,17 +123,17 @@ def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
 
 
 @click.command("status")
-@click.option("--variables", "directory", type=_DIRECTORY, help="Of the server.")
-@click.option("--ray", "name", metavar="NAME", help="Of the Ray actor.")
-@click.option("--tasks", metavar="NAME|DIRECTORY", help="Of tasks that run steps.")
+@click.option("--variables", "directory", type=_DIRECTORY, help="Directory of the server.")
+@click.option("--ray", "name", metavar="NAME", help="Name of the Ray actor.")
+@click.option("--tasks", metavar="NAME|DIRECTORY", help="Name or directory of tasks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=5.0, show_default=True)
 def status(
     directory: Path | None, name: str | None, tasks: str | None, as_json: bool, timeout: float
 ) -> None:
-    """Shows what a server of variables holds, its clients, and how long requests take.
+    """Shows variables, clients and request times of a server of variables, or the state of tasks.
 
-    Where several hosts share the variables, it shows each. In JSON they have their addresses.
+    If several hosts share the variables, each is shown. The JSON has them by address.
     """
     if [directory, name, tasks].count(None) != 2:
         raise click.UsageError("give either --variables DIRECTORY, --ray NAME or --tasks PLACE")

@@ -34,7 +34,7 @@ def serve_tasks(size: str, directory: Path) -> None:
 
 
 def show_tasks(place: str, as_json: bool, timeout: float) -> None:
-    """Shows what tasks hold, and their clients."""
+    """Shows programs, variables and clients of tasks."""
     from stepcache.remote.connection import Connection
 
     try:
@@ -50,7 +50,7 @@ def show_tasks(place: str, as_json: bool, timeout: float) -> None:
 @click.argument("place", metavar="NAME|DIRECTORY")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=20.0, show_default=True)
 def stop(place: str, timeout: float) -> None:
-    """Ends the tasks of a name, or of a directory. What they hold is gone."""
+    """Ends the tasks of a name or of a directory. Their arrays and variables are lost."""
     from stepcache.remote.local_tasks import address
     from stepcache.storage.load_markers import Process
 

@@ -1,4 +1,4 @@
-"""What people look at: explanations of calls, pictures of them, and the progress of long builds."""
+"""Reports: explanations and pictures of calls, progress of builds, contents of caches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["plan_svg"]
 def plan_svg(explanation: Explanation) -> str:
     """Draws the bytes that one call of a step moves for its `Variables`, and what sharing saves.
 
-    On the left, every argument on every device fetches each value from its master copy. On the
-    right is the plan: one transfer for each version of a variable and each memory, by its route.
-    The wider an arrow, the more bytes. Values that do not move have no drawing.
+    On the left, each argument on each device fetches each value from its master copy. On the right
+    is the plan: one transfer for each version of a variable and each memory, by its route. The
+    width of an arrow shows the bytes. Values that do not move have no drawing.
 
     Args:
         explanation: from `step.explain(...)`.

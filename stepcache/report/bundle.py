@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 @contextlib.contextmanager
 def signed_tar(file: IO[bytes], disk: DiskStore) -> Iterator[tarfile.TarFile]:
-    """Opens a tar file for the entries of a bundle; signs it at the end with the key of `disk`."""
+    """Opens a tar file for entries of a bundle, and at the end signs it with the key of `disk`."""
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         add_member(tar, _FIRST, _FORMAT.encode())
         yield tar
@@ -81,7 +81,7 @@ def _tar_info(name: str, size_bytes: int) -> tarfile.TarInfo:
 
 
 def _sha256(file: IO[bytes], size_bytes: int) -> bytes:
-    """SHA-256 of the first bytes of a file, which it leaves at their end."""
+    """Returns the SHA-256 of the first bytes of a file, and leaves the file at their end."""
     hasher = hashlib.sha256()
     file.seek(0)
     while size_bytes > 0 and (chunk := file.read(min(size_bytes, 1 << 20))):
@@ -101,7 +101,7 @@ class Bundle:
         signature: the HMAC of that.
         headers: kind and digest of each entry, with its header and the offset of its payload.
 
-    Every method raises `DamagedEntryError` if the file is not a whole and valid bundle.
+    Each method raises `DamagedEntryError` if the file is not a complete and valid bundle.
     """
 
     def __init__(self, file: BinaryIO):
@@ -159,7 +159,7 @@ class Bundle:
             raise DamagedEntryError("it has no entries")
 
     def read(self, kind: str, digest: str) -> tuple[dict[str, Any], bytes]:
-        """Header and payload of an entry."""
+        """Reads header and payload of an entry."""
         header, offset = self.headers[kind, digest]
         self._file.seek(offset)
         return header.about, entries.read_payload(self._file, header)

@@ -78,7 +78,7 @@ class Diagnosis:
 
 
 def examine(directory: Path, max_bytes: int, round_trip: bool = True) -> Diagnosis:
-    """Makes all checks, without changing the directory, which need not exist."""
+    """Makes all checks. Does not change the directory, which need not exist."""
     checks = [*_versions(), *_directory(directory)]
     if all(check.status != "fault" for check in checks):
         checks += _contents(directory, max_bytes)
@@ -105,7 +105,7 @@ def _versions() -> Iterator[Check]:
 
 
 def _existing(directory: Path) -> Path:
-    """The directory, or its nearest parent that exists."""
+    """Returns the directory, or its nearest parent that exists."""
     path = Path(os.path.abspath(directory))
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
@@ -208,10 +208,10 @@ def _round_trip(directory: Path) -> Check:
 
 
 def _probe(directory: Path) -> dict[str, Any]:
-    """Runs the small step in another process, and returns what it prints.
+    """Runs the small step in another process, and returns its result.
 
     Raises:
-        ValueError: it failed.
+        ValueError: the step failed.
     """
     script = directory / "probe.py"
     script.write_text(_PROBE, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`Explanation`: what one call of a step would do, and why, as a record and as text."""
+"""`Explanation`: the predicted result of one call of a step, as a record and as text."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Argument:
         path: its path as rules match it, such as `state/w`.
         type: dtype and shape, such as `float32[8,128]`.
         size_bytes: size of the whole array.
-        source: where it is now: "host", "cpu:0" or a spec such as `P('data')`.
-        target: where the program expects it.
+        source: its place now: "host", "cpu:0" or a spec such as `P('data')`.
+        target: the place that the program expects.
         why: the role of its argument, and the rule or default that places it.
-        moved_bytes: bytes that this call moves to all devices for it; 0 for a leaf of `Variables`,
-            whose transfers are in `Explanation.plan`.
-        variables: name of the `Variables` that hold it; empty for a leaf that the call passes.
+        moved_bytes: bytes that this call moves to all devices for this leaf; 0 for a leaf of
+            `Variables`, whose transfers are in `Explanation.plan`.
+        variables: name of the `Variables` that hold it; empty for a leaf of the call itself.
     """
 
     name: str
@@ -60,25 +60,25 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a call of a step would do. Print it, or read its fields.
+    """The predicted result of a call of a step. Print it, or read its fields.
 
     Attributes:
         step: name of the step.
         hit: whether the program is in memory.
-        miss: why it is not; None on a hit.
+        miss: the reason why not; None on a hit.
         mesh: axes and sizes of the session's mesh; None without a mesh.
         arguments: one row for each dynamic leaf.
         statics: name and value of each static argument.
         build_seconds: seconds to trace, lower and compile the program; None on a miss.
-        captured: arrays that became part of the program by closure; empty on a miss.
-        delegated: why the call would go to `jax.jit`; None if it would not.
-        stored: whether a miss would find its program on disk, without a trace; or in
-        remote: the shared cache of this URL.
-        variables: a line for each of the `Variables` that the call passes.
-        variable_leaves: number of leaves of these.
+        captured: arrays that the step captured by closure; empty on a miss.
+        delegated: the reason why the call would go to `jax.jit`; None if it would not.
+        stored: whether a miss would load its program without a trace.
+        remote: URL of the shared cache that has this program; empty if it is on disk.
+        variables: a line for each of the `Variables` of the call.
+        variable_leaves: number of their leaves.
         plan: the transfers that they need.
         rank: index of this process among those of the mesh.
-        processes: number of these; they agree on a new program before it runs.
+        processes: number of processes of the mesh, which agree on each new program.
     """
 
     step: str
@@ -100,7 +100,7 @@ class Explanation:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that the call moves, for its arguments and for its variables."""
+        """Bytes that the call moves for its arguments and its variables."""
         return sum(argument.moved_bytes for argument in self.arguments) + self.plan.bytes
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class Explanation:
             yield f"      {each.variable} version {each.version}{readers}: {what}"
 
     def _rows(self) -> Iterable[str]:
-        """Two lines for each group of leaves with the same argument, source, target and reason."""
+        """Yields two lines for each group of leaves of one argument, source, target and reason."""
         groups: dict[tuple, list[Argument]] = {}
         for row in self.arguments:
             if not row.variables:
@@ -232,13 +232,13 @@ pre {{ padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }}
 
 
 def _wrapped(line: str, width: int) -> str:
-    """A line broken to a width, and indented by more after each break."""
+    """Breaks a line at a width, and indents the lines after the first."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False).rstrip()
 
 
 def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
-    """Explains a call. Runs nothing; traces only to let JAX raise on an invalid argument."""
+    """Explains a call. Runs nothing, and traces only if JAX must raise an error for an argument."""
     name, parameters = engine.spec.name, engine.spec.parameters
     if jaxcompat.is_tracing():
         why = "it is inside another transformation"
@@ -311,10 +311,10 @@ def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanatio
     )
 
 
-def _leaves_of(use: Use, parameters: Parameters, told: Call) -> Iterable[Argument]:
-    """A row for each leaf of variables; variables that are passed twice have rows once."""
+def _leaves_of(use: Use, parameters: Parameters, shown: Call) -> Iterable[Argument]:
+    """Yields a row for each leaf of variables, once if they are passed twice."""
     places = [(f"{place}/", each.name) for _, place, each in use.places()]
-    for path, leaf in zip(told.paths, told.signature.leaves, strict=True):
+    for path, leaf in zip(shown.paths, shown.signature.leaves, strict=True):
         if not path.holder.startswith(HELD):
             continue
         name = next(name for place, name in places if f"{path.slashed}/".startswith(place))
@@ -326,7 +326,7 @@ def _leaves_of(use: Use, parameters: Parameters, told: Call) -> Iterable[Argumen
 
 
 def _arguments(parameters: Parameters, request: Request) -> Iterable[Argument]:
-    """A row for each leaf that the call itself passes."""
+    """Yields a row for each leaf of the call itself."""
     call = request.call
     leaves = zip(
         *(call.paths, call.leaves, call.signature.leaves, request.leaves),
@@ -362,7 +362,7 @@ def _spec(sharding: Sharding | None) -> str:
 
 
 def _abbreviated(path: str, limit: int = 36) -> str:
-    """A path shortened to its argument and its last keys."""
+    """Shortens a path to its argument and its last keys."""
     argument, *keys = path.split("/")
     short = path
     while len(short) > limit and len(keys) > 1:

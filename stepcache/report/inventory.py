@@ -1,7 +1,7 @@
 """The contents of a cache directory as records.
 
-Reads headers and the entries of steps. Starts no JAX backend, loads no program and does not count
-as a use. `stepcache cache ls --json` and `show --json` print these records, with these names.
+Reads headers, and the entries of steps. It starts no JAX backend, loads no program, and does not
+change the times of use. `stepcache cache ls --json` and `show --json` print these records.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def open_existing(directory: Path) -> Archive | None:
 
 
 def entries_of(archive: Archive | None, *, whole: bool = False) -> list[EntryInfo]:
-    """The entries of an archive, as `DiskStore.entries` gives them; none where there is none."""
+    """Returns the entries of an archive; an empty list for None."""
     return list(archive.disk.entries(whole=whole)) if archive is not None else []
 
 
@@ -141,7 +141,7 @@ def _first(values: Any) -> float | None:
 
 
 def label_of(entry: EntryInfo) -> str:
-    """File and name of an entry's step; empty for a damaged entry."""
+    """Returns file and name of an entry's step; empty for a damaged entry."""
     return str((entry.header or {}).get("label", ""))
 
 
@@ -166,7 +166,7 @@ def find(entries: Iterable[EntryInfo], wanted: str) -> list[EntryInfo]:
 
 
 def means(label: str, wanted: str) -> bool:
-    """Whether a text is the label of a step, such as `model.py:train_step`, or its last part."""
+    """Returns whether a text is a step's label, such as `model.py:train_step`, or its last part."""
     name = label.rpartition(":")[2]
     return bool(label) and wanted in (label, name, name.rpartition(".")[2])
 
@@ -192,7 +192,7 @@ def details(archive: Archive, entry: EntryInfo) -> Details:
 
 
 def _records(info: EntryInfo, payload: bytes) -> tuple[list[DependencyRecord], str | None]:
-    """The builds in a step's entry, and what is wrong with it."""
+    """Returns the builds in a step's entry, and the problem of the entry or None."""
     if info.kind != "step" or info.problem is not None:
         return [], info.problem
     try:

@@ -1,12 +1,12 @@
 """Exports programs of one directory to a bundle, and imports a bundle into another directory.
 
-Programs are code, so importing a bundle means trusting its maker. A valid HMAC proves that the same
+Programs are code: who imports a bundle trusts its maker. A valid HMAC proves that the same
 directory wrote it; any other bundle needs `trust=True`. Nothing is stored before all steps of the
 bundle have been read and checked.
 
-The machine and the installed packages decide whether a program can serve here at all. Settings that
-each process chooses (JAX's configuration, XLA's flags, the number of CPU devices) are reported, but
-do not make a program foreign.
+A step is foreign if this machine or its installed packages differ from those of the build. Settings
+that each process chooses (JAX's configuration, XLA's flags, the number of CPU devices) are
+reported, but do not make a step foreign.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ForeignBundleError(BundleError):
     """No step in the bundle was built for this environment.
 
     Attributes:
-        parts: what differs, for the step that differs least.
+        parts: the differences, of the step with the fewest.
     """
 
     def __init__(self, what: str, parts: Sequence[Part], **details: Any):
@@ -102,7 +102,7 @@ class Imported:
 
 
 def export(archive: Archive, file: Path, wanted: Sequence[str] = ()) -> Exported:
-    """Writes a bundle of the wanted steps, or of everything; whole or not at all.
+    """Writes a bundle of the wanted steps, or of all steps and programs. The write is atomic.
 
     Raises:
         BundleError: there is nothing to export, or the file cannot be written.
@@ -142,18 +142,13 @@ def _replacing(file: Path) -> Iterator[IO[bytes]]:
 def _add_entries(
     tar: tarfile.TarFile, disk: DiskStore, wanted: Sequence[str], left_out: list[str]
 ) -> tuple[int, list[str]]:
-    """Adds the programs, then the steps that have any. Returns their number and their labels."""
+    """Adds programs, then the steps that have one. Returns the number of programs, and labels."""
     entries = list(disk.entries())
-    chosen = [each for name in wanted for each in find(entries, name)] if wanted else entries
-    steps: list[Step] = []
-    for entry, payload in sound_entries(disk, "step", _digests(chosen, "step"), left_out):
-        try:
-            steps.append(Step(entry.digest, label_of(entry), unpack_records(payload)))
-        except ValueError as error:
-            left_out.append(f"{label_of(entry)}: it is malformed: {error}")
+    chosen = chosen_entries(entries, wanted)
+    steps = list(sound_steps(disk, chosen, left_out))
     named = _digests(entries, "program") & (_programs(steps) | _digests(chosen, "program"))
     added, labels = set(), []
-    for entry, payload in sound_entries(disk, "program", named, left_out):
+    for entry, payload in _sound_entries(disk, "program", named, left_out):
         add_entry(tar, "program", entry.digest, entry.header or {}, payload)
         added.add(entry.digest)
     for digest, label, records in steps:
@@ -171,10 +166,26 @@ def _digests(entries: Iterable[EntryInfo], kind: str) -> set[str]:
     return {each.digest for each in entries if each.kind == kind}
 
 
-def sound_entries(
+def chosen_entries(entries: Sequence[EntryInfo], wanted: Sequence[str]) -> Sequence[EntryInfo]:
+    """Returns the entries that `find` finds for some names, or all if there are no names."""
+    return [each for name in wanted for each in find(entries, name)] if wanted else entries
+
+
+def sound_steps(
+    disk: DiskStore, entries: Iterable[EntryInfo], left_out: list[str]
+) -> Iterator[Step]:
+    """Yields the steps among some entries. Adds damaged or missing ones to `left_out`."""
+    for entry, payload in _sound_entries(disk, "step", _digests(entries, "step"), left_out):
+        try:
+            yield Step(entry.digest, label_of(entry), unpack_records(payload))
+        except ValueError as error:
+            left_out.append(f"{label_of(entry)}: it is malformed: {error}")
+
+
+def _sound_entries(
     disk: DiskStore, kind: str, digests: Iterable[str], left_out: list[str]
 ) -> Iterator[tuple[EntryInfo, bytes]]:
-    """Yields entries and their payloads; explains in `left_out` which are damaged."""
+    """Yields entries and their payloads. Adds damaged or missing ones to `left_out`."""
     for digest in sorted(digests):
         info, payload = disk.peek(kind, digest)
         if info is not None and info.problem is None:
@@ -191,10 +202,10 @@ def take(directory: Path, file: Path, *, trust: bool = False, anyway: bool = Fal
     """Stores the programs of a bundle in a directory.
 
     Args:
-        directory: made if it is not there, once the bundle is known to be whole.
+        directory: created if it does not exist, after the bundle has been checked.
         file: path of the bundle.
         trust: accept a bundle of another directory, whose maker can then run code here.
-        anyway: also store steps of another environment. They do no harm: no lookup finds them.
+        anyway: also store foreign steps. They do no harm: no lookup finds them.
 
     Raises:
         UntrustedBundleError: another directory made it, and `trust` is false.
@@ -261,7 +272,7 @@ def _distinct(parts: Iterable[Iterable[Part]]) -> tuple[Part, ...]:
 
 
 def foreign_parts(dependencies: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
-    """Differences because of which a build can never serve here, where the environment is `own`."""
+    """Returns the differences that make a build foreign to the environment `own`."""
     names, own = [each for each in _machine(dependencies) if each in dependencies], dict(own)
     for name in dependencies:
         if kind_of(name) == "package":
@@ -276,7 +287,7 @@ def foreign_parts(dependencies: Mapping[str, str], own: Mapping[str, str]) -> li
 
 
 def settings_that_differ(dependencies: Mapping[str, str], own: Mapping[str, str]) -> list[Part]:
-    """Settings that the process which runs the step must change, compared with this process."""
+    """Returns the settings that differ in this process and can be changed by a process."""
     both, machine = dependencies.keys() & own.keys(), {*_machine(dependencies), _TOPOLOGY}
     names = [
         name
@@ -289,7 +300,7 @@ def settings_that_differ(dependencies: Mapping[str, str], own: Mapping[str, str]
 
 
 def _machine(dependencies: Mapping[str, str]) -> list[str]:
-    """The parts of the environment that a process cannot choose."""
+    """Returns the parts of the environment that a process cannot choose."""
     # The topology of a CPU is only the number of its devices, which each process chooses.
     is_for_cpu = dependencies.get("environment backend", "").startswith("cpu")
     return [*_OF_THE_MACHINE] if is_for_cpu else [*_OF_THE_MACHINE, _TOPOLOGY]
@@ -309,7 +320,7 @@ def _programs(steps: Iterable[Step]) -> set[str]:
 
 
 def merged(disk: DiskStore, step: Step) -> tuple[dict[str, Any], bytes]:
-    """A step's entry together with the builds that the directory already has, the latest first."""
+    """Returns a step's entry, merged with the builds that the directory has, the latest first."""
     entry = disk.read("step", step.digest)
     known: list[DependencyRecord] = []
     if entry is not None:

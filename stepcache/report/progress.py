@@ -1,4 +1,4 @@
-"""Shows builds that take long: a progress line on a terminal, one log line elsewhere."""
+"""Shows long builds: a progress line on a terminal, one log line elsewhere."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class _Running:
 
 @dataclass(slots=True)
 class BuildProgress:
-    """A subscriber of the recorder that shows builds which take longer than `after_seconds`.
+    """A subscriber of the recorder that shows long builds.
 
     Attributes:
-        after_seconds: how long a build must take to be shown.
-        console: where to show it; by default standard error.
+        after_seconds: a build is shown after this time.
+        console: the console to show it on; by default standard error.
     """
 
     after_seconds: float = 2.0
@@ -76,7 +76,7 @@ class BuildProgress:
             self._watcher = watcher
 
     def _look(self) -> None:
-        """Shows the builds that take long; returns after some time without any build."""
+        """Shows long builds; returns after some time without a build."""
         idle_until = time.monotonic() + self.after_seconds
         while True:
             time.sleep(min(self.after_seconds, _LOOK_SECONDS))
@@ -121,7 +121,7 @@ class BuildProgress:
 
 
 def _is_in_debugger(thread: int) -> bool:
-    """Whether a thread is stopped in pdb, or in another debugger made of `bdb`, at a prompt."""
+    """Returns whether a thread waits at the prompt of pdb, or of another debugger based on bdb."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__") == "bdb":

@@ -1,4 +1,4 @@
-"""The latest runs as records: what each built and loaded, and why.
+"""Records of the latest runs: the programs that each has built and loaded, and why.
 
 `stepcache cache why --json` prints these records, with these names.
 """
@@ -17,7 +17,7 @@ from stepcache.storage.run_log import Row
 STAGES = tuple(
     "import hash read remote agree wait load trace lower compile give execute verify".split()
 )
-_BROUGHT = ("built", "loaded", "relinked")
+_PROGRAM_EVENTS = ("built", "loaded", "relinked")
 _CHANGE = ("part", "path", "before", "after")
 _POD_SECONDS = 600  # The processes of one pod write their first rows within this time.
 
@@ -60,7 +60,7 @@ def steps_known(archive: Archive | None) -> list[str]:
 
 
 def _pods(files: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """Joins the files that the processes of one pod wrote, and yields the rows of each run."""
+    """Yields the rows of each run, joined from the files of the processes of a pod."""
     waiting: list[list[list[Row]]] = []
     for rows in files:
         pod = next((pod for pod in waiting if _belongs(rows[0], pod)), None)
@@ -74,7 +74,7 @@ def _pods(files: Iterable[list[Row]]) -> Iterator[list[Row]]:
 
 
 def _belongs(row: Row, pod: list[list[Row]]) -> bool:
-    """Whether a file with this first row belongs to a pod; a leader's file has rows of others."""
+    """Returns whether a file with this first row belongs to a pod."""
     first = pod[0][0]
     return (
         (row.script, row.processes) == (first.script, first.processes)
@@ -98,7 +98,7 @@ def _run(rows: list[Row]) -> Run:
 
 
 def _happenings(rows: list[Row]) -> list[Row]:
-    """Rows as `Run` has them."""
+    """Returns the rows of `Run`: first executions are merged into the builds and loads before."""
     kept: list[Row] = []
     for row in rows:
         if row.event != "executed":
@@ -108,7 +108,7 @@ def _happenings(rows: list[Row]) -> list[Row]:
             continue
         for index, each in enumerate(kept):
             same = (each.rank, each.label) == (row.rank, row.label)
-            if same and each.event in _BROUGHT and "execute" not in each.seconds:
+            if same and each.event in _PROGRAM_EVENTS and "execute" not in each.seconds:
                 kept[index] = replace(each, seconds=each.seconds | row.seconds)
                 break
     return kept
@@ -124,13 +124,13 @@ def _rank(rank: int, rows: list[Row]) -> Rank:
 
 
 def in_order(stages: Iterable[str]) -> list[str]:
-    """Stages in the order in which a miss passes through them."""
+    """Sorts stages in the order of a miss."""
     known = {stage: number for number, stage in enumerate(STAGES)}
     return sorted(stages, key=lambda stage: (known.get(stage, len(known)), stage))
 
 
 def change_in_words(change: dict[str, str]) -> str:
-    """A change in words, such as "`model.py:Block.__call__` its code changed"."""
+    """Returns a change as text, such as "`model.py:Block.__call__` its code changed"."""
     part, path = change.get("part", ""), change.get("path", "")
     before, after = change.get("before", ""), change.get("after", "")
     if part == "code" and "absent" in (before, after):

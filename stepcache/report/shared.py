@@ -1,6 +1,6 @@
-"""A shared cache as people look at it and maintain it: `ls`, `push`, `pull` and `prune`.
+"""The commands on a shared cache: `ls`, `push`, `pull` and `prune`.
 
-Here a store that fails is an error, and waited for as long as it takes.
+They wait for the store without a limit, and report its failures as errors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from stepcache.errors import StepCacheError
 from stepcache.programs.archive import Archive
 from stepcache.programs.opening import open_archive
 from stepcache.report.bundle import Step
-from stepcache.report.inventory import Inventory, Item, find, label_of, means
-from stepcache.report.moving import merged, publish, sound_entries
+from stepcache.report.inventory import Inventory, Item, means
+from stepcache.report.moving import chosen_entries, merged, publish, sound_steps
 from stepcache.storage.dependency_record import pack_records, unpack_records
 from stepcache.storage.entry import DamagedEntryError, read_payload, read_stored
 from stepcache.storage.object_store import Object, ObjectStore
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class SharedCacheError(StepCacheError):
-    """A shared cache cannot be read, or not be written."""
+    """A shared cache cannot be read or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Removed:
 
 @contextlib.contextmanager
 def _asking(place: Place) -> Iterator[ObjectStore]:
-    """Gives the store; what it raises becomes a `SharedCacheError`."""
+    """Opens the store. Its errors are raised as `SharedCacheError`."""
     store = ObjectStore(place)
     try:
         yield store
@@ -64,7 +64,7 @@ def _asking(place: Place) -> Iterator[ObjectStore]:
         raise SharedCacheError(
             f"The shared cache cannot be used: {error}",
             where=place.url,
-            hint="the environment says how to reach it, and as whom (docs/shared-cache.md)",
+            hint="check address and credentials in the environment (docs/shared-cache.md)",
         ) from None
     finally:
         store.reads.stop()
@@ -74,7 +74,7 @@ def _asking(place: Place) -> Iterator[ObjectStore]:
 def _read(
     store: ObjectStore, place: Place, names: Iterable[Name]
 ) -> list[tuple[Name, Step | None, str]]:
-    """The records of these names, each with what is wrong with it."""
+    """Reads the records of these names. Returns each as a step or None, and its problem or ""."""
 
     def read(name: Name, data: bytes) -> tuple[Name, Step | None, str]:
         try:
@@ -94,7 +94,7 @@ def _unless_gone(future: Future[T]) -> T | None:
     return None
 
 
-# ---- what it holds ------------------------------------------------------------------------------
+# ---- contents ------------------------------------------------------------------------------
 
 
 def take_inventory(place: Place) -> Inventory:
@@ -142,31 +142,23 @@ def _item(
     )
 
 
-# ---- there and back -----------------------------------------------------------------------------
+# ---- push and pull -----------------------------------------------------------------------------
 
 
 def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
-    """Writes the wanted steps of a directory, or all, to a shared cache; what is there stays.
+    """Writes the wanted steps of a directory, or all, to a shared cache. Overwrites nothing.
 
     Raises:
-        SharedCacheError: the store fails, or is not to be written.
+        SharedCacheError: the store fails, or is read only.
     """
     if not place.writable:
         raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
     disk, left_out = archive.disk, list[str]()
-    entries = list(disk.entries("step"))
-    chosen = [each for name in wanted for each in find(entries, name)] if wanted else entries
+    chosen = chosen_entries(list(disk.entries("step")), wanted)
     labels, sent, there, run = [], set[str](), set[str](), secrets.token_hex(4)
     with _asking(place) as store:
         known = store.listed(ROOT, Catalogue.of).result()
-        digests = dict.fromkeys(each.digest for each in chosen)
-        for entry, payload in sound_entries(disk, "step", digests, left_out):
-            label = label_of(entry)
-            try:
-                records = unpack_records(payload)
-            except ValueError as error:
-                left_out.append(f"{label}: it is malformed: {error}")
-                continue
+        for digest, label, records in sound_steps(disk, chosen, left_out):
             for record in records:
                 if record.program in known.programs:
                     there.add(record.program)
@@ -177,10 +169,10 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
                         continue
                     _write(store, place, "program", record.program, info.header or {}, data)
                     sent.add(record.program)
-                name = Name.of(entry.digest, record, run)
-                if all(each[:3] != name[:3] for each in known.steps.get(entry.digest, [])):
+                name = Name.of(digest, record, run)
+                if all(each[:3] != name[:3] for each in known.steps.get(digest, [])):
                     about, packed = pack_records(label, [record])
-                    _write(store, place, "step", entry.digest, about, packed, name.path)
+                    _write(store, place, "step", digest, about, packed, name.path)
             labels.append(label)
     return Shared(place.url, tuple(labels), len(sent), len(there), tuple(left_out))
 
@@ -230,7 +222,7 @@ def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
 
 
 def _pull_program(store: ObjectStore, place: Place, disk: Any, digest: str) -> str:
-    """Stores an executable. Returns why that cannot be done."""
+    """Stores an executable. Returns the reason if that fails, else ""."""
     data = _unless_gone(store.get(program_path(digest)))
     if data is None:
         return f"its program {digest[:12]} is not there"
@@ -246,17 +238,17 @@ def _pull_program(store: ObjectStore, place: Place, disk: Any, digest: str) -> s
 
 
 def prune(place: Place, max_bytes: int | None, written_before: float | None) -> Removed:
-    """Removes what was written first: a program, with all records that name it.
+    """Removes the programs that were written first, each with all records that name it.
 
-    It is as old as the latest of these: a store does not tell when something was read.
+    The age of a program is that of its latest record, as stores have no times of reads.
 
     Args:
         place: the shared cache.
-        max_bytes: remove until no more than that is left; None for no bound.
-        written_before: remove what was written before that, in seconds since the epoch.
+        max_bytes: maximal size afterwards; None for no limit.
+        written_before: remove programs written before this time, in seconds since the epoch.
 
     Raises:
-        SharedCacheError: the store fails, or is not to be written.
+        SharedCacheError: the store fails, or is read only.
     """
     if not place.writable:
         raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
@@ -281,7 +273,7 @@ def _latest(group: Sequence[Object]) -> float:
 
 
 def _together(catalogue: Catalogue) -> list[list[Object]]:
-    """The objects of each program: records, what says that they are verified, the executable."""
+    """Returns the objects of each program: its records, their verifications, the executable."""
     groups: dict[str, list[Object]] = {}
     for name in (name for each in catalogue.steps.values() for name in each):
         group = groups.setdefault(name.program, [])

@@ -78,7 +78,7 @@ class Coding:
     def __init__(self, types: Sequence[LeafType], wire: str | None = None):
         self.wire = wire or None
         if self.wire not in WIRES:
-            raise MalformedMessageError(f"there is no wire {wire!r}")
+            raise MalformedMessageError(f"unknown wire {wire!r}")
         self.leaves = [CodedLeaf(shape, DTYPES[dtype], self.wire) for _, shape, dtype in types]
         rows = [
             (path, list(shape), dtype.name)

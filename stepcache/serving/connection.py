@@ -16,7 +16,6 @@ from stepcache.serving.optimizers import export_rule, types_of
 from stepcache.serving.read_ahead import ReadAhead
 from stepcache.serving.row_cache import RowCache
 from stepcache.serving.served import Served
-from stepcache.serving.split_table import SplitTable
 from stepcache.serving.tables import TableType
 from stepcache.sharding import current_placer, processes_of
 from stepcache.units import readable_bytes
@@ -149,12 +148,10 @@ class Connection:
         sizes = [int(size) for size in shape]
         row = (int(rows), sizes, np.dtype(dtype).name, float(stddev), int(seed))
         kind = TableType(*row, optimizer)
-        rows_there = SplitTable(self.hosts, name, kind)
-        rows_there.make()
         cache = None
         if read.cache is not None:
             cache = RowCache(read, max(min(cache_rows, kind.rows), 1), sizes, np.dtype(dtype))
-        table = Table(rows_there, name, kind, cache, every)
+        table = Table(self.hosts, name, kind, cache, every)
         if every > 1:
             self._summing.append(table)
         return table
@@ -258,7 +255,7 @@ def _check_policies(placement: object, read: object, write: object) -> None:
     assert isinstance(read, Read) and isinstance(write, Write)
     if isinstance(placement, OnHost):
         raise OptionError(
-            "the master copy is in the host's process",
+            "the host's process holds the master copy",
             where="variables(placement=...)",
             expected="Replicated() or Sharded(rules), for the copies that steps read",
             got=repr(placement),

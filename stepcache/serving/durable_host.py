@@ -3,8 +3,7 @@
 All engines share it. An engine passes requests to `handle`, and calls `tend` every `TEND_SECONDS`.
 
 Clients keep their writes until these survive a crash of the host: until a snapshot holds them or,
-    if
-the host always restarts on the same machine, an image (see `images`).
+if the host always restarts on the same machine, an image (see `images`).
 """
 
 from __future__ import annotations
@@ -111,7 +110,9 @@ class DurableHost:
             self.close()
             if isinstance(error, OSError):
                 where, got = str(self.directory), str(error)
-                raise VariablesError("it cannot be served", where=where, got=got) from error
+                raise VariablesError(
+                    "the directory cannot be served", where=where, got=got
+                ) from error
             raise
         self._started = self._checked = time.monotonic()
         known = host_directory.writers(self.directory)

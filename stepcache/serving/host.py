@@ -31,6 +31,7 @@ from stepcache.serving.messages import (
     LeafType,
     MalformedMessageError,
     ReadRequest,
+    RefusalError,
     Refused,
     Reply,
     Request,
@@ -42,7 +43,7 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
-from stepcache.serving.tables import TableError, Tables, TableStorage
+from stepcache.serving.tables import Tables, TableStorage
 
 MAX_CLIENTS = 65_536
 """How many clients are remembered: those that wrote last."""
@@ -52,16 +53,6 @@ def _token(before: int, request: WriteRequest) -> int:
     """Returns the token of a new version, given that of the version before; 0 for an assignment."""
     text = f"{before} {request.client} {request.sequence} {request.name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") | 1
-
-
-class _RefusalError(Exception):
-    def __init__(self, kind: str, why: str):
-        super().__init__(why)
-        self.kind = kind
-
-
-def _refused(kind: str, why: str) -> _RefusalError:
-    return _RefusalError(kind, why)
 
 
 class Host:
@@ -128,19 +119,18 @@ class Host:
                     return self._described(request.name), []
                 case StatusRequest() | SnapshotRequest():
                     return self.status(), []
-        except _RefusalError as error:
+        except RefusalError as error:
             return Refused(error.kind, str(error), self.epoch), []
-        except TableError as error:
-            return Refused("unknown", str(error), self.epoch), []
-        except MalformedMessageError as error:
-            return Refused("malformed", str(error), self.epoch), []
 
     # ---- reads ---------------------------------------------------------------------------------
 
     def _check_recovered(self) -> None:
         if self.waiting_for:
             count = len(self.waiting_for)
-            raise _refused("recovering", f"it has crashed, and waits for {count} clients")
+            raise RefusalError(
+                "recovering",
+                f"it restarted after a crash, and waits for {count} clients to repeat their writes",
+            )
 
     def _read(self, request: ReadRequest) -> tuple[Reply, list[Block]]:
         self._check_recovered()
@@ -164,7 +154,7 @@ class Host:
         held = self._held.get(name)
         if held is None:
             known = ", ".join(sorted(self._held)[:8]) or "none"
-            raise _refused("unknown", f"it has no variables {name!r}; it has: {known}")
+            raise RefusalError("unknown", f"it has no variables {name!r}; it has {known}")
         return held
 
     def _described(self, name: str) -> Described:
@@ -196,11 +186,13 @@ class Host:
     def _write(self, request: WriteRequest, payload: np.ndarray | None) -> Reply:
         applied = self._applied.get(request.client)
         if request.epoch != self.epoch or applied is None:
-            raise _refused("epoch", f"the client has not joined epoch {self.epoch}")
+            raise RefusalError("epoch", f"the client has not joined epoch {self.epoch}")
         if not any(request.stamp):
             self._check_recovered()
         if request.sequence > applied + 1:
-            raise _refused("gap", f"it lacks write {applied + 1}, before write {request.sequence}")
+            raise RefusalError(
+                "gap", f"write {request.sequence} arrived before write {applied + 1}"
+            )
         if request.sequence == applied + 1:
             self._do(request, payload)
             self.moment += 1
@@ -219,7 +211,9 @@ class Host:
                 self._create(request, payload)
                 return
             case "create table" | "rows" if request.name in self._held:
-                raise _refused("type", f"{request.name} is the name of variables, not of a table")
+                raise RefusalError(
+                    "type", f"{request.name} is the name of variables, not of a table"
+                )
             case "create table":
                 if self.tables.create(request.name, request.rule, _token(0, request)):
                     self.unsaved.add(request.name)
@@ -231,12 +225,12 @@ class Host:
         held = self._find(request.name)
         coding = held.coding(request.wire)
         if payload.size != (expected := coding.layout.size_bytes):
-            raise _refused("type", f"{request.name} has {expected} bytes, not {payload.size}")
+            raise RefusalError("type", f"{request.name} has {expected} bytes, not {payload.size}")
         stamp = (request.stamp[0], request.stamp[1])  # Unpacking makes lists.
         if (0, 0) < stamp < held.assigned:
             return  # A later assignment has overwritten the repeated write.
         if request.base not in (0, held.token):
-            raise _refused(
+            raise RefusalError(
                 "conflict", f"another process has written version {held.number} of {request.name}"
             )
         match request.mode:
@@ -265,10 +259,10 @@ class Host:
             if held.layout != layout:
                 pairs = zip(held.layout.types, layout.types, strict=False)
                 other = next((a for a, b in pairs if a != b), "another number of leaves")
-                raise _refused("type", f"{name} is there already, and differs: {other}")
+                raise RefusalError("type", f"{name} already exists, and differs: {other}")
             if bool(held.rule) != bool(request.rule):
                 has = "has an optimizer" if held.rule else "has no optimizer"
-                raise _refused("type", f"{name} is there already, and {has}")
+                raise RefusalError("type", f"{name} already exists, and {has}")
             return
         if not name or name in self.tables.held or len(self._held) >= MAX_NAMES:
             raise MalformedMessageError(
@@ -289,13 +283,13 @@ class Host:
         self, name: str, held: HeldVariables, update: Sequence[np.ndarray]
     ) -> tuple[Block, Block]:
         if held.state is None:
-            raise _refused("type", f"{name} was created without an optimizer")
+            raise RefusalError("type", f"{name} was created without an optimizer")
         rule = self._rule(held)
         old_state = BlockLayout(rule.state_types).views(held.state.data)
         try:
             value, state = rule.update(held.layout.views(held.value.data), old_state, update)
         except Exception as error:
-            raise _refused("failed", f"the optimizer of {name} failed: {error}") from None
+            raise RefusalError("failed", f"the optimizer of {name} failed: {error}") from None
         return self._filled(held.layout.types, value), self._filled(rule.state_types, state)
 
     def _rule(self, held: HeldVariables) -> Rule:

@@ -41,7 +41,7 @@ def lock(directory: Path) -> int:
             "another process serves these variables already",
             where=str(directory),
             got=f"process {holder or '?'}",
-            hint="connect to it, or stop it first",
+            hint="connect to that process, or stop it first",
         ) from None
     return descriptor
 
@@ -84,7 +84,7 @@ def check_hosts(directory: Path, hosts: int) -> None:
         before = path.read_text()
     if before != str(hosts):
         raise VariablesError(
-            "these variables are spread over another number of hosts",
+            "these variables are divided among another number of hosts",
             where=str(directory),
             expected=f"{before} hosts",
             got=f"{hosts}",

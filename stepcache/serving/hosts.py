@@ -197,7 +197,7 @@ class Hosts:
             has = BlockLayout(there.types) if there is not None else None
             if has != expected and (is_there or has is not None):
                 raise VariablesError(
-                    "variables of this name are there already, with other leaves",
+                    "variables of this name already exist, with other leaves",
                     where=joined(self.clients[host].where, name),
                     expected=f"{len(expected.types) if expected else 0} leaves on this host",
                     got=f"{len(has.types) if has else 0} leaves, or of other types",

@@ -3,8 +3,7 @@
 The kernel keeps what a process has written to a file even if the process is killed. So an image
 survives a kill of the host as a snapshot does, and costs one copy in memory. It does not survive a
 crash of the machine: only snapshots, which wait for the disk, do. The kernel writes the files to
-    the
-disk about every 30 seconds, however many images are written until then.
+the disk about every 30 seconds, however many images are written until then.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def _envelope(frames: list[Any]) -> tuple[int, str, Any, Any]:
         MalformedMessageError: the frames are no request.
     """
     if not 2 <= len(frames) <= 3:
-        raise MalformedMessageError(f"it has {len(frames)} frames")
+        raise MalformedMessageError(f"a request has 2 or 3 frames, not {len(frames)}")
     try:
         number, client, place, message = plain.unpack(bytes(frames[1]))
     except Exception:

@@ -151,7 +151,7 @@ class LocalTransport:
                 "the memory of the host's process cannot be mapped",
                 where=str(self._directory),
                 got=str(error),
-                hint="run both processes as one user, in one space of process numbers",
+                hint="run both processes as one user and in one PID namespace",
             ) from error
         return Received(from_plain(message), blocks)
 

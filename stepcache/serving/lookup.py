@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -13,9 +14,9 @@ import numpy as np
 
 from stepcache.errors import VariablesError
 from stepcache.events import Moved, recorder
-from stepcache.serving.messages import DTYPES
+from stepcache.serving.hosts import Hosts, first_host
+from stepcache.serving.messages import DTYPES, BlockLayout
 from stepcache.serving.row_cache import RowCache, padded_count
-from stepcache.serving.split_table import SplitTable
 from stepcache.serving.tables import TableType
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.plan import links
@@ -61,7 +62,9 @@ class Rows:
 
 
 class Table:
-    """A table of rows that the hosts hold. Made by `Connection.table`. Thread-safe.
+    """A table of rows that the hosts hold, row r on host r % N. Thread-safe.
+
+    Made by `Connection.table`.
 
         rows = table.lookup(batch["ids"])
         loss, gradients = step(params, rows, batch)  # The gradient with respect to rows.values.
@@ -73,24 +76,44 @@ class Table:
     that were pushed through this object.
 
     Args:
-        split: sends the requests to the hosts.
+        hosts: the hosts. The table is created where it does not exist yet.
         name, kind: name and type of the table.
         cache: copies of rows; None for none.
         every: how many updates are added up before they are sent as one.
+
+    Raises:
+        VariablesError: a host has another table, or variables, of this name.
     """
 
     def __init__(
         self,
-        split: SplitTable,
+        hosts: Hosts,
         name: str,
         kind: TableType,
         cache: RowCache | None = None,
         every: int = 1,
     ):
-        self._split, self.name, self._type = split, name, kind
+        self._hosts, self.name, self._type = hosts, name, kind
         self._cache, self._lock = cache, threading.Lock()
         self._every = every
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []  # Row numbers, and their updates.
+        self._create()
+
+    def _create(self) -> None:
+        """Creates the table on all hosts, where it does not exist yet."""
+        kind, hosts = self._type, len(self._hosts.clients)
+
+        def create(host: int) -> None:
+            rows = len(range(host, kind.rows, hosts))
+            part = replace(kind, rows=rows, seed=kind.seed + (host << 32))
+            row = (self.name, "create table", BlockLayout([]), [])
+            self._hosts.clients[host].create(*row, rule=part.packed())
+
+        first = first_host(self.name, hosts)  # It would have variables of this name.
+        create(first)
+        self._hosts.together(
+            [functools.partial(create, host) for host in range(hosts) if host != first]
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,18 +144,39 @@ class Table:
             self._note(0, copied_bytes)
             return Rows(values, index, different)
         values = np.zeros((padded, *self._type.shape), self.dtype)
-        self._split.read(different, values[: different.size])
+
+        def read(host: int, at: Any, numbers: np.ndarray) -> None:
+            _, block = self._hosts.clients[host].rows(self.name, numbers)
+            values[: different.size][at] = self._type.layout(numbers.size).views(block)[0]
+
+        self._on_each_host(different, read)
         self._note(different.nbytes + different.size * self._row_bytes)
         return Rows(values, index, different)
 
     def _compared(
         self, ids: np.ndarray, compared: np.ndarray, epochs: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Fetches rows for the cache; a `row_cache.Fetch`."""
-        found = self._split.compare(ids, compared, epochs)
-        is_sent, rows = found[2:]
+        """Reads the rows that were updated since they were compared; a `row_cache.Fetch`."""
+        numbers_now, epochs_now = np.empty_like(compared), np.empty_like(epochs)
+        is_sent, parts = np.empty(ids.size, bool), []
+
+        def read(host: int, at: Any, numbers: np.ndarray) -> None:
+            epoch = int(epochs[at].max())
+            known = np.where(epochs[at] == epoch, compared[at], -1)
+            asked = np.concatenate([numbers, known])
+            version, data = self._hosts.clients[host].rows(self.name, asked, epoch)
+            numbers_now[at], epochs_now[at] = version.number, version.epoch
+            is_sent[at] = sent = data[: numbers.size].view(bool)
+            types = [("sent", [numbers.size], "bool"), *self._type.layout(int(sent.sum())).types]
+            parts.append((np.arange(ids.size)[at][sent], BlockLayout(types).views(data)[1]))
+
+        self._on_each_host(ids, read)
+        rows = np.empty((int(is_sent.sum()), *self._type.shape), self.dtype)
+        places = np.cumsum(is_sent) - 1
+        for at, found in parts:
+            rows[places[at]] = found
         self._note(ids.nbytes + compared.nbytes + is_sent.nbytes + rows.nbytes)
-        return found
+        return numbers_now, epochs_now, is_sent, rows
 
     def _different(self, ids: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns the different ids in order, and for each id its position among them."""
@@ -198,8 +242,29 @@ class Table:
         self._pending = []
         if self._cache is not None:
             self._cache.invalidate(ids)
-        self._split.update(ids, update)
+
+        def write(host: int, at: Any, numbers: np.ndarray) -> None:
+            types = self._type.update_types(numbers.size)
+            row = (self.name, "rows", BlockLayout(types), [numbers, update[at]])
+            self._hosts.clients[host].write(*row, types=types)
+
+        self._on_each_host(ids, write)
         self._note(ids.nbytes + ids.size * self._row_bytes)
+
+    def _on_each_host(self, ids: np.ndarray, call: Callable[[int, Any, np.ndarray], None]) -> None:
+        """Calls a function for each host that has some of the rows.
+
+        Args:
+            ids: numbers of different rows.
+            call: takes the host, the positions of its rows in `ids`, and their numbers there.
+        """
+        hosts = len(self._hosts.clients)
+        if hosts == 1:
+            call(0, slice(None), ids)
+            return
+        places = [(host, np.flatnonzero(ids % hosts == host)) for host in range(hosts)]
+        rows = [(host, at, ids[at] // hosts) for host, at in places if at.size]
+        self._hosts.together([functools.partial(call, *row) for row in rows])
 
     @property
     def _row_bytes(self) -> int:

@@ -36,8 +36,23 @@ LeafType = tuple[str, list[int], str]
 """Path, shape and name of the dtype of a leaf."""
 
 
-class MalformedMessageError(Exception):
+class RefusalError(Exception):
+    """The host refuses a request, and changes nothing.
+
+    Attributes:
+        kind: as in `Refused`.
+    """
+
+    def __init__(self, kind: str, why: str):
+        super().__init__(why)
+        self.kind = kind
+
+
+class MalformedMessageError(RefusalError):
     """A message that cannot be decoded, or that describes a value which cannot be held."""
+
+    def __init__(self, why: str):
+        super().__init__("malformed", why)
 
 
 class BlockLayout:
@@ -59,7 +74,7 @@ class BlockLayout:
         offset = 0
         for path, shape, dtype in self.types:
             if dtype not in DTYPES or any(size < 0 for size in shape):
-                raise MalformedMessageError(f"{path}: no array can be {dtype}{shape}")
+                raise MalformedMessageError(f"{path}: {dtype}{shape} is not the type of an array")
             size_bytes = math.prod(shape) * DTYPES[dtype].itemsize
             self._places.append((offset, size_bytes, tuple(shape), DTYPES[dtype]))
             offset += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -158,8 +173,7 @@ class RowsRequest:
         name: name of the table.
         epoch: -1 to get all rows. Otherwise the epoch in which the client compared its copies of
             the rows, or 0 if it has none: then the block also holds, for each row, the version of
-                the
-            table when its copy was compared, or -1; and the reply holds one byte for each row,
+            the table when its copy was compared, or -1; and the reply holds one byte for each row,
             which is 1 if the row was updated since, and those rows.
     """
 
@@ -341,7 +355,7 @@ def from_plain(data: Any) -> Any:
         kind = _KINDS[name]
         message = kind(**values)
     except (TypeError, ValueError, KeyError):
-        raise MalformedMessageError("the data is no message") from None
+        raise MalformedMessageError("the data is not a message") from None
     if not plain.fits(message, kind):
         raise MalformedMessageError(f"a field of {name} has another type")
     return message

@@ -68,7 +68,7 @@ def export_rule(name: str, optimizer: Any, tree: Any, leaves: Sequence[Any]) -> 
         raise VariablesError(
             "the optimizer cannot be sent to the host of the variables",
             where=name,
-            expected="one that jax.export can write as a program",
+            expected="an optimizer that jax.export can write as a program",
             got=first_line(error),
         ) from error
 
@@ -80,7 +80,7 @@ class ExportedRule:
         state_types: types of the leaves of its state.
 
     Raises:
-        ValueError: the data is no optimizer.
+        ValueError: the data is not an exported optimizer.
     """
 
     def __init__(self, sent: bytes):

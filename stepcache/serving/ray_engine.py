@@ -230,7 +230,9 @@ def _unpacked(request: Any, payload: Any) -> tuple[str, Any, np.ndarray | None]:
         raise MalformedMessageError("a field of its header has another type")
     block = np.frombuffer(inline, np.uint8) if inline is not None else payload
     if block is not None and not isinstance(block, np.ndarray):
-        raise MalformedMessageError(f"a {type(block).__name__} is no block of bytes")
+        raise MalformedMessageError(
+            f"a block must be an array of bytes, not a {type(block).__name__}"
+        )
     return client, from_plain(data), block
 
 

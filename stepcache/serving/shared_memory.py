@@ -2,9 +2,8 @@
 
 A block lies in a memfd of Linux, which has no name, and which the kernel frees with the last
 process that maps it. Other processes of the same user open it through `/proc/<pid>/fd`. It is
-sealed against
-shrinking: a reader of a file that shrinks would be killed. A reader locks its blocks, so that their
-memory is not reused.
+sealed against shrinking: a reader of a file that shrinks would be killed. A reader locks its
+blocks, so that their memory is not reused.
 """
 
 from __future__ import annotations

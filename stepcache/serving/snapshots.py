@@ -63,7 +63,8 @@ def contents(state: HostState, state_types: StateTypes) -> tuple[Items, dict[str
         types = state_types(held.rule) if held.rule else []
         if held.state is not None:
             optimizers[name] = _named(BlockLayout(types), held.state)
-        about.append([name, *_version(held), held.layout.types, held.rule, types])
+        version = (held.number, held.token, held.assigned)
+        about.append([name, *version, held.layout.types, held.rule, types])
     tables = []
     for name, table in state.tables.items():
         rows[name] = {"ids": table.ids, **table.arrays}
@@ -169,10 +170,6 @@ def arrays_of(items: Items) -> Iterator[np.ndarray]:
 def _checksum(items: Items) -> int:
     """Returns a checksum of the arrays: orbax does not detect changed bytes."""
     return functools.reduce(lambda sum, each: zlib.crc32(each.data, sum), arrays_of(items), 0)
-
-
-def _version(held: HeldVariables) -> tuple[Any, ...]:
-    return held.number, held.token, held.assigned
 
 
 def _named(layout: BlockLayout, block: Block) -> dict[str, np.ndarray]:

@@ -1,9 +1,8 @@
 """`TableFiles`: the bases of tables, as `.npy` files that are mapped into the host's memory.
 
 The maps are private: what the host writes stays in its own memory. The kernel can reclaim pages
-    that
-were not written to, so that a table may be larger than the memory. Rows that were never written to
-take no space on disk.
+that were not written to, so that a table may be larger than the memory. Rows that were never
+written to take no space on disk.
 
 Snapshots and images hold the rows that are not in the files. Before the next snapshot is written,
 the rows of the last one are merged into the files, so that the next one need not hold them. Both
@@ -13,6 +12,7 @@ Merging is idempotent: after a crash in the middle of it, the same snapshot repa
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import shutil
@@ -179,10 +179,7 @@ def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
 
 
 def _size_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    size = dtype.itemsize
-    for each in shape:
-        size *= each
-    return size
+    return math.prod(shape) * dtype.itemsize
 
 
 def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -22,6 +22,7 @@ from stepcache.serving.messages import (
     BlockLayout,
     LeafType,
     MalformedMessageError,
+    RefusalError,
     RowsRequest,
 )
 from stepcache.storage import plain
@@ -109,11 +110,11 @@ class TableType:
             rows, shape, dtype, stddev, seed = rest
             found = cls(rows, shape, dtype, stddev, seed, RowOptimizer(*how))
         except (TypeError, ValueError):
-            raise MalformedMessageError("it describes no table") from None
+            raise MalformedMessageError("the type of the table is malformed") from None
         sizes = (found.rows, *found.shape) if plain.fits(found, cls) else (-1,)
         is_legal = all(0 <= size <= MAX_ROWS for size in sizes)
         if not is_legal or found.dtype not in DTYPES:
-            raise MalformedMessageError("it describes no table")
+            raise MalformedMessageError("the type of the table is malformed")
         found.layout(1)  # A row fits into a message.
         if math.prod(sizes) * DTYPES[found.dtype].itemsize > MAX_TABLE_BYTES:
             raise MalformedMessageError(f"a table of more than {MAX_TABLE_BYTES} bytes")
@@ -211,13 +212,15 @@ class HeldTable:
     def checked(self, ids: np.ndarray) -> np.ndarray:
         """Returns row numbers. Raises `MalformedMessageError` if one is out of range."""
         if ids.size and (ids.min() < 0 or ids.max() >= self.type.rows):
-            raise MalformedMessageError(f"there are {self.type.rows} rows")
+            raise MalformedMessageError(
+                f"a row number is out of range: the table has {self.type.rows} rows"
+            )
         return ids
 
     def update(self, ids: np.ndarray, update: np.ndarray) -> None:
         """Updates different rows, which makes a new version; changes nothing if it raises."""
         if np.unique(self.checked(ids)).size != ids.size:
-            raise MalformedMessageError("an update has a row twice")
+            raise MalformedMessageError("an update contains a row twice")
         new = {name: values[ids] for name, values in self.arrays.items()}  # Copies.
         rows, how = new.pop("rows"), self.type.optimizer
         new["rows"] = _RULES[how.name](how, rows, update, new)
@@ -263,10 +266,6 @@ class HeldTable:
         self._changed_count = self._changed[0].size
 
 
-class TableError(Exception):
-    """A request names a table that does not exist, or has another type."""
-
-
 class Tables:
     """The tables of a host.
 
@@ -285,7 +284,7 @@ class Tables:
     def _find(self, name: str) -> HeldTable:
         if name not in self.held:
             known = ", ".join(sorted(self.held)[:8]) or "none"
-            raise TableError(f"there is no table {name!r} here; known: {known}")
+            raise RefusalError("unknown", f"it has no table {name!r}; it has {known}")
         return self.held[name]
 
     def create(self, name: str, sent: bytes, token: int) -> bool:
@@ -297,23 +296,23 @@ class Tables:
             token: token of its first version.
 
         Raises:
-            TableError: a table of this name has another type, or there is no space.
-            MalformedMessageError: there can be no such table.
+            RefusalError: a table of this name has another type; there is no space; or there can be
+                no such table.
         """
         kind, known = TableType.unpacked(sent), self.held.get(name)
         if known is not None and known.type != kind:
-            raise TableError(f"{name} is there already, with another type: {known.type}")
+            raise RefusalError("type", f"{name} already exists, with another type: {known.type}")
         if known is not None:
             return False
         if not name or len(self.held) >= MAX_NAMES:
-            raise MalformedMessageError(f"no name, or over {MAX_NAMES} tables")
+            raise MalformedMessageError(f"the name is empty, or there are {MAX_NAMES:,} tables")
         key = f"{quote(name, safe='')[:80]}-{token:016x}"
         try:
             self._storage.make(key, kind)
             new = SavedTable(kind, key, 0, token, 0, 0, np.empty(0, np.int64), {})
             self.held[name] = HeldTable(new, self._storage)
         except OSError as error:
-            raise TableError(f"{name} cannot be made: {error}") from None
+            raise RefusalError("failed", f"{name} cannot be created: {error}") from None
         return True
 
     def read(
@@ -329,7 +328,7 @@ class Tables:
         table, is_compared = self._find(request.name), request.epoch >= 0
         columns = 2 if is_compared else 1
         if payload is None or payload.size % (8 * columns):
-            raise MalformedMessageError("the block holds no row numbers")
+            raise MalformedMessageError("the block does not contain row numbers")
         ids, *compared = payload.view(np.int64).reshape(columns, -1)
         version = ([table.number], [table.token], [True])
         rows = table.checked(ids)
@@ -345,7 +344,7 @@ class Tables:
         table, layout = self._find(name), BlockLayout(types)
         count = layout.types[0][1][0] if layout.types and layout.types[0][1] else 0
         if layout.types != table.type.update_types(count) or layout.size_bytes != payload.size:
-            raise TableError(f"{name} has rows of {table.type.dtype}{table.type.shape}")
+            raise RefusalError("type", f"{name} has rows of {table.type.dtype}{table.type.shape}")
         table.update(*layout.views(payload))
         return table
 

@@ -11,11 +11,14 @@ import pytest
 from stepcache.events import Moved, recorder
 from tests.serving.servers import LocalHosts, LocalServer, RayCalls, RayServer
 
-# In a process of its own: Ray forks to start its processes, and JAX has threads here.
+# In a process of its own: Ray forks to start its processes, and JAX has threads here. Its log
+# monitor and its autoscaler, which no test needs, would take as long to start as an actor.
 RAY = """
-import sys, ray
-ray.init(address="local", num_cpus=2, object_store_memory=1 << 30, include_dashboard=False)
-print(ray.get_runtime_context().gcs_address, flush=True)
+import sys
+from ray.cluster_utils import Cluster
+head = {"num_cpus": 2, "object_store_memory": 1 << 30, "include_dashboard": False}
+head |= {"include_log_monitor": False, "no_monitor": True}
+print(Cluster(initialize_head=True, head_node_args=head).address, flush=True)
 sys.stdin.read()
 """
 
@@ -83,11 +86,26 @@ def server(engine, tmp_path):
     server.stop()
 
 
+@pytest.fixture(scope="package")
+def servers_of_samples():
+    """A server of each engine that runs only a few tests of each module, by its class."""
+    servers = {}
+    yield servers
+    if LocalHosts in servers:  # Ray ends its own.
+        servers[LocalHosts].stop()
+
+
 @pytest.fixture(scope="module")
-def shared_server(engine, tmp_path_factory):
-    server = engine(tmp_path_factory.mktemp("shared") / "server").start()
+def shared_server(engine, servers_of_samples, tmp_path_factory):
+    """A server for all tests of a module, or of all modules where they are few."""
+    server = servers_of_samples.get(engine)
+    if server is None:
+        server = engine(tmp_path_factory.mktemp("shared") / "server").start()
+    if engine in SAMPLED:
+        servers_of_samples[engine] = server
     yield server
-    server.stop()
+    if engine not in SAMPLED:
+        server.stop()
 
 
 @pytest.fixture
@@ -99,7 +117,7 @@ def connection(shared_server):
 @pytest.fixture
 def name(request):
     """A name that no other test gives to variables."""
-    return f"{request.node.name}-{os.getpid()}"
+    return f"{request.path.stem}-{request.node.name}-{os.getpid()}"
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ class Child:
 
     Args:
         directory: of the files.
-        script: relative to the project.
+        script: absolute, or relative to the project.
         arguments: of the script.
     """
 
@@ -61,6 +61,20 @@ class Child:
             assert time.monotonic() < limit, self.printed()
             time.sleep(0.005)
         return self.process.returncode, *self.printed()
+
+
+def run_python(directory, code):
+    """Runs code in a process of its own. Returns what it prints."""
+    script = directory / f"script {time.monotonic_ns()}.py"
+    script.write_text(code)
+    status, printed, errors = Child(directory, script).end()
+    assert status == 0, errors
+    return printed
+
+
+def run_command(directory, *arguments):
+    """Runs `stepcache`. Returns its exit code, its output and its errors."""
+    return Child(directory, "stepcache/cli/__main__.py", *arguments).end()
 
 
 class Server:

@@ -136,7 +136,7 @@ def test_any_bytes_of_the_right_size_are_an_update(host):
 
 
 def test_there_is_no_such_coding():
-    with pytest.raises(MalformedMessageError, match="no wire"):
+    with pytest.raises(MalformedMessageError, match="unknown wire"):
         Coding(TYPES, "zip")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stepcache as sc
-from tests.serving.servers import LIMIT_SECONDS
+from tests.serving.servers import LIMIT_SECONDS, run_command
 from tests.serving.workers import PLACES
 
 
@@ -133,20 +133,21 @@ print(params.version, flush=True)
 # ---- the command line ----------------------------------------------------------------------------
 
 
-def test_status(server):
+def test_status(server, tmp_path):
     with server.connect() as connection:
         connection.variables("params", {"w": np.zeros(3, np.float32)})
         connection.flush()
         option = {"local": ["--variables", server.directory], "ray": ["--ray", server.address[4:]]}
-        command = [sys.executable, "-m", "stepcache.cli", "status", *option[server.engine]]
-        shown = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-        found = json.loads(shown.stdout)[server.address]
+        command = (tmp_path, "status", *option[server.engine])
+        code, shown, errors = run_command(*command, "--json")
+        assert code == 0, errors
+        found = json.loads(shown)[server.address]
         assert found["variables"] == [["params", 0, 64, 0, 1]]
         assert found["clients"][0][2:] == [1, 1] and found["snapshot"] == "step_00000001"
         assert found["counts"]["p99 seconds"] > 0
         if server.engine == "local":
-            shown = subprocess.run(command, capture_output=True, text=True, check=True)
-            assert "params" in shown.stdout and "p99" in shown.stdout
+            _, shown, _ = run_command(*command)
+            assert "params" in shown and "p99" in shown
 
 
 # ---- many clients --------------------------------------------------------------------------------

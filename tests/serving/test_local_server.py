@@ -20,7 +20,7 @@ from stepcache.serving.local_transport import address
 from stepcache.serving.shared_memory import Opened, Place
 from stepcache.serving.tables import TableType
 from stepcache.variables.policy import RowOptimizer
-from tests.serving.servers import LIMIT_SECONDS, LocalServer
+from tests.serving.servers import LocalServer, run_command
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +107,9 @@ def test_clients_forget_what_an_image_has(server):
 # ---- one server a directory, for one user --------------------------------------------------------
 
 
-def test_a_directory_has_one_server(server):
-    command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", server.directory]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert second.returncode == 1 and "serves these variables already" in second.stderr
+def test_a_directory_has_one_server(server, tmp_path):
+    code, _, errors = run_command(tmp_path, "serve", "--variables", server.directory)
+    assert code == 1 and "serves these variables already" in errors
 
 
 def test_a_server_whose_directory_is_removed_ends_with_one_error(server):
@@ -128,9 +127,8 @@ def test_a_directory_that_others_can_write_to_is_refused(tmp_path):
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
-    command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", open_to_all]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert refused.returncode == 1 and "Others can write" in refused.stderr
+    code, _, errors = run_command(tmp_path, "serve", "--variables", open_to_all)
+    assert code == 1 and "Others can write" in errors
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -152,8 +150,8 @@ except PermissionError:
 # ---- messages that are none ----------------------------------------------------------------------
 
 
-def hostile(rng, server):
-    """Frames of a message that is none, or of one that asks for what cannot be."""
+def hostile(rng, server, epoch):
+    """Frames of a malformed message, or of a well-formed one that the host must refuse."""
     number = rng.randrange(1 << 40)
     noise = rng.randbytes(rng.choice([0, 1, 7, 100, 5000]))
     pid = server.pid
@@ -167,7 +165,8 @@ def hostile(rng, server):
             "place",
         ]
     )
-    write = {"client": "me", "sequence": 1, "epoch": 1, "name": "x", "mode": "create"}
+    write = {"client": "me", "sequence": 1, "epoch": epoch, "name": "x", "mode": "create"}
+    write["stamp"] = [0, 0]
     types = rng.choice(
         [
             [["w", [1 << 40, 1 << 40], "float32"]],
@@ -192,7 +191,7 @@ def hostile(rng, server):
             ["ReadRequest", {"names": [["x"]], "known": ["y"]}],
             [
                 "JoinRequest",
-                {"client": "me", "process": "x", "first": rng.choice([-1, 0, 1 << 62])},
+                {"client": "you", "process": "x", "first": rng.choice([-1, 0, 1 << 62])},
             ],
             ["JoinRequest", {"client": "m" * 1000, "process": "1.1.x", "first": 1}],
             ["RowsRequest", {"name": "rows", "epoch": rng.choice([-1, 0, 1, 1 << 62])}],
@@ -208,18 +207,17 @@ def hostile(rng, server):
     )
     envelope = rng.choice(
         [
+            *([number, "me", place, message], [number, "me", None, message]) * 3,
+            [number, "m" * 100, place, message],
+            ["number", "me", place, message],
+            [number, 5, place, message],
             [number, "me", [], place, message],
-            [number, "me", [1, 2, 3], place, message],
-            [number, "m" * 100, [], place, message],
-            ["number", "me", [], place, message],
-            [number, 5, "released", place, message],
             [number],
             message,
         ]
     )
-    header = rng.choice(
-        [noise, msgpack.packb(envelope), msgpack.packb(envelope)[: rng.randrange(9)]]
-    )
+    packed = msgpack.packb(envelope)
+    header = rng.choice([noise, packed, packed, packed[: rng.randrange(9)]])
     return rng.choice(
         [[header], [header, noise], [header, noise, noise], [b"", header], [header] * 9]
     )
@@ -232,14 +230,17 @@ def test_messages_that_are_none_do_no_harm(server, count):
     with server.connect() as connection:
         params = connection.variables("params", {"w": np.ones(50_000, np.float32)})
         connection.table("rows", 10, (4,))
+        epoch = address(server.directory)["epoch"]
+        join = [0, "me", None, ["JoinRequest", {"client": "me", "process": "x", "first": 1}]]
         for number in range(count):
             if number % 200 == 0:
                 socket = context.socket(zmq.DEALER)
                 socket.setsockopt(zmq.LINGER, 10_000)
                 socket.connect(address(server.directory)["address"])
+                socket.send(msgpack.packb(join))
                 if number == 200:
                     before_bytes = resident_bytes(server)
-            socket.send_multipart(hostile(rng, server))
+            socket.send_multipart(hostile(rng, server, epoch))
             if number % 100 == 99:
                 assert params.value["w"].sum() == 50_000
             if number % 200 == 199:
@@ -248,6 +249,8 @@ def test_messages_that_are_none_do_no_harm(server, count):
         time.sleep(0.5)
         status = connection.status()
         assert status.counts["malformed messages"] > count / 3
+        # Some were well-formed, and the host refused them. Two writes are those of `connection`.
+        assert status.counts["WriteRequest"] > 2 and status.counts["RowsRequest"] > 0
         assert [name for name, *_ in status.variables] == ["params", "rows"]
         assert resident_bytes(server) < before_bytes + (64 << 20)
 

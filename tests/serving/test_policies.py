@@ -1,8 +1,6 @@
 """Which copy serves a step: staleness, age and reads ahead, while two processes write."""
 
 import random
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,7 +11,7 @@ import stepcache as sc
 from stepcache.errors import VariablesError
 from stepcache.variables.copies import Copies
 from stepcache.variables.plan import SERVER_LINK
-from tests.serving.servers import LIMIT_SECONDS, SIZE, two
+from tests.serving.servers import SIZE, Child, two
 
 AHEAD = sc.Read(cache="device", max_staleness=1, prefetch=True)
 ADD = sc.Write(mode="add")
@@ -233,26 +231,28 @@ def test_what_a_read_ahead_raises_is_raised_by_the_next_call(connection, name, m
 
 def test_the_end_of_a_process_does_not_wait_for_a_read_ahead(engine, tmp_path):
     server = engine(tmp_path / "server").start()
-    code = f"""
-import sys, time
+    script, go = tmp_path / "reader.py", tmp_path / "go"
+    script.write_text(f"""
+import time
+from pathlib import Path
 import numpy as np, stepcache as sc
 connection = sc.connect("{server.address}")
 params = connection.variables("params", {{"w": np.zeros(5)}}, read=sc.Read(prefetch=True))
 look = sc.step(lambda params: params["w"])
 print("ready", flush=True)
-sys.stdin.readline()
+while not Path({str(go)!r}).exists():
+    time.sleep(0.01)
 connection.read_ahead([(params._master, sc.variables.masters.Reader(None))])
 time.sleep(0.3)
 print(connection._read_ahead._worker._running is not None, flush=True)
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
+""")
+    reader = Child(tmp_path, script)
+    reader.wait_until(lambda: reader.printed()[0] == "ready\n")
     server.kill()
     began = time.monotonic()
-    printed, _ = process.communicate("go\n", timeout=LIMIT_SECONDS)
-    assert printed == "True\n" and process.returncode == 0
+    go.touch()
+    code, printed, errors = reader.end()
+    assert (code, printed) == (0, "ready\nTrue\n"), errors
     assert time.monotonic() - began < 20, "it waited for a server that is gone"
     if engine.engine == "ray":  # Ray has started it again.
         server.start()

@@ -16,7 +16,7 @@ import stepcache as sc
 from stepcache.errors import CacheDirectoryError, VariablesError
 from stepcache.serving.messages import JoinRequest, ReadRequest, WriteRequest, to_plain
 from stepcache.storage import plain
-from tests.serving.servers import LIMIT_SECONDS, RayCalls, RayServer
+from tests.serving.servers import LIMIT_SECONDS, RayCalls, RayServer, run_python
 
 LARGE = 50_000
 SUM = sc.Write(mode="add")
@@ -34,21 +34,14 @@ def actor(server):
     return ray.get_actor(server.name, namespace="stepcache")
 
 
-def python(code, **options):
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True, **options
-    )
-
-
 # ---- Ray itself ----------------------------------------------------------------------------------
 
 
-def test_ray_is_imported_only_where_it_is_used():
-    python("import sys, stepcache as sc; sc.connect; assert 'ray' not in sys.modules")
+def test_ray_is_imported_only_where_it_is_used(tmp_path):
+    run_python(tmp_path, "import sys, stepcache as sc; sc.connect; assert 'ray' not in sys.modules")
 
 
-def test_without_ray_its_addresses_are_refused():
+def test_without_ray_its_addresses_are_refused(tmp_path):
     code = """
 import sys
 sys.modules["ray"] = None
@@ -58,7 +51,7 @@ try:
 except sc.VariablesError as error:
     print(error)
 """
-    printed = python(code).stdout
+    printed = run_python(tmp_path, code)
     assert "Ray is not installed" in printed and "stepcache[ray]" in printed
 
 
@@ -93,7 +86,7 @@ def test_ray_is_started_here_only_where_no_cluster_is_meant(engine, monkeypatch,
 
 
 @pytest.mark.slow
-def test_a_client_does_not_start_another_ray(server):
+def test_a_client_does_not_start_another_ray(server, tmp_path):
     code = f"""
 import ray, stepcache as sc
 params = sc.connect("{server.address}").variables("params", {{"w": 1.0}})
@@ -103,7 +96,7 @@ try:
 except sc.VariablesError as error:
     print(error, ray.is_initialized())
 """
-    printed = python(code).stdout
+    printed = run_python(tmp_path, code)
     assert "shut down" in printed and "False" in printed
 
 

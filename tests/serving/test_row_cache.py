@@ -1,29 +1,16 @@
 """Copies of rows of a served table on the device: which serve, and what moves."""
 
-from collections import Counter
-
 import jax
 import numpy as np
 import pytest
 
 import stepcache as sc
 from stepcache.errors import OptionError
-from stepcache.events import Moved, recorder
 from stepcache.serving.row_cache import RowCache
 from stepcache.variables.plan import HOST_LINK, SERVER_LINK
 
 ROW_BYTES = 16
 SENT, ASKED = 8 + 8 + 1 + ROW_BYTES, 8 + 8 + 1
-
-
-@pytest.fixture
-def moved():
-    seen = Counter()
-    unsubscribe = recorder.subscribe(
-        lambda event: seen.update(dict(event.link_bytes)) if isinstance(event, Moved) else None
-    )
-    yield seen
-    unsubscribe()
 
 
 def looked_up(table, ids, moved):

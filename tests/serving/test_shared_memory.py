@@ -1,12 +1,10 @@
 """Blocks that processes share: their memory is not used again while somebody reads it."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from stepcache.serving.shared_memory import CAN_SHARE, Opened, Pool
+from tests.serving.servers import Child
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="the system shares no memory")
 SIZES = [100_000, 20 << 20]  # Many in one file, and one.
@@ -48,31 +46,28 @@ def test_memory_that_is_read_is_not_used_again(size):
 
 
 READER = """
-import sys
+import sys, time
 from stepcache.serving.shared_memory import Opened, Place
 data = Opened().locked(Place(*map(int, sys.argv[1:])))
 print(data[0], flush=True)
-sys.stdin.read()
+time.sleep(600)
 """
 
 
-def test_what_a_killed_process_has_read_is_used_again():
+def test_what_a_killed_process_has_read_is_used_again(tmp_path):
     pool = Pool()
     first = block(pool, SIZES[1], 7)
     place = first.place
     row = [place.pid, place.descriptor, place.inode, place.offset, place.size_bytes]
-    reader = subprocess.Popen(
-        [sys.executable, "-c", READER, *map(str, row)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert reader.stdout.readline() == "7\n"
+    script = tmp_path / "reader.py"
+    script.write_text(READER)
+    reader = Child(tmp_path, script, *row)
+    reader.wait_until(lambda: reader.printed()[0] == "7\n")
     del first
     held = [pool.allocate(SIZES[1]) for _ in range(3)]
     assert all(each.place != place for each in held)
     reader.kill()
-    reader.communicate()
+    reader.end()
     assert pool.allocate(SIZES[1]).place == place
 
 

@@ -4,13 +4,11 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import stepcache as sc
@@ -23,6 +21,7 @@ from stepcache.serving.tables import TableType
 from stepcache.variables import checkpoint_files
 from stepcache.variables.policy import RowOptimizer
 from tests.serving.network import Block
+from tests.serving.servers import Child
 
 ROWS = 300
 KIND = TableType(ROWS, [3], "float64", 0.0, 0, RowOptimizer("sgd", 1.0))
@@ -164,10 +163,10 @@ writer.snapshot()
     ],
 )
 def test_a_host_that_is_killed_there_begins_with_all_that_was_saved(tmp_path, point):
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "served"), point]
-    project, environment = Path(__file__).parents[2], os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    script = tmp_path / "host.py"
+    script.write_text(KILLED)
+    code, _, errors = Child(tmp_path, script, tmp_path / "served", point).end()
+    assert code == -signal.SIGKILL, errors
     durable = DurableHost(tmp_path / "served", Block, recovery_seconds=0.0)
     durable.close()
     writer = Writer(tmp_path / "again")  # The same writes, by their seed.
@@ -354,6 +353,8 @@ def test_a_table_is_read_with_numpy(tmp_path):
     rows = np.load(next(served.glob("tables/t-*/rows.npy")), mmap_mode="c")
     assert not np.array_equal(rows, writer.expected())
     newest = max(served.glob("snapshots/step_*"))
+    import orbax.checkpoint as ocp  # It takes a second, which other processes need not spend.
+
     with ocp.StandardCheckpointer() as checkpointer:
         saved = checkpointer.restore(newest)["tables"]["t"]
     rows[saved["ids"]] = saved["rows"]
