@@ -125,7 +125,7 @@ class Builds:
 builds = Builds()
 _LONGEST_STAGE_SECONDS = 2.0
 _QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.2, 10.0  # The first: longer than a small compilation.
-_MOST_WAITING, _SOON_SECONDS = 32, 1.0  # At the end of the process, some 2 ms each.
+_MOST_WAITING, _SOON_SECONDS = 16, 1.0  # At the end of the process, up to 10 ms each.
 
 
 _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
