@@ -39,8 +39,8 @@ class Bag(nnx.Module):
 
 class Pair(nnx.Module):
     def __init__(self, number: int):
-        self.kernel = nnx.Param(jnp.full(8, float(number)))
-        self.bias = nnx.Param(jnp.full(8, float(-number)))
+        self.kernel = nnx.Param(jnp.full(8, number, jnp.float32))
+        self.bias = nnx.Param(jnp.full(8, -number, jnp.float32))
 
 
 class Layer(eqx.Module):
