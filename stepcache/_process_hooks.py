@@ -319,7 +319,7 @@ def on_missing_attributes(owner: type, give: Callable[[Any, str, Callable], Any]
     def missing(self: Any, name: str) -> Any:
         return give(self, name, as_before)
 
-    owner.__getattr__ = missing  # type: ignore[attr-defined]
+    owner.__getattr__ = missing
 
 
 @contextlib.contextmanager

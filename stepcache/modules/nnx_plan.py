@@ -21,7 +21,7 @@ from flax.nnx.pytreelib import PytreeState
 
 from stepcache.modules.module_state import ModuleState, Outcome
 from stepcache.modules.nnx_graph import GraphCall
-from stepcache.modules.nnx_packing import put
+from stepcache.modules.nnx_held import put
 from stepcache.modules.nnx_tree import TreeCall
 from stepcache.modules.nnx_variables import has_modules, metadata_of, raw_values
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 import stepcache as sc
 from stepcache import nnx as snnx
-from stepcache.modules import nnx_packing
+from stepcache.modules import nnx_held
 from tests.modules.test_nnx_step import X, loss_fn, make, same, train_step, values
 
 
@@ -25,7 +25,7 @@ def variables_of(*modules):
 
 
 def empty(*modules):
-    return sum(map(nnx_packing.is_empty, variables_of(*modules)))
+    return sum(map(nnx_held.is_empty, variables_of(*modules)))
 
 
 # One of each, so that tests share programs.
@@ -149,7 +149,7 @@ def test_what_is_changed_between_calls_is_seen(loop, change):
 
 def test_a_few_values_are_written_without_packing_all_anew(loop, monkeypatch):
     ours, theirs = loop
-    monkeypatch.setattr(nnx_packing.Held, "fill", lambda *_: pytest.fail("all was packed"))
+    monkeypatch.setattr(nnx_held.Held, "fill", lambda *_: pytest.fail("all was packed"))
     for each in loop:
         each.objects[0].first.bias[...] = jnp.full(8, 3.0, jnp.float32)
         each.objects[2].reset()
@@ -215,8 +215,9 @@ def test_a_module_in_another_one(loop):
             self.model = model
 
     ours, theirs = loop
-    steps = snnx.step(lambda outer: loss_fn(outer.model, X), pack=True), nnx.jit(
-        lambda outer: loss_fn(outer.model, X)
+    steps = (
+        snnx.step(lambda outer: loss_fn(outer.model, X), pack=True),
+        nnx.jit(lambda outer: loss_fn(outer.model, X)),
     )
     outers = Outer(ours.objects[0]), Outer(theirs.objects[0])
     for _ in range(3):
@@ -225,9 +226,9 @@ def test_a_module_in_another_one(loop):
 
 
 def test_a_variable_outlives_its_module(loop):
-    (ours, theirs), root = loop, weakref.ref(loop[0].objects[0])
+    ours, root = loop[0], weakref.ref(loop[0].objects[0])
     kernel, other = (each.objects[0].first.kernel for each in loop)
-    assert nnx_packing.is_empty(kernel)
+    assert nnx_held.is_empty(kernel)
     ours.objects = None
     gc.collect()
     assert root() is None
@@ -236,19 +237,19 @@ def test_a_variable_outlives_its_module(loop):
 
 def test_what_is_held_goes_with_its_modules():
     gc.collect()
-    step, before = OURS, len(nnx_packing._holders)
+    step, before = OURS, len(nnx_held._holders)
     for _ in range(3):
         objects = make_small()
         step(*objects, X)
         step(*objects, X)
-        gone = weakref.ref(nnx_packing._holders[id(objects[0].first.kernel)].buffers[0])
+        gone = weakref.ref(nnx_held._holders[id(objects[0].first.kernel)].buffers[0])
         del objects
         gc.collect()
     objects = make_small()
     step(*objects, X)
     gc.collect()
     assert gone() is None
-    assert len(nnx_packing._holders) <= before + len(variables_of(*objects))
+    assert len(nnx_held._holders) <= before + len(variables_of(*objects))
 
 
 def test_an_error_loses_nothing():
