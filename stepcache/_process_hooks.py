@@ -306,6 +306,22 @@ def at_fork(before: Callable[[], None], in_child: Callable[[], None]) -> None:
         os.register_at_fork(before=before, after_in_child=in_child)
 
 
+def on_missing_attributes(owner: type, give: Callable[[Any, str, Callable], Any]) -> None:
+    """Has a class ask a function for the attributes that an instance lacks, for good.
+
+    Args:
+        owner: the class, which has a `__getattr__`.
+        give: gets the instance, the name, and the `__getattr__` of before.
+    """
+    as_before: Any = vars(owner)["__getattr__"]
+
+    @functools.wraps(as_before)
+    def missing(self: Any, name: str) -> Any:
+        return give(self, name, as_before)
+
+    owner.__getattr__ = missing
+
+
 @contextlib.contextmanager
 def without_warnings(text: str) -> Iterator[None]:
     """Ignores the warnings whose message begins so."""

@@ -129,12 +129,16 @@ class GraphCall:
     Attributes:
         args, kwargs: with `ModuleState` in the place of modules.
         states: these, in order.
+        roots: the modules.
         objects: the number of each object: modules and variables.
         variables: those whose values are the arrays of the states, in order.
+        is_flat: whether variables hold all arrays of the modules.
+        held: what holds small values between calls, for each state; set by who has that done.
     """
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]):
         self.objects, self.states = graphlib.RefMap(), list[ModuleState]()
+        self.roots, self.held = list[Any](), list[Any]()
 
         def take(x: Any) -> Any:
             if not is_module(x):
@@ -143,20 +147,18 @@ class GraphCall:
                 x, ref_index=self.objects, with_paths=False, graph=True
             )
             self.states.append(ModuleState(GraphStructure(about), values))
+            self.roots.append(x)
             return self.states[-1]
 
         self.args, self.kwargs = jax.tree.map(take, (args, kwargs), is_leaf=is_module)
         self.variables = [each for each in self.objects if isinstance(each, nnx.Variable)]
+        count = sum(len(state.values) for state in self.states)
+        self.is_flat = len(self.variables) == count
 
     @property
     def is_direct(self) -> bool:
         """Whether a step can serve the call, for there are no references in it."""
         return not any(map(is_reference, self.objects))
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether variables hold all arrays of the modules."""
-        return len(self.variables) == sum(len(state.values) for state in self.states)
 
     @staticmethod
     def write(variables: Sequence[nnx.Variable], outcome: Outcome) -> bool:

@@ -21,8 +21,9 @@ from flax.nnx.pytreelib import PytreeState
 
 from stepcache.modules.module_state import ModuleState, Outcome
 from stepcache.modules.nnx_graph import GraphCall
+from stepcache.modules.nnx_held import put
 from stepcache.modules.nnx_tree import TreeCall
-from stepcache.modules.nnx_variables import has_modules, metadata_of, value_of
+from stepcache.modules.nnx_variables import has_modules, metadata_of, raw_values
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, bool, complex, str, type(None))
 _PLANS_PER_STEP = 4
@@ -53,7 +54,7 @@ class CallPlan:
         self._others = [place for place in range(len(args)) if place not in places]
         self._variables, self._kind = call.variables, type(call)
         self._contents = _Contents(call.objects, [args[place] for place in places])
-        self._rows, start = [], 0
+        self.held, self._rows, start = call.held, [], 0
         for place, state in zip(places, call.states, strict=True):
             part = slice(start, start + len(state.values))
             self._rows.append((place, weakref.ref(args[place]), state.structure, part))
@@ -72,12 +73,25 @@ class CallPlan:
         return self._contents.are_unchanged([args[place] for place, _, _, _ in self._rows])
 
     def run(self, step: Callable[..., Outcome], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs a call that the plan serves."""
-        values, taken = list(map(value_of, self._variables)), list(args)
-        for place, _, structure, part in self._rows:
-            taken[place] = ModuleState(structure, values[part])
+        """Runs a call that the plan serves.
+
+        Raises:
+            Unplanned: variables were given values for which their buffers are not made.
+        """
+        taken = list(args)
+        if self.held:
+            parts = [each.taken() for each in self.held]
+        else:
+            values = raw_values(self._variables)
+            parts = [values[part] for _, _, _, part in self._rows]
+        for (place, _, structure, _), part in zip(self._rows, parts, strict=True):
+            if part is None:
+                raise Unplanned
+            taken[place] = ModuleState(structure, part)
         outcome = step(*taken, **kwargs)
-        if self._kind.write(self._variables, outcome):
+        if self.held and put(self.held, outcome):
+            return outcome.outputs
+        if not self.held and self._kind.write(self._variables, outcome):
             return outcome.outputs
         return self._kind(args, kwargs).finish(outcome)
 
@@ -169,12 +183,12 @@ class CallPlans:
         """The plan that serves a call."""
         return next((each for each in self._plans if each.serves(args, kwargs)), None)
 
-    def add(self, args: tuple, kwargs: dict[str, Any], call: GraphCall | TreeCall) -> None:
-        """Plans calls like this one, if that can be done."""
+    def add(self, args: tuple, kwargs: dict[str, Any], call: GraphCall | TreeCall) -> bool:
+        """Plans calls like this one. Returns whether that can be done."""
         try:
             plan = CallPlan(args, kwargs, call)
         except Unplanned:
-            return
+            return False
         plans = weakref.ref(self)
 
         def forget(_: Any) -> None:
@@ -184,6 +198,7 @@ class CallPlans:
 
         plan.when_gone(forget)
         self._plans = [plan, *self._plans[: _PLANS_PER_STEP - 1]]
+        return True
 
     def drop(self, plan: CallPlan) -> None:
         """Forgets a plan."""

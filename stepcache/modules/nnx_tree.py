@@ -87,6 +87,8 @@ class TreeCall:
         is_flat: whether variables hold all arrays of the states.
     """
 
+    held = ()
+
     def __init__(self, args: tuple, kwargs: dict[str, Any]):
         extract.check_no_aliases("jit", args=args, kwargs=kwargs)
         self._given = (args, kwargs)
@@ -108,7 +110,7 @@ class TreeCall:
             self.variables.append(leaf)
             is_known = not is_reference(leaf)
             kinds.append((type(leaf), HashableMapping(metadata_of(leaf))) if is_known else None)
-            values.append(value_of(leaf) if is_known else leaf)
+            values.append(leaf.get_raw_value() if is_known else leaf)
         self.states.append(ModuleState(TreeStructure(tree, tuple(kinds)), values))
         return self.states[-1]
 
