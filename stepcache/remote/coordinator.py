@@ -131,7 +131,7 @@ class Coordinator:
         return f"run {number} of {client} failed on {who} alone: {why}", sorted(tasks)
 
     def failed_alone(self) -> dict[tuple[int, int], tuple[str, list[int]]]:
-        """Returns runs that failed on some tasks, while others have not finished them.
+        """Returns runs that failed on some tasks, and that are the next ones to end on the others.
 
         Those may wait in a collective, for ever.
 
@@ -142,6 +142,7 @@ class Coordinator:
             (number, run): self._apart(client, run, tasks, why)
             for number, client in self._clients.items()
             for run, (tasks, why) in client.failed.items()
+            if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks)
         }
 
     @property

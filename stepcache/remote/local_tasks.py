@@ -34,6 +34,7 @@ ADDRESS_FILE = "tasks.json"
 _STOP_SECONDS = 0.2  # After which `stop`, called by a signal handler, takes effect.
 _SWEEP_SECONDS = 1.0
 _END_SECONDS = 2.0  # That a task may take to end after its connection.
+_ALONE_SECONDS = 10.0  # That other tasks may take to end a run which failed on one.
 _WAITING_TO_CONNECT = 1024
 _MAX_UNSENT_BYTES = 2 * MAX_MESSAGE_BYTES  # To one that does not read; then it is cut off.
 _MAX_RESTARTS_AT_ONCE = 5  # Tasks that end before they have joined are not started for ever.
@@ -76,6 +77,7 @@ class LocalTasks:
         self._clients: dict[int, _Peer] = {}
         self._tasks: dict[int, _Peer] = {}
         self._failures, self._had_clients = 0, False
+        self._alone: dict[tuple[int, int], float] = {}  # Runs that failed on some tasks; since when.
         self._start()
         data = {"address": str(self._path), "process": str(Process.current()), "tasks": tasks}
         replace_file(directory / ADDRESS_FILE, json.dumps(data))
@@ -249,6 +251,10 @@ class LocalTasks:
         if ended:
             how = ", ".join(f"task {n} {_how(code)}" for n, code in sorted(ended.items()))
             self._lost(f"{how}{self._last_words(min(ended))}", sorted(ended))
+        failed, now = self.coordinator.failed_alone(), time.monotonic()
+        self._alone = {key: self._alone.get(key, now) for key in failed}
+        if late := [key for key, since in self._alone.items() if now > since + _ALONE_SECONDS]:
+            self._lost(*failed[late[0]])
         # The socket of a process that has ended stays open while one that it has forked lives.
         for number, text in list(self.coordinator.processes()):
             process = Process.parse(text)

@@ -117,8 +117,15 @@ class Task:
             except Exception as error:
                 body = packed(why=_told(error), command=Kind.RUN.name)
                 self._send(Message(Kind.FAILED, client, 0, number, Kind.RUN, body))
-        if not self._pending or self._pending[0][0] != client or number % _REPORTED_AT_ONCE == 0:
+        if number % _REPORTED_AT_ONCE == 0 or not self._is_done_next(client):
             self._send(Message(Kind.DONE, client, 0, number))
+
+    def _is_done_next(self, client: int) -> bool:
+        """Returns whether the next run is of this client, and is done already."""
+        if not self._pending or self._pending[0][0] != client:
+            return False
+        arrays = self._pending[0][2]
+        return not arrays or arrays[0].is_deleted() or arrays[0].is_ready()
 
     def _form(self, message: Message) -> tuple[dict[str, Any], list[Any]]:
         """Returns the call form of a run, and the rows of the values that it brings."""
@@ -135,6 +142,8 @@ class Task:
         program = self._programs.get(form["program"])
         if program is None:
             raise RunFailed(f"there is no program {form['program']}")
+        while self._waits and self._pending:  # Reported before this run, which may never end.
+            self._finish()
         client, number = message.client, message.number
         leaves: list[Any] = []
         refs = iter(form["refs"])
