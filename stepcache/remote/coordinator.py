@@ -101,6 +101,9 @@ class Coordinator:
         if message.incarnation != self.incarnation:
             return output
         kind, client = message.kind, self._clients.get(message.client)
+        if kind is Kind.FAILED and message.data(dict[str, Any]).get("is_lost"):
+            output.lost = message.data()["why"], []
+            return output
         if kind is Kind.READY:
             waiting = self._programs.is_ready(task, message.value, message.body)
             reply = Message(Kind.READY, 0, self.incarnation, 0, message.value, message.body)

@@ -190,6 +190,8 @@ class Link:
                 self._set_lost(about["why"], about["ranks"])
         elif kind is Kind.HANG:
             _log.warning("%s", about["why"])
+        elif kind is Kind.REFUSED and about["kind"] == "restarted":
+            pass  # `LOST` came before, and numbers have begun again since.
         elif kind is Kind.FAILED and Kind[about["command"]] in RUNS:
             self._failures.setdefault(number, about["why"])
         elif kind is Kind.REFUSED and message.value in RUNS:

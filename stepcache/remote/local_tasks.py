@@ -77,7 +77,9 @@ class LocalTasks:
         self._clients: dict[int, _Peer] = {}
         self._tasks: dict[int, _Peer] = {}
         self._failures, self._had_clients = 0, False
-        self._alone: dict[tuple[int, int], float] = {}  # Runs that failed on some tasks; since when.
+        self._alone: dict[
+            tuple[int, int], float
+        ] = {}  # Runs that failed on some tasks; since when.
         self._start()
         data = {"address": str(self._path), "process": str(Process.current()), "tasks": tasks}
         replace_file(directory / ADDRESS_FILE, json.dumps(data))
@@ -191,7 +193,10 @@ class LocalTasks:
             if (peer := self._clients.get(number)) is not None:
                 self._send_to(peer, message.encoded())
         if output.lost is not None:
-            self._lost(*output.lost)
+            before = self._incarnation
+            self._sweep()  # If one has ended, that is the reason.
+            if self._incarnation == before:
+                self._lost(*output.lost)
 
     def _send_to(self, peer: _Peer, data: bytes) -> None:
         channel = peer.channel

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import stepcache
 from stepcache._process_hooks import signals_handled
-from stepcache.errors import first_line
+from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat.call_codec import decode_spec
 from stepcache.remote.channel import Channel
 from stepcache.remote.clients import MAX_FORMS
@@ -84,15 +84,15 @@ class Task:
         try:
             getattr(self, f"_{message.kind.name.lower()}")(message)
         except Exception as error:
-            why = str(error) if isinstance(error, RunFailed) else _told(error)
-            self._failed(message, why)
+            why = str(error) if isinstance(error, RunFailed) else first_line(error)
+            self._failed(message, why, isinstance(error, RankLostError))
 
-    def _failed(self, message: Message, why: str) -> None:
+    def _failed(self, message: Message, why: str, is_lost: bool) -> None:
         if message.kind in (Kind.RUN, Kind.PUT):
             self._note_failed_outputs(message, why)
         kind = message.kind
         value = message.value if kind is Kind.PROGRAM else kind
-        rest = packed(why=why, command=kind.name)
+        rest = packed(why=why, command=kind.name, is_lost=is_lost)
         self._send(Message(Kind.FAILED, message.client, 0, message.number, value, rest))
         if message.kind in (Kind.RUN, Kind.PUT):
             self._pending.append((message.client, message.number, None))
@@ -115,7 +115,7 @@ class Task:
             try:
                 jax.block_until_ready([each for each in arrays if not each.is_deleted()])
             except Exception as error:
-                body = packed(why=_told(error), command=Kind.RUN.name)
+                body = packed(why=first_line(error), command=Kind.RUN.name)
                 self._send(Message(Kind.FAILED, client, 0, number, Kind.RUN, body))
         if number % _REPORTED_AT_ONCE == 0 or not self._is_done_next(client):
             self._send(Message(Kind.DONE, client, 0, number))
@@ -281,10 +281,6 @@ class Task:
             if mesh is not None:
                 stack.enter_context(stepcache.Session(mesh, data_axis=None))
             yield
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _of_key_data(sharding: Any) -> Any:

@@ -150,6 +150,55 @@ def test_a_run_is_done_when_all_tasks_have_done_it():
     assert network.received[client][-1].number == 1
 
 
+def failed(network, client, task, number, **about):
+    """A task says that a run has failed."""
+    body = packed(why="no memory", command="RUN", **about)
+    message = Message(Kind.FAILED, client, network.coordinator.incarnation, number, Kind.RUN, body)
+    return network.coordinator.from_task(task, message)
+
+
+def test_tasks_come_apart_where_a_run_fails_on_one_and_is_done_by_another():
+    network = Network(2)
+    client = network.hello(name="train")
+    for number in (1, 2):
+        network.tell(client, Kind.RUN, number, 1, form=FORM)
+    network.work(0)
+    assert failed(network, client, 1, 1).lost == (
+        "run 1 of client 'train' failed on task 1 alone: no memory",
+        [1],
+    )
+
+
+def test_a_run_that_fails_on_all_tasks_is_an_error_of_that_run():
+    network = Network(2)
+    client = network.hello()
+    network.tell(client, Kind.RUN, 1, 1, form=FORM)
+    assert failed(network, client, 0, 1).lost is None
+    assert list(network.coordinator.failed_alone()) == [(client, 1)]  # So far.
+    assert failed(network, client, 1, 1).lost is None
+    network.work_all()
+    assert not network.coordinator.failed_alone()
+
+
+def test_a_run_that_failed_alone_is_looked_at_when_others_could_have_ended_it():
+    network = Network(2)
+    client = network.hello()
+    for number in (1, 2):
+        network.tell(client, Kind.RUN, number, 1, form=FORM)
+    assert failed(network, client, 1, 2).lost is None
+    assert not network.coordinator.failed_alone()  # Task 0 has not done run 1 yet.
+    network.work(0)
+    assert list(network.coordinator.failed_alone()) == [(client, 2)]
+
+
+def test_a_task_that_reports_the_loss_of_another_ends_all():
+    network = Network(2)
+    client = network.hello()
+    network.tell(client, Kind.RUN, 1, 1, form=FORM)
+    output = failed(network, client, 0, 1, is_lost=True)
+    assert output.lost == ("no memory", []) and not output.clients
+
+
 def test_a_client_that_watches_cannot_write():
     network = Network(1)
     watcher = network.hello(watch="train")
