@@ -77,9 +77,7 @@ class LocalTasks:
         self._clients: dict[int, _Peer] = {}
         self._tasks: dict[int, _Peer] = {}
         self._failures, self._had_clients = 0, False
-        self._alone: dict[
-            tuple[int, int], float
-        ] = {}  # Runs that failed on some tasks; since when.
+        self._alone: dict[tuple[int, int], float] = {}  # Failed on some tasks; since when.
         self._start()
         data = {"address": str(self._path), "process": str(Process.current()), "tasks": tasks}
         replace_file(directory / ADDRESS_FILE, json.dumps(data))
