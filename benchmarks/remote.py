@@ -198,21 +198,21 @@ def of_tasks(tasks: int, runs: int = 200) -> dict[str, float]:
     client_seconds = coordinator_seconds = 0.0
     for number in range(2, runs + 2):
         started = time.perf_counter()
-        frames = Message(Kind.RUN, client, 1, number, 1).frames()
+        data = Message(Kind.RUN, client, 1, number, 1).encoded()
         client_seconds += time.perf_counter() - started
         started = time.perf_counter()
         output = coordinator.from_client(client, Message(Kind.RUN, client, 1, number, 1))
-        sent = [message.frames() for message in output.tasks for _ in range(tasks)]
+        sent = [message.encoded() for message in output.tasks] * tasks
         for task in range(tasks):
             coordinator.from_task(task, Message(Kind.DONE, client, 1, number))
         coordinator_seconds += time.perf_counter() - started
     return {
         "tasks": tasks,
         "client_messages": 1,
-        "client_bytes": len(frames[0]),
+        "client_bytes": len(data),
         "client_us": 1e6 * client_seconds / runs,
         "coordinator_messages": len(sent),
-        "coordinator_bytes": sum(len(each[0]) for each in sent),
+        "coordinator_bytes": sum(map(len, sent)),
         "coordinator_us": 1e6 * coordinator_seconds / runs,
     }
 

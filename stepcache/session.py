@@ -132,18 +132,26 @@ class Session:
         _check_choice("on_hang", on_hang, get_args(OnHang))
         _check_count("max_step_bytes counts bytes", max_step_bytes, 0)
         _check_count("check_replicas_every counts calls", check_replicas_every, 1)
+        hang_seconds = float("inf") if hang_after is None else hang_after
+        for option, seconds in (("agree_timeout", agree_timeout), ("hang_after", hang_seconds)):
+            if not seconds > 0:
+                raise OptionError(f"{option} must be positive", where="Session", got=repr(seconds))
         tasks = None
         if target is not None:
             from stepcache.remote.starting import open_target
 
-            tasks = open_target(target, mesh, data_axis, name, watch)
+            tasks = open_target(
+                target,
+                mesh,
+                data_axis,
+                name,
+                watch,
+                hang_seconds=hang_seconds,
+                on_hang=on_hang,
+            )
             mesh = tasks.mesh
         given = rules if isinstance(rules, Rules) else Rules(rules or ())
         placer = _placer(mesh, given, data_axis, Mesh if tasks is None else AbstractMesh)
-        hang_seconds = float("inf") if hang_after is None else hang_after
-        for name, seconds in (("agree_timeout", agree_timeout), ("hang_after", hang_seconds)):
-            if not seconds > 0:
-                raise OptionError(f"{name} must be positive", where="Session", got=repr(seconds))
         cache_used = cache or DEFAULT_SCOPE.cache
         together = functools.partial(peers_of, agree_seconds=agree_timeout)
         scope = Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together)

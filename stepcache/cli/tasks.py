@@ -38,7 +38,7 @@ def show_tasks(place: str, as_json: bool, timeout: float) -> None:
     from stepcache.remote.connection import Connection
 
     try:
-        connection = Connection(_directory(place), "", "", 1, timeout)
+        connection = Connection(_directory(place), timeout=timeout)
         found = connection.status()
         connection.close()
     except StepCacheError as error:

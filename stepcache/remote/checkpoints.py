@@ -14,7 +14,7 @@ import numpy as np
 
 from stepcache.jaxcompat.call_codec import decode_dtype, encode_dtype
 from stepcache.remote.arrays import RemoteArray
-from stepcache.remote.messages import Kind, packed
+from stepcache.remote.messages import Kind
 from stepcache.remote.variables import master_of
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.variables import checkpoints, restoring
@@ -37,8 +37,7 @@ def save(target: Any, root: Path, items: dict[str, Any], keep: int | None, step:
     connection = target.connection
     connection.ready()
     now = connection.runs
-    blobs: list[Any] = []
-    kept: list[Any] = []
+    values = connection.values()
     about: dict[str, Any] = {}
     leaves: list[list[Any]] = []
     for name, item in items.items():
@@ -53,10 +52,11 @@ def save(target: Any, root: Path, items: dict[str, Any], keep: int | None, step:
             if isinstance(value, RemoteArray):
                 leaves.append(_row(leaf, value.ref(now)))
             else:
-                data = connection.describe(np.asarray(value), blobs, kept)
+                data = values.add(np.asarray(value))
                 leaves.append(_row(leaf, ["f", data]))
-    body = packed(directory=str(root), keep=keep, step=step, leaves=leaves, about=about)
-    connection.reply(connection.command(Kind.SAVE, now, body, blobs), connection.about["tasks"])
+    count = connection.about["tasks"]
+    body = {"directory": str(root), "keep": keep, "step": step, "leaves": leaves, "about": about}
+    connection.ask(Kind.SAVE, now, values.blob, count, **body)
     return Saved()
 
 
@@ -83,15 +83,15 @@ def restore(target: Any, root: Path, items: dict[str, Any], partial: bool) -> di
                 number = master_of(each).number
                 types = encode_dtype(slot.dtype), list(slot.shape)
                 leaves.append(_row(leaf, [number, leaf.value], *types))
-    body = packed(
+    answers = connection.ask(
+        Kind.RESTORE,
+        connection.runs,
+        count=connection.about["tasks"],
         directory=str(root),
         partial=partial,
         leaves=leaves,
         asked=list(items),
         mesh=target.mesh_code,
-    )
-    answers = connection.reply(
-        connection.command(Kind.RESTORE, connection.runs, body), connection.about["tasks"]
     )
     about = answers[0].data(dict[str, Any])["about"]
     restored: dict[str, Any] = dict(items)

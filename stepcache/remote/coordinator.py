@@ -10,65 +10,32 @@ ends in the middle of anything cannot leave a step that some tasks have started 
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+from stepcache.remote.clients import Client, Form
 from stepcache.remote.messages import COMMANDS, Kind, Message, packed
+from stepcache.remote.program_table import Programs
 from stepcache.serving.messages import MalformedMessageError
+from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
 
-MAX_PROGRAMS = 4096
-MAX_FORMS = 4096
 _MAX_NAME = 200
 
 
 @dataclass
 class Output:
-    """What the coordinator sends: to all tasks, in this order, and to clients."""
+    """What the coordinator sends: to all tasks, in this order, and to clients.
+
+    Attributes:
+        tasks: messages.
+        clients: messages, with the numbers of the clients.
+        lost: why the tasks have to be ended, and which are to blame; None if they need not.
+    """
 
     tasks: list[Message] = field(default_factory=list)
-    clients: list[tuple[int, Message]] = field(default_factory=list)  # With their numbers.
-
-
-@dataclass
-class _Client:
-    name: str
-    process: str
-    watches: str = ""
-    done: list[int] = field(default_factory=list)  # By task: the last run that it has done.
-    told: int = 0  # The last run that the client knows to be done on all tasks.
-    slowest: int = 0  # How many tasks have done no more than that.
-    commands: int = 0
-    bytes: int = 0
-
-    def starts(self, tasks: int) -> None:
-        """Notes that tasks have done nothing yet."""
-        self.done, self.told, self.slowest = [0] * tasks, 0, tasks
-
-    def reached(self, task: int, number: int) -> bool:
-        """Notes what a task has done. Returns whether all tasks have done more than before."""
-        before, self.done[task] = self.done[task], max(self.done[task], number)
-        if before != self.told or number <= before:
-            return False
-        self.slowest -= 1
-        if self.slowest:
-            return False
-        self.told = min(self.done)
-        self.slowest = self.done.count(self.told)
-        return True
-
-
-@dataclass
-class _Program:
-    name: str
-    body: bytes
-    blobs: tuple[Any, ...]
-    number: int
-    ready: dict[int, Any] = field(default_factory=dict)  # By task: what it says of its outputs.
-    waiting: list[int] = field(default_factory=list)
-    is_sent: bool = False
+    clients: list[tuple[int, Message]] = field(default_factory=list)
+    lost: tuple[str, list[int]] | None = None
 
 
 @dataclass
@@ -92,12 +59,10 @@ class Coordinator:
         self.tasks, self.incarnation = tasks, 0
         self.devices: dict[str, Any] = {}  # What the tasks say of their devices.
         self._joined: set[int] = set()
-        self._clients: dict[int, _Client] = {}
-        self._last_client = self._last_program = self._last_variable = 0
-        self._programs: OrderedDict[bytes, _Program] = OrderedDict()
-        self._by_number: dict[int, bytes] = {}
+        self._clients: dict[int, Client] = {}
+        self._last_client = self._last_variable = 0
+        self._programs = Programs(tasks)
         self._variables: dict[str, dict[str, _Variable]] = {}  # By name of the client, and own.
-        self._forms: dict[int, OrderedDict[int, tuple[int, ...]]] = {}  # Variables they write.
         self._by_variable: dict[int, _Variable] = {}
         self.counts = {"commands": 0, "malformed": 0, "refused": 0, "messages": 0, "bytes": 0}
 
@@ -114,9 +79,7 @@ class Coordinator:
         self._joined.clear()
         self._variables.clear()
         self._by_variable.clear()
-        self._forms.clear()
-        for program in self._programs.values():
-            program.ready, program.is_sent, program.waiting = {}, False, []
+        self._programs.started()
         for client in self._clients.values():
             client.starts(self.tasks)
 
@@ -138,37 +101,71 @@ class Coordinator:
         if message.incarnation != self.incarnation:
             return output
         kind, client = message.kind, self._clients.get(message.client)
+        if kind is Kind.FAILED and message.data(dict[str, Any]).get("is_lost"):
+            output.lost = message.data()["why"], []
+            return output
         if kind is Kind.READY:
-            self._program_ready(task, message, output)
+            waiting = self._programs.is_ready(task, message.value, message.body)
+            reply = Message(Kind.READY, 0, self.incarnation, 0, message.value, message.body)
+            output.clients += [(each, reply._replace(number=n)) for each, n in waiting]
         elif kind is Kind.DONE and client is not None:
             if client.reached(task, message.number):
                 output.clients.append((message.client, message._replace(number=client.told)))
+            self._look_at_failures(client, output)
         elif kind in (Kind.DATA, Kind.FAILED) and client is not None:
             output.clients.append((message.client, message._replace(value=task)))
+            if kind is Kind.FAILED and message.value == Kind.RUN:
+                client.fails(task, message.number, message.data(dict[str, Any]).get("why", ""))
+                self._look_at_failures(client, output)
         elif kind is Kind.FAILED and not message.client:
-            self._program_failed(message, output)
+            waiting = self._programs.has_failed(message.value)
+            output.clients += [(each, message._replace(number=n)) for each, n in waiting]
         return output
 
-    def _program_ready(self, task: int, message: Message, output: Output) -> None:
-        digest = self._by_number.get(message.value)
-        if digest is None:
-            return
-        program = self._programs[digest]
-        program.ready[task] = message.body
-        if len(program.ready) == self.tasks:
-            waiting, program.waiting = program.waiting, []
-            output.clients += [(number, self._ready(program)) for number in waiting]
+    def _look_at_failures(self, client: Client, output: Output) -> None:
+        """Gives the tasks up if they have come apart: a run failed on some, and not on others."""
+        if client.failed and (found := client.done_by_some()) is not None:
+            output.lost = self._apart(client, *found)
 
-    def _program_failed(self, message: Message, output: Output) -> None:
-        digest = self._by_number.pop(message.value, None)
-        if digest is None:
-            return
-        program = self._programs.pop(digest)
-        output.clients += [(number, message) for number in program.waiting]
+    def _apart(
+        self, client: Client, number: int, tasks: set[int], why: str
+    ) -> tuple[str, list[int]]:
+        who = ", ".join(f"task {task}" for task in sorted(tasks))
+        return f"run {number} of {client} failed on {who} alone: {why}", sorted(tasks)
 
-    def _ready(self, program: _Program) -> Message:
-        body = next(iter(program.ready.values()))
-        return Message(Kind.READY, 0, self.incarnation, 0, program.number, body)
+    def failed_alone(self) -> dict[tuple[int, int], tuple[str, list[int]]]:
+        """Returns runs that failed on some tasks, and that are the next ones to end on the others.
+
+        Those may wait in a collective, for ever.
+
+        Returns:
+            By client and run: what happened, and the tasks on which the run failed.
+        """
+        return {
+            (number, run): self._apart(client, run, tasks, why)
+            for number, client in self._clients.items()
+            for run, (tasks, why) in client.failed.items()
+            if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks)
+        }
+
+    @property
+    def compiling(self) -> list[str]:
+        """Names of the programs that tasks compile."""
+        return self._programs.compiling
+
+    def where(self) -> str:
+        """Returns what each task has to do, in words."""
+        names = {program.number: program.name for program in self._programs}
+        texts = [f"{name!r} is compiled" for name in self.compiling]
+        for task in range(self.tasks):
+            behind = [
+                f"run {client.done[task] + 1} of {client} ({client.runs} are started, the last of "
+                f"{names.get(client.latest, '?')!r})"
+                for client in self._clients.values()
+                if client.done[task] < client.runs
+            ]
+            texts.append(f"task {task}: {', '.join(behind) or 'has nothing to do'}")
+        return "; ".join(texts)
 
     # ---- clients ---------------------------------------------------------------------------------
 
@@ -194,11 +191,9 @@ class Coordinator:
             raise MalformedMessageError("it is of a client that has not introduced itself")
         client.commands += 1
         client.bytes += message.size_bytes
-        if message.kind is Kind.BYE:
-            return self.left(number)
         if message.kind is Kind.STATUS:
-            body = packed(**self.status())
-            return Output(clients=[(number, Message(Kind.STATUS, number, body=body))])
+            reply = Message(Kind.STATUS, number, 0, message.number, 0, packed(**self.status()))
+            return Output(clients=[(number, reply)])
         if message.incarnation != self.incarnation or not self.is_ready:
             return self._refuse(number, message, "the tasks were started again", "restarted")
         if message.kind is Kind.OPEN:
@@ -220,7 +215,7 @@ class Coordinator:
             raise MalformedMessageError("a client names no process")
         self._last_client += 1
         number = self._last_client
-        client = self._clients[number] = _Client(name, process, watches)
+        client = self._clients[number] = Client(name, process, watches)
         client.starts(self.tasks)
         taken = [
             other.process
@@ -245,9 +240,7 @@ class Coordinator:
         client = self._clients.pop(number, None)
         if client is None:
             return Output()
-        self._forms.pop(number, None)
-        for program in self._programs.values():
-            program.waiting = [each for each in program.waiting if each != number]
+        self._programs.left(number)
         variables: list[int] = []
         if not client.name:
             own = self._variables.pop(_owner(number, client), {})
@@ -268,7 +261,7 @@ class Coordinator:
 
     # ---- variables -------------------------------------------------------------------------------
 
-    def _open(self, number: int, client: _Client, message: Message) -> Output:
+    def _open(self, number: int, client: Client, message: Message) -> Output:
         about = message.data(dict[str, Any])
         name, leaves = about.get("name"), about.get("leaves")
         if not isinstance(name, str) or not isinstance(leaves, list) or len(name) > _MAX_NAME:
@@ -293,13 +286,15 @@ class Coordinator:
 
     # ---- commands --------------------------------------------------------------------------------
 
-    def _command(self, number: int, client: _Client, message: Message) -> Output:
+    def _command(self, number: int, client: Client, message: Message) -> Output:
         self.counts["commands"] += 1
         message = message._replace(client=number)
         if message.kind is Kind.PROGRAM:
             return self._program(number, message)
+        if message.kind in (Kind.RUN, Kind.PUT):
+            client.runs = message.number
         if message.kind is Kind.RUN:
-            self._note_writes(number, message)
+            self._note_run(client, message)
         elif (
             message.kind is Kind.BIND
             and (found := self._by_variable.get(message.value)) is not None
@@ -307,52 +302,31 @@ class Coordinator:
             found.version += 1
         return Output([message])
 
-    def _note_writes(self, number: int, message: Message) -> None:
-        forms = self._forms.setdefault(number, OrderedDict())
-        if message.body and (writes := _form_writes(message)) is not None:
-            forms[message.value] = writes
-            while len(forms) > MAX_FORMS:
-                forms.popitem(last=False)
-        if message.value not in forms:
+    def _note_run(self, client: Client, message: Message) -> None:
+        if message.body and (form := _form_of(message)) is not None:
+            client.add_form(message.value, form)
+        form = client.forms.get(message.value)
+        if form is None:
             raise MalformedMessageError(f"there is no call form {message.value}")
-        for each in forms[message.value]:
+        client.latest = form.program
+        for each in form.writes:
             if (found := self._by_variable.get(each)) is not None:
                 found.version += 1
 
     def _program(self, number: int, message: Message) -> Output:
-        about = message.data(dict[str, Any])
-        digest, name = about.get("digest"), about.get("name")
-        if not isinstance(digest, bytes) or not isinstance(name, str):
-            raise MalformedMessageError("a program has no digest, or no name")
-        program = self._programs.get(digest)
+        program = self._programs.defined(message)
+        about = number, self.incarnation, message.number
         if program is None:
-            if not message.blobs:
-                reply = Message(Kind.NEED_PROGRAM, number, self.incarnation, message.number)
-                return Output(clients=[(number, reply)])
-            if hashlib.sha256(bytes(message.blobs[0])).digest() != digest[:32]:
-                raise MalformedMessageError("a program does not have the digest that it names")
-            self._last_program += 1
-            program = _Program(name, message.body, tuple(message.blobs), self._last_program)
-            self._programs[digest] = program
-            self._by_number[program.number] = digest
-            self._trim()
-        self._programs.move_to_end(digest)
+            return Output(clients=[(number, Message(Kind.NEED_PROGRAM, *about))])
         if len(program.ready) == self.tasks:
-            return Output(clients=[(number, self._ready(program))])
-        program.waiting.append(number)
+            reply = Message(Kind.READY, *about, program.number, program.ready[0])
+            return Output(clients=[(number, reply)])
+        program.waiting.append((number, message.number))
         if program.is_sent:
             return Output()
         program.is_sent = True
-        command = Message(
-            Kind.PROGRAM, 0, self.incarnation, 0, program.number, program.body, program.blobs
-        )
-        return Output([command])
-
-    def _trim(self) -> None:
-        for digest in list(self._programs)[: max(0, len(self._programs) - MAX_PROGRAMS)]:
-            program = self._programs[digest]
-            if not program.waiting:
-                del self._programs[digest], self._by_number[program.number]
+        body = program.number, program.body, program.blob
+        return Output([Message(Kind.PROGRAM, 0, self.incarnation, 0, *body)])
 
     # ---- what it holds ---------------------------------------------------------------------------
 
@@ -371,7 +345,7 @@ class Coordinator:
             "tasks": self.tasks,
             "joined": len(self._joined),
             "incarnation": self.incarnation,
-            "programs": [[each.name, each.number] for each in self._programs.values()],
+            "programs": [[each.name, each.number] for each in self._programs],
             "variables": [
                 [owner, name, each.version, len(each.leaves)]
                 for owner, own in self._variables.items()
@@ -385,16 +359,17 @@ class Coordinator:
         }
 
 
-def _owner(number: int, client: _Client) -> str:
+def _owner(number: int, client: Client) -> str:
     return client.name or f"#{number}"
 
 
-def _form_writes(message: Message) -> tuple[int, ...] | None:
-    """Returns the variables that a new call form writes; None if the message brings no form."""
+def _form_of(message: Message) -> Form | None:
+    """Returns the call form that a run brings; None for none."""
     about = message.data(dict[str, Any])
     if "form" not in about:
         return None
-    writes = about["form"].get("writes") if isinstance(about["form"], dict) else None
-    if not isinstance(writes, list) or not all(isinstance(each, int) for each, *_ in writes):
-        raise MalformedMessageError("a call form does not say what it writes")
-    return tuple(each for each, *_ in writes)
+    form = about["form"] if isinstance(about["form"], dict) else {}
+    program, writes = form.get("program"), form.get("writes")
+    if not isinstance(program, int) or not plain.fits(writes, list[tuple[int, int, int]]):
+        raise MalformedMessageError("a call form does not say what it runs and writes")
+    return Form(program, tuple(variable for variable, *_ in writes or ()))

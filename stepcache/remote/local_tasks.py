@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -20,20 +21,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import StepCacheError
+from stepcache.remote.channel import Channel
 from stepcache.remote.coordinator import Coordinator, Output
-from stepcache.remote.messages import MAX_BODY_BYTES, Kind, Message, packed, parse
+from stepcache.remote.messages import MAX_MESSAGE_BYTES, Kind, Message, packed
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory, replace_file, socket_path
 
 ADDRESS_FILE = "tasks.json"
-_POLL_MS = 200
-_SWEEP_SECONDS = 0.5
-_GRACE_SECONDS = 3.0
+_STOP_SECONDS = 0.2  # After which `stop`, called by a signal handler, takes effect.
+_SWEEP_SECONDS = 1.0
+_END_SECONDS = 2.0  # That a task may take to end after its connection.
+_ALONE_SECONDS = 10.0  # That other tasks may take to end a run which failed on one.
+_WAITING_TO_CONNECT = 1024
+_MAX_UNSENT_BYTES = 2 * MAX_MESSAGE_BYTES  # To one that does not read; then it is cut off.
 _MAX_RESTARTS_AT_ONCE = 5  # Tasks that end before they have joined are not started for ever.
 _log = logging.getLogger("stepcache")
 
@@ -61,41 +64,36 @@ class LocalTasks:
         self.directory, self._devices, self._owner = directory, devices, owner
         self.coordinator = Coordinator(tasks)
         self._stopping = threading.Event()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-        ):
-            self._socket.setsockopt(option, value)
         self._path = Path(socket_path(directory / ADDRESS_FILE))
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
-        self._address = f"ipc://{self._path}"
-        self._socket.bind(self._address)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._path))
+        self._listener.listen(_WAITING_TO_CONNECT)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self._processes: list[subprocess.Popen] = []
-        self._peers: dict[bytes, int] = {}  # Clients by their connection.
-        self._connections: dict[int, bytes] = {}
-        self._tasks: dict[bytes, int] = {}
-        self._task_connections: dict[int, bytes] = {}
+        self._clients: dict[int, _Peer] = {}
+        self._tasks: dict[int, _Peer] = {}
         self._failures, self._had_clients = 0, False
+        self._alone: dict[tuple[int, int], float] = {}  # Failed on some tasks; since when.
         self._start()
-        data = {"address": self._address, "process": str(Process.current()), "tasks": tasks}
+        data = {"address": str(self._path), "process": str(Process.current()), "tasks": tasks}
         replace_file(directory / ADDRESS_FILE, json.dumps(data))
 
     # ---- the loop --------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Passes messages on until `stop`, or until nobody needs the tasks any more."""
-        self._socket.rcvtimeo = _POLL_MS
         swept = time.monotonic()
         try:
             while not self._stopping.is_set():
-                with contextlib.suppress(zmq.Again):
-                    self._receive()
+                for key, _ in self._selector.select(_STOP_SECONDS):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._serve(key.data)
                 if time.monotonic() > swept + _SWEEP_SECONDS:
                     self._sweep()
                     swept = time.monotonic()
@@ -111,33 +109,58 @@ class LocalTasks:
         with contextlib.suppress(OSError):
             (self.directory / ADDRESS_FILE).unlink()
         self._end_tasks()
-        self._socket.close()
-        self._context.term()
+        for peer in list(self._clients.values()):
+            peer.channel.close()
+        self._listener.close()
+        self._selector.close()
         with contextlib.suppress(OSError):
             self._path.unlink()
 
-    def _receive(self) -> None:
-        connection, *frames = self._socket.recv_multipart()
-        task = self._tasks.get(connection)
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            made, _ = self._listener.accept()
+            peer = _Peer(Channel(made))
+            self._selector.register(peer.channel, selectors.EVENT_READ, peer)
+
+    def _serve(self, peer: _Peer) -> None:
+        """Takes what a client or a task has sent, and sends it what is kept for it."""
+        channel = peer.channel
         try:
-            message = parse(frames)
-            if task is not None:
-                self._send(self.coordinator.from_task(task, message))
-            elif message.kind is Kind.HELLO and not message.client and message.incarnation:
-                self._task_joined(connection, message)
-            elif message.kind is Kind.STOP:
-                self.stop()
-            else:
-                self._from_client(connection, message)
+            if peer.is_behind and channel.flush():
+                peer.is_behind = False
+                self._selector.modify(channel, selectors.EVENT_READ, peer)
+            channel.read()
+            while channel.fileno() >= 0 and (message := channel.taken()) is not None:
+                self._handle(peer, message)
         except MalformedMessageError as error:
-            self.coordinator.counts["malformed"] += 1
-            body = packed(why=f"malformed message: {error}", kind="malformed")
-            self._send_to(connection, Message(Kind.REFUSED, body=body))
+            self._malformed(peer, Message(Kind.HELLO), error)
+            self._close(peer)
+        except OSError:
+            self._close(peer)
+
+    def _handle(self, peer: _Peer, message: Message) -> None:
+        try:
+            if peer.task is not None:
+                self._send(self.coordinator.from_task(peer.task, message))
+            elif message.kind is Kind.HELLO and not message.client and message.incarnation:
+                self._task_joined(peer, message)
+            elif message.kind is Kind.HANG and peer.client:
+                self._hang(peer, message)
+            else:
+                self._from_client(peer, message)
+        except MalformedMessageError as error:
+            self._malformed(peer, message, error)
         except Exception:  # One client must not end the others' tasks.
             self.coordinator.counts["malformed"] += 1
             _log.exception("a message could not be handled")
 
-    def _task_joined(self, connection: bytes, message: Message) -> None:
+    def _malformed(self, peer: _Peer, message: Message, error: Exception) -> None:
+        self.coordinator.counts["malformed"] += 1
+        body = packed(why=f"malformed message: {error}", kind="malformed")
+        about = peer.client, self._incarnation, message.number, int(message.kind)
+        self._send_to(peer, Message(Kind.REFUSED, *about, body).encoded())
+
+    def _task_joined(self, peer: _Peer, message: Message) -> None:
         about = message.data(dict[str, Any])
         task, text = about.pop("task", None), about.get("process")
         process = Process.parse(text) if isinstance(text, str) else None
@@ -145,36 +168,64 @@ class LocalTasks:
         is_ours = process is not None and type(task) is int and pids.get(process.pid) == task
         if not is_ours or message.incarnation != self._incarnation:
             raise MalformedMessageError(f"it is of no task: {text!r}")
-        self._tasks[connection], self._task_connections[task] = task, connection
+        peer.task, self._tasks[task] = task, peer
         self._failures = 0
         self._send(self.coordinator.joined(task, about))
 
-    def _from_client(self, connection: bytes, message: Message) -> None:
-        number = self._peers.get(connection, 0)
-        output = self.coordinator.from_client(number, message)
+    def _from_client(self, peer: _Peer, message: Message) -> None:
+        if message.kind is Kind.HELLO and peer.client:
+            raise MalformedMessageError("it has introduced itself before")
+        output = self.coordinator.from_client(peer.client, message)
         if message.kind is Kind.HELLO and output.clients:
-            number = output.clients[0][0]
-            self._peers[connection], self._connections[number] = number, connection
+            peer.client = output.clients[0][0]
+            self._clients[peer.client] = peer
             self._had_clients = True
         self._send(output)
-        if message.kind is Kind.BYE:
-            self._forget(number)
 
     def _send(self, output: Output) -> None:
         for message in output.tasks:
-            frames = message.frames()
-            for connection in self._task_connections.values():
-                self._send_frames(connection, frames)
+            data = message.encoded()
+            for peer in list(self._tasks.values()):
+                self._send_to(peer, data)
         for number, message in output.clients:
-            if (connection := self._connections.get(number)) is not None:
-                self._send_to(connection, message)
+            if (peer := self._clients.get(number)) is not None:
+                self._send_to(peer, message.encoded())
+        if output.lost is not None:
+            before = self._incarnation
+            self._sweep()  # If one has ended, that is the reason.
+            if self._incarnation == before:
+                self._lost(*output.lost)
 
-    def _send_to(self, connection: bytes, message: Message) -> None:
-        self._send_frames(connection, message.frames())
+    def _send_to(self, peer: _Peer, data: bytes) -> None:
+        channel = peer.channel
+        try:
+            channel.send(data)
+        except OSError:  # It has ended, as is noted when its socket is read.
+            return
+        if channel.unsent_bytes and not peer.is_behind:
+            peer.is_behind = True
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE
+            self._selector.modify(channel, events, peer)
+        if channel.unsent_bytes > _MAX_UNSENT_BYTES:
+            self._close(peer)
 
-    def _send_frames(self, connection: bytes, frames: list[Any]) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # It has ended.
-            self._socket.send_multipart([connection, *frames], zmq.NOBLOCK)
+    def _close(self, peer: _Peer) -> None:
+        """Closes a connection, and notes that the client or the task at its end has ended."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(peer.channel)
+        peer.channel.close()
+        if self._clients.get(peer.client) is peer:
+            del self._clients[peer.client]
+            self._send(self.coordinator.left(peer.client))
+        if peer.task is not None and self._tasks.get(peer.task) is peer:
+            del self._tasks[peer.task]
+            process = self._processes[peer.task]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            if process.returncode is None:  # It cannot go on without its connection.
+                process.kill()
+                process.wait()
+            self._sweep()
 
     # ---- processes -------------------------------------------------------------------------------
 
@@ -184,12 +235,10 @@ class LocalTasks:
 
     def _start(self) -> None:
         self.coordinator.started()
-        self._tasks.clear()
-        self._task_connections.clear()
         pod = f"127.0.0.1:{_free_port()}"
         count = self.coordinator.tasks
         for rank in range(count):
-            command = [sys.executable, "-m", "stepcache.remote.task", self._address, str(rank)]
+            command = [sys.executable, "-m", "stepcache.remote.task", str(self._path), str(rank)]
             command += [str(count), str(self._devices), pod, str(self._incarnation)]
             with (self.directory / f"task{rank}.log").open("ab") as log:
                 self._processes.append(
@@ -200,25 +249,45 @@ class LocalTasks:
 
     def _sweep(self) -> None:
         """Notes tasks and clients that have ended."""
-        ended = {n: code for n, each in enumerate(self._processes) if (code := each.poll())}
-        ended |= {n: 0 for n, each in enumerate(self._processes) if each.returncode == 0}
+        codes = {n: each.poll() for n, each in enumerate(self._processes)}
+        ended = {n: code for n, code in codes.items() if code is not None}
         if ended:
-            self._tasks_lost(ended)
+            how = ", ".join(f"task {n} {_how(code)}" for n, code in sorted(ended.items()))
+            self._lost(f"{how}{self._last_words(min(ended))}", sorted(ended))
+        failed, now = self.coordinator.failed_alone(), time.monotonic()
+        self._alone = {key: self._alone.get(key, now) for key in failed}
+        if late := [key for key, since in self._alone.items() if now > since + _ALONE_SECONDS]:
+            self._lost(*failed[late[0]])
+        # The socket of a process that has ended stays open while one that it has forked lives.
         for number, text in list(self.coordinator.processes()):
             process = Process.parse(text)
             if process is not None and process.is_local() and process.has_ended():
-                self._send(self.coordinator.left(number))
-                self._forget(number)
+                self._close(self._clients[number])
         if self._owner is None or self.coordinator.clients:
             return
         if self._had_clients or self._owner.has_ended():
             self.stop()
 
-    def _tasks_lost(self, ended: dict[int, int]) -> None:
-        how = ", ".join(f"task {n} {_how(code)}" for n, code in sorted(ended.items()))
-        last = self._last_words(min(ended))
-        _log.warning("%s; all tasks are started again%s", how, last)
-        self._send(self.coordinator.lost(f"{how}{last}", sorted(ended)))
+    def _hang(self, peer: _Peer, message: Message) -> None:
+        """Says where the tasks are; ends those that are stopped, or all if the client asks for it.
+
+        While a program is compiled nothing is known to hang.
+        """
+        about = message.data(dict[str, Any])
+        stopped = [n for n, each in enumerate(self._processes) if _is_stopped(each.pid)]
+        why = f"nothing has moved for {about['seconds']:g} s: {self.coordinator.where()}"
+        if stopped:
+            why += f"; stopped: {', '.join(f'task {n}' for n in stopped)}"
+        if stopped or (about["error"] and not self.coordinator.compiling):
+            self._lost(why, stopped)
+        else:
+            reply = Message(Kind.HANG, peer.client, self._incarnation, body=packed(why=why))
+            self._send_to(peer, reply.encoded())
+
+    def _lost(self, why: str, ranks: list[int]) -> None:
+        """Ends all tasks, as they could only wait for the lost ones, and starts them again."""
+        _log.warning("%s; all tasks are started again", why)
+        self._send(self.coordinator.lost(why, ranks))
         self._end_tasks()
         self._failures += 1
         if self._failures > _MAX_RESTARTS_AT_ONCE:
@@ -236,6 +305,10 @@ class LocalTasks:
         return ""
 
     def _end_tasks(self) -> None:
+        for peer in self._tasks.values():
+            self._selector.unregister(peer.channel)
+            peer.channel.close()
+        self._tasks.clear()
         for each in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 each.kill()
@@ -243,10 +316,15 @@ class LocalTasks:
             each.wait()
         self._processes.clear()
 
-    def _forget(self, number: int) -> None:
-        connection = self._connections.pop(number, None)
-        if connection is not None:
-            self._peers.pop(connection, None)
+
+class _Peer:
+    """A connection, and who is at its other end: a client, a task, or nobody known."""
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+        self.client = 0
+        self.task: int | None = None
+        self.is_behind = False  # Whether some of what was sent to it is kept.
 
 
 def address(directory: Path) -> dict[str, Any] | None:
@@ -263,6 +341,13 @@ def _how(code: int) -> str:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP; False where the system does not say."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _free_port() -> int:

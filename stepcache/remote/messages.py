@@ -6,22 +6,23 @@ unpickled: programs travel as StableHLO, everything else as plain data that is c
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stepcache.serving.messages import DTYPES, MalformedMessageError
-from stepcache.serving.shared_memory import Place
+from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
 from stepcache.storage import plain
 
-_HEADER = struct.Struct("<2sBBIQQQ")
-_MAGIC, _VERSION = b"sc", 1
+_HEADER = struct.Struct("<2sBBIIIIQQ")
+_MAGIC, _VERSION = b"sc", 2
+_ALIGNED_BYTES = 8  # Where values begin in a blob.
 HEADER_BYTES = _HEADER.size
 """Size of the message that starts a step, if it brings no values."""
-MAX_BODY_BYTES = 1 << 30
+MAX_MESSAGE_BYTES = 1 << 30
 
 
 class Kind(IntEnum):
@@ -48,11 +49,15 @@ class Kind(IntEnum):
     LOST = 29  # A task has ended.
     STATUS = 30
     REFUSED = 31
-    BYE = 32
-    STOP = 33
+    HANG = 32  # Nothing has come of a client's commands for long: where are the tasks?
 
 
 COMMANDS = frozenset(Kind(number) for number in range(Kind.PROGRAM, Kind.DROP + 1))
+
+
+RUNS = frozenset((Kind.RUN, Kind.PUT, Kind.BIND))
+"""Commands that fail as a run does: an error of who looks at what they make."""
+_KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
 
 
 class Message(NamedTuple):
@@ -65,7 +70,7 @@ class Message(NamedTuple):
         number: of a command.
         value: another number; `Kind` says which.
         body: plain data, packed; empty for none.
-        blobs: values that travel with the message.
+        blob: a program, or values; empty for none.
     """
 
     kind: Kind
@@ -74,21 +79,19 @@ class Message(NamedTuple):
     number: int = 0
     value: int = 0
     body: bytes = b""
-    blobs: Sequence[Any] = ()
+    blob: bytes | bytearray = b""
 
-    def frames(self) -> list[Any]:
-        """Returns the frames of a ZeroMQ message."""
-        header = _HEADER.pack(
-            _MAGIC, _VERSION, self.kind, self.client, self.incarnation, self.number, self.value
-        )
-        if not self.body and not self.blobs:
-            return [header]
-        return [header, self.body, *self.blobs]
+    def encoded(self) -> bytes:
+        """Returns the message as bytes, for `decode`."""
+        kind, client, incarnation, number, value, body, blob = self
+        sizes = len(body), len(blob)
+        header = _HEADER.pack(_MAGIC, _VERSION, kind, client, incarnation, *sizes, number, value)
+        return header + body + blob if body or blob else header
 
     @property
     def size_bytes(self) -> int:
         """Size of the message, without values in shared memory."""
-        return HEADER_BYTES + len(self.body) + sum(len(memoryview(x)) for x in self.blobs)
+        return HEADER_BYTES + len(self.body) + len(self.blob)
 
     def data(self, kind: Any = Any) -> Any:
         """Returns the body, unpacked.
@@ -105,25 +108,31 @@ class Message(NamedTuple):
         return found
 
 
-def parse(frames: Sequence[Any]) -> Message:
-    """Decodes the frames of a message.
+def decode(received: bytearray) -> Message | None:
+    """Takes the first message out of what was received; None if it has not arrived as a whole.
 
     Raises:
-        MalformedMessageError: they are none.
+        MalformedMessageError: it is no message, so that nothing which follows can be decoded.
     """
-    if not frames:
-        raise MalformedMessageError("it has no frames")
-    header = bytes(frames[0])
-    if len(header) != HEADER_BYTES:
-        raise MalformedMessageError(f"its header has {len(header)} bytes")
-    magic, version, kind, *numbers = _HEADER.unpack(header)
-    if (magic, version) != (_MAGIC, _VERSION):
+    if len(received) < HEADER_BYTES:
+        return None
+    fields = _HEADER.unpack_from(received)
+    magic, version, kind, client, incarnation, body_bytes, blob_bytes, number, value = fields
+    if magic != _MAGIC or version != _VERSION:
         raise MalformedMessageError("it is of another protocol, or version")
-    if kind not in Kind._value2member_map_:
+    end = HEADER_BYTES + body_bytes + blob_bytes
+    if end > MAX_MESSAGE_BYTES:
+        raise MalformedMessageError(f"it has {end:,} bytes")
+    if kind not in _KINDS:
         raise MalformedMessageError(f"there is no message {kind}")
-    client, incarnation, number, value = numbers
-    body = bytes(frames[1]) if len(frames) > 1 else b""
-    return Message(Kind(kind), client, incarnation, number, value, body, tuple(frames[2:]))
+    if len(received) < end:
+        return None
+    body = blob = b""
+    if end > HEADER_BYTES:
+        body = bytes(received[HEADER_BYTES : end - blob_bytes])
+        blob = bytes(received[end - blob_bytes : end])
+    del received[:end]
+    return Message(_KINDS[kind], client, incarnation, number, value, body, blob)
 
 
 def packed(**fields: Any) -> bytes:
@@ -134,39 +143,52 @@ def packed(**fields: Any) -> bytes:
 # ---- values ------------------------------------------------------------------------------------
 
 
-def send_array(array: np.ndarray, pool: Any, blobs: list[Any], kept: list[Any]) -> list[Any]:
-    """Describes an array for a message; large ones go to shared memory.
-
-    Returns:
-        Its type, its shape, and the place of its bytes: process, descriptor, inode, offset and size
-        of shared memory, or the number of a blob.
+class Values:
+    """The values that a message brings: small ones in its blob, large ones in shared memory.
 
     Args:
-        array: the array.
         pool: allocates shared memory.
-        blobs: of the message; small arrays are added.
-        kept: what has to live until the message is answered; blocks are added.
+
+    Attributes:
+        blob: of the message.
+        kept: blocks that have to live until the message is answered.
     """
-    array = np.asarray(array)
-    if not array.flags.c_contiguous:
-        array = array.copy()
-    raw = array.reshape(-1).view(np.uint8)
-    block = pool.allocate(raw.size)
-    if block.place is None:
-        blobs.append(raw.tobytes())
-        return [array.dtype.name, list(array.shape), len(blobs) - 1]
-    block.data[:] = raw
-    kept.append(block)
-    place = block.place
-    return [
-        array.dtype.name,
-        list(array.shape),
-        [place.pid, place.descriptor, place.inode, place.offset, place.size_bytes],
-    ]
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        self.blob = bytearray()
+        self.kept: list[SharedBlock] = []
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of what is in shared memory."""
+        return sum(block.data.size for block in self.kept)
+
+    def add(self, array: np.ndarray) -> list[Any]:
+        """Adds an array. Returns how the body describes it: its dtype, its shape, and its place.
+
+        The place is an offset in the blob; or process, descriptor, inode, offset and size of shared
+        memory.
+        """
+        array = np.asarray(array)
+        if not array.flags.c_contiguous:
+            array = array.copy()
+        raw = array.reshape(-1).view(np.uint8)
+        block = self._pool.allocate(raw.size)
+        place = block.place
+        if place is None:
+            self.blob += bytes(-len(self.blob) % _ALIGNED_BYTES)
+            where: Any = len(self.blob)
+            self.blob += raw.data
+        else:
+            block.data[:] = raw
+            self.kept.append(block)
+            where = [place.pid, place.descriptor, place.inode, place.offset, place.size_bytes]
+        return [array.dtype.name, list(array.shape), where]
 
 
-def receive_array(row: Any, opened: Any, blobs: Sequence[Any]) -> np.ndarray:
-    """Returns an array that `send_array` has described, without a copy. It is read only.
+def receive_array(row: Any, opened: Opened, blob: bytes | bytearray) -> np.ndarray:
+    """Returns an array that `Values.add` has described, without a copy. It is read only.
 
     Raises:
         MalformedMessageError: there is no such array.
@@ -177,15 +199,16 @@ def receive_array(row: Any, opened: Any, blobs: Sequence[Any]) -> np.ndarray:
     name, shape, place = row
     if name not in DTYPES or not plain.fits(shape, list[int]) or any(n < 0 for n in shape):
         raise MalformedMessageError(f"no array can be {name}{shape}")
-    if plain.fits(place, int):
-        if not 0 <= place < len(blobs):
-            raise MalformedMessageError(f"there is no value {place}")
-        raw = np.frombuffer(blobs[place], np.uint8) if len(blobs[place]) else np.empty(0, np.uint8)
-    elif plain.fits(place, tuple[int, int, int, int, int]):
-        raw = opened.locked(Place(*place))
-    else:
-        raise MalformedMessageError("an array has no place")
     dtype = DTYPES[name]
-    if raw.size != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
+    count = math.prod(shape)
+    size_bytes = dtype.itemsize * count
+    if plain.fits(place, int):
+        if not 0 <= place <= len(blob) - size_bytes:
+            raise MalformedMessageError(f"there are no {size_bytes} bytes at {place} of the blob")
+        return np.frombuffer(blob, dtype, count, place).reshape(shape)
+    if not plain.fits(place, tuple[int, int, int, int, int]):
+        raise MalformedMessageError("an array has no place")
+    raw = opened.locked(Place(*place))
+    if raw.size != size_bytes:
         raise MalformedMessageError(f"{raw.size} bytes are no {name}{shape}")
     return raw.view(dtype).reshape(shape)

@@ -7,6 +7,7 @@ program takes and which variables it writes.
 
 import hashlib
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,8 +27,9 @@ from stepcache.jaxcompat.call_codec import decode_spec, encode_dtype, encode_spe
 from stepcache.remote import checkpoints
 from stepcache.remote.arrays import ArrayType, RemoteArray
 from stepcache.remote.calls import Arguments, CallPlan, Groups, RemoteProgram, kind_of
+from stepcache.remote.clients import MAX_FORMS
 from stepcache.remote.connection import Connection
-from stepcache.remote.messages import packed
+from stepcache.remote.messages import Values, packed
 from stepcache.remote.tracing import TracedStep, donated_leaves
 from stepcache.remote.variables import hold, master_of
 from stepcache.variables.packing import is_key_type
@@ -61,6 +63,8 @@ class Target:
     Attributes:
         connection, mesh: as given.
         number: different for each, for JAX's keys.
+        lock: held while a call is made, so that runs are numbered in the order in which they refer
+            to each other.
     """
 
     _numbers = itertools.count(1)
@@ -68,18 +72,14 @@ class Target:
     def __init__(self, connection: Connection, mesh: AbstractMesh):
         self.connection, self.mesh = connection, mesh
         self.number = next(self._numbers)
-        self._lock = connection.lock
+        self.lock = threading.RLock()
         self._programs: dict[Key, RemoteProgram] = {}
         self._engines: dict[tuple, Engine] = {}
         self._forms: dict[tuple, int] = {}
         self._plans: dict[tuple, CallPlan] = {}
         self._form_numbers = itertools.count(1)
-        connection.on_restart.append(self._forget)
-
-    def _forget(self) -> None:
-        """Forgets what tasks knew that have ended."""
-        for each in (self._programs, self._forms, self._plans):
-            each.clear()
+        # They do not refer to the target, which closes the connection when it is dropped.
+        connection.on_restart += [each.clear for each in (self._programs, self._forms, self._plans)]
 
     @property
     def mesh_code(self) -> list[Any]:
@@ -90,7 +90,7 @@ class Target:
 
     def hold(self, name: str, tree: Any, placement: Any, placer: Any, prefix: str) -> Any:
         """Returns the master of new variables on the tasks; see `variables.hold`."""
-        with self._lock:
+        with self.lock:
             return hold(self, name, tree, placement, placer, prefix)
 
     # ---- variables -------------------------------------------------------------------------------
@@ -111,17 +111,17 @@ class Target:
 
     def save(self, root: Any, items: dict[str, Any], keep: int | None, step: int) -> Any:
         """Has the tasks write a checkpoint; see `checkpoints.save`."""
-        with self._lock:
+        with self.lock:
             return checkpoints.save(self, root, items, keep, step)
 
     def restore(self, root: Any, items: dict[str, Any], partial: bool) -> dict[str, Any]:
         """Has the tasks read a checkpoint; see `checkpoints.restore`."""
-        with self._lock:
+        with self.lock:
             return checkpoints.restore(self, root, items, partial)
 
     def push(self, variables: Variables, update: Any, mode: str) -> None:
         """Adds an update to variables, or passes it to their optimizer, on the tasks."""
-        with self._lock:
+        with self.lock:
             if mode == "add":
                 self._own_step(("add",), _added, ("value",))(variables, update)
                 return
@@ -167,8 +167,8 @@ class Target:
             RankLostError: tasks were lost since the last call.
             TaskError: the step cannot run there.
         """
-        with self._lock:
-            self.connection.ready()
+        with self.lock:
+            incarnation = self.connection.ready()
             self.connection.flush_freed()
             leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
             kinds = tuple(map(kind_of, leaves))
@@ -185,7 +185,7 @@ class Target:
                 engine.miss_log.count(hits=1)
             if plan.has_statics:
                 leaves = plan.dynamic_leaves(args, kwargs)
-            return self._run(plan, leaves)
+            return self._run(plan, leaves, incarnation)
 
     def _planned(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> CallPlan:
         """Reads a call, and finds its program."""
@@ -201,7 +201,7 @@ class Target:
 
     def warm(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> None:
         """Has the program of a call compiled by the tasks, and runs nothing."""
-        with self._lock:
+        with self.lock:
             self.connection.ready()
             request = engine.request(scope, *Arguments(self, args, kwargs).shown)
             if request.key not in self._programs:
@@ -220,15 +220,14 @@ class Target:
         sources = [None if isinstance(each, jax.Array) else each for each in found]
         return Planned(request, program and program.seconds, sources)
 
-    def _run(self, plan: CallPlan, leaves: list[Any]) -> Any:
+    def _run(self, plan: CallPlan, leaves: list[Any], incarnation: int) -> Any:
         """Starts a run. `leaves` are those of the arguments, with variables as one leaf each."""
         connection, program = self.connection, plan.program
         run = connection.runs + 1
         refs, takes = Groups(), Groups()
         taken: list[RemoteArray] = []
         feeds: list[Any] = []
-        blobs: list[Any] = []
-        kept: list[Any] = []
+        values = connection.values()
         for leaf, (first, count, feed) in zip(leaves, plan.rows, strict=True):
             if isinstance(leaf, Variables):
                 if count:
@@ -241,7 +240,7 @@ class Target:
                     taken.append(leaf)
             else:
                 refs.add_feed()
-                feeds.append(self._fed(leaf, feed, blobs, kept))
+                feeds.append(_fed(leaf, feed, values))
         if len(set(map(id, taken))) != len(taken):
             raise CarryError(
                 f"{plan.name} is given the same array in several places, and writes over it",
@@ -252,6 +251,8 @@ class Target:
         about: dict[str, Any] = {}
         if number is None:
             number = self._forms[form] = next(self._form_numbers)
+            while len(self._forms) > MAX_FORMS:  # As all others do who know them.
+                del self._forms[next(iter(self._forms))]
             about["form"] = {
                 "program": program.number,
                 "refs": refs.rows,
@@ -260,19 +261,12 @@ class Target:
             }
         if feeds:
             about["feeds"] = feeds
-        connection.run(number, packed(**about) if about else b"", blobs, kept)
+        connection.run(incarnation, number, packed(**about) if about else b"", values)
         for each in taken:
             each.donated()
         for variables in plan.outputs.written:
             master_of(variables).written(run)
         return plan.outputs.tree(connection, run)
-
-    def _fed(self, value: Any, leaf: Any, blobs: list[Any], kept: list[Any]) -> Any:
-        if is_key_type(leaf.dtype):
-            data = np.asarray(jax.random.key_data(value))
-            name = str(jax.random.key_impl(value))
-            return [self.connection.describe(data, blobs, kept), name]
-        return self.connection.describe(np.asarray(value, leaf.dtype), blobs, kept)
 
     # ---- programs --------------------------------------------------------------------------------
 
@@ -348,7 +342,7 @@ class Target:
         }
         digest = hashlib.sha256(exported).digest()
         about["digest"] = digest + hashlib.sha256(packed(**about)).digest()
-        number, answer = self.connection.define(packed(**about), exported)
+        number, answer = self.connection.define(about, exported)
         seconds["lower"] = seconds.get("lower", 0.0) + lowered - begun
         seconds["compile"] = time.perf_counter() - lowered
         outputs = tuple(
@@ -363,3 +357,11 @@ class Target:
 
 def _added(value: Any, update: Any) -> Any:
     return jax.tree.map(jax.numpy.add, value, update)
+
+
+def _fed(value: Any, leaf: Any, values: Values) -> Any:
+    """Adds a value to a message. Returns how the body describes it."""
+    if is_key_type(leaf.dtype):
+        data = np.asarray(jax.random.key_data(value))
+        return [values.add(data), str(jax.random.key_impl(value))]
+    return values.add(np.asarray(value, leaf.dtype))

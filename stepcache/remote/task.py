@@ -22,15 +22,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import zmq
 from jax.sharding import AxisType, NamedSharding
 
 import stepcache
 from stepcache._process_hooks import signals_handled
-from stepcache.errors import first_line
+from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat.call_codec import decode_spec
-from stepcache.remote.coordinator import MAX_FORMS
-from stepcache.remote.messages import Kind, Message, packed, parse, receive_array, send_array
+from stepcache.remote.channel import Channel
+from stepcache.remote.clients import MAX_FORMS
+from stepcache.remote.messages import Kind, Message, Values, packed, receive_array
 from stepcache.remote.task_arrays import Arrays, Failed, RunFailed
 from stepcache.remote.task_programs import Program
 from stepcache.serving.shared_memory import Opened, Pool
@@ -45,12 +45,12 @@ class Task:
     """Carries out commands.
 
     Args:
-        socket: connected to the coordinator.
+        channel: to the coordinator.
         incarnation: of the tasks.
     """
 
-    def __init__(self, socket: Any, incarnation: int):
-        self._socket, self._incarnation = socket, incarnation
+    def __init__(self, channel: Channel, incarnation: int):
+        self._channel, self._incarnation = channel, incarnation
         self._arrays = Arrays()
         self._programs: dict[int, Any] = {}
         self._forms: dict[int, OrderedDict[int, dict[str, Any]]] = {}
@@ -61,35 +61,39 @@ class Task:
         self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
     def run(self) -> None:
-        """Carries out commands until the coordinator ends."""
+        """Carries out commands.
+
+        Raises:
+            OSError: the coordinator has ended.
+        """
         while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK if self._pending else 0)
-            except zmq.Again:
-                self._finish()
-                continue
-            message = parse(frames)
-            if message.kind is Kind.STOP:
-                return
-            self._carry_out(message)
-            while len(self._pending) > _IN_FLIGHT:
+            message = self._channel.receive()
+            if message is not None:
+                self._carry_out(message)
+            if message is None and not self._pending:
+                self._channel.wait()
+            elif message is None or len(self._pending) > _IN_FLIGHT:
                 self._finish()
 
     def _send(self, message: Message) -> None:
-        self._socket.send_multipart(message._replace(incarnation=self._incarnation).frames())
+        self._channel.send(message._replace(incarnation=self._incarnation).encoded())
+        while not self._channel.flush():
+            self._channel.wait()
 
     def _carry_out(self, message: Message) -> None:
         try:
             getattr(self, f"_{message.kind.name.lower()}")(message)
         except Exception as error:
-            why = str(error) if isinstance(error, RunFailed) else _told(error)
-            self._failed(message, why)
+            why = str(error) if isinstance(error, RunFailed) else first_line(error)
+            self._failed(message, why, isinstance(error, RankLostError))
 
-    def _failed(self, message: Message, why: str) -> None:
+    def _failed(self, message: Message, why: str, is_lost: bool) -> None:
         if message.kind in (Kind.RUN, Kind.PUT):
             self._note_failed_outputs(message, why)
-        rest = packed(why=why, command=message.kind.name)
-        self._send(Message(Kind.FAILED, message.client, 0, message.number, message.value, rest))
+        kind = message.kind
+        value = message.value if kind is Kind.PROGRAM else kind
+        rest = packed(why=why, command=kind.name, is_lost=is_lost)
+        self._send(Message(Kind.FAILED, message.client, 0, message.number, value, rest))
         if message.kind in (Kind.RUN, Kind.PUT):
             self._pending.append((message.client, message.number, None))
 
@@ -111,10 +115,17 @@ class Task:
             try:
                 jax.block_until_ready([each for each in arrays if not each.is_deleted()])
             except Exception as error:
-                body = packed(why=_told(error), command=Kind.RUN.name)
-                self._send(Message(Kind.FAILED, client, 0, number, 0, body))
-        if not self._pending or self._pending[0][0] != client or number % _REPORTED_AT_ONCE == 0:
+                body = packed(why=first_line(error), command=Kind.RUN.name)
+                self._send(Message(Kind.FAILED, client, 0, number, Kind.RUN, body))
+        if number % _REPORTED_AT_ONCE == 0 or not self._is_done_next(client):
             self._send(Message(Kind.DONE, client, 0, number))
+
+    def _is_done_next(self, client: int) -> bool:
+        """Returns whether the next run is of this client, and is done already."""
+        if not self._pending or self._pending[0][0] != client:
+            return False
+        arrays = self._pending[0][2]
+        return not arrays or arrays[0].is_deleted() or arrays[0].is_ready()
 
     def _form(self, message: Message) -> tuple[dict[str, Any], list[Any]]:
         """Returns the call form of a run, and the rows of the values that it brings."""
@@ -131,6 +142,8 @@ class Task:
         program = self._programs.get(form["program"])
         if program is None:
             raise RunFailed(f"there is no program {form['program']}")
+        while self._waits and self._pending:  # Reported before this run, which may never end.
+            self._finish()
         client, number = message.client, message.number
         leaves: list[Any] = []
         refs = iter(form["refs"])
@@ -138,7 +151,7 @@ class Task:
         for ref in refs:
             if ref[0] == "f":
                 shardings = program.in_shardings[len(leaves) : len(leaves) + ref[1]]
-                leaves += [self._placed(next(rows), each, message.blobs) for each in shardings]
+                leaves += [self._placed(next(rows), each, message.blob) for each in shardings]
             else:
                 leaves += self._arrays.look_up(client, number, ref)
         outputs = program.call(*leaves)
@@ -153,9 +166,9 @@ class Task:
         if self._waits:  # Processes that share CPUs may deadlock with several runs in flight.
             jax.block_until_ready(outputs)
 
-    def _placed(self, row: Any, sharding: Any, blobs: Sequence[Any]) -> jax.Array:
+    def _placed(self, row: Any, sharding: Any, blob: bytes | bytearray) -> jax.Array:
         array, keys = row if len(row) == 2 else (row, None)
-        data = receive_array(array, self._opened, blobs)
+        data = receive_array(array, self._opened, blob)
         if keys is not None:
             made = jax.make_array_from_callback(
                 data.shape, _of_key_data(sharding), lambda index: np.array(data[index])
@@ -172,7 +185,7 @@ class Task:
         about = message.data(dict[str, Any])
         mesh = self._mesh(about["mesh"])
         arrays = [
-            self._placed(row, NamedSharding(mesh, decode_spec(spec)), message.blobs)
+            self._placed(row, NamedSharding(mesh, decode_spec(spec)), message.blob)
             for row, spec in zip(about["feeds"], about["specs"], strict=True)
         ]
         self._arrays.keep(message.client, message.number, arrays)
@@ -214,7 +227,7 @@ class Task:
     def _program(self, message: Message) -> None:
         about = message.data(dict[str, Any])
         mesh = self._mesh(about["mesh"])
-        self._programs[message.value] = program = Program(about, bytes(message.blobs[0]), mesh)
+        self._programs[message.value] = program = Program(about, message.blob, mesh)
         body = packed(specs=program.compile(), devices=len(jax.devices()))
         self._send(Message(Kind.READY, 0, 0, 0, message.value, body))
 
@@ -224,22 +237,17 @@ class Task:
         about = message.data(dict[str, Any])
         if about["from"] == 1 and jax.process_index():
             return  # All tasks have the whole of it.
-        blobs: list[Any] = []
-        kept: list[Any] = []
-        rows = []
+        values, rows = Values(self._pool), []
         found = [
             each
             for ref in about["refs"]
             for each in self._arrays.look_up(message.client, message.value, ref)
         ]
         for index, array in enumerate(found):
-            rows += [
-                [index, bounds, send_array(data, self._pool, blobs, kept)]
-                for bounds, data in _own_shards(array)
-            ]
-        self._sent.setdefault(message.client, deque(maxlen=8)).append(kept)
+            rows += [[index, bounds, values.add(data)] for bounds, data in _own_shards(array)]
+        self._sent.setdefault(message.client, deque(maxlen=8)).append(values.kept)
         body = packed(rows=rows)
-        self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body, tuple(blobs)))
+        self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body, values.blob))
 
     def _save(self, message: Message) -> None:
         from stepcache.remote import checkpoints
@@ -248,7 +256,7 @@ class Task:
             checkpoints.write(
                 message.data(dict[str, Any]),
                 lambda ref: self._arrays.look_up(message.client, message.value, ref),
-                lambda row: receive_array(row, self._opened, message.blobs),
+                lambda row: receive_array(row, self._opened, message.blob),
             )
         self._send(Message(Kind.DATA, message.client, 0, message.number, 0, packed(rows=[])))
 
@@ -273,10 +281,6 @@ class Task:
             if mesh is not None:
                 stack.enter_context(stepcache.Session(mesh, data_axis=None))
             yield
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _of_key_data(sharding: Any) -> Any:
@@ -314,12 +318,7 @@ def main(arguments: Sequence[str]) -> None:
         own = list(range(first, first + int(devices)))
         jax.distributed.initialize(pod, int(tasks), int(rank), local_device_ids=own)
     found = jax.devices()
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.connect(address)
+    channel = Channel.to(address)
     about = packed(
         task=int(rank),
         process=str(Process.current()),
@@ -327,10 +326,11 @@ def main(arguments: Sequence[str]) -> None:
         platform=found[0].platform,
         kind=found[0].device_kind,
     )
-    socket.send_multipart(Message(Kind.HELLO, 0, int(incarnation), 0, 0, about).frames())
+    channel.send(Message(Kind.HELLO, 0, int(incarnation), 0, 0, about).encoded())
     # JAX takes SIGTERM for a notice to come.
     with signals_handled((signal.SIGTERM,), signal.SIG_DFL):  # type: ignore[arg-type]
-        Task(socket, int(incarnation)).run()
+        with contextlib.suppress(ConnectionError):
+            Task(channel, int(incarnation)).run()
         os._exit(0)
 
 

@@ -19,7 +19,7 @@ class Program:
         call: runs it.
     """
 
-    def __init__(self, about: dict[str, Any], exported: bytes, mesh: jax.sharding.Mesh):
+    def __init__(self, about: dict[str, Any], exported: bytes | bytearray, mesh: jax.sharding.Mesh):
         self._mesh = mesh
 
         def place(code: Any) -> NamedSharding | None:

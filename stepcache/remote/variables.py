@@ -53,9 +53,7 @@ class RemoteMaster(Master):
     def _open(self) -> None:
         """Finds the variables on the tasks by their name, or makes them there."""
         self._incarnation = self._connection.incarnation
-        body = packed(name=self._name, leaves=self._leaf_rows)
-        number = self._connection.command(Kind.OPEN, body=body)
-        (answer,) = self._connection.reply(number)
+        (answer,) = self._connection.ask(Kind.OPEN, name=self._name, leaves=self._leaf_rows)
         about = answer.data(dict[str, Any])
         self.number, self.is_new = answer.value, about["new"] or not about["version"]
         # The tasks count the first value as a write.
@@ -114,9 +112,12 @@ class RemoteMaster(Master):
 
     def store(self, leaves: Sequence[Any]) -> int:
         """Makes leaves the value, which may be on the tasks already. Returns the bytes sent."""
+        with self.target.lock:
+            return self._store(leaves)
+
+    def _store(self, leaves: Sequence[Any]) -> int:
         connection = self._connection
-        connection.ready()
-        self._incarnation = connection.incarnation
+        self._incarnation = connection.ready()
         own = [leaf for leaf in leaves if not isinstance(leaf, RemoteArray)]
         size_bytes = 0
         if own:
@@ -134,7 +135,7 @@ class RemoteMaster(Master):
             else:
                 refs.append(["o", now - run, index, 1])
                 index += 1
-        connection.command(Kind.BIND, self.number, packed(refs=refs), number=now)
+        connection.command(Kind.BIND, self.number, now, refs=refs)
         for leaf in leaves:
             if isinstance(leaf, RemoteArray):
                 leaf.donated()
@@ -142,21 +143,20 @@ class RemoteMaster(Master):
         return size_bytes
 
     def _put(self, leaves: Sequence[Any], slots: Sequence[Slot]) -> int:
-        blobs: list[Any] = []
-        kept: list[Any] = []
+        values = self._connection.values()
         feeds: list[Any] = []
         for leaf, slot in zip(leaves, slots, strict=True):
             if is_key_type(slot.dtype):
                 data = np.asarray(jax.random.key_data(leaf))
-                row = self._connection.describe(data, blobs, kept)
+                row = values.add(data)
                 feeds.append([row, str(jax.random.key_impl(leaf))])
             else:
                 data = np.asarray(leaf, slot.dtype)
-                feeds.append(self._connection.describe(data, blobs, kept))
+                feeds.append(values.add(data))
         body = packed(
             feeds=feeds, specs=[_spec_of(slot) for slot in slots], mesh=self.target.mesh_code
         )
-        return self._connection.run(0, body, blobs, kept, Kind.PUT)
+        return self._connection.run(self._incarnation, 0, body, values, Kind.PUT)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         raise TaskError(

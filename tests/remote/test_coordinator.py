@@ -9,12 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
 
 import stepcache as sc
+from stepcache.remote.channel import Channel
 from stepcache.remote.coordinator import Coordinator
 from stepcache.remote.local_tasks import address
-from stepcache.remote.messages import COMMANDS, HEADER_BYTES, Kind, Message, packed, parse
+from stepcache.remote.messages import (
+    COMMANDS,
+    HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
+    Kind,
+    Message,
+    decode,
+    packed,
+)
 from stepcache.serving.messages import MalformedMessageError
 
 PROGRAM = b"a program"
@@ -54,9 +62,9 @@ class Network:
         self.send(output)
         return output.clients[0][0]
 
-    def tell(self, client, kind, number=0, value=0, blobs=(), **body):
+    def tell(self, client, kind, number=0, value=0, blob=b"", **body):
         incarnation = self.coordinator.incarnation
-        message = Message(kind, client, incarnation, number, value, body and packed(**body), blobs)
+        message = Message(kind, client, incarnation, number, value, body and packed(**body), blob)
         self.send(self.coordinator.from_client(client, message))
 
     def work(self, task):
@@ -83,7 +91,7 @@ class Network:
 def defined(network, client):
     network.tell(client, Kind.PROGRAM, digest=DIGEST, name="step")
     if network.kinds(client)[-1] is Kind.NEED_PROGRAM:
-        network.tell(client, Kind.PROGRAM, digest=DIGEST, name="step", blobs=(PROGRAM,))
+        network.tell(client, Kind.PROGRAM, digest=DIGEST, name="step", blob=PROGRAM)
 
 
 def test_a_program_travels_once_and_every_task_compiles_it():
@@ -117,7 +125,7 @@ def test_a_program_with_another_digest_is_malformed():
     network = Network(1)
     client = network.hello()
     with pytest.raises(MalformedMessageError, match="digest"):
-        network.tell(client, Kind.PROGRAM, digest=DIGEST, name="step", blobs=(b"another",))
+        network.tell(client, Kind.PROGRAM, digest=DIGEST, name="step", blob=b"another")
 
 
 def test_what_is_of_an_earlier_incarnation_is_refused():
@@ -140,6 +148,55 @@ def test_a_run_is_done_when_all_tasks_have_done_it():
     assert Kind.DONE not in network.kinds(client)
     network.work(1)
     assert network.received[client][-1].number == 1
+
+
+def failed(network, client, task, number, **about):
+    """A task says that a run has failed."""
+    body = packed(why="no memory", command="RUN", **about)
+    message = Message(Kind.FAILED, client, network.coordinator.incarnation, number, Kind.RUN, body)
+    return network.coordinator.from_task(task, message)
+
+
+def test_tasks_come_apart_where_a_run_fails_on_one_and_is_done_by_another():
+    network = Network(2)
+    client = network.hello(name="train")
+    for number in (1, 2):
+        network.tell(client, Kind.RUN, number, 1, form=FORM)
+    network.work(0)
+    assert failed(network, client, 1, 1).lost == (
+        "run 1 of client 'train' failed on task 1 alone: no memory",
+        [1],
+    )
+
+
+def test_a_run_that_fails_on_all_tasks_is_an_error_of_that_run():
+    network = Network(2)
+    client = network.hello()
+    network.tell(client, Kind.RUN, 1, 1, form=FORM)
+    assert failed(network, client, 0, 1).lost is None
+    assert list(network.coordinator.failed_alone()) == [(client, 1)]  # So far.
+    assert failed(network, client, 1, 1).lost is None
+    network.work_all()
+    assert not network.coordinator.failed_alone()
+
+
+def test_a_run_that_failed_alone_is_looked_at_when_others_could_have_ended_it():
+    network = Network(2)
+    client = network.hello()
+    for number in (1, 2):
+        network.tell(client, Kind.RUN, number, 1, form=FORM)
+    assert failed(network, client, 1, 2).lost is None
+    assert not network.coordinator.failed_alone()  # Task 0 has not done run 1 yet.
+    network.work(0)
+    assert list(network.coordinator.failed_alone()) == [(client, 2)]
+
+
+def test_a_task_that_reports_the_loss_of_another_ends_all():
+    network = Network(2)
+    client = network.hello()
+    network.tell(client, Kind.RUN, 1, 1, form=FORM)
+    output = failed(network, client, 0, 1, is_lost=True)
+    assert output.lost == ("no memory", []) and not output.clients
 
 
 def test_a_client_that_watches_cannot_write():
@@ -202,61 +259,87 @@ def test_a_client_sends_one_message_whatever_the_number_of_tasks(tasks):
     assert network.kinds(client).count(Kind.DONE) == 2
 
 
-def test_messages_survive_their_frames():
-    for kind in Kind:
-        message = Message(kind, 1, 2, 3, 4, packed(a=1), (b"x", b""))
-        assert parse(message.frames()) == message
-    assert len(Message(Kind.RUN, 1, 2, 3, 4).frames()) == 1
+def test_messages_survive_their_encoding_in_any_pieces():
+    sent = [Message(kind, 1, 2, 3, 2**63, packed(a=1), b"x") for kind in Kind]
+    sent += [Message(Kind.RUN, 2**32 - 1), Message(Kind.DATA, blob=b"abc" * 100_000)]
+    assert len(Message(Kind.RUN, 1, 2, 3, 4).encoded()) == HEADER_BYTES
+    chance, data = random.Random(0), b"".join(message.encoded() for message in sent)
+    found, received = [], bytearray()
+    while data:
+        size = chance.choice([1, 10, 100, 10_000])
+        received += data[:size]
+        data = data[size:]
+        while (message := decode(received)) is not None:
+            found.append(message)
+    assert found == sent and not received
     assert len(COMMANDS) == 9
 
 
+def header(kind=Kind.RUN, magic=b"sc", version=2, client=0, body_bytes=0, blob_bytes=0):
+    return struct.pack("<2sBBIIIIQQ", magic, version, kind, client, 0, body_bytes, blob_bytes, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "match"),
+    [
+        (header(magic=b"cs"), "another protocol"),
+        (header(version=1), "another protocol"),
+        (header(kind=99), "there is no message 99"),
+        (header(body_bytes=MAX_MESSAGE_BYTES), "it has 1,073,741,860 bytes"),
+        (header(body_bytes=2**32 - 1, blob_bytes=2**32 - 1), "it has 8,589,934,626 bytes"),
+    ],
+)
+def test_what_is_no_message_is_found_by_its_header(bytes_, match):
+    with pytest.raises(MalformedMessageError, match=match):
+        decode(bytearray(bytes_))
+
+
 def noise(chance):
-    """Frames that are no message, or nearly one."""
-    choice = chance.randrange(6)
+    """Bytes that are no message, or nearly one. Returns whether they end the connection, too."""
+    choice = chance.randrange(100)
     if choice == 0:
-        return [chance.randbytes(chance.randrange(100)) for _ in range(chance.randrange(1, 4))]
-    kind = chance.choice([*Kind, 99])
-    numbers = [chance.choice([0, 1, 2, 7, 2**32 - 1]), *(chance.randrange(2**64) for _ in range(3))]
-    header = struct.pack("<2sBBIQQQ", b"sc", 1, kind, *numbers)
+        return header(magic=chance.randbytes(2), kind=chance.randrange(256)), True
     if choice == 1:
-        return [header[: chance.randrange(HEADER_BYTES)]]
-    if choice == 2:
-        return [header, chance.randbytes(chance.randrange(200))]
+        return header(body_bytes=2**32 - 1), True
+    numbers = chance.choice([0, 1, 2, 7, 2**32 - 1]), chance.randrange(2**32)
+    message = Message(chance.choice([*Kind]), *numbers, *(chance.randrange(2**64) for _ in "ab"))
+    if choice < 30:
+        return message._replace(body=chance.randbytes(chance.randrange(200))).encoded(), False
     body = {
         chance.choice(["form", "refs", "digest", "name", "leaves", "feeds", "rows", "process"]): (
             chance.choice([None, 1, -1, "x" * 300, b"x", [], [[1]], {"writes": [["x"]]}, {}])
         )
         for _ in range(chance.randrange(4))
     }
-    return [header, packed(**body), *([chance.randbytes(10)] if choice == 3 else [])]
+    blob = chance.randbytes(chance.choice([0, 10]))
+    return message._replace(body=packed(**body), blob=blob).encoded(), False
 
 
 def test_malformed_messages_are_counted_and_nothing_else(one_task):
     connection = one_task._scope.target.connection
     found = address(connection.directory)
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(found["address"])
     step = sc.step(lambda x: x + 1)
     assert float(step(1.0)) == 2
     pid = int(found["process"].split(".")[0])
     chance = random.Random(0)
     memory = []
     for _ in range(10):
+        channel, ends = Channel.to(found["address"]), False
         for _ in range(1000):
-            frames = noise(chance)
-            if len(frames[0]) != HEADER_BYTES or frames[0][3] != Kind.STOP:
-                socket.send_multipart(frames)
-        while socket.poll(200):
-            socket.recv_multipart()
+            if ends:
+                channel.close()
+                channel = Channel.to(found["address"])
+            data, ends = noise(chance)
+            channel.send(data)
+            channel.wait(0.2)  # For the answer: nearly all of it is refused.
+            while not ends and channel.receive() is not None:
+                pass
+        channel.close()
         memory.append(resident_bytes(pid))
     assert float(step(2.0)) == 3
     counts = connection.status()["counts"]
     assert counts["malformed"] > 5000
     assert memory[-1] - memory[2] < 8 << 20
-    socket.close()
-    context.term()
 
 
 def resident_bytes(pid):
@@ -276,11 +359,12 @@ def test_a_hostile_command_fails_alone(one_task):
         (Kind.PUT, {"mesh": [["x"], [7], ["Auto"]], "feeds": [], "specs": []}),
         (Kind.PUT, {"nonsense": 1}),
     ]:
-        run = connection.run(1 << 40, packed(**body), (), [], kind)
+        values = connection.values()
+        run = connection.run(connection.ready(), 1 << 40, packed(**body), values, kind)
         connection.wait(run)
         with pytest.raises(sc.TaskError, match="failed on the tasks"):
             connection.check(run)
     for kind in (Kind.FREE, Kind.DROP, Kind.BIND):
-        connection.command(kind, 5, packed(nonsense=1))
+        connection.command(kind, 5, nonsense=1)
     time.sleep(0.05)
     np.testing.assert_array_equal(step(np.ones(2, np.float32)), 2)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 import stepcache as sc
 from stepcache.remote.local_tasks import LocalTasks, address
 from stepcache.storage.load_markers import Process
+from tests.remote.processes import ServedTasks, directory_of, has_ended, tasks_of, wait_until
 
 ADD = """
 import os, signal, sys, numpy as np, stepcache as sc
@@ -27,41 +27,6 @@ def add(state, x):
 @sc.step(carry="state")
 def add(state, x):
     return state + x, state.sum()
-
-
-def directory_of(session):
-    return session._scope.target.connection.directory
-
-
-def processes_below(pid):
-    """The processes whose parent is another one, by `/proc`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(path.name))
-        except (OSError, IndexError):
-            pass
-    return found
-
-
-def tasks_of(session):
-    coordinator = Process.parse(address(directory_of(session))["process"])
-    return coordinator.pid, processes_below(coordinator.pid)
-
-
-def wait_until(is_so, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
-
-
-def has_ended(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 def run(script, *, cache, code=0):
@@ -192,7 +157,7 @@ def test_a_named_client_is_killed_comes_back_and_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_two_clients_of_one_name_are_refused_and_of_two_names_are_not(tmp_path):
-    first = LocalTasksInProcess(tmp_path)
+    first = ServedTasks(tmp_path)
     with first.session("a"), pytest.raises(sc.TaskError, match="a client named 'a' is connected"):
         first.session("a")
     with first.session("b") as session:
@@ -201,29 +166,6 @@ def test_two_clients_of_one_name_are_refused_and_of_two_names_are_not(tmp_path):
         np.testing.assert_array_equal(state.value, 1)
         assert len(session._scope.target.connection.status()["clients"]) == 2
     first.close()
-
-
-class LocalTasksInProcess:
-    """A coordinator in a process of its own, for several clients here."""
-
-    def __init__(self, directory):
-        self.directory = directory
-        command = [sys.executable, "-m", "stepcache.cli", "serve", "--tasks", "1x1"]
-        command += ["--directory", str(directory)]
-        self._process = subprocess.Popen(command)
-        self._sessions = []
-        wait_until(lambda: address(directory) is not None, 60)
-
-    def session(self, name=None, **options):
-        made = sc.Session(target=f"local:{self.directory}", name=name, **options)
-        self._sessions.append(made)
-        return made
-
-    def close(self):
-        for each in self._sessions:
-            each.close()
-        self._process.terminate()
-        assert self._process.wait(20) == 0
 
 
 def test_a_directory_without_tasks_is_said_in_time(tmp_path):
@@ -235,7 +177,7 @@ def test_a_directory_without_tasks_is_said_in_time(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_coordinator_in_a_directory_is_refused(tmp_path):
-    tasks = LocalTasksInProcess(tmp_path)
+    tasks = ServedTasks(tmp_path)
     with pytest.raises(sc.StepCacheError, match="tasks run in this directory already"):
         LocalTasks(tmp_path, 1, 1)
     tasks.close()
@@ -243,7 +185,7 @@ def test_a_second_coordinator_in_a_directory_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_client_that_ends_while_its_steps_run_leaves_nothing(tmp_path):
-    tasks = LocalTasksInProcess(tmp_path)
+    tasks = ServedTasks(tmp_path)
     script = f"""
     session = sc.Session(target="local:{tmp_path}")
     with session:

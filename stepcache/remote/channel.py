@@ -1,0 +1,138 @@
+"""`Channel`: messages over a Unix socket, sent and received by the thread that needs them.
+
+A start of a step passes four processes' threads. A library that has a thread of its own for its
+sockets, such as ZeroMQ, wakes eight, and a wake-up costs more than all else on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+
+from stepcache.remote.messages import Message, decode
+
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # Else SIGPIPE ends programs that do not ignore it.
+_CHUNK_BYTES = 1 << 16
+_MAX_CHUNK_BYTES = 1 << 22
+
+
+class Channel:
+    """One end of a connection. Nothing blocks but `wait`, which alone is thread-safe.
+
+    Args:
+        made: a connected stream socket, which the channel then owns.
+    """
+
+    def __init__(self, made: socket.socket):
+        made.setblocking(False)
+        self._socket = made
+        self._received, self._unsent = bytearray(), bytearray()
+        self._chunk_bytes = _CHUNK_BYTES
+
+    @classmethod
+    def to(cls, path: str) -> Channel:
+        """Connects to a socket.
+
+        Raises:
+            OSError: nobody listens there.
+        """
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            made.connect(path)
+        except OSError:
+            made.close()
+            raise
+        return cls(made)
+
+    def fileno(self) -> int:
+        """Returns the number of the socket, for selectors."""
+        return self._socket.fileno()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the system has not taken yet."""
+        return len(self._unsent)
+
+    def send(self, data: bytes) -> None:
+        """Sends an encoded message; what the system does not take now is kept for `flush`.
+
+        Raises:
+            OSError: the other end has been closed.
+        """
+        sent = 0
+        if not self._unsent:
+            with contextlib.suppress(BlockingIOError):
+                sent = self._socket.send(data, _NO_SIGNAL)
+        if sent < len(data):
+            self._unsent += data[sent:] if sent else data
+
+    def flush(self) -> bool:
+        """Sends what is kept, as far as the system takes it. Returns whether it has taken all.
+
+        Raises:
+            OSError: the other end has been closed.
+        """
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                sent = self._socket.send(self._unsent[:_MAX_CHUNK_BYTES], _NO_SIGNAL)
+                del self._unsent[:sent]
+        return not self._unsent
+
+    def receive(self) -> Message | None:
+        """Returns the next message; None if it has not arrived as a whole.
+
+        Raises:
+            OSError: the other end has been closed.
+            MalformedMessageError: it is no message; the channel is of no use any more.
+        """
+        while (message := decode(self._received)) is None and self.read():
+            pass
+        return message
+
+    def taken(self) -> Message | None:
+        """Returns the next message of what was read; None if it was not read as a whole.
+
+        Raises:
+            MalformedMessageError: as for `receive`.
+        """
+        return decode(self._received)
+
+    def read(self) -> bool:
+        """Reads what has arrived, up to some size. Returns whether there was anything.
+
+        Raises:
+            OSError: the other end has been closed.
+        """
+        try:
+            chunk = self._socket.recv(self._chunk_bytes)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            raise ConnectionResetError("the other end has been closed")
+        self._received += chunk
+        is_large = len(chunk) == self._chunk_bytes
+        self._chunk_bytes = _MAX_CHUNK_BYTES if is_large else _CHUNK_BYTES
+        return True
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until something arrives, or until `flush` can go on. Several threads may wait.
+
+        Args:
+            seconds: to wait at most; None for no limit.
+        """
+        waiting = select.poll()
+        mask = select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
+        waiting.register(self._socket, mask)
+        waiting.poll(None if seconds is None else 1000 * seconds)
+
+    def close(self, *, for_all: bool = True) -> None:
+        """Closes the socket.
+
+        Args:
+            for_all: end the connection, also for other processes that have the socket.
+        """
+        with contextlib.suppress(OSError):
+            if for_all:
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

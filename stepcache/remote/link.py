@@ -1,0 +1,273 @@
+"""`Link`: a client's end of the connection with the coordinator: messages, waits and losses."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepcache.distributed.failure_detection import OnHang
+from stepcache.errors import RankLostError, TaskError
+from stepcache.remote.channel import Channel
+from stepcache.remote.local_tasks import address
+from stepcache.remote.messages import MAX_MESSAGE_BYTES, RUNS, Kind, Message, packed
+from stepcache.serving.messages import MalformedMessageError
+from stepcache.storage.load_markers import Process
+from stepcache.units import readable_bytes
+
+_WAIT_SECONDS = 1.0  # After which a wait looks again whether the tasks were lost.
+_ANSWER_SECONDS = 10.0  # That the coordinator may take to say where the tasks are.
+_COORDINATOR_ENDED = "the coordinator of the tasks has ended"
+_log = logging.getLogger("stepcache")
+
+
+class Link:
+    """Sends messages of this process, and receives them. Thread-safe.
+
+    Of the threads that wait one receives for all.
+
+    Args:
+        directory: of the tasks.
+        name: of the client; empty for one whose state is dropped when it ends.
+        watch: name of a client whose variables this one only reads; empty for none.
+        timeout: seconds that the tasks may take to start.
+        hang_seconds, on_hang: see `Session`.
+
+    Attributes:
+        about: what the tasks are: their number, devices and platform.
+        incarnation: of the tasks; raised each time they are started; 0 while they are.
+        lock: held while messages are sent, or taken.
+        runs, done: numbers of the last run that was sent, and of the last that is done.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str = "",
+        watch: str = "",
+        timeout: float = 10.0,
+        hang_seconds: float = math.inf,
+        on_hang: OnHang = "warn",
+    ) -> None:
+        self.directory, self._name, self._watch = directory, name, watch
+        self._hang_seconds, self._on_hang = hang_seconds, on_hang
+        self.lock = threading.RLock()
+        self._has_received = threading.Condition(self.lock)
+        self._is_receiving = False  # Whether a thread receives.
+        self._channel: Channel | None = None
+        self._pid, self._heard = os.getpid(), time.monotonic()
+        self._replies: dict[int, list[Message]] = {}  # That somebody waits for.
+        self._failures: dict[int, str] = {}  # By run.
+        self._kept: deque[tuple[int, list[Any]]] = deque()  # Values of runs that are under way.
+        self._loss: tuple[str, Sequence[int], str] = "", (), ""
+        self._is_told = True  # Whether the latest loss of tasks has been raised.
+        self.about: dict[str, Any] = {}
+        self.client, self.incarnation = 0, 0
+        self.runs, self.done = 0, 0
+        self.on_restart: list[Callable[[], None]] = []
+        self._connect(time.monotonic() + timeout)
+
+    # ---- connecting ------------------------------------------------------------------------------
+
+    def _connect(self, deadline: float) -> None:
+        while (channel := self._opened_channel()) is None:
+            if time.monotonic() > deadline:
+                raise TaskError(
+                    "no tasks run in this directory",
+                    where=str(self.directory),
+                    hint="start them: stepcache serve --tasks 2x4 --directory DIR",
+                )
+            time.sleep(0.02)
+        self._channel = channel
+        body = packed(name=self._name, process=str(Process.current()), watch=self._watch)
+        self.send(Message(Kind.HELLO, body=body))
+        while not self.incarnation:
+            if time.monotonic() > deadline:
+                raise TaskError(
+                    "the tasks have not started in time",
+                    where=str(self.directory),
+                    hint=f"see {self.directory}/task*.log",
+                )
+            self._receive(0.2)
+            self.raise_if_lost()
+
+    def _opened_channel(self) -> Channel | None:
+        found = address(self.directory)
+        with contextlib.suppress(OSError):
+            return Channel.to(found["address"]) if found else None
+        return None
+
+    def close(self) -> None:
+        """Leaves: the tasks drop what this client holds, unless it has a name."""
+        with self.lock:
+            if self._channel is not None:
+                self._channel.close(for_all=self._pid == os.getpid())
+            self._channel = None
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def _used(self) -> Channel:
+        if self._channel is None:
+            raise TaskError("the session with these tasks has been closed")
+        if self._pid != os.getpid():
+            raise TaskError(
+                "the session with these tasks belongs to the process that this one was forked from",
+                hint="make a session in this process",
+            )
+        return self._channel
+
+    def send(self, message: Message) -> int:
+        """Sends a message. Returns its size in bytes."""
+        channel = self._used()
+        data = message.encoded()
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise TaskError(
+                "a message would be too large",
+                expected=f"at most {readable_bytes(MAX_MESSAGE_BYTES)}",
+                got=readable_bytes(len(data)),
+            )
+        started = time.monotonic()
+        try:
+            channel.send(data)
+            while not channel.flush():
+                channel.wait(_WAIT_SECONDS)
+                if self._on_hang == "error" and time.monotonic() > started + self._hang_seconds:
+                    self._no_answer(self._hang_seconds)
+        except OSError:
+            self._set_lost(_COORDINATOR_ENDED, [])
+        return len(data)
+
+    def _receive(self, seconds: float) -> None:
+        """Takes the messages that have arrived; waits for one if there is none."""
+        channel = self._used()
+        with self._has_received:
+            if self._is_receiving:
+                self._has_received.wait(seconds)
+                return
+            self._is_receiving = True
+        try:
+            if not self._take_arrived(channel) and seconds:
+                channel.wait(seconds)
+                self._take_arrived(channel)
+        finally:
+            with self._has_received:
+                self._is_receiving = False
+                self._has_received.notify_all()
+
+    def _take_arrived(self, channel: Channel) -> bool:
+        """Takes the messages that have arrived. Returns whether there was one."""
+        found = False
+        with self.lock:
+            try:
+                while (message := channel.receive()) is not None:
+                    found = True
+                    self._take(message)
+            except (OSError, MalformedMessageError):
+                self._set_lost(_COORDINATOR_ENDED, [])
+            if found:
+                self._heard = time.monotonic()
+        return found
+
+    def _take(self, message: Message) -> None:
+        kind, number = message.kind, message.number
+        if kind is Kind.DONE:
+            self._are_done(number)
+            return
+        about = message.data(dict[str, Any]) if message.body and kind is not Kind.DATA else {}
+        if kind is Kind.WELCOME:
+            self.client = message.client or self.client
+            if message.incarnation:
+                self.about, self.incarnation = about, message.incarnation
+        elif kind is Kind.LOST:
+            if message.incarnation == self.incarnation:
+                self._set_lost(about["why"], about["ranks"])
+        elif kind is Kind.HANG:
+            _log.warning("%s", about["why"])
+        elif kind is Kind.REFUSED and about["kind"] == "restarted":
+            pass  # `LOST` came before, and numbers have begun again since.
+        elif kind is Kind.FAILED and Kind[about["command"]] in RUNS:
+            self._failures.setdefault(number, about["why"])
+        elif kind is Kind.REFUSED and message.value in RUNS:
+            self._failures.setdefault(number, about["why"])
+            self._are_done(number)
+        elif kind is Kind.REFUSED and number not in self._replies:
+            raise TaskError(f"the tasks refuse: {about['why']}")
+        elif number in self._replies:
+            self._replies[number].append(message)
+
+    def _are_done(self, number: int) -> None:
+        self.done = max(self.done, number)
+        while self._kept and self._kept[0][0] <= self.done:
+            self._kept.popleft()
+
+    def _set_lost(self, why: str, ranks: Sequence[int]) -> None:
+        after = f"after run {self.done} of this client" if self.done else "before its first run"
+        self._loss, self._is_told = (why, ranks, f"{self.directory}, {after}"), False
+        for each in (self._replies, self._kept, self._failures):
+            each.clear()  # Numbers of runs begin again.
+        self.incarnation = 0
+        self.runs = self.done = 0
+        for forget in self.on_restart:
+            forget()
+
+    def raise_if_lost(self, incarnation: int = 0) -> None:
+        """Raises `RankLostError` once after tasks were lost. Later calls use the new ones.
+
+        Args:
+            incarnation: of the tasks that the caller waits for; 0 for any.
+        """
+        if self._is_told and incarnation in (0, self.incarnation):
+            return
+        self._is_told = True
+        why, ranks, where = self._loss
+        raise RankLostError(
+            f"the tasks were lost: {why}",
+            ranks,
+            where=where,
+            hint="what they held is gone: make the variables again, or restore a checkpoint",
+        )
+
+    def ready(self) -> int:
+        """Waits until the tasks can take commands. Returns their incarnation.
+
+        Raises:
+            RankLostError: tasks were lost since the last call.
+        """
+        self._receive(0)
+        self.raise_if_lost()
+        while not self.incarnation:
+            self._receive(_WAIT_SECONDS)
+            self.raise_if_lost()
+        return self.incarnation
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Waits for the tasks; reports where they are if nothing comes of it for long."""
+        incarnation, started, asked = self.incarnation, time.monotonic(), 0.0
+        while not is_so():
+            self._receive(min(_WAIT_SECONDS, self._hang_seconds))
+            self.raise_if_lost(incarnation)
+            now = time.monotonic()
+            if not asked and now > max(started, self._heard) + self._hang_seconds:
+                asked = now
+                body = packed(seconds=self._hang_seconds, error=self._on_hang == "error")
+                self.send(Message(Kind.HANG, self.client, incarnation, body=body))
+            elif asked > self._heard and now > asked + _ANSWER_SECONDS:
+                asked = math.inf
+                self._no_answer(_ANSWER_SECONDS)
+
+    def _no_answer(self, seconds: float) -> None:
+        """Logs or raises that the coordinator itself hangs."""
+        why = f"the coordinator of the tasks has not answered for {seconds:g} s"
+        if self._on_hang == "warn":
+            _log.warning("%s; see %s/coordinator.log", why, self.directory)
+            return
+        self.close()
+        self._set_lost(why, [])
+        self.raise_if_lost()

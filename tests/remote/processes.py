@@ -1,0 +1,68 @@
+"""The processes behind a session with tasks: which they are, and whether they have ended."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import stepcache as sc
+from stepcache.remote.local_tasks import address
+from stepcache.storage.load_markers import Process
+
+
+def directory_of(session):
+    return session._scope.target.connection.directory
+
+
+def processes_below(pid):
+    """The processes whose parent is another one, by `/proc`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.name))
+        except (OSError, IndexError):
+            pass
+    return found
+
+
+def tasks_of(session):
+    coordinator = Process.parse(address(directory_of(session))["process"])
+    return coordinator.pid, processes_below(coordinator.pid)
+
+
+def wait_until(is_so, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+class ServedTasks:
+    """Tasks that `stepcache serve` runs, for several clients."""
+
+    def __init__(self, directory, size="1x1"):
+        self.directory = directory
+        command = [sys.executable, "-m", "stepcache.cli", "serve", "--tasks", size]
+        command += ["--directory", str(directory)]
+        self._process = subprocess.Popen(command)
+        self._sessions = []
+        wait_until(lambda: address(directory) is not None, 60)
+
+    def session(self, name=None, **options):
+        made = sc.Session(target=f"local:{self.directory}", name=name, **options)
+        self._sessions.append(made)
+        return made
+
+    def close(self):
+        for each in self._sessions:
+            each.close()
+        self._process.terminate()
+        assert self._process.wait(20) == 0

@@ -1,0 +1,121 @@
+"""Many clients of the same tasks, threads of one client, and forks of it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+import stepcache as sc
+from tests.remote.processes import ServedTasks, wait_until
+
+
+@sc.step(carry="state")
+def add(state, x):
+    return state + x, state.sum()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    tasks = ServedTasks(tmp_path_factory.mktemp("served"))
+    yield tasks
+    tasks.close()
+
+
+def test_a_hundred_clients(served):
+    """Each has variables of its own, under one name; they run at the same time, and leave."""
+    errors = []
+
+    def client(number):
+        try:
+            with served.session(f"client{number}") as session:
+                state = sc.Variables(np.full(3, number, np.float32), name="state")
+                for _ in range(10):
+                    add(state, 1.0)
+                np.testing.assert_array_equal(state.value, number + 10)
+            session.close()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(100)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not errors
+    with served.session() as session:
+        status = session._scope.target.connection.status
+        wait_until(lambda: len(status()["clients"]) == 1)
+        assert {tuple(row[:2]) for row in status()["variables"]} == {
+            (f"client{n}", "state") for n in range(100)
+        }
+        assert len(status()["programs"]) == 1  # The same for all of them.
+    session.close()
+
+
+def test_threads_of_one_client_wait_for_their_own(one_task):
+    """What one thread receives for another reaches it."""
+    errors = []
+    step = sc.step(lambda x: x + 1)
+
+    def work(number):
+        try:
+            with one_task:
+                state = sc.Variables(np.zeros(3, np.float32), name=f"of thread {number}")
+                for n in range(100):
+                    add(state, 1.0)
+                    assert float(step(np.float32(n))) == n + 1
+                np.testing.assert_array_equal(state.value, 100)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert not errors and not any(each.is_alive() for each in threads)
+
+
+def test_a_long_run_does_not_keep_other_threads_from_the_tasks(one_task):
+    """A thread that waits holds no lock."""
+    connection = one_task._scope.target.connection
+    step = sc.step(lambda x: x + 1)
+    step(1.0).block_until_ready()
+    waits = threading.Thread(target=lambda: connection.wait(connection.runs + 1))
+    waits.start()
+    for _ in range(3):
+        with connection.lock:
+            pass
+    step(1.0).block_until_ready()
+    waits.join(10)
+    assert not waits.is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_of_a_client_cannot_use_its_session_and_does_not_end_it(served):
+    script = f"""
+    import os, sys, numpy as np, stepcache as sc
+    with sc.Session(target="local:{served.directory}", name="forked") as session:
+        connection, step = session._scope.target.connection, sc.step(lambda x: x + 1)
+        assert float(step(1.0)) == 2
+        if not (pid := os.fork()):
+            try:
+                connection.ready()
+            except sc.TaskError as error:
+                print("forked" in str(error), flush=True)
+            connection.close()  # As at its end.
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        print(float(step(2.0)))
+    """
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.split() == ["True", "3.0"], result.stderr

@@ -1,0 +1,156 @@
+"""Tasks that come apart, are stopped, or do not get on: a typed error or a line in the log."""
+
+import logging
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache.remote import link
+from tests.remote.conftest import closed
+from tests.remote.processes import tasks_of, wait_until
+
+LARGE = np.ones((2, 1 << 16), np.float32)  # Goes through shared memory.
+
+
+@sc.step(carry="state", batch="batch")
+def mean(state, batch):
+    return state + batch.mean(), state
+
+
+@sc.step
+def endless(x):
+    return jax.lax.while_loop(lambda x: x < 2, lambda x: jnp.sqrt(x) * 1.0, x)
+
+
+def opened_files(pid):
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
+def test_a_run_that_fails_on_one_task_alone_ends_for_all():
+    """The other task waits for it in a collective."""
+    with sc.Session(target="local:2x1") as session:
+        state = sc.Variables(np.float32(0), name="state")
+        mean(state, np.ones((2, 4), np.float32))
+        mean.warm(state, LARGE)
+        _, (_, second) = tasks_of(session)
+        limits = resource.prlimit(second, resource.RLIMIT_NOFILE)
+        resource.prlimit(second, resource.RLIMIT_NOFILE, (opened_files(second), limits[1]))
+        mean(state, LARGE)  # It cannot open the memory.
+        with pytest.raises(sc.RankLostError, match=r"failed on task . alone: OSError") as error:
+            _ = state.value
+        assert len(error.value.ranks) == 1
+        state.assign(np.float32(0))
+        mean(state, LARGE)
+        assert state.value == 1
+    closed(session)
+
+
+@pytest.mark.parametrize("on_hang", ["warn", "error"])
+def test_a_step_that_does_not_end_is_reported(on_hang, caplog):
+    caplog.set_level(logging.WARNING, "stepcache")
+    with sc.Session(target="local:1x1", hang_after=0.3, on_hang=on_hang) as session:
+        state = sc.Variables(np.float32(0), name="state")
+        made = endless(np.float32(1))
+        match = r"nothing has moved for 0.3 s: task 0: run 2 of client \d+ \(2 are started, the"
+        if on_hang == "error":
+            with pytest.raises(sc.RankLostError, match=match):
+                made.block_until_ready()
+            state.assign(np.float32(1))
+            assert state.value == 1
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                interrupted_after(2, made.block_until_ready)
+            assert re.search(match, caplog.records[-1].message)
+    closed(session)
+
+
+def interrupted_after(seconds, wait):
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def test_a_compilation_is_not_taken_for_a_hang():
+    with sc.Session(target="local:1x1", hang_after=0.05, on_hang="error") as session:
+
+        @sc.step
+        def slow(x):
+            for _ in range(300):
+                x = jnp.sin(x) @ jnp.cos(x)
+            return x
+
+        slow(np.ones((4, 4), np.float32))
+        assert slow.stats().compile_seconds > 0.1
+    closed(session)
+
+
+def test_a_task_that_is_stopped_is_lost():
+    with sc.Session(target="local:2x1", hang_after=0.5) as session:
+        state = sc.Variables(np.float32(0), name="state")
+        mean(state, np.ones((2, 4), np.float32))
+        _, (_, second) = tasks_of(session)
+        os.kill(second, signal.SIGSTOP)
+        with pytest.raises(sc.RankLostError, match=r"nothing has moved for 0.5 s.* stopped: task"):
+            for _ in range(40):  # More than may be under way.
+                mean(state, np.ones((2, 4), np.float32))
+        state.assign(np.float32(0))
+        assert state.value == 0
+    closed(session)
+
+
+@pytest.mark.parametrize("on_hang", ["warn", "error"])
+def test_a_coordinator_that_is_stopped(on_hang, caplog, monkeypatch):
+    monkeypatch.setattr(link, "_ANSWER_SECONDS", 0.5)
+    caplog.set_level(logging.WARNING, "stepcache")
+    with sc.Session(target="local:1x1", hang_after=0.3, on_hang=on_hang) as session:
+        state = sc.Variables(np.float32(1), name="state")
+        coordinator, _ = tasks_of(session)
+        os.kill(coordinator, signal.SIGSTOP)
+        try:
+            if on_hang == "error":
+                with pytest.raises(sc.RankLostError, match=r"coordinator .* has not answered"):
+                    _ = state.value
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    interrupted_after(3, lambda: state.value)
+                assert "has not answered for 0.5 s" in caplog.text
+        finally:
+            os.kill(coordinator, signal.SIGCONT)
+        if on_hang == "warn":
+            assert state.value == 1
+    closed(session)
+
+
+def test_a_client_that_is_stopped_stops_nobody_else(one_task):
+    connection = one_task._scope.target.connection
+    script = f"""
+import os, pathlib, signal
+from stepcache.remote.link import Link
+link = Link(pathlib.Path({str(connection.directory)!r}))
+os.kill(os.getpid(), signal.SIGSTOP)
+link.ready()
+link.close()
+"""
+    client = subprocess.Popen([sys.executable, "-c", script])
+    os.waitpid(client.pid, os.WUNTRACED)
+    step = sc.step(lambda x: x + 1)
+    for n in range(100):
+        assert float(step(np.float32(n))) == n + 1
+    client.send_signal(signal.SIGCONT)
+    assert client.wait(30) == 0
+    wait_until(lambda: len(connection.status()["clients"]) == 1)
