@@ -92,14 +92,13 @@ class CallPlans:
             return None
         names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT, "call": call}
         names |= {"put_back": put_back, "write": _write}
-        arrays = (type(array) for each in use.variables for array in each._master.arrays())
-        names["Array"] = next(arrays, None)
         names["carried"] = functools.partial(carried, self._spec)
         for n, each in enumerate(use.variables):
             # A master is found by a reference of its own: `each._master` would take 0.2 µs, as
             # attributes of `Variables` are looked up in Python.
             names[f"known{n}"], names[f"master{n}"] = map(weakref.ref, (each, each._master))
             names[f"again{n}"] = Again(n)
+            names[f"type{n}"] = type(next(iter(each._master.arrays()), None))
             names[f"acquire{n}"], names[f"release{n}"] = each._lock.acquire, each._lock.release
         try:
             source = _source(use, outputs, names)
@@ -156,7 +155,7 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
         number = number_of[id(each)]
         put.append(f"p{number}.buffers = {where}; m{number}.version += 1")
         # Else it may be something else that is a tuple: the carry where it comes not alone.
-        first = f"type({where}[0]) is Array" if each._layout.buffers else f"not {where}"
+        first = f"type({where}[0]) is type{number}" if each._layout.buffers else f"not {where}"
         return f"type({where}) is tuple and {first}", f"v{number}"
 
     expected: list[str] = [] if use.carried else ["out is not NOT_A_HIT"]

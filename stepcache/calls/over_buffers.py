@@ -151,7 +151,7 @@ def without_layouts(outputs: Any, fast_path: Any = None) -> tuple[Any, Any]:
     """
     bare = mapped(lambda node: tuple(node.buffers) if isinstance(node, Packed) else node, outputs)
     if fast_path is not None and bare is not outputs:
-        fast_path = jaxcompat.with_output_tree(fast_path, jax.tree_util.tree_structure(bare))
+        fast_path = jaxcompat.with_output_tree(fast_path, bare)
     return bare, fast_path
 
 
