@@ -21,7 +21,7 @@ from stepcache.calls.context import Scope, current_scope
 from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_global_arrays
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
-from stepcache.calls.over_buffers import over_buffers, shapes_in
+from stepcache.calls.over_buffers import over_buffers, shapes_in, without_layouts
 from stepcache.calls.padding import Padder
 from stepcache.calls.placement import (
     check_runnable,
@@ -369,7 +369,10 @@ def _eagerly(engine: weakref.ref[Engine], fun: Callable) -> Callable:
             return NOT_A_HIT
         if alive is not None and passes_variables(args, kwargs):
             return alive.run_resident(args, kwargs)
-        return fun(*args, **kwargs)
+        outputs = fun(*args, **kwargs)
+        if alive is not None and alive.is_over_buffers:
+            outputs, _ = without_layouts(outputs)
+        return outputs
 
     return call
 
@@ -393,5 +396,7 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     if alive.is_planned():
         return NOT_A_HIT, None, True
     outputs, fast_path = alive.run(*args, **kwargs)
+    if alive.is_over_buffers:
+        outputs, fast_path = without_layouts(outputs, fast_path)
     alive.call_count.is_whole &= fast_path is None or alive.has_global_arguments
     return outputs, fast_path, False

@@ -49,7 +49,7 @@ class ResidentCalls:
         self.made: Any = None
         self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
         self._make_engine = make_engine
-        self._plans = CallPlans(dispatch)
+        self._plans = CallPlans(spec, dispatch)
         self._runs = 0
 
     @property

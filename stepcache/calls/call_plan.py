@@ -15,10 +15,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.tree_util import tree_leaves, tree_structure
+from jax.tree_util import tree_leaves
 
-from stepcache.calls.over_buffers import Again, is_stand_in
-from stepcache.calls.residence import NOT_A_HIT, Use, put_back
+from stepcache.calls.over_buffers import Again
+from stepcache.calls.residence import NOT_A_HIT, Use, carried, comes_alone, put_back
+from stepcache.calls.step_spec import StepSpec
 from stepcache.variables.packing import Packed
 from stepcache.variables.variables import Variables
 
@@ -29,12 +30,13 @@ def plan(*args, **kwargs):
         {acquire}
         try:
             {take}
+            {keep}  # To free them may let another thread look.
             out = call({arguments})
             if {expected}:
                 {put}
                 return {outputs}
             if out is not NOT_A_HIT:
-                return put_back(out, ({carried}), {carry_names}, write)
+                return put_back(out, carried(args, kwargs), write)
         except (RuntimeError, ValueError) as error:
             if "deleted" not in str(error):  # The usual way says what is.
                 raise
@@ -53,11 +55,12 @@ class CallPlans:
     """The plans of one step. Each passes on the calls that it does not serve.
 
     Args:
+        spec: the step.
         dispatch: what serves a call for which there is no plan.
     """
 
-    def __init__(self, dispatch: Callable[..., Any]):
-        self._dispatch = self._newest = dispatch
+    def __init__(self, spec: StepSpec, dispatch: Callable[..., Any]):
+        self._spec, self._dispatch, self._newest = spec, dispatch, dispatch
         self._known: set[Any] = set()
         self._is_stopped = False
         self._lock = threading.Lock()
@@ -77,7 +80,7 @@ class CallPlans:
 
         Args:
             use: the variables of such a call.
-            outputs: what its program returned.
+            outputs: what its program returned, with a tuple of buffers for each value.
             call: runs the step over buffers, and gives `NOT_A_HIT` where it would enter Python.
 
         Returns:
@@ -87,10 +90,15 @@ class CallPlans:
         """
         if not all(each._master.is_resident for each in use.variables):
             return None
-        names: dict[str, Any] = {"NOT_A_HIT": NOT_A_HIT, "Packed": Packed}
-        names |= {"__name__": __name__, "call": call, "put_back": put_back, "write": _write}
+        names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT, "call": call}
+        names |= {"put_back": put_back, "write": _write}
+        names["carried"] = functools.partial(carried, self._spec)
         for n, each in enumerate(use.variables):
-            names[f"known{n}"], names[f"again{n}"] = weakref.ref(each), Again(n)
+            # A master is found by a reference of its own: `each._master` would take 0.2 µs, as
+            # attributes of `Variables` are looked up in Python.
+            names[f"known{n}"], names[f"master{n}"] = map(weakref.ref, (each, each._master))
+            names[f"again{n}"] = Again(n)
+            names[f"type{n}"] = type(next(iter(each._master.arrays()), None))
             names[f"acquire{n}"], names[f"release{n}"] = each._lock.acquire, each._lock.release
         try:
             source = _source(use, outputs, names)
@@ -111,8 +119,8 @@ class CallPlans:
             return self._newest
 
 
-def _write(each: Variables, value: Packed) -> None:
-    each._master.write(value)
+def _write(each: Variables, buffers: tuple) -> None:
+    each._master.write(Packed(each._layout, buffers))
 
 
 def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
@@ -145,8 +153,10 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
 
     def written(where: str, each: Variables) -> tuple[str, str]:
         number = number_of[id(each)]
-        put.append(f"m{number}.packed = {where}; m{number}.version += 1")
-        return f"type({where}) is Packed", f"v{number}"
+        put.append(f"p{number}.buffers = {where}; m{number}.version += 1")
+        # Else it may be something else that is a tuple: the carry where it comes not alone.
+        first = f"type({where}[0]) is type{number}" if each._layout.buffers else f"not {where}"
+        return f"type({where}) is tuple and {first}", f"v{number}"
 
     expected: list[str] = [] if use.carried else ["out is not NOT_A_HIT"]
     returned = "out"
@@ -157,13 +167,12 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
         known="; ".join(f"v{n} = known{n}()" for n in numbers),
         checks=" and ".join(checks),
         acquire="; ".join(f"acquire{n}()" for n in locked),
-        take="; ".join(f"m{n} = v{n}._master; p{n} = m{n}.packed" for n in numbers),
+        take="; ".join(f"m{n} = master{n}(); p{n} = m{n}.packed" for n in numbers),
+        keep="; ".join(f"k{n} = p{n}.buffers" for n in numbers[: use.carried]) or "pass",
         arguments=", ".join(positional + named),
         expected=" and ".join(expected),
         put="; ".join(put) or "pass",
         outputs=returned,
-        carried="".join(f"v{n}, " for n in numbers[: use.carried]),
-        carry_names=len(use.carry_arguments()),
         release="; ".join(f"release{n}()" for n in locked),
     )
 
@@ -178,11 +187,11 @@ def _returned(
     """An expression for the outputs with the carried variables in them.
 
     Args:
-        outputs: of the first call, with stand-ins.
+        outputs: of the first call.
         carry: the carried arguments.
         written, expected, names: as for `_rebuilt`.
     """
-    if len(carry) == 1 and tree_structure(carry[0]) == tree_structure(outputs, is_stand_in):
+    if comes_alone(outputs, carry):
         return _rebuilt("out", carry[0], written, expected, names)
     kind = type(outputs)
     if kind not in (tuple, list):

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
+from stepcache import jaxcompat
 from stepcache.calls.carry import refuse, refuse_outputs, refuse_tree, type_of
 from stepcache.calls.signature import Call, Leaf, Parameters, Signature
 from stepcache.calls.step_spec import StepSpec
@@ -136,6 +137,22 @@ def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
 
 def leaves_of(tree: Any) -> list[Any]:
     return jax.tree_util.tree_leaves(tree, is_leaf=is_stand_in)
+
+
+def without_layouts(outputs: Any, fast_path: Any = None) -> tuple[Any, Any]:
+    """What a program over buffers returned, with tuples of buffers, which JAX makes sooner.
+
+    Args:
+        outputs: with `Packed` where a carry had `Variables`.
+        fast_path: what JAX's dispatcher needs to serve the same call by itself; None for nothing.
+
+    Returns:
+        Both, with a tuple of buffers in the place of each `Packed`.
+    """
+    bare = mapped(lambda node: tuple(node.buffers) if isinstance(node, Packed) else node, outputs)
+    if fast_path is not None and bare is not outputs:
+        fast_path = jaxcompat.with_output_tree(fast_path, bare)
+    return bare, fast_path
 
 
 def shapes_in(outputs: Any) -> Any:

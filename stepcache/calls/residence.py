@@ -18,14 +18,14 @@ from stepcache.calls import bound_variables
 from stepcache.calls.bound_variables import variables_of
 from stepcache.calls.context import DEFAULT_SCOPE, Scope
 from stepcache.calls.host_values import check_replicas, compare
-from stepcache.calls.over_buffers import Again, argument_of, leaves_of, mapped
+from stepcache.calls.over_buffers import Again, argument_of, mapped
 from stepcache.calls.placement import moved_bytes
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import VariablesError
 from stepcache.variables import transfer
 from stepcache.variables.describing import joined
 from stepcache.variables.masters import Reader, Source
-from stepcache.variables.packing import Packed
+from stepcache.variables.packing import Layout, Packed
 from stepcache.variables.plan import Plan, check_bytes
 from stepcache.variables.transfer import Meter
 from stepcache.variables.variables import Variables
@@ -60,6 +60,7 @@ class Use:
     def __init__(self, spec: StepSpec, args: tuple, kwargs: dict[str, Any]):
         self._spec, self.given = spec, (args, kwargs)
         self._session: Any = None
+        self._layouts: dict[Variables, Layout] = {}
         self.meter = Meter()
         self.variables = self._find()
         bound_variables.check_options(spec, args, kwargs, read=len(self.variables) > self.carried)
@@ -143,8 +144,7 @@ class Use:
 
     def carry_arguments(self) -> list[Any]:
         """The arguments that are carried; None for one that is not passed."""
-        parameters = self._spec.parameters
-        return [argument_of(parameters.positional, *self.given, name) for name in parameters.carry]
+        return carried(self._spec, *self.given)
 
     def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
         """Position or name of each argument, and itself: the carried ones first.
@@ -213,6 +213,7 @@ class Use:
             each._master.check_not_lost(each.name)
             reader = Reader(self._session, (), carried, in_program)
             packed = each._master.take(reader, self.meter)
+            self._layouts[each] = packed.layout
             return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
         arguments = self._replaced(take)
@@ -295,47 +296,70 @@ class Use:
         return args, {name: mapped(value_of, tree) for name, tree in self.given[1].items()}
 
     def written(self, outputs: Any) -> Any:
-        """Stores new values in the carried variables, and puts these into the outputs."""
+        """Stores new values in the carried variables, and puts these into the outputs.
 
-        def put(each: Variables, value: Packed) -> None:
+        In the outputs there is a tuple of buffers for each of them.
+        """
+
+        def put(each: Variables, buffers: tuple) -> None:
+            value = Packed(self._layouts[each], buffers)
             value = transfer.copied(value) if jaxcompat.arguments_outlive_calls() else value
             each._master.put(value, self._session, self.meter)
 
         if self.carried:
-            names = len(self._spec.parameters.carry)
-            outputs = put_back(outputs, self.variables[: self.carried], names, put)
+            outputs = put_back(outputs, self.carry_arguments(), put)
         for index, each in enumerate(self.variables):
             reader = Reader(self._session, carried=index < self.carried)
             each._master.ahead(reader, self.meter)
         return outputs
 
 
-def put_back(
-    outputs: Any,
-    carried: Sequence[Variables],
-    names: int,
-    put: Callable[[Variables, Packed], None],
-) -> Any:
-    """Stores returned values in the carried variables, and puts these into the outputs.
+def carried(spec: StepSpec, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of a call that are carried; None for one that is not passed."""
+    parameters = spec.parameters
+    return [argument_of(parameters.positional, args, kwargs, name) for name in parameters.carry]
 
-    `names` counts the arguments of the step that are carried.
+
+def put_back(outputs: Any, carry: Sequence[Any], put: Callable[[Variables, tuple], None]) -> Any:
+    """Stores returned buffers in the carried variables, and puts these into the outputs.
+
+    Args:
+        outputs: with a tuple of buffers where a carry had variables.
+        carry: the carried arguments.
+        put: stores the buffers of variables.
     """
-    left = iter(carried)
 
-    def commit(node: Any) -> Any:
-        if not isinstance(node, Packed):
-            return node
-        each = next(left)
-        put(each, node)
-        return each
+    def commit(old: Any, new: Any) -> Any:
+        leaves, structure = jax.tree_util.tree_flatten(old)
+        if not any(isinstance(leaf, Variables) for leaf in leaves):
+            return new
+        news = structure.flatten_up_to(new)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Variables):
+                put(leaf, news[index])
+                news[index] = leaf
+        return structure.unflatten(news)
 
-    # A carry that is a list or a tuple, and comes back alone, looks like several outputs.
-    if type(outputs) in (tuple, list) and len(carried) == sum(
-        isinstance(leaf, Packed) for tree in outputs[:names] for leaf in leaves_of(tree)
-    ):
-        news = (mapped(commit, tree) for tree in outputs[:names])
-        return type(outputs)((*news, *outputs[names:]))
-    return mapped(commit, outputs)
+    if comes_alone(outputs, carry):
+        return commit(carry[0], outputs)
+    news = map(commit, carry, outputs)
+    return type(outputs)((*news, *outputs[len(carry) :]))
+
+
+def comes_alone(outputs: Any, carry: Sequence[Any]) -> bool:
+    """Whether outputs with tuples of buffers are the carry, and not several of which it is one.
+
+    A carry that is a list or a tuple, and comes back alone, looks like several outputs.
+    """
+    if len(carry) != 1:
+        return False
+    leaves, structure = jax.tree_util.tree_flatten(carry[0])
+    bare = [
+        tuple(range(len(leaf._layout.buffers))) if isinstance(leaf, Variables) else 0
+        for leaf in leaves
+    ]
+    tree = jax.tree_util.tree_structure(structure.unflatten(bare))
+    return tree == jax.tree_util.tree_structure(outputs)
 
 
 def check_budget(scope: Scope, step: str, request: Request | None, use: Use | None = None) -> None:

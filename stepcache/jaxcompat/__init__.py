@@ -63,4 +63,5 @@ from stepcache.jaxcompat.stages import (
     sources_of,
     uncommitted_outputs,
     unhide_methods,
+    with_output_tree,
 )

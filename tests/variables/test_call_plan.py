@@ -318,3 +318,19 @@ def test_a_planned_step_is_still_the_function_to_others():
     plain, _ = step(ramp(0), X)
     np.testing.assert_allclose(plain["b"], 3)
     assert jax.grad(lambda w: sc.step(read)({"w": w}, X).sum())(jnp.ones(4)).shape == (4,)
+
+
+@pytest.mark.parametrize("first", ["a", "z"])
+def test_random_keys_are_served_by_a_plan(first, entered):
+    def advance(state):
+        return {"k": jax.random.fold_in(state["k"], 1), first: state[first] + 1}
+
+    step = sc.step(advance, carry="state")
+    tree = {"k": jax.random.key(0), first: jnp.float32(0)}
+    state, expected = sc.Variables(tree), tree
+    for _ in range(4):
+        assert step(state) is state
+        expected = advance(expected)
+    assert len(entered) == 1
+    assert state.value["k"].dtype == tree["k"].dtype
+    np.testing.assert_array_equal(*map(jax.random.key_data, (state.value["k"], expected["k"])))
