@@ -162,6 +162,10 @@ def test_modules_of_nnx_in_place(tmp_path):
     built_once_then_loaded(script, "train_step", "eval_step")
 
 
+def test_modules_of_nnx_in_buffers(tmp_path):
+    built_once_then_loaded(Script("nnx_packed", tmp_path), "train_step", runs=3)
+
+
 @pytest.mark.slow
 def test_modules_of_equinox_as_they_are(tmp_path):
     script = Script("equinox_filter", tmp_path)
