@@ -115,7 +115,7 @@ def test_a_merge_that_fails_is_an_error_on_all_ranks():
 def test_an_error_does_not_grow_with_the_missing_ranks():
     names = Names()
     current = Round("round", range(0, 4000, 2), Watch(names, 0), "train", "", 0.01)
-    with pytest.raises(AgreementError, match="ranks 2, 4, .* did not take part"):
+    with pytest.raises(AgreementError, match=r"ranks 2, 4, .* did not take part"):
         current.merge("topic", b"", lambda contributions: b"")
     assert len(names.values["round/topic/result"]) < 500
 
