@@ -467,8 +467,11 @@ def test_a_hang_is_logged_once_with_where_all_ranks_are(together):
 
 def test_a_hang_can_be_an_error(together):
     ranks = together("hang, error")
+    assert ranks[1].code == 1
+    # While rank 0, before it ends, waits for the others, the end of rank 1 can end its call.
+    assert ranks[0].code == 1 or ranks[0].said("lost"), ranks[0].output
     for rank in ranks[:2]:
-        assert rank.code == 1 and "finished" not in rank.output
+        assert "finished" not in rank.output
         assert "RankLostError: the pod is broken: nothing has moved for 3 s" in rank.output
 
 
