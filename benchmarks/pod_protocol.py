@@ -168,7 +168,7 @@ class Rank:
         distributed.global_state.client = self.client
         # There are no devices to ask, and one machine.
         jax.process_index = lambda *_: rank
-        failure_detection._pending_ranks = set
+        failure_detection.pending_ranks = set
         machine = f"{pod_events._machine()}-{rank // OF_A_MACHINE}"
         pod_events._machine = lambda: machine
         peers = peers_of(range(count))

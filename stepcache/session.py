@@ -21,10 +21,9 @@ from stepcache.calls.context import (
     recompiles_forbidden,
     token_of,
 )
-from stepcache.calls.host_values import check_replicas
 from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang
 from stepcache.distributed.peers import AGREE_SECONDS, peers_of
-from stepcache.distributed.replicas import Part
+from stepcache.distributed.replicas import Part, check_replicas
 from stepcache.engine import preload_all
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
@@ -81,7 +80,8 @@ class Session:
             what several processes, or devices, hold of the same values in them is the same, as
             `check_replicas` does; but what is compared first are checksums that the devices make.
             Calls of all processes are counted, so all have to make the same ones. It takes each
-            call that passes `Variables` through Python. None never checks.
+            call that passes `Variables` through Python. A save compares what it is about to write
+            in the same way, at any call. None never checks.
         hang_after: seconds without a movement in a session over several processes, after which each
             of them logs, once, where all of them are, to the logger `stepcache`; None for never.
         on_hang: "warn" goes on waiting after that; "error" makes it a `RankLostError` on all.
@@ -214,11 +214,14 @@ class Session:
         Raises:
             AgreementError: values differ; it names their paths, and the ranks.
         """
+        self._check_replicas(tree, "in check_replicas")
+
+    def _check_replicas(self, tree: Any, about: str, *, summed: bool = False) -> None:
         held = [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, Variables)]
         with contextlib.ExitStack() as locks:
             for each in sorted(held, key=lambda each: each._number):
                 locks.enter_context(each._lock)
-            check_replicas(lambda: _parts_of(tree), self._scope.peers, "in check_replicas")
+            check_replicas(lambda: _parts_of(tree), self._scope.peers, about, summed=summed)
 
     def __enter__(self) -> Session:
         if self.closed:

@@ -17,10 +17,10 @@ from stepcache import jaxcompat
 from stepcache.calls import bound_variables
 from stepcache.calls.bound_variables import variables_of
 from stepcache.calls.context import DEFAULT_SCOPE, Scope
-from stepcache.calls.host_values import check_replicas, compare
 from stepcache.calls.over_buffers import Again, argument_of, mapped
 from stepcache.calls.placement import moved_bytes
 from stepcache.calls.step_spec import Request, StepSpec
+from stepcache.distributed.replicas import check_replicas, compare
 from stepcache.errors import VariablesError
 from stepcache.variables import transfer
 from stepcache.variables.describing import joined

@@ -18,13 +18,14 @@ from typing import Any
 from stepcache.distributed.broadcast import Channel
 from stepcache.distributed.failure_detection import Watch
 from stepcache.errors import AgreementError
+from stepcache.events import Change
 from stepcache.jaxcompat.coordination import Unreachable
 from stepcache.storage import plain
 from stepcache.units import readable_ranks, spans_of
 
 MAX_SIDES = 8
 """How many groups of differing processes an exchange collects."""
-_MAX_SPANS = 32  # Of the ranks of one group.
+_MAX_SPANS = 32  # Of the ranks of one group, or of those that are missing.
 _POLL_SECONDS = 0.2  # Between checks for a known loss; the service is not asked.
 _LOG_SECONDS = 5.0
 _FIRST_SECONDS = 1.0  # The process that arrived first gives up before the others do.
@@ -72,6 +73,20 @@ class Round:
         """Returns what every process contributes, by rank. Equal contributions travel once."""
         groups = plain.unpack(self.merge(topic, payload, _grouped))
         return {rank: each for each, spans in groups for rank in ranks_in(spans)}
+
+    def explained_by(
+        self, topic: str, speakers: Sequence[int], own: Callable[[], Any]
+    ) -> dict[int, Any]:
+        """Returns what a few processes explain to all, by rank.
+
+        Args:
+            topic: as for `merge`.
+            speakers: the processes that explain, such as the first one of each side.
+            own: returns what this process explains; called only if it is a speaker.
+        """
+        said = own() if self.rank in speakers else None
+        received = self.gather(topic, zlib.compress(plain.pack(said), 1))
+        return {rank: plain.unpack(zlib.decompress(received[rank])) for rank in speakers}
 
     def merge(self, topic: str, payload: bytes, merge: Merge) -> bytes:
         """Returns the merged contributions of all processes.
@@ -143,9 +158,9 @@ class Round:
                 if pending and time.monotonic() > started + pending[0][0]:
                     pending.pop(0)[1]()
 
-    def _missing(self, topic: str) -> list[int]:
-        there = self.contributions(topic)
-        return [rank for rank in self.ranks if rank not in there]
+    def _missing(self, topic: str) -> list[list[int]]:
+        """Returns the spans of ranks that have not contributed; of very many, the first ones."""
+        return spans_of(set(self.ranks) - self.contributions(topic).keys())[:_MAX_SPANS]
 
     def _give_up(self, topic: str) -> None:
         """Writes an error as the result. Only the first process that calls this does."""
@@ -161,7 +176,7 @@ class Round:
             why = f"; rank {self.rank} needs a new program: {self._reason}" if self._reason else ""
             self._watch.log_everywhere(
                 f"rank {self.rank} has waited {_LOG_SECONDS:.0f} s for "
-                f"{readable_ranks(late)} to agree on {self._label}{why}"
+                f"{readable_ranks(ranks_in(late))} to agree on {self._label}{why}"
             )
 
     @contextlib.contextmanager
@@ -175,27 +190,28 @@ class Round:
             self._watch.loss.raise_if_known()
             raise
 
-    def _late_error(self, late: list[int], by: int, reason: str) -> AgreementError:
+    def _late_error(self, late: list[list[int]], by: int, reason: str) -> AgreementError:
         """Returns the error of the processes that waited, and of those that came late.
 
         Args:
-            late: the ranks that did not take part in time.
+            late: spans of the ranks that did not take part in time.
             by: the rank that gave up.
             reason: why that rank needed the agreement.
         """
+        ranks = ranks_in(late)
         why = f"; rank {by} needs a new program: {reason}" if reason else ""
-        if self.rank in late:
+        if self.rank in ranks:
             return AgreementError(
                 f"rank {self.rank}, this process, came too late to the agreement on {self._label}: "
                 f"the other ranks had given up{why}",
-                sides=(tuple(late),),
+                sides=(tuple(ranks),),
             )
         return AgreementError(
-            f"{readable_ranks(late)} did not take part in the agreement on {self._label} within "
+            f"{readable_ranks(ranks)} did not take part in the agreement on {self._label} within "
             f"{self._timeout_seconds:.0f} s{why}",
-            sides=(tuple(late),),
+            sides=(tuple(ranks),),
             expected=f"a call that needs a new program, on {readable_ranks(self.ranks)}",
-            got=f"no such call on {readable_ranks(late)}",
+            got=f"no such call on {readable_ranks(ranks)}",
             hint=SAME_CALLS,
         )
 
@@ -226,6 +242,15 @@ def sides_of(values: Mapping[int, Hashable]) -> list[list[list[int]]]:
 def ranks_in(spans: Iterable[Sequence[int]]) -> list[int]:
     """Returns the ranks of spans, each of which is a first and a last rank."""
     return [rank for low, high in spans for rank in range(low, high + 1)]
+
+
+def by_rank(change: Change, before: Sequence[int], after: Sequence[int]) -> str:
+    """Returns a line that says what the ranks of both sides have."""
+    noted = f" ({change.note})" if change.note else ""
+    return (
+        f"{change.path}{noted}: {readable_ranks(after)} {change.after}; "
+        f"{readable_ranks(before)} {change.before}"
+    )
 
 
 def _grouped(contributions: dict[int, bytes]) -> bytes:

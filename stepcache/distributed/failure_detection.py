@@ -33,10 +33,11 @@ import jax
 
 from stepcache._process_hooks import quick_switching
 from stepcache.distributed import hang_report
+from stepcache.distributed.global_arrays import pending_ranks
 from stepcache.distributed.hang_report import Movement, Row, table
 from stepcache.distributed.loss import Loss
 from stepcache.distributed.pod_events import ANSWER_SECONDS, ENDED, PodEvents
-from stepcache.errors import RankLostError, first_line
+from stepcache.errors import AgreementError, RankLostError, first_line
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable
 
@@ -163,7 +164,7 @@ class Watch:
         Raises:
             RankLostError: it is.
         """
-        if isinstance(error, RankLostError) or self._closed:
+        if isinstance(error, RankLostError | AgreementError) or self._closed:
             return
         if not self.loss.known.is_set():
             if not _OF_TRANSPORT.search(str(error)):
@@ -187,6 +188,9 @@ class Watch:
     def _announce_loss(self, ranks: Iterable[int], why: str, report: str = "") -> None:
         self._announced = True
         self._append("lost", ranks=sorted(ranks), why=why, table=report)
+
+    def _announce_failure(self) -> None:
+        self._announce_loss([self.rank], _after(self._failure, hang_report.latest_call()))
 
     def _append(self, kind: str, **more: Any) -> None:
         """Appends an event, after those that other ranks append meanwhile."""
@@ -285,14 +289,14 @@ class Watch:
         if not main.is_alive() and self._movement.thread == main.ident:
             self._note_failure()
             if self._failure:
-                return self._announce_loss([self.rank], self._failure)
+                return self._announce_failure()
             self._ended = self._ended or "ended its script"
         if self._ended:
             if not self._someone_ended:
                 self._events.append("ended")
         elif not self._inside and time.monotonic() > self._left_at + _LOOK_SECONDS:
             for mesh, (number, left) in list(self._sessions.items()):
-                if left and (mesh, number) not in self._heard_left and not _pending_ranks():
+                if left and (mesh, number) not in self._heard_left and not pending_ranks():
                     self._events.append("left", mesh=mesh, number=number)
 
     def _note_failure(self) -> None:
@@ -336,12 +340,12 @@ class Watch:
         mesh, ranks, *_ = self._inside[-1] if self._inside else ("", rows)
         number = self._sessions[mesh][0] if mesh else 0
         # A local computation may take long: then no other rank is waited for.
-        pending = set() if of_transport else _pending_ranks()
+        pending = set() if of_transport else pending_ranks()
         outside = {}
         for rank in sorted(set(ranks) & rows.keys() - {self.rank}):
             how, call = rows[rank].how_left(mesh, number), rows[rank].call
             if how and (rank in pending or not pending):
-                outside[rank] = f"{how}, after {call}" if call else how
+                outside[rank] = _after(how, call)
         return outside
 
     def _report_hang(self, seconds: float, on_hang: OnHang) -> None:
@@ -373,7 +377,7 @@ class Watch:
         self._note_failure()
         with contextlib.suppress(Unreachable):
             if self._failure and not self.loss.known.is_set():
-                self._announce_loss([self.rank], self._failure)
+                self._announce_failure()
                 self.loss.known.wait(ANSWER_SECONDS)
         if self.loss.known.is_set() or self._failure:
             with contextlib.suppress(Unreachable):
@@ -389,11 +393,5 @@ class Watch:
             thread.join(2 * _LOOK_SECONDS)
 
 
-def _pending_ranks() -> set[int]:
-    """Returns the processes whose devices hold a part of an array that is still being computed."""
-    return {
-        device.process_index
-        for array in jax.live_arrays()
-        if not (array.is_fully_addressable or array.is_deleted() or array.is_ready())
-        for device in array.sharding.device_set
-    }
+def _after(how: str, call: str) -> str:
+    return f"{how}, after {call}" if call else how

@@ -107,3 +107,13 @@ def _maker(
 def is_key(value: Any) -> bool:
     """Returns whether a value is an array of PRNG keys."""
     return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def pending_ranks() -> set[int]:
+    """Returns the processes whose devices hold a part of an array that is still being computed."""
+    return {
+        device.process_index
+        for array in jax.live_arrays()
+        if not (array.is_fully_addressable or array.is_deleted() or array.is_ready())
+        for device in array.sharding.device_set
+    }

@@ -104,10 +104,12 @@ class Loss:
         """
         movement.look()
         still = min(movement.still_seconds, time.monotonic() - self._known_at)
-        limit = _LEAVE_SECONDS if self._raised else _RAISE_SECONDS
+        had_raised = self._raised
+        limit = _LEAVE_SECONDS if had_raised else _RAISE_SECONDS
         if not movement.waits_for_device or still < limit:
             return
-        threading.Timer(2 * _LAST_ONE_SECONDS, os._exit, (1,)).start()  # In case a stream blocks.
+        in_any_case = threading.Timer(2 * _LAST_ONE_SECONDS, os._exit, (1,))  # A stream may block.
+        in_any_case.start()
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             name = f"{RankLostError.__module__}.{RankLostError.__qualname__}"
@@ -116,6 +118,8 @@ class Loss:
             sys.stderr.flush()
         with contextlib.suppress(Unreachable):
             self.leave_pod()
+        if self._raised and not had_raised:  # The ends of other ranks have ended its call.
+            return in_any_case.cancel()
         os._exit(1)
 
     def end_calls(self) -> None:

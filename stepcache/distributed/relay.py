@@ -121,19 +121,16 @@ class Relay:
             raise
 
 
-def own_host(coordinator: str) -> str:
+def own_host(coordinator: tuple[str, int]) -> str:
     """Returns the address of this machine on the route to the coordinator. Sends nothing.
 
     Args:
-        coordinator: `host:port`.
+        coordinator: host and port.
 
     Raises:
         OSError: there is no route.
     """
-    host, _, port = coordinator.rpartition(":")
-    family, kind, *_, address = socket.getaddrinfo(
-        host.strip("[]"), int(port), type=socket.SOCK_DGRAM
-    )[0]
+    family, kind, *_, address = socket.getaddrinfo(*coordinator, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return probe.getsockname()[0]

@@ -1,10 +1,14 @@
-"""Tokens of values: short texts by which processes compare their replicas of a value."""
+"""Compares the replicas that processes and devices hold of values.
+
+A token is a short text about a value. Processes exchange a digest of their tokens; only where the
+digests differ, one process of each side sends its tokens.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from stepcache import jaxcompat
+from stepcache.distributed.agreement import MAX_SIDES, Round, by_rank, ranks_in, sides_of
 from stepcache.distributed.global_arrays import is_key, spans_processes
+from stepcache.distributed.peers import Peers
+from stepcache.errors import AgreementError
+from stepcache.events import Change
+from stepcache.storage import plain
+from stepcache.units import counted
 
 Groups = dict[tuple[int, ...], dict[str, str]]
 """Tokens of the values of this process, by path, for each group of ranks that hold replicas."""
@@ -20,11 +31,13 @@ Groups = dict[tuple[int, ...], dict[str, str]]
 Part = tuple[str, Any, slice | None]
 """Path and array of a leaf, and its slice if it is a part of a packed array."""
 
-SEVERAL = "its devices hold "
-"""The prefix of a token of replicas that differ between the devices of one process."""
+Differing = dict[str, list[list[list[int]]]]
+"""By the name of a group of ranks that should hold the same: the spans of the ranks that do."""
+
+_SEVERAL = "its devices hold "  # Before a token of replicas that differ between devices.
 _READ_WHOLE_BYTES = 1 << 16
 _BLOCKS, _BLOCK_BYTES = 16, 4096
-_SHOWN = 3
+_SHOWN, _MAX_LINES = 3, 12
 
 
 def token_of(value: Any, *, whole: bool = False) -> str:
@@ -85,10 +98,142 @@ def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...], *, summed: bool 
             if part is not None:
                 read[key] = copies
             tokens = sorted({token_of(each[part or ...], whole=True) for each in copies})
-            several = SEVERAL if len(tokens) > 1 else ""
+            several = _SEVERAL if len(tokens) > 1 else ""
             group = tuple(sorted(holders[index])) if spans_processes(array.sharding) else ranks
             groups.setdefault(group, {})[path + index] = several + " and ".join(tokens)
     return groups
+
+
+def digest_of(tokens: Mapping[str, str]) -> str:
+    """Returns a digest of values, by their tokens."""
+    return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()[:16]
+
+
+def group_name(ranks: Sequence[int]) -> str:
+    """Returns a short name for a group of ranks."""
+    return hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+
+
+def differing(digests: Mapping[int, Mapping[str, str]]) -> Differing:
+    """Returns the groups whose ranks hold different values; of very many, the first ones.
+
+    Args:
+        digests: of each rank, by the name of the group.
+    """
+    sides = {
+        name: sides_of({rank: found[name] for rank, found in digests.items() if name in found})
+        for name in sorted({name for found in digests.values() for name in found})
+    }
+    several = [(name, each) for name, each in sides.items() if len(each) > 1]
+    return dict(sorted(several, key=lambda each: each[1])[:MAX_SIDES])
+
+
+def _merge_digests(contributions: dict[int, bytes]) -> bytes:
+    return plain.pack(differing({rank: plain.unpack(x) for rank, x in contributions.items()}))
+
+
+def compare(round: Round, about: str, groups: Groups, found: Differing | None = None) -> None:
+    """Compares values with those of the other processes.
+
+    Args:
+        round: an agreement round of all processes.
+        about: when the values are compared, for messages.
+        groups: the values of this process.
+        found: which values differ, if the processes have compared their digests already.
+
+    Raises:
+        AgreementError: values differ; it names their paths and the ranks.
+    """
+    named = {group_name(ranks): tokens for ranks, tokens in groups.items()}
+    if found is None:
+        own = {name: digest_of(tokens) for name, tokens in named.items()}
+        found = plain.unpack(round.merge("values", plain.pack(own), _merge_digests))
+    if not found:
+        return
+    sides = {name: [ranks_in(spans) for spans in each] for name, each in found.items()}
+    speakers = sorted({ranks[0] for each in sides.values() for ranks in each})
+    tokens = round.explained_by(
+        "differing values", speakers, lambda: {x: named[x] for x in sides if x in named}
+    )
+    changes, lines, all_sides = [], [], []
+    for name, (most, *others) in sides.items():
+        usual = tokens[most[0]][name]
+        for ranks in others:
+            other = tokens[ranks[0]][name]
+            # A path that one of them does not hold is no difference.
+            paths = [path for path in usual if other.get(path, usual[path]) != usual[path]]
+            found_here = [Change("value", path, usual[path], other[path]) for path in paths]
+            changes += found_here
+            lines += [by_rank(change, most, ranks) for change in found_here]
+            if paths:
+                all_sides += [tuple(most), tuple(ranks)]
+    if changes:
+        raise AgreementError(
+            f"replicated values differ between the ranks, {about}:\n  {_shown(lines)}",
+            changes,
+            tuple(dict.fromkeys(all_sides)),
+            hint="make them from the same seed, checkpoint and settings on all processes; pass "
+            "values that differ between processes in a batch",
+        )
+
+
+def _check_devices(groups: Groups) -> None:
+    """Checks that the devices of this process hold the same values.
+
+    Raises:
+        AgreementError: they do not.
+    """
+    lines = [
+        f"{path}: {token}"
+        for tokens in groups.values()
+        for path, token in tokens.items()
+        if token.startswith(_SEVERAL)
+    ]
+    if lines:
+        raise AgreementError(
+            f"replicated values differ between the devices of rank {jax.process_index()}:\n  "
+            + _shown(lines),
+            hint="jax.shard_map(…, check_vma=False) does not check what its out_specs replicate",
+        )
+
+
+def check_replicas(
+    parts: Callable[[], Iterable[Part]], peers: Peers | None, about: str, *, summed: bool = False
+) -> None:
+    """Checks that all processes and devices hold the same replicas of values.
+
+    Args:
+        parts: returns the values.
+        peers: the processes; None for this one alone.
+        about: when the values are compared, for messages.
+        summed: compare checksums first, and values only where those differ.
+
+    Raises:
+        AgreementError: values differ; it names their paths and the ranks.
+    """
+    ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
+
+    def compare_with_peers(groups: Groups) -> None:
+        if peers is not None:
+            with peers.round("check_replicas") as round:
+                compare(round, about, groups)
+
+    groups = replicas_of(parts(), ranks, summed=summed)
+    for check in (compare_with_peers, _check_devices):
+        try:
+            check(groups)
+            continue
+        except AgreementError as error:
+            differing = error
+        if summed:  # Raises an error that shows the values.
+            check(replicas_of(parts(), ranks))
+        raise differing
+
+
+def _shown(lines: list[str]) -> str:
+    more = len(lines) - _MAX_LINES
+    rest = [f"… and {counted(more, 'more value')}"] if more > 0 else []
+    return "\n  ".join([*lines[:_MAX_LINES], *rest])
 
 
 def _checksums(
@@ -110,7 +255,7 @@ def _is_summed(value: Any) -> bool:
     return (
         isinstance(value, jax.Array)
         and isinstance(value.sharding, NamedSharding)
-        and not is_key(value)
+        and not (is_key(value) or jaxcompat.is_on_host(value))
         and value.nbytes > _READ_WHOLE_BYTES
     )
 

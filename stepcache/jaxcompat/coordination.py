@@ -137,18 +137,18 @@ def service() -> Service | None:
     return Service(distributed.global_state.client)
 
 
-def coordinator_address() -> str:
-    """Returns the address of the service, as `host:port`."""
-    return distributed.global_state.coordinator_address
+def coordinator_address() -> tuple[str, int]:
+    """Returns host and port of the service."""
+    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def coordinator_refuses() -> bool:
-    """Returns whether the process of rank 0, which runs the service, has certainly ended: its
-    machine then refuses connections. JAX's client, which aborts this process, does not tell.
+    """Returns whether rank 0's machine refuses connections to the service: then the process of
+    rank 0 has certainly ended. JAX's client, which aborts this process, does not say.
     """
-    host, _, port = coordinator_address().rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
+        socket.create_connection(coordinator_address(), timeout=_PROBE_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -169,8 +169,7 @@ def wait_until_coordinator_ends(is_over: Callable[[], bool]) -> bool:
     Returns:
         Whether the process has ended; False if `is_over`.
     """
-    host, _, port = coordinator_address().rpartition(":")
-    address = host.strip("[]"), int(port)
+    address = coordinator_address()
     pause, was_connected = 0.0, False
     while not is_over():
         started = time.monotonic()

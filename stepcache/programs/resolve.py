@@ -15,7 +15,7 @@ from typing import Any
 
 from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
-from stepcache.calls.host_values import compare_call_values
+from stepcache.calls.global_arguments import compare_call_values
 from stepcache.calls.key import Key
 from stepcache.calls.nnx_modules import warn_of_carried_module
 from stepcache.calls.step_spec import Request, StepSpec

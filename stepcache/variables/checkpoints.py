@@ -189,14 +189,18 @@ def save(
             an item has a leaf that is no array, or this save, or the asynchronous one before it,
             could not be written.
         RankLostError: a process of the pod was lost.
+        AgreementError: in a `Session(check_replicas_every=...)`, replicas of a value differ.
     """
     check_not_tracing("nothing can be saved", "save")
     for saving in list(_unfinished):
         saving.wait()
     root, step = path_of(directory), _step_number(items, keep) if keep is not None else 0
-    if (target := getattr(jaxcompat.entered_session(), "target", None)) is not None:
+    scope = jaxcompat.entered_session()
+    if (target := getattr(scope, "target", None)) is not None:
         return target.save(root, items, keep, step)
     tree, metadata = _collected(items, copied=asynchronous)
+    if getattr(scope, "check_replicas_every", None):
+        scope.session()._check_replicas(tree, f"in what is saved to {root}", summed=True)
     saving = Saving(root, keep, step)
     saving._start(tree, metadata)
     if asynchronous:

@@ -252,6 +252,26 @@ def test_a_difference_of_what_was_lowered_names_lines_of_code_before_xla_compile
         assert all(each.split()[1] == "0" for each in rank.said("compiled")), rank.output
 
 
+SLOWER = """
+try:
+    with sc.Session(mesh):
+        try:
+            sc.step(lambda batch: batch.sum(), batch="batch")(np.ones(2 + RANK, np.float32))
+        except sc.AgreementError:
+            time.sleep(0 if RANK else 5)  # Meanwhile rank 1 ends.
+            raise
+except sc.StepCacheError as error:
+    say("error", type(error).__name__)
+    raise
+"""
+
+
+def test_a_disagreement_stays_one_where_others_have_ended_by_it(together):
+    ranks = together("slower")
+    assert "rank 1 of the pod is lost: ended by AgreementError" in ranks[0].output
+    assert [rank.said("error") for rank in ranks] == [["AgreementError"]] * 2, ranks[0].output
+
+
 CHANGES_LATER = """
 import logging
 logging.basicConfig(level=logging.WARNING, format="log %(message)s", stream=sys.stdout)
@@ -286,6 +306,7 @@ LATER = {
 }
 TOGETHER = {
     "not coming": lambda directory: run_pod(directory, NOT_COMING, 3),
+    "slower": lambda directory: run_pod(directory, SLOWER, 2),
     **{
         kind: functools.partial(
             run_pod, body=CHANGES_LATER.replace("{kind!r}", repr(kind)), count=3

@@ -186,11 +186,28 @@ run("split", 4, "wide", (3, 5))
 run("whole", 4, "table", (100, 50))
 run("packed", 4, "c", 2, pack=True)
 run("planned", 4, "b", 0, before=True)
+with sc.Session(mesh, rules=rules, check_replicas_every=100):
+    variables = sc.Variables(values(), name="params")
+    sc.save("saved", params=variables)
+    for path, index in (("b", 0), ("table", (0, 0))):
+        wrong(variables, path, index)
+        for items in ({"params": variables}, {"step": RANK, "mean": np.float32(1)}):
+            try:
+                sc.save("differs", **items)
+                say("ran", "save")
+            except sc.AgreementError as error:
+                say("save", str(error).replace(chr(10), " | "))
+        sc.restore("saved", params=variables)
+    say("files", os.path.exists("saved"), os.path.exists("differs"))
+with sc.Session(mesh, rules=rules):
+    wrong(other := sc.Variables(values(), name="params"), "b", 0)
+    sc.save("unasked", params=other)
 with sc.Session(mesh, rules=rules, check_replicas_every=3):
     on_host = sc.Variables(values(), placement=sc.OnHost())
     step = sc.step(lambda state: {**state, "n": state["n"] + 1}, carry="state")
     for _ in range(7):
         step(on_host)
+    on_host.save("on host")
     say("ran", "on-host")
 """
 
@@ -212,6 +229,11 @@ def test_what_comes_apart_in_a_run_is_found_at_every_so_many_calls(tmp_path):
             others = {"b", "c", "n", "key", "wide", "table"} - {path}
             assert not any(f"params/{other}" in found[name] for other in others)
             assert "at call 8 of" in found[name]
+        assert rank.said("files") == ["True False"]
+        b, step, table, _ = rank.said("save")
+        assert "params/b: rank 1 [" in b and "in what is saved to" in b and "c:" not in b
+        assert "step: rank 1 1; rank 0 0" in step and "mean" not in step
+        assert "params/table: rank 1 [" in table
     assert ranks[0].said("found") == ranks[1].said("found")
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepcache.distributed.agreement import MAX_SIDES, Round
+from stepcache.distributed.replicas import differing
 from stepcache.errors import AgreementError
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable, call_in_thread
@@ -53,6 +54,8 @@ CONTRIBUTIONS = st.dictionaries(st.integers(0, 300), st.sampled_from([b"", b"a",
 
 class Watch:
     """What a round uses of the detection of losses, of one rank."""
+
+    log_everywhere = staticmethod(lambda text, gives_up: None)
 
     def __init__(self, names, rank):
         self.rank, self.service = rank, Service(names)
@@ -107,6 +110,21 @@ def test_a_merge_that_fails_is_an_error_on_all_ranks():
     for rank in range(2):
         with pytest.raises(AgreementError, match="could not agree on train: ValueError: malformed"):
             exchanged({rank: b""}, merge)
+
+
+def test_an_error_does_not_grow_with_the_missing_ranks():
+    names = Names()
+    current = Round("round", range(0, 4000, 2), Watch(names, 0), "train", "", 0.01)
+    with pytest.raises(AgreementError, match=r"ranks 2, 4, .* did not take part"):
+        current.merge("topic", b"", lambda contributions: b"")
+    assert len(names.values["round/topic/result"]) < 500
+
+
+def test_what_differs_does_not_grow_with_the_groups():
+    """As where all ranks of a mesh hold pairs of shards that differ."""
+    groups = {rank: {f"{rank // 2}": f"{rank}"} for rank in range(4000)}
+    assert len(plain.pack(differing(groups))) < 500
+    assert list(differing({0: {"a": "1"}, 1: {"a": "2", "b": "1"}, 2: {"b": "2"}})) == ["a", "b"]
 
 
 def report(rank, **other):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import zlib
 from collections.abc import Sequence
 
-from stepcache.distributed.agreement import MAX_SIDES, Round, ranks_in, sides_of
+from stepcache.distributed.agreement import MAX_SIDES, Round, by_rank, ranks_in, sides_of
 from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.fingerprint.dependencies import differences
@@ -85,20 +84,20 @@ def _explain(
         The changes, and a line about each.
     """
     speakers = (one[0], other[0])
-    outline, dependencies = own.outline if own is not None else "", {}
-    with contextlib.suppress(Exception):  # The error is raised without an explanation too.
-        dependencies = without_host(own.dependencies()) if own is not None else {}
-    packed = zlib.compress(plain.pack([outline, dependencies]), 1)
-    received = round.gather("outline", packed)
-    programs = [plain.unpack(zlib.decompress(received[rank])) for rank in speakers]
+
+    def outline_and_dependencies() -> list:
+        dependencies = {}
+        with contextlib.suppress(Exception):  # The error is raised without an explanation too.
+            dependencies = without_host(own.dependencies()) if own is not None else {}
+        return [own.outline if own is not None else "", dependencies]
+
+    programs = list(round.explained_by("outline", speakers, outline_and_dependencies).values())
     outlines = [outline.splitlines() for outline, _ in programs]
     number = next(
         (n for n, (a, b) in enumerate(zip(*outlines, strict=False)) if a != b),
         min(map(len, outlines)),
     )
-    source = _source(own, number) if own is not None else ""
-    sources = round.gather("source", source.encode())
-    places = [sources[rank].decode() for rank in speakers]
+    places = list(round.explained_by("source", speakers, lambda: _source(own, number)).values())
     before, after = (
         outline[number].strip() if number < len(outline) else "absent" for outline in outlines
     )
@@ -114,19 +113,12 @@ def _explain(
     return [change, *others], [by_rank(change, one, other), *lines][:MAX_SHOWN]
 
 
-def _source(lowered: Lowered, number: int) -> str:
+def _source(lowered: Lowered | None, number: int) -> str:
     """Returns file and line of the user's code behind a line of a program; empty if unknown."""
+    if lowered is None:
+        return ""
     with contextlib.suppress(Exception):
         for file, line in lowered.sources(number):
             if origin_of_file(file) == USER:
                 return f"{file_label(file, None)}:{line}"
     return ""
-
-
-def by_rank(change: Change, before: Sequence[int], after: Sequence[int]) -> str:
-    """Returns a line that says what the ranks of both sides have."""
-    noted = f" ({change.note})" if change.note else ""
-    return (
-        f"{change.path}{noted}: {readable_ranks(after)} {change.after}; "
-        f"{readable_ranks(before)} {change.before}"
-    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from stepcache.calls.host_values import Differing, differing, digest_of, group_name
 from stepcache.distributed.agreement import sides_of
+from stepcache.distributed.replicas import Differing, differing, digest_of, group_name
 from stepcache.fingerprint.dependencies import digest_dependencies, kind_of
 from stepcache.programs.archive import Archive
 from stepcache.programs.lookup import Lookup, LookupResult
@@ -88,7 +88,7 @@ class CallReport:
     values: str
 
     def packed(self) -> bytes:
-        return plain.pack([getattr(self, name) for name in self.__slots__])
+        return plain.pack(astuple(self))
 
     @classmethod
     def of(
@@ -110,7 +110,7 @@ class CallReport:
             archive is not None and archive.has_programs(),
             result.record.program[:16] if result.record is not None else "",
             archive is None or archive.verify != "before",
-            digest_of(values),
+            digest_of(values) if values is not None else "",
         )
 
 
@@ -182,17 +182,17 @@ def decide(packed: dict[int, bytes]) -> bytes:
         by_host.setdefault(each.host, {})[rank] = each
     roles = {host: _roles_on(alike, untraced) for host, alike in by_host.items()}
     directories = {each.directory for each in reports.values()}
-    decision = [
-        [(reports[spans[0][0]].label, spans) for spans in calls],
-        differing(values),
-        len(values) == len(reports),
-        len({each.code for each in reports.values()}) > 1
+    decision = Decision(
+        calls=[(reports[spans[0][0]].label, spans) for spans in calls],
+        values=differing(values),
+        knows_values=len(values) == len(reports),
+        compares_lowered=len({each.code for each in reports.values()}) > 1
         and any(each.builds for each in roles.values()),
-        len(directories) == 1 and "" not in directories,
-        min(reports),
-        {host: [getattr(each, field) for field in Roles.__slots__] for host, each in roles.items()},
-    ]
-    return plain.pack(decision)
+        shares_directory=len(directories) == 1 and "" not in directories,
+        first=min(reports),
+        roles=roles,
+    )
+    return plain.pack(astuple(decision))
 
 
 def _roles_on(reports: dict[int, CallReport], untraced: bool) -> Roles:

@@ -11,12 +11,11 @@ hold, and nothing runs before that.
 
 from __future__ import annotations
 
-import zlib
-
-from stepcache.calls.host_values import compare, replicated_host_values
+from stepcache.calls.global_arguments import replicated_host_values
 from stepcache.calls.step_spec import StepSpec
-from stepcache.distributed.agreement import Round, ranks_in
+from stepcache.distributed.agreement import Round, by_rank, ranks_in
 from stepcache.distributed.peers import Peers
+from stepcache.distributed.replicas import compare
 from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.fingerprint.dependencies import differences
@@ -24,10 +23,9 @@ from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup, LookupResult
 from stepcache.programs.pods.follower import Follower
 from stepcache.programs.pods.leader import Leader
-from stepcache.programs.pods.lowered import MAX_SHOWN, by_rank
+from stepcache.programs.pods.lowered import MAX_SHOWN
 from stepcache.programs.pods.roles import CallReport, Decision, Dependencies, decide
 from stepcache.programs.resolution import MissedCall, Resolution
-from stepcache.storage import plain
 from stepcache.units import readable_ranks
 
 
@@ -84,13 +82,12 @@ def _raise_different_calls(round: Round, decision: Decision, dependencies: Depen
             sides=all_ranks,
             hint="call the same steps in the same order on all processes",
         )
-    own = dependencies.call if round.rank in [ranks[0] for ranks in all_ranks] else {}
-    received = round.gather("dependencies of the call", zlib.compress(plain.pack(own), 1))
-    unpacked = [plain.unpack(zlib.decompress(received[ranks[0]])) for ranks in all_ranks]
+    speakers = [ranks[0] for ranks in all_ranks]
+    explained = round.explained_by("the call", speakers, lambda: dependencies.call)
     changes: list[Change] = []
     lines = []
-    for (_, ranks), each in zip(sides[1:], unpacked[1:], strict=True):
-        found = differences(unpacked[0], each)
+    for ranks in all_ranks[1:]:
+        found = differences(explained[speakers[0]], explained[ranks[0]])
         changes += found
         lines += [by_rank(change, usual, ranks) for change in found]
     raise AgreementError(
