@@ -11,7 +11,6 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from stepcache import jaxcompat
@@ -264,7 +263,7 @@ class Engine:
         miss, archive = self.miss_log.why(request), scope.cache.archive()
         if archive is None:
             return miss, LookupResult()
-        result = archive.look_up(Lookup(self.spec, request), nullcontext)
+        result = archive.look_up(Lookup(self.spec, request), contextlib.nullcontext)
         return compared(miss, result), result
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
@@ -346,8 +345,8 @@ class Engine:
     def programs(self) -> int:
         """How many programs of the step are held."""
         over_buffers = self.resident_calls.made
-        more = over_buffers.programs() if over_buffers is not None else 0
-        return more + sum(cache.programs_of(self) for cache in self._caches)
+        own = sum(cache.programs_of(self) for cache in self._caches)
+        return own + over_buffers.programs() if over_buffers is not None else own
 
 
 _live: WeakObjects[Engine] = WeakObjects()
@@ -365,14 +364,14 @@ def _eagerly(engine: weakref.ref[Engine], fun: Callable) -> Callable:
     @functools.wraps(fun)
     def call(*args, **kwargs):
         alive = engine()
-        if alive is not None and alive.is_planned():
+        if alive is None:
+            return fun(*args, **kwargs)
+        if alive.is_planned():
             return NOT_A_HIT
-        if alive is not None and passes_variables(args, kwargs):
+        if passes_variables(args, kwargs):
             return alive.run_resident(args, kwargs)
         outputs = fun(*args, **kwargs)
-        if alive is not None and alive.is_over_buffers:
-            outputs, _ = without_layouts(outputs)
-        return outputs
+        return without_layouts(outputs)[0] if alive.is_over_buffers else outputs
 
     return call
 
@@ -387,10 +386,9 @@ def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[A
     if alive.global_arguments is not None:
         whole = alive.global_arguments(args, kwargs)
         if whole is not None:
-            args, kwargs = whole
             alive.has_global_arguments = True
             try:
-                return alive.dispatcher.call(*args, **kwargs), None, False
+                return alive.dispatcher.call(*whole[0], **whole[1]), None, False
             finally:
                 alive.has_global_arguments = False
     if alive.is_planned():

@@ -22,9 +22,7 @@ from stepcache import _process_hooks, jaxcompat
 from stepcache.storage import load_markers, shared_entries
 from stepcache.weak_objects import WeakObjects
 
-_POLL_SECONDS = 0.005
-_IDLE_SECONDS = 0.5
-_STOP_SECONDS = 2.0
+_POLL_SECONDS, _IDLE_SECONDS, _STOP_SECONDS = 0.005, 0.5, 2.0
 _INTERRUPT_SECONDS = 0.5  # Another one could end the cleaning up after the first.
 
 T = TypeVar("T")
@@ -125,9 +123,7 @@ class Builds:
 builds = Builds()
 _LONGEST_STAGE_SECONDS = 2.0
 _QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.2, 10.0  # The first: longer than a small compilation.
-_MOST_WAITING, _SOON_SECONDS = 16, 1.0  # At the end of the process, up to 10 ms each.
-
-
+_MOST_WAITING, _SOON_SECONDS = 16, 0.5  # At the end of the process, up to 10 ms each.
 _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
 
 
@@ -261,7 +257,7 @@ class Worker:
                 job.is_awaited = outcome is SOON
                 longest = _SOON_SECONDS if job.is_awaited else _LONGEST_BUSY_SECONDS
                 job.runs_at = time.perf_counter() + longest
-            if outcome is LATER or outcome is WHEN_QUIET or outcome is SOON:
+            if any(outcome is each for each in (LATER, WHEN_QUIET, SOON)):
                 return False
             job.outcome = outcome
             self._drop(job)
@@ -291,8 +287,7 @@ class Worker:
                 waiting = [job for job in waiting if not job.is_over]
                 if not waiting:
                     return
-                started = self._start()
-                if started:
+                if started := self._start():
                     self._changed.wait(_IDLE_SECONDS)
             if not started:
                 for job in waiting:
