@@ -324,7 +324,8 @@ def test_a_rank_whose_calls_change_later_says_how_on_all(together, kind):
         logged = [line for line in rank.said("log") if "has waited 5 s for" in line]
         assert len(logged) == 1 and "rank 1 has waited 5 s for ranks 0, 2" in logged[0]
         assert f"rank 1 needs a new program: {told}" in logged[0]
-        (error,) = rank.said("error")
+        # A rank whose collective does not end in time prints the error, and ends.
+        error = (rank.said("error") or [rank.output.partition("RankLostError: ")[2]])[0]
         step = "evaluate" if kind == "step" else "step"
         assert f"ranks 0, 2 did not take part in the agreement on {step} within 7 s" in error, (
             rank.output
