@@ -150,7 +150,7 @@ def alone_worker(size: int) -> None:
 
 _RAY = f"""
 import sys, ray
-ray.init(object_store_memory={STORE_BYTES}, include_dashboard=False, log_to_driver=False)
+ray.init("local", object_store_memory={STORE_BYTES}, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """

@@ -18,8 +18,10 @@ import sys
 from ray.cluster_utils import Cluster
 head = {"num_cpus": 2, "object_store_memory": 1 << 30, "include_dashboard": False}
 head |= {"include_log_monitor": False, "no_monitor": True}
-print(Cluster(initialize_head=True, head_node_args=head).address, flush=True)
+cluster = Cluster(initialize_head=True, head_node_args=head)
+print(cluster.address, flush=True)
 sys.stdin.read()
+cluster.shutdown()  # Else Ray would go on telling every `ray.init()` of this address.
 """
 
 
