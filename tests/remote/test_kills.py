@@ -108,6 +108,7 @@ def served(tmp_path_factory):
     tasks.close()
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.seeds(30, few=1)
 @pytest.mark.parametrize("name", [None, "killed"])
