@@ -48,7 +48,7 @@ def code_of_lowering(jaxpr: Any) -> dict[int, CodeType] | None:
     found = dict(_code_around_rules())
     for primitive in primitives:
         for rule in jaxcompat.lowering_rules(primitive):
-            code = _code_of_rule(rule)
+            code = code_of_rule(rule)
             if code is None:
                 return None
             found |= code
@@ -58,13 +58,13 @@ def code_of_lowering(jaxpr: Any) -> dict[int, CodeType] | None:
 def _is_harmless(value: Any) -> bool:
     """Whether a rule finds no function in a parameter, or in a dtype, that is not JAX's."""
     generator = getattr(value, "_impl", None)  # Of random keys.
-    if generator is not None and _code_of_rule(generator) is None:
+    if generator is not None and code_of_rule(generator) is None:
         return False
     return not callable(value) or isinstance(value, type | Mesh)
 
 
 @functools.lru_cache(maxsize=4096)
-def _code_of_rule(rule: Any) -> dict[int, CodeType] | None:
+def code_of_rule(rule: Any) -> dict[int, CodeType] | None:
     """The code that a rule consists of; None if some of it is not JAX's."""
     found: dict[int, CodeType] = {}
     waiting, seen = [rule], set()

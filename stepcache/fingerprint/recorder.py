@@ -16,7 +16,7 @@ from typing import Any
 
 from stepcache import _process_hooks
 from stepcache.fingerprint import active_recordings as active
-from stepcache.fingerprint import opened_files
+from stepcache.fingerprint import jax_alone, opened_files
 from stepcache.fingerprint.callers import (
     calls_matter,
     is_bystander,
@@ -193,7 +193,13 @@ def _start() -> tuple[Callable[[], bool] | None, str]:
         return None, "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
     profile = _process_hooks.ThreadProfile(_profiler())
     if profile.start():
-        return profile.stop, _ANOTHER_PROFILER
+        jax_alone.watch_binds()
+
+        def stop() -> bool:
+            jax_alone.stop_watching()
+            return profile.stop()
+
+        return stop, _ANOTHER_PROFILER
     return None, "a profiler written in C is active, so that its trace cannot be watched"
 
 
@@ -223,9 +229,10 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         known = function if kind is ModuleType else owner if kind is type else kind
         if id(known) in seen:
             return
-        if known is sys.setprofile and frame.f_globals is not vars(_process_hooks):
-            for recording in active.state.stack:
-                recording.unavailable = _ANOTHER_PROFILER
+        if known is sys.setprofile:
+            if frame.f_globals is not vars(_process_hooks):
+                for recording in active.state.stack:
+                    recording.unavailable = _ANOTHER_PROFILER
             return
         if is_of_imports(frame.f_code):
             return

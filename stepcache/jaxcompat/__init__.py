@@ -42,12 +42,14 @@ from stepcache.jaxcompat.contexts import (
     setting,
     tracing_context,
 )
-from stepcache.jaxcompat.hooks import call_on_clear_caches, hide_frames
+from stepcache.jaxcompat.hooks import BindReplacement, call_on_clear_caches, hide_frames
 from stepcache.jaxcompat.inspection import (
+    active_traces,
     captured_arrays,
     equations_of,
     lowering_modules,
     lowering_rules,
+    tracing_rules,
 )
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 from stepcache.jaxcompat.stages import (

@@ -19,7 +19,7 @@ from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 if PRIVATE_API:
     from jax._src import source_info_util, traceback_util, util
 if CAN_STORE:
-    from jax._src import cache_key, compiler
+    from jax._src import cache_key, compiler, core
 
 # ---- compiling, with a store in between --------------------------------------------------------
 
@@ -113,6 +113,20 @@ def _hash_over(found: Callable) -> Callable:
             hasher.update(f"{device.device_kind} {device.process_index};".encode())
 
     return hash_accelerator_config
+
+
+class BindReplacement(_Replacement):
+    """Replaces `Primitive.bind` while it is in use; nothing where JAX lacks the private names.
+
+    Args:
+        over: makes the replacement over the function that is found, which it may call.
+    """
+
+    def __init__(self, over: Callable[[Callable], Callable]):
+        super().__init__(core.Primitive if CAN_STORE else None, "bind", over)
+
+    def _make(self, users: int) -> bool:
+        return CAN_STORE and super()._make(users)
 
 
 REPLACED = frozenset(

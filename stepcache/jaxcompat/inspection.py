@@ -27,7 +27,8 @@ if PRIVATE_API:
     from jax._src import tree_util, xla_bridge
     from jaxlib import xla_client
 if CAN_STORE:
-    from jax._src.interpreters import mlir, pxla
+    from jax._src import core
+    from jax._src.interpreters import ad, batching, mlir, partial_eval, pxla
 
 _JIT_INTERNALS = ("fun_sourceinfo", "fun_signature", "use_resource_env")
 
@@ -156,6 +157,27 @@ def lowering_rules(primitive: Any) -> list[Any]:
     """The functions that lower a primitive, for all platforms."""
     tables = (mlir._lowerings, *mlir._platform_specific_lowerings.values())
     return [table[primitive].rule for table in tables if primitive in table]
+
+
+def tracing_rules(primitive: Any) -> list[Any]:
+    """What JAX keeps for a primitive, in it and in the tables of its transformations."""
+    tables = [table for table in _tables_of_rules() if primitive in table]
+    return [*vars(primitive).values(), *(table[primitive] for table in tables)]
+
+
+@functools.lru_cache(maxsize=1)
+def _tables_of_rules() -> list[dict]:
+    modules = (core, ad, batching, partial_eval)
+    return [table for each in modules for table in vars(each).values() if isinstance(table, dict)]
+
+
+def active_traces() -> list[Any]:
+    """The traces that this thread is in, the innermost first."""
+    traces, trace = [], core.trace_ctx.trace
+    while trace is not None:
+        traces.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return traces
 
 
 def lowering_modules() -> tuple[Any, ...]:

@@ -235,7 +235,8 @@ class Resolver:
 class _Settling:
     """Logs how a program was obtained, and its first run; then stores or verifies it.
 
-    That waits until no other step is being started, which it would slow down.
+    That waits until no other step is being started, which it would slow down. A program that took
+    long to build is stored after its first run: XLA serializes it without Python's lock.
 
     Attributes:
         verify: has the program verified, from a given time on; None for one that was traced.
@@ -261,7 +262,10 @@ class _Settling:
             self._seconds = self._look()
             if self._seconds is LATER:
                 return LATER
-            return WHEN_QUIET if resolution.publication is None else SOON
+            if resolution.publication is None:
+                return WHEN_QUIET
+            if sum(resolution.program.seconds.values()) < _LONG_SECONDS:
+                return SOON
         seconds = self._seconds
         why_not = ""
         if resolution.publication is not None:
@@ -280,6 +284,7 @@ class _Settling:
         return None
 
 
+_LONG_SECONDS = 1.0
 # Verification begins when about ten steps have run.
 _FIRST_STEPS, _QUIET_SECONDS, _LONGEST_WAIT = 10, 0.5, 20.0
 

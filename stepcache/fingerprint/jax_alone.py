@@ -1,0 +1,181 @@
+"""Whether JAX's code alone runs when a primitive is bound.
+
+`sys.setprofile`, which recordings use on Python 3.11, more than doubles the time of a trace, and
+most of a long trace is spent below `Primitive.bind`. No code of the user's runs there if the
+primitive, its rules, the active traces and all that they are given are JAX's: a recording may then
+pause.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from stepcache import _process_hooks, jaxcompat
+from stepcache.fingerprint.held import function_in
+from stepcache.fingerprint.lowering_rules import code_of_rule
+from stepcache.fingerprint.provenance import PYTHON, origin_of_file, package_of
+
+_PACKAGES = frozenset(
+    "jax jaxlib numpy scipy ml_dtypes opt_einsum flatbuffers nanobind stepcache".split()
+)
+# A short trace is not worth examining JAX for.
+_BINDS_BEFORE_PAUSES = 300
+# The first binds of each primitive are watched: which code of JAX's they enter counts, too.
+_WATCHED = 3
+# Of a parameter that holds no function: plain ones, and JAX's by name.
+_PLAIN = (bool, int, float, complex, str, type(None), type)
+_OF_JAX = frozenset(
+    "Jaxpr ClosedJaxpr Mesh AbstractMesh NamedSharding SingleDeviceSharding GSPMDSharding "
+    "PartitionSpec UnspecifiedValue AutoLayout Layout Format ShapedArray MemorySpace "
+    "GatherDimensionNumbers GatherScatterMode ScatterDimensionNumbers ConvDimensionNumbers "
+    "DotDimensionNumbers Precision DotAlgorithm DotAlgorithmPreset RoundingMethod AccuracyMode "
+    "Tolerance FftType RandomAlgorithm ArrayCopySemantics".split()
+)
+
+
+_LITERALS = frozenset("TypedInt TypedFloat TypedComplex TypedNdArray".split())
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.binds = 0
+        self.jax_is_whole: bool | None = None
+        self.primitives: dict[Any, bool] = {}  # Which of them are JAX's.
+
+
+_thread = _Thread()
+_values: set[type] = {bool, int, float, complex, np.ndarray}
+_parameters: set[type] = set(_PLAIN)
+_others: set[tuple[type, Any]] = set()
+_seen: Counter[tuple[Any, type]] = Counter()
+
+
+def watch_binds() -> None:
+    """Has the recording that this thread has just begun pause where JAX's code alone runs."""
+    _thread.__init__()
+    _binds.start()
+
+
+def stop_watching() -> None:
+    """Ends what `watch_binds` began."""
+    _binds.stop()
+
+
+def runs_jax_alone(primitive: Any, arguments: tuple, parameters: dict[str, Any]) -> bool:
+    """Whether to bind a primitive now runs no code but JAX's, all of which has been seen before."""
+    _thread.binds += 1
+    if _thread.binds < _BINDS_BEFORE_PAUSES:
+        return False
+    is_of_jax = _thread.primitives.get(primitive)
+    if is_of_jax is None:
+        is_of_jax = _thread.primitives[primitive] = _is_of_jax(primitive)
+    if not is_of_jax:
+        return False
+    for value in arguments:
+        if type(value) not in _values and not _is_listed(type(value), _values, _holds_numbers):
+            return False
+    for value in parameters.values():
+        if type(value) not in _parameters and not _holds_no_function(value):
+            return False
+    traces = jaxcompat.active_traces()
+    for trace in traces:
+        if not _is_defined_in_jax(type(trace)):
+            return False
+    key = primitive, type(traces[0])
+    if _seen[key] < _WATCHED:
+        _seen[key] += 1
+        return False
+    if _thread.jax_is_whole is None:
+        _thread.jax_is_whole = jax_is_whole()
+    return _thread.jax_is_whole
+
+
+def _is_of_jax(primitive: Any) -> bool:
+    """Whether a primitive and its rules are JAX's. Those of random keys call their generator's."""
+    if not _is_defined_in_jax(type(primitive)) or primitive.name.startswith("random_"):
+        return False
+    rules = [*jaxcompat.tracing_rules(primitive), *jaxcompat.lowering_rules(primitive)]
+    return all(code_of_rule(rule) is not None for rule in rules)
+
+
+def _is_listed(kind: type, listed: set[type], test: Any) -> bool:
+    if (kind, test) in _others or not test(kind):
+        _others.add((kind, test))
+        return False
+    listed.add(kind)
+    return True
+
+
+def _holds_numbers(kind: type) -> bool:
+    """Whether values of a class are numbers, arrays or tracers of numpy's and JAX's."""
+    of_jax = issubclass(kind, jaxcompat.Tracer) or jaxcompat.is_array_type(kind)
+    of_jax |= kind.__name__ in _LITERALS
+    return (of_jax and _is_defined_in_jax(kind)) or (
+        issubclass(kind, np.generic) and kind.__module__ == "numpy"
+    )
+
+
+def _holds_no_function(value: Any) -> bool:
+    """Whether a parameter of a primitive holds nothing that its rules could call."""
+    kind = type(value)
+    if kind is tuple or kind is frozenset:
+        return all(type(each) in _parameters or _holds_no_function(each) for each in value)
+    return isinstance(value, type) or _is_listed(kind, _parameters, _is_known_parameter)
+
+
+def _is_known_parameter(kind: type) -> bool:
+    if issubclass(kind, np.dtype | np.generic):
+        return kind.__module__.partition(".")[0] == "numpy"
+    return kind.__name__ in _OF_JAX and _is_defined_in_jax(kind)
+
+
+def _is_defined_in_jax(kind: type) -> bool:
+    return kind.__module__.startswith(("jax.", "jaxlib."))
+
+
+# ---- what was put into JAX ----------------------------------------------------------------------
+
+
+def jax_is_whole() -> bool:
+    """Whether the modules of JAX and their classes hold the functions of known packages alone."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "jax" or not isinstance(module, types.ModuleType):
+            continue
+        for value in list(vars(module).values()):
+            if isinstance(value, type):
+                if value.__module__.startswith("jax.") and not all(
+                    map(_is_known, list(vars(value).values()))
+                ):
+                    return False
+            elif not _is_known(value):
+                return False
+    return True
+
+
+def _is_known(value: Any) -> bool:
+    """Whether a value is no function, or one of a known package."""
+    while type(value) is partial:
+        value = value.func
+    function = value if type(value) is types.FunctionType else function_in(value)
+    if function is None:
+        return not callable(value) or _is_of_known_package(type(value).__module__)
+    filename = function.__code__.co_filename
+    if filename.startswith("<"):  # As the methods of a dataclass.
+        made_in = function.__globals__.get("__name__", "")
+        return made_in.startswith("namedtuple_") or _is_of_known_package(made_in)
+    return package_of(filename) in _PACKAGES or origin_of_file(filename) == PYTHON
+
+
+def _is_of_known_package(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package in _PACKAGES or package in sys.stdlib_module_names
+
+
+_binds = jaxcompat.BindReplacement(lambda found: _process_hooks.with_pauses(found, runs_jax_alone))

@@ -1,0 +1,168 @@
+"""In a long trace a recording pauses where JAX's code alone runs, and sees all other code."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from stepcache.fingerprint import jax_alone
+from stepcache.fingerprint.recorder import Recording
+
+
+def long_trace(x):
+    for _ in range(200):
+        x = jnp.sin(x) * 2 + x
+    return x
+
+
+@jax.custom_jvp
+def custom(x):
+    return x * 3
+
+
+@custom.defjvp
+def rule_of_custom(primals, tangents):
+    return custom(*primals), tangents[0] * 3
+
+
+@jax.jit
+def custom_in_jit(x):
+    return custom(x) + 1
+
+
+@jax.custom_vjp
+def custom_vjp(x):
+    return x * 2
+
+
+def forward(x):
+    return custom_vjp(x), None
+
+
+def backward(kept, gradient):
+    return (gradient * (2.0 if time.time() > 0 else 3.0),)
+
+
+custom_vjp.defvjp(forward, backward)
+
+twice_p = Primitive("twice of the user's")
+
+
+@twice_p.def_abstract_eval
+def shape_of_twice(x):
+    return x
+
+
+def jvp_of_twice(primals, tangents):
+    return twice_p.bind(*primals), twice_p.bind(*tangents)
+
+
+ad.primitive_jvps[twice_p] = jvp_of_twice
+mlir.register_lowering(twice_p, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+
+
+class Number:
+    """Converts itself to an array, in code of the user's."""
+
+    def __jax_array__(self):
+        return jnp.ones(3)
+
+
+def recorded(function, *arguments):
+    """The recording of a trace of a function, after a trace which is long enough for pauses."""
+
+    def long(*arguments):
+        x = long_trace(arguments[0])
+        return function(x, *arguments[1:])
+
+    with Recording() as recording:
+        jax.jit(long).trace(*arguments)
+    assert recording.unavailable is None
+    return recording
+
+
+X = np.ones(3, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("function", "seen"),
+    [
+        (jax.grad(lambda x: custom(x).sum()), [rule_of_custom]),
+        (jax.grad(lambda x: custom_in_jit(x).sum()), [rule_of_custom]),
+        (jax.grad(lambda x: jax.jit(custom_in_jit)(x).sum()), [rule_of_custom]),
+        (jax.grad(lambda x: custom_vjp(x).sum()), [forward, backward]),
+        (jax.vmap(jax.grad(lambda x: custom_vjp(x) * 2)), [forward, backward]),
+        (lambda x: twice_p.bind(x), [shape_of_twice]),
+        (lambda x: jax.jvp(jax.jit(twice_p.bind), (x,), (x,)), [shape_of_twice, jvp_of_twice]),
+        (lambda x: jax.lax.scan(lambda c, _: (custom(c), None), x, None, length=3)[0], [custom]),
+        (lambda x: x + Number(), [Number.__jax_array__]),
+    ],
+)
+def test_code_of_the_user_is_seen_in_a_long_trace(function, seen):
+    jax.clear_caches()
+    codes = recorded(function, X).codes
+    for each in seen:
+        code = getattr(each, "__code__", None) or each.fun.__code__
+        assert code in codes
+
+
+def test_what_such_code_calls_is_seen():
+    jax.clear_caches()
+    recording = recorded(jax.grad(lambda x: custom_vjp(x).sum()), X)
+    assert any("time.time" in why for why in recording.impure)
+
+
+def test_a_function_put_into_jax_is_seen(monkeypatch):
+    from jax._src import source_info_util
+
+    before = source_info_util.current
+
+    def mine():
+        return before()
+
+    with Recording():
+        jax.jit(long_trace).trace(X)  # Everything has been seen before.
+    monkeypatch.setattr(source_info_util, "current", mine)
+    assert not jax_alone.jax_is_whole()
+    jax.clear_caches()
+    with Recording() as recording:
+        jax.jit(long_trace).trace(X)
+    assert mine.__code__ in recording.codes
+
+
+def test_a_rule_put_into_jax_is_seen():
+    from jax._src.lax import lax
+
+    jax.clear_caches()
+    before = ad.primitive_jvps[lax.sin_p]
+
+    def mine(primals, tangents, **parameters):
+        return before(primals, tangents, **parameters)
+
+    ad.primitive_jvps[lax.sin_p] = mine
+    try:
+        with Recording() as recording:
+            jax.jit(lambda x: jax.jvp(long_trace, (x,), (x,))).trace(X)
+    finally:
+        ad.primitive_jvps[lax.sin_p] = before
+        assert mine.__code__ in recording.codes
+
+
+def test_the_code_of_jax_that_counts_is_what_counts_without_pauses(monkeypatch):
+    jax.clear_caches()
+    with Recording() as paused:
+        jax.jit(jax.grad(lambda x: long_trace(x).sum())).trace(X)
+    monkeypatch.setattr(jax_alone, "runs_jax_alone", lambda *given: False)
+    jax.clear_caches()
+    with Recording() as whole:
+        jax.jit(jax.grad(lambda x: long_trace(x).sum())).trace(X)
+    of_jax = {code for code in whole.codes if "/jax/" in code.co_filename}
+    assert of_jax <= paused.codes
+
+
+def test_jax_is_whole():
+    assert jax_alone.jax_is_whole()
