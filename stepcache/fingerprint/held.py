@@ -21,7 +21,6 @@ from stepcache.fingerprint.provenance import PYTHON, origin_of_module
 CONTAINERS = frozenset((dict, list, tuple, set, frozenset))
 _CHANGEABLE = frozenset((list, set))
 _CONTAINERS_DEEP = 4
-_ITEMS = operator.methodcaller("items")
 
 
 class Held:
@@ -31,7 +30,8 @@ class Held:
         self._owners: dict[int, Any] = {}
         self._inside: list[Any] = []
         self._dicts: dict[int, dict] = {}
-        self._items: list[Any] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
 
     def hold(self, values: Iterable[Any]) -> None:
         """Adds values: of a class its members, of a function its code and defaults."""
@@ -49,7 +49,7 @@ class Held:
         for _ in range(_CONTAINERS_DEEP):
             dicts = [each for each in containers if type(each) is dict]
             others = [each for each in containers if type(each) is not dict]
-            inner = [*_keys_and_values(dicts), *chain.from_iterable(others)]
+            inner = [*_keys(dicts), *_values(dicts), *chain.from_iterable(others)]
             dictionaries += dicts
             owners += [each for each in others if type(each) in _CHANGEABLE]
             owners += [each for each in inner if type(each) is types.FunctionType]
@@ -67,13 +67,17 @@ class Held:
         self._inside += gc.get_referents(*new.values())
         new_dicts = {id(each): each for each in dicts if id(each) not in self._dicts}
         self._dicts |= new_dicts
-        self._items += _keys_and_values(new_dicts.values())
+        self._keys += _keys(new_dicts.values())
+        self._values += _values(new_dicts.values())
 
     def is_same(self) -> bool:
         """Whether nothing was replaced since."""
         # A function's `__code__` is not asked for: that calls audit hooks each time.
-        return are_same(gc.get_referents(*self._owners.values()), self._inside) and are_same(
-            list(_keys_and_values(self._dicts.values())), self._items
+        dicts = self._dicts.values()
+        return (
+            are_same(gc.get_referents(*self._owners.values()), self._inside)
+            and are_same(_keys(dicts), self._keys)
+            and are_same(_values(dicts), self._values)
         )
 
 
@@ -115,8 +119,12 @@ def _lists_are_readable() -> bool:
 _LISTS_ARE_READABLE = _lists_are_readable()
 
 
-def _keys_and_values(dicts: Iterable[dict]) -> Iterable[Any]:
-    return chain.from_iterable(chain.from_iterable(map(_ITEMS, dicts)))
+def _keys(dicts: Iterable[dict]) -> list[Any]:
+    return list(chain.from_iterable(dicts))
+
+
+def _values(dicts: Iterable[dict]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))
 
 
 def is_immutable(cls: type) -> bool:

@@ -12,6 +12,7 @@ from stepcache.fingerprint.dependencies import differences
 _FUNCTIONS_REMEMBERED = 256
 
 _lock = threading.Lock()
+_BEGINNINGS = frozenset("0123456789-.(ni")  # Of a number as text: `(1+2j)`, `nan`, `inf`.
 _latest: OrderedDict[str, dict[str, str]] = OrderedDict()
 
 
@@ -22,15 +23,16 @@ def captured_numbers(label: str, dependencies: dict[str, str]) -> tuple[Change, 
         label: of the function.
         dependencies: those of the step that are known before it is traced.
     """
+    numbers = {name: token for name, token in dependencies.items() if _is_number(token)}
     with _lock:
-        before = _latest.pop(label, None)
-        _latest[label] = dependencies
+        before = _latest.pop(label, numbers)
+        _latest[label] = numbers
         if len(_latest) > _FUNCTIONS_REMEMBERED:
             _latest.popitem(last=False)
-    if before is None or before == dependencies:
+    if before == numbers:
         return ()
-    changes = differences(before, dependencies)
-    return tuple(each for each in changes if _is_number(each.before) and _is_number(each.after))
+    common = before.keys() & numbers.keys()
+    return differences(*({name: each[name] for name in common} for each in (before, numbers)))
 
 
 def advice(changes: tuple[Change, ...]) -> str:
@@ -48,6 +50,8 @@ def advice(changes: tuple[Change, ...]) -> str:
 
 
 def _is_number(text: str) -> bool:
+    if text[:1] not in _BEGINNINGS:
+        return False
     try:
         complex(text)
     except ValueError:
