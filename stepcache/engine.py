@@ -13,23 +13,24 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from stepcache import jaxcompat
+from stepcache import dispatcher_calls, jaxcompat
 from stepcache.calls import signature as signatures
 from stepcache.calls.carry import check_tied, note_deleted
 from stepcache.calls.context import Scope, current_scope
 from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_global_arrays
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
-from stepcache.calls.over_buffers import over_buffers, shapes_in, without_layouts
+from stepcache.calls.over_buffers import over_buffers, shapes_in
 from stepcache.calls.padding import Padder
 from stepcache.calls.placement import (
     check_runnable,
+    is_at_default,
     is_committed_by_hosts,
     is_elsewhere,
     place,
     unnamed_batch,
 )
-from stepcache.calls.residence import NOT_A_HIT, Use, check_budget, passes_variables
+from stepcache.calls.residence import Use, check_budget, passes_variables
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.hang_report import CallCount
@@ -77,8 +78,8 @@ class Engine:
         self.call_count, self.has_global_arguments = CallCount(spec.name), False
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         self._weakly: weakref.ref[Engine] = weakref.ref(self)
-        miss = functools.partial(_serve, self._weakly, spec.jitted)
-        eager = _eagerly(self._weakly, spec.fun)
+        miss = functools.partial(dispatcher_calls.serve, self._weakly, spec.jitted)
+        eager = dispatcher_calls.eagerly(self._weakly, spec.fun)
         self.dispatcher = Dispatcher(eager, spec.name, miss, spec.parameters.roles)
         call = self.dispatcher.call
         self.padder = Padder(spec, call, self._weakly, scope) if spec.pads else None
@@ -123,6 +124,11 @@ class Engine:
                 self.miss_log.count(hits=1)
             else:
                 program = self._obtain(scope, request, started, explicit=False)
+            if request.commits and program.run.devices != {request.device}:
+                # It names others itself: JAX says whether it can take the arrays.
+                request = self.request(scope, args, kwargs, as_committed=True)
+                missed = (program := self._find(scope, request)) is None
+                program = program or self._obtain(scope, request, started, explicit=False)
             watched = scope.is_watched or (
                 self.is_over_buffers and jaxcompat.arguments_outlive_calls()
             )
@@ -229,8 +235,13 @@ class Engine:
 
     # ---- signature, placement, key -----------------------------------------------------------
 
-    def request(self, scope: Scope, args: tuple, kwargs: dict) -> Request:
+    def request(
+        self, scope: Scope, args: tuple, kwargs: dict, *, as_committed: bool = False
+    ) -> Request:
         """Reads, places and keys a call. Traces nothing and moves nothing.
+
+        A call that is committed to the device where it would run anyway has the key of one that is
+        not, unless `as_committed`.
 
         Raises:
             Unreadable: only JAX can judge the call.
@@ -238,7 +249,13 @@ class Engine:
         """
         call = signatures.read(self.spec.parameters, args, kwargs)
         leaves, placed, asked = place(self.spec, scope.placer, call)
-        placed_call = call.with_signature_leaves(leaves)
+        commits = (
+            scope.mesh is None
+            and not (as_committed or self.is_over_buffers or self.spec.places_outputs)
+            and is_at_default(leaves, asked)
+        )
+        keyed = tuple(leaf._replace(sharding=None) for leaf in leaves) if commits else leaves
+        placed_call = call.with_signature_leaves(keyed)
         mesh = None if is_elsewhere(scope.mesh, leaves, placed, asked) else scope.mesh
         key = Key(
             self.spec.identity,
@@ -247,7 +264,7 @@ class Engine:
             self.spec.key_options,
             jaxcompat.environment(),
         )
-        return Request(call, leaves, placed, asked, key, mesh, self.spec.tell)
+        return Request(call, leaves, placed, asked, key, mesh, self.spec.tell, commits)
 
     def _warn_of_unnamed_batch(self, scope: Scope, request: Request) -> None:
         if scope.placer is not None and not self.miss_log.warned_of_batch:
@@ -300,7 +317,9 @@ class Engine:
         call = with_global_arrays(request)
         try:
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
-            if is_committed_by_hosts(request):
+            if request.commits:
+                outputs, fast_path = jaxcompat.committed_outputs(outputs, fast_path)
+            elif is_committed_by_hosts(request):
                 outputs, fast_path = jaxcompat.uncommitted_outputs(outputs, fast_path)
             return outputs, fast_path if call is request.call else None
         except jaxcompat.FloatingPointCheckError as error:
@@ -356,45 +375,3 @@ def preload_all(cache: ProgramCache) -> None:
     """Starts loading, for all steps there are, what the last run of this script used of them."""
     for engine in _live:
         engine.preload(cache)
-
-
-def _eagerly(engine: weakref.ref[Engine], fun: Callable) -> Callable:
-    """What a dispatcher calls under `jax.disable_jit`."""
-
-    @functools.wraps(fun)
-    def call(*args, **kwargs):
-        alive = engine()
-        if alive is None:
-            return fun(*args, **kwargs)
-        if alive.is_planned():
-            return NOT_A_HIT
-        if passes_variables(args, kwargs):
-            return alive.run_resident(args, kwargs)
-        outputs = fun(*args, **kwargs)
-        return without_layouts(outputs)[0] if alive.is_over_buffers else outputs
-
-    return call
-
-
-def _serve(engine: weakref.ref[Engine], jitted: Any, *args, **kwargs) -> tuple[Any, Any, bool]:
-    """What a dispatcher calls on a miss; a reference to it may outlive its engine."""
-    alive = engine()
-    if alive is None:
-        return jitted(*args, **kwargs), None, False
-    if not (alive.is_over_buffers or alive.has_global_arguments):
-        alive.call_count.add_one()
-    if alive.global_arguments is not None:
-        whole = alive.global_arguments(args, kwargs)
-        if whole is not None:
-            alive.has_global_arguments = True
-            try:
-                return alive.dispatcher.call(*whole[0], **whole[1]), None, False
-            finally:
-                alive.has_global_arguments = False
-    if alive.is_planned():
-        return NOT_A_HIT, None, True
-    outputs, fast_path = alive.run(*args, **kwargs)
-    if alive.is_over_buffers:
-        outputs, fast_path = without_layouts(outputs, fast_path)
-    alive.call_count.is_whole &= fast_path is None or alive.has_global_arguments
-    return outputs, fast_path, False

@@ -17,6 +17,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from stepcache import jaxcompat
 from stepcache.calls.signature import Call, Leaf, Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import PlacementError
@@ -103,6 +104,26 @@ def is_committed_by_hosts(request: Request) -> bool:
     if request.mesh is not None or not any(leaf.on_host for leaf in leaves):
         return False
     return all(leaf.sharding is None for leaf in leaves) and not any(request.asked)
+
+
+def is_at_default(leaves: Sequence[Leaf], asked: Sequence[Sharding | None]) -> bool:
+    """Returns whether a call without a mesh is committed to the device where it would run anyway.
+
+    All of its arrays lie there, by themselves or beside the others, in the device's own memory.
+    """
+    if not jaxcompat.PRIVATE_API or any(asked) or jax.process_count() > 1:
+        return False
+    shardings = {leaf.sharding for leaf in leaves if leaf.sharding is not None}
+    if len(shardings) != 1 or any(leaf.on_host or leaf.layout is not None for leaf in leaves):
+        return False
+    (at,) = shardings
+    device = jaxcompat.default_device()
+    return (
+        isinstance(at, SingleDeviceSharding)
+        and at.device_set == {device}
+        and at.memory_kind in (None, device.default_memory().kind)
+        and not jaxcompat.has_concrete_mesh()
+    )
 
 
 @functools.lru_cache(maxsize=64)

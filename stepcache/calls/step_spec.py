@@ -107,6 +107,8 @@ class Request:
         key: the key of its program.
         mesh: the session's mesh, or None.
         tell: as of the spec.
+        commits: whether its program is one of calls that nothing commits to a device, and its
+            outputs are to be committed.
     """
 
     call: Call
@@ -116,6 +118,7 @@ class Request:
     key: Key
     mesh: Mesh | None
     tell: Callable[[Call], Call] = _as_it_is
+    commits: bool = False
 
     @property
     def shown(self) -> Call:
@@ -136,10 +139,10 @@ class Request:
 
     def settled(self, numbers: Sequence[int]) -> Request:
         """The same request, where some leaves are not weakly typed."""
-        leaves = list(self.leaves)
+        leaves, keyed = list(self.leaves), list(self.key.signature.leaves)
         for number in numbers:
-            leaves[number] = leaves[number].settled()
-        signature = replace(self.key.signature, leaves=tuple(leaves))
+            leaves[number], keyed[number] = leaves[number].settled(), keyed[number].settled()
+        signature = replace(self.key.signature, leaves=tuple(keyed))
         return replace(self, leaves=tuple(leaves), key=replace(self.key, signature=signature))
 
     @property

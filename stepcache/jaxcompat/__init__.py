@@ -57,6 +57,7 @@ from stepcache.jaxcompat.stages import (
     InvalidInputError,
     Runnable,
     Staged,
+    committed_outputs,
     explain_floating_point_error,
     forget_traces,
     jit,

@@ -77,13 +77,18 @@ def uncommitted(array: jax.Array) -> jax.Array:
     JAX commits whatever has been in a memory that was named. There is no public way back, and
     without the private one the array is returned as it is.
     """
-    if not PRIVATE_API:
+    return committed(array, False)
+
+
+def committed(array: jax.Array, is_committed: bool = True) -> jax.Array:
+    """The same array, in the same memory, committed to its device or not."""
+    if not PRIVATE_API or array.committed == is_committed:
         return array
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
-        data = uncommitted(jax.random.key_data(array))
+        data = committed(jax.random.key_data(array), is_committed)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     parts = [shard.data for shard in array.addressable_shards]
-    return array_lib.ArrayImpl(array.aval, array.sharding, parts, committed=False)
+    return array_lib.ArrayImpl(array.aval, array.sharding, parts, committed=is_committed)
 
 
 def default_device() -> Any:

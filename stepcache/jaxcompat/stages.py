@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from stepcache.jaxcompat.arguments import ArgumentRoles, uncommitted
+from stepcache.jaxcompat.arguments import ArgumentRoles, committed, uncommitted
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
@@ -117,6 +117,11 @@ class Runnable(NamedTuple):
         return self.executable.runtime_executable()
 
     @property
+    def devices(self) -> set[Any]:
+        """The devices that it runs on."""
+        return set(self.xla_executable.local_devices())
+
+    @property
     def out_avals(self) -> Sequence[Any]:
         """The abstract values of the outputs, flat; none where the private API is out of reach."""
         return getattr(self.executable, "out_avals", ()) if PRIVATE_API else ()
@@ -158,6 +163,14 @@ def uncommitted_outputs(outputs: Any, fast_path: Any) -> tuple[Any, Any]:
         pairs = zip(fast_path.out_committed, fast_path.out_shardings, strict=True)
         committed = [given and not isinstance(at, SingleDeviceSharding) for given, at in pairs]
         fast_path = fast_path._replace(out_committed=committed)
+    return outputs, fast_path
+
+
+def committed_outputs(outputs: Any, fast_path: Any) -> tuple[Any, Any]:
+    """What `Runnable` returned, with all arrays committed to the devices where they are."""
+    outputs = jax.tree_util.tree_map(committed, outputs)
+    if fast_path is not None:
+        fast_path = fast_path._replace(out_committed=[True] * len(fast_path.out_committed))
     return outputs, fast_path
 
 

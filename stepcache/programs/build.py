@@ -120,11 +120,12 @@ def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
     """
     call = request.call
     args, kwargs = call.given
+    leaves = request.key.signature.leaves if request.commits else request.leaves
     stand_ins = [
-        value if leaf.sharding in (None, given.sharding) else _stand_in(leaf)
-        for value, given, leaf in zip(
-            call.leaves, call.signature.leaves, request.leaves, strict=True
-        )
+        value
+        if leaf.sharding == given.sharding or (leaf.sharding is None and not request.commits)
+        else _stand_in(leaf)
+        for value, given, leaf in zip(call.leaves, call.signature.leaves, leaves, strict=True)
     ]
     if any(map(operator.is_not, stand_ins, call.leaves)):
         args, kwargs = call.rebuilt(stand_ins)
@@ -143,7 +144,7 @@ def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
             if settled == known:
                 break
             for number in settled:
-                stand_ins[number] = _stand_in(request.leaves[number].settled())
+                stand_ins[number] = _stand_in(leaves[number].settled())
             args, kwargs = call.rebuilt(stand_ins)
         if request.mesh is not None and not spec.places_outputs:
             staged.pin_outputs(pins)
