@@ -202,10 +202,7 @@ class EntryDirectory:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        # If this fails, a power cut may undo the rename, which a reader can tell.
-        with contextlib.suppress(OSError):
-            _sync_directory(path.parent)
-        reached("directory synced")
+        # The directory is not synced: a power cut may undo the rename, which is a miss.
 
     def _write(
         self,
@@ -297,11 +294,3 @@ class EntryDirectory:
         """Removes what is in quarantine."""
         for path in private_files.listed(self._quarantine):
             private_files.remove(path)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
