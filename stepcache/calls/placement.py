@@ -219,8 +219,8 @@ def moved_bytes(
     present: set[Any] = set()
     if given.sharding is not None:
         present = set(given.sharding.device_set)
-    elif isinstance(value, jax.Array):
-        present = set(value.sharding.device_set)
+    elif (at := getattr(value, "sharding", None)) is not None:
+        present = set(at.device_set)
     target, shape = (placed.sharding, placed.shape) if placed else (asked, given.shape)
     if target is not None:
         with contextlib.suppress(ValueError):  # It does not fit the leaf, which JAX will say.

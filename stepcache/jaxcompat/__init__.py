@@ -21,6 +21,7 @@ from stepcache.jaxcompat.arguments import (
     is_on_host,
     maker_of_arrays,
     stand_in,
+    stand_in_here,
     tree_differences,
     uncommitted,
 )

@@ -97,11 +97,11 @@ def default_device() -> Any:
     return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
 
 
-class _StandInOnHost(jax.ShapeDtypeStruct):
-    """Stands for an array in the host's memory.
+class _StandIn(jax.ShapeDtypeStruct):
+    """Stands for an array that has a place without being committed to it, or in the host's memory.
 
-    JAX takes a `jax.ShapeDtypeStruct` for an array in the memory of the device, whatever its
-    sharding says, unless that is a `NamedSharding`; and for a committed one.
+    JAX takes a `jax.ShapeDtypeStruct` with a sharding for a committed array, and, unless that is a
+    `NamedSharding`, for one in the memory of the device.
     """
 
     __slots__ = ("_committed",)
@@ -109,11 +109,12 @@ class _StandInOnHost(jax.ShapeDtypeStruct):
 
 if PRIVATE_API:
 
-    def _abstract_on_host(stand_in: _StandInOnHost) -> Any:
+    def _abstract(stand_in: _StandIn) -> Any:
         aval = core.ShapedArray(stand_in.shape, stand_in.dtype, stand_in.weak_type)
-        return aval.update(memory_space=core.MemorySpace.Host)
+        is_there = getattr(stand_in.sharding, "memory_kind", None) == PINNED_HOST
+        return aval.update(memory_space=core.MemorySpace.Host) if is_there else aval
 
-    core.pytype_aval_mappings[_StandInOnHost] = _abstract_on_host
+    core.pytype_aval_mappings[_StandIn] = _abstract
 
 
 def stand_in(
@@ -134,9 +135,22 @@ def stand_in(
     if not is_there or isinstance(sharding, NamedSharding):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak_type)
     there = sharding or SingleDeviceSharding(default_device(), memory_kind=PINNED_HOST)
-    made = _StandInOnHost(shape, dtype, sharding=there, weak_type=weak_type)
-    object.__setattr__(made, "_committed", sharding is not None)
+    return _placed(shape, dtype, weak_type, there, sharding is not None)
+
+
+def _placed(
+    shape: tuple[int, ...], dtype: Any, weak_type: bool, at: Sharding, is_committed: bool
+) -> jax.ShapeDtypeStruct:
+    made = _StandIn(shape, dtype, sharding=at, weak_type=weak_type)
+    object.__setattr__(made, "_committed", is_committed)
     return made
+
+
+def stand_in_here(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Stands for an uncommitted array that is on the default device."""
+    if not PRIVATE_API:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return _placed(shape, dtype, False, SingleDeviceSharding(default_device()), False)
 
 
 def is_committed(stand_in: jax.ShapeDtypeStruct) -> bool:

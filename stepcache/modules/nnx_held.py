@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stepcache import _process_hooks
+from stepcache import _process_hooks, jaxcompat
 from stepcache.modules.module_state import ModuleState, Outcome
 from stepcache.modules.nnx_graph import GraphCall
 from stepcache.modules.nnx_packing import PACKED, PackedStructure, is_like, packed_structure
@@ -211,7 +211,9 @@ def show_held(call: GraphCall) -> None:
     for state, variables, _ in _modules(call):
         structure = packed_structure(state, variables)
         buffers = (
-            jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding)
+            jaxcompat.stand_in_here(each.shape, each.dtype)
+            if each.sharding is None
+            else jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding)
             for each in structure.layout.buffers
         )
         alone = (state.values[number] for number in structure.alone)

@@ -8,6 +8,7 @@ program takes them apart.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,9 @@ class PackedStructure:
         return [*(paths[number] for number in self.alone), *self._names()]
 
     def _names(self) -> list[str]:
-        return [f"packed {buffer.dtype}" for buffer in self.layout.buffers]
+        counts = Counter(slot.buffer for slot in self.layout.slots)
+        named = enumerate(self.layout.buffers)
+        return [f"{counts[number]} packed {buffer.dtype}" for number, buffer in named]
 
     def settings(self) -> dict[str, str]:
         """What there is beside the arrays of `paths`, by path."""

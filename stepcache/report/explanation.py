@@ -336,8 +336,8 @@ def _arguments(parameters: Parameters, request: Request) -> Iterable[Argument]:
     for path, value, given, leaf, placed, asked in leaves:
         if given.sharding is not None:
             source = _spec(given.sharding)
-        elif isinstance(value, jax.Array):
-            device = next(iter(value.devices()))
+        elif (at := getattr(value, "sharding", None)) is not None:
+            device = next(iter(at.device_set))
             source = f"{device.platform}:{device.id}"
         else:
             source = "abstract" if isinstance(value, jax.ShapeDtypeStruct) else "host"
