@@ -169,7 +169,7 @@ class Worker:
         self._jobs: collections.deque[Job] = collections.deque()
         self._running: Job | None = None
         self._thread: threading.Thread | None = None
-        self._stopping, self._flushing = False, 0
+        self.is_stopping, self._flushing = False, 0  # The first: as the process is about to end.
 
     def submit(self, work: Callable[[], Any]) -> Job:
         """Runs `work` in the background. It returns `LATER` for as long as it is not due.
@@ -180,7 +180,7 @@ class Worker:
         if os.getpid() != self._pid:
             self._forget()  # The jobs are the parent's, and its thread is not here.
         with self._changed:
-            if not self._stopping:
+            if not self.is_stopping:
                 self._jobs.append(job)
                 self._changed.notify_all()
                 self._start()
@@ -213,7 +213,7 @@ class Worker:
     def _work(self) -> None:
         while True:
             with self._changed:
-                if not self._jobs and not self._stopping:
+                if not self._jobs and not self.is_stopping:
                     self._changed.wait(_IDLE_SECONDS)
                 if not self._jobs:
                     self._thread = None
@@ -311,7 +311,7 @@ class Worker:
     def drop_jobs(self) -> None:
         """Takes no more jobs, and drops those that it has not begun, where they may be dropped."""
         with self._changed:
-            self._stopping = True
+            self.is_stopping = True
             if self._droppable:
                 for job in tuple(self._jobs):
                     self._drop(job)

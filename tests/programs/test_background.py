@@ -1,5 +1,6 @@
 """What runs beside the calls: whatever happens to it, the call is right and does not hang."""
 
+import contextlib
 import gc
 import logging
 import threading
@@ -476,3 +477,32 @@ def test_a_job_that_can_wait_runs_again_once_no_step_is_being_started(monkeypatc
     quiet.set()
     within_limit(worker.flush)
     assert runs == [False, True]
+
+
+@stored
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_verification_that_fails_as_the_process_ends_says_nothing(ends, tmp_path, monkeypatch):
+    """An interrupted trace may raise whatever JAX makes of that."""
+    monkeypatch.setattr("stepcache.programs.resolve._QUIET_SECONDS", 0.0)
+    with sc.Session(cache=cache_in(tmp_path)) as session:
+        life(SOURCE, tmp_path).step(np.ones(8))
+        session.cache.flush()
+    jax.clear_caches()
+    cache = cache_in(tmp_path, verify="background")
+    verifier = cache.archive().verifier
+
+    def interrupted(*_):
+        if ends:
+            verifier.drop_jobs()
+        raise KeyError("what is left of an interrupted trace")
+
+    with sc.Session(cache=cache):
+        step = life(SOURCE, tmp_path).step
+        monkeypatch.setattr("stepcache.programs.verification.trace", interrupted)
+        step(np.ones(8))
+        cache.flush()
+        verifier.flush()
+        assert step.stats().loads == 1
+        stale = pytest.raises(sc.StaleProgramError, match="tracing it raised")
+        with contextlib.nullcontext() if ends else stale:
+            step(np.ones(8))
