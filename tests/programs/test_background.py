@@ -502,6 +502,8 @@ def test_a_verification_that_fails_as_the_process_ends_says_nothing(ends, tmp_pa
         step(np.ones(8))
         cache.flush()
         verifier.flush()
+        while verifier._running is not None:
+            time.sleep(0.01)
         assert step.stats().loads == 1
         stale = pytest.raises(sc.StaleProgramError, match="tracing it raised")
         with contextlib.nullcontext() if ends else stale:
