@@ -62,10 +62,9 @@ class Held:
 
     def _add(self, owners: Iterable[Any], dicts: Iterable[dict]) -> None:
         # Each once: many modules import the same functions.
-        new = {id(each): each for each in owners if id(each) not in self._owners}
+        new, new_dicts = _by_identity(owners, self._owners), _by_identity(dicts, self._dicts)
         self._owners |= new
         self._inside += gc.get_referents(*new.values())
-        new_dicts = {id(each): each for each in dicts if id(each) not in self._dicts}
         self._dicts |= new_dicts
         self._keys += _keys(new_dicts.values())
         self._values += _values(new_dicts.values())
@@ -117,6 +116,15 @@ def _lists_are_readable() -> bool:
 
 
 _LISTS_ARE_READABLE = _lists_are_readable()
+
+
+def _by_identity(values: Iterable[Any], known: dict[int, Any]) -> dict[int, Any]:
+    """Values by their identities, without those that are known."""
+    values = list(values)
+    new = dict(zip(map(id, values), values, strict=True))
+    for each in new.keys() & known.keys():
+        del new[each]
+    return new
 
 
 def _keys(dicts: Iterable[dict]) -> list[Any]:

@@ -91,7 +91,7 @@ class _ModuleState:
         self._forget()
 
     def _forget(self) -> None:
-        self.held = Held()
+        self.held: list[Held] = []
         self._meanings: dict[str, Meaning] = {}
         self._unsteady: set[str] = set()
         self._values: dict[str, Any] = {}
@@ -124,7 +124,7 @@ class _ModuleState:
     def look(self) -> None:
         """Looks at all names anew where some object was replaced: a cache may just have grown."""
         global _replacements
-        if self.has_its_names() and self.held.is_same():
+        if self.has_its_names() and all(each.is_same() for each in self.held):
             return
         before = self._meanings
         self._forget()
@@ -145,7 +145,7 @@ class _ModuleState:
         except BaseException:
             _classes.clear()  # Some of them may not be held.
             raise
-        self.held.add(held)
+        self.held.append(held)
         _all_held.add(held)
         self._meanings |= {name: meaning for name, (meaning, _) in found.items()}
 
@@ -229,7 +229,8 @@ def look_again() -> None:
             state.look()
         _all_held = Held()
         for state in _states.values():
-            _all_held.add(state.held)
+            for each in state.held:
+                _all_held.add(each)
 
 
 def replacements() -> int:
