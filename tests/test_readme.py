@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""What the README shows is what happens, and the tables of `docs/costs.md` are of results."""
 
 import contextlib
 import io
@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COSTS = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
 
 
 def found(pattern: str, text: str) -> tuple:
@@ -63,7 +64,7 @@ def test_results_are_of_real_runs(result):
 
 
 def test_the_figures_of_pods_are_those_of_two_results():
-    lines = README[README.index("| a pod's first step |") :].split("\n\n")[0].splitlines()[2:]
+    lines = COSTS[COSTS.index("| a pod's first step |") :].split("\n\n")[0].splitlines()[2:]
     contenders = {
         "every process compiles, `jax.jit`": "jax.jit, every process compiles",
         "one compiles, by hand": "by hand, one compiles",
@@ -84,7 +85,7 @@ def test_the_figures_of_pods_are_those_of_two_results():
 
 
 def test_the_figures_of_the_protocol_are_those_of_a_result():
-    lines = README[README.index("| ranks | a new key") :].split("\n\n")[0].splitlines()[2:]
+    lines = COSTS[COSTS.index("| ranks | a new key") :].split("\n\n")[0].splitlines()[2:]
     (result,) = (ROOT / "benchmarks" / "results").glob("pod_protocol-*.json")
     measured = {(row["case"], row["ranks"]): row for row in json.loads(result.read_text())["rows"]}
     assert len(lines) == len({ranks for _, ranks in measured})
@@ -119,7 +120,7 @@ def test_the_figures_of_the_protocol_are_those_of_a_result():
 def test_the_figures_of_small_steps_are_those_of_the_results():
     """Of each Python: seconds, the ratio to them, and by how much later the process ends."""
     lines = (
-        README[README.index("| many steps, or a large one |") :].split("\n\n")[0].splitlines()[2:]
+        COSTS[COSTS.index("| many steps, or a large one |") :].split("\n\n")[0].splitlines()[2:]
     )
     results = sorted((ROOT / "benchmarks" / "results").glob("small_steps-*.json"))
     for number, result in enumerate(results):
@@ -141,7 +142,7 @@ def test_the_figures_of_small_steps_are_those_of_the_results():
 
 
 def test_the_figures_of_a_shared_cache_are_those_of_a_result():
-    lines = README[README.index("| a start with an empty directory |") :].split("\n\n")[0]
+    lines = COSTS[COSTS.index("| a start with an empty directory |") :].split("\n\n")[0]
     contenders = {
         "nothing is stored, no shared cache": "nothing stored",
         "the directory of an earlier start": "directory, warm",
@@ -172,14 +173,14 @@ def test_the_figures_of_a_shared_cache_are_those_of_a_result():
 
 def test_the_figures_of_variables_are_those_of_a_result():
     """Of each case: the time of `jax.jit`, ratios of calls to it, and that of first calls."""
-    version = found(r"Python 3\.11\.\d+, jax (\d+(?:\.\d+)+)", README)[0]
+    version = found(r"Python 3\.11\.\d+, jax (\d+(?:\.\d+)+)", COSTS)[0]
     path = ROOT / "benchmarks" / "results" / f"resident-cpu-jax{version}.json"
     measured = {
         (row["case"].removeprefix("null step, "), row["contender"]): row
         for row in json.loads(path.read_text())["rows"]
     }
     contenders = ("resident", "packed", "plain tree")
-    lines = README[README.index("| a step that carries |") :].split("\n\n")[0].splitlines()[2:]
+    lines = COSTS[COSTS.index("| a step that carries |") :].split("\n\n")[0].splitlines()[2:]
     assert len(lines) == len({case for case, _ in measured if not case.startswith("first call, ")})
     for line in lines:
         name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
@@ -211,14 +212,14 @@ TABLES = [
 
 @pytest.mark.parametrize(("header", "benchmark", "contenders", "prefix"), TABLES)
 def test_the_figures_are_those_of_a_result(header, benchmark, contenders, prefix):
-    """Each ratio in a table of the README stands in the result that the table says it is from."""
-    version = found(r"Python 3\.11\.\d+, jax (\d+(?:\.\d+)+)", README)[0]
+    """Each ratio in a table of the page stands in the result that the table says it is from."""
+    version = found(r"Python 3\.11\.\d+, jax (\d+(?:\.\d+)+)", COSTS)[0]
     path = ROOT / "benchmarks" / "results" / f"{benchmark}-cpu-jax{version}.json"
     measured = {
         (row["case"].removeprefix(prefix), row["contender"]): row
         for row in json.loads(path.read_text())["rows"]
     }
-    lines = README[README.index(header) :].split("\n\n")[0].splitlines()[2:]
+    lines = COSTS[COSTS.index(header) :].split("\n\n")[0].splitlines()[2:]
     assert len(lines) >= 4
     for line in lines:
         name, _, *cells = (cell.strip() for cell in line.strip("|").split("|"))
