@@ -8,6 +8,7 @@ import pytest
 
 import stepcache as sc
 from benchmarks import figures
+from stepcache import cli
 from tests.serving.servers import LocalServer
 
 ROOT = Path(__file__).parent.parent
@@ -181,6 +182,12 @@ def test_the_page_of_the_api_names_everything():
 
 def _is_exception(value):
     return inspect.isclass(value) and issubclass(value, Exception)
+
+
+def test_each_command_is_on_the_page_of_operations():
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    for name in {*cli.main.commands, *cli.cache.commands} - {"cache"}:
+        assert re.search(rf"^\| .*`(?:stepcache (?:cache )?)?{name}`.* \|", text, re.M), name
 
 
 def test_the_picture_names_what_the_table_names():
