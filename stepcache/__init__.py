@@ -11,6 +11,7 @@ _started = _time.perf_counter()
 
 from stepcache import jaxcompat as _jaxcompat
 from stepcache.calls.pad import Pad
+from stepcache.deployment import DeploymentConfig
 from stepcache.errors import (
     AgreementError,
     CacheDirectoryError,
@@ -55,6 +56,7 @@ __all__ = [
     "CacheInfo",
     "CarryError",
     "Change",
+    "DeploymentConfig",
     "Explanation",
     "ForkedProcessError",
     "Miss",

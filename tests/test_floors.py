@@ -31,6 +31,7 @@ FLOORS = {
     "remote": 7,
     "report": 8,
     "session": 9,
+    "deployment": 9,
     "step": 9,
     "cli": 9,
     "modules": 9,

@@ -30,6 +30,7 @@ def check(x: jax.Array, session: sc.Session, state: dict[str, jax.Array]) -> Non
     assert_type(plain.lower(x), jax.stages.Lowered)
     assert_type(sc.current_session(), sc.Session)
     assert_type(session.cache.info(), sc.CacheInfo)
+    assert_type(sc.DeploymentConfig(2).caching_device(), sc.Read)
     plain("text")  # pyright: ignore[reportArgumentType]
     plain(x, m=3)  # pyright: ignore[reportCallIssue]
     sc.Session(on_miss="explode")  # pyright: ignore[reportArgumentType]
