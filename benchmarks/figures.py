@@ -10,54 +10,17 @@ function of that name in `BLOCKS`. Each ends with the command that measures it a
 from __future__ import annotations
 
 import argparse
-import functools
-import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.result_tables import EVERY, beside_others, result, table
+
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(
     r"(?P<begin><!-- figures: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end of figures -->)", re.S
 )
-
-
-class Result:
-    """A committed result.
-
-    Args:
-        name: of the benchmark.
-        number: which one, in order of their jax: the first is of Python 3.11.
-    """
-
-    def __init__(self, name: str, number: int = 0):
-        record = json.loads(sorted(RESULTS.glob(f"{name}-*.json"))[number].read_text())
-        self.name, self.figures, self.settings = name, record["figures"], record["settings"]
-        self.device, self.rows = record["device"], record["rows"]
-        self.versions = f"Python {record['python'].rpartition('.')[0]}, jax {record['jax']}"
-        self.by_name = {(row["case"], row.get("contender")): row for row in self.rows}
-
-    def ratio(self, case: str, contender: str) -> str:
-        """Returns `0.61 × (0.60 … 0.63)`; an empty string if this was not measured."""
-        row = self.by_name.get((case, contender))
-        return "{ratio:.2f} × ({ratio_low:.2f} … {ratio_high:.2f})".format(**row) if row else ""
-
-    def source(self, options: str = "", how: str = "medians and quartiles") -> str:
-        """Returns the sentence that says what was measured, and how to measure it again."""
-        command = f"python -m benchmarks.{self.name}{options}"
-        rounds = self.settings["rounds"]
-        return f"{self.device}, {self.versions}; {how} of {rounds} rounds. `{command}`"
-
-
-result = functools.cache(Result)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
-    """Returns a table in Markdown. All columns but the first ones are figures."""
-    marks = ["---"] * text_columns + ["---:"] * (len(header) - text_columns)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, marks, *rows)) + "\n"
 
 
 def _megabytes(size_bytes: float) -> str:
@@ -351,6 +314,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         agreement,
     )
 }
+BLOCKS |= {"beside others": beside_others, **EVERY}
 
 
 def pages() -> list[Path]:
