@@ -10,7 +10,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import jax.monitoring
@@ -70,6 +70,7 @@ class Miss:
         remedy: how the program was obtained, such as "built" or "loaded from disk, without a trace,
             in 0.10 s"; empty until then.
         untrackable: dependencies that cannot be fingerprinted; later runs must trace the step.
+        called_time: time of the call, in seconds since the epoch; 0 until the program was obtained.
     """
 
     step: str
@@ -82,6 +83,7 @@ class Miss:
     untrackable: tuple[str, ...] = ()
     remedy: str = ""
     stored: tuple[Change, ...] = ()
+    called_time: float = field(default=0.0, compare=False)
 
     @property
     def in_a_line(self) -> str:

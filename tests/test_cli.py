@@ -524,9 +524,11 @@ for command in {commands!r}:
 def test_the_fields_are_documented():
     """The JSON is that of the records, where a comment explains every field."""
     from stepcache.report import doctor, inventory, moving, runs
+    from stepcache.storage import run_activity
 
     records = [inventory.Item, inventory.Inventory, inventory.Build, inventory.Details]
-    records += [inventory.Checked, Row, runs.Rank, runs.Run, moving.Exported]
+    records += [inventory.Checked, Row, runs.Rank, runs.Run, runs.Summary, moving.Exported]
+    records += [run_activity.Activity, run_activity.Period, run_activity.Series, run_activity.Held]
     records += [moving.Imported, moving.Part, doctor.Check, doctor.Diagnosis]
     for record in records:
         source = inspect.getsource(record)

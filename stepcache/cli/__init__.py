@@ -1,4 +1,4 @@
-"""The command line: `stepcache cache ...`, `doctor`, `launch`, `serve`, `status` and `stop`.
+"""The command line: `stepcache cache ...`, `report`, `doctor`, `launch`, `serve`, `status`, `stop`.
 
 Commands about a cache directory take `--dir` and `--json`. The JSON is made of the records in
 `stepcache/report/`: sizes in bytes, durations in seconds, times in seconds since the epoch. Exit
@@ -16,6 +16,7 @@ import click
 from stepcache.cli.cache import cache
 from stepcache.cli.directories import SIZE, Result, on_directory
 from stepcache.cli.render import diagnosis
+from stepcache.cli.report import report
 from stepcache.cli.serve import serve, status
 from stepcache.cli.tasks import stop
 from stepcache.distributed.launch import GRACE_SECONDS
@@ -31,7 +32,7 @@ def main() -> None:
     """Inspects the programs that stepcache keeps on disk, runs pods and tasks, serves variables."""
 
 
-for command in (cache, serve, status, stop):
+for command in (cache, report, serve, status, stop):
     main.add_command(command)
 
 

@@ -7,7 +7,6 @@ their name, such as `size_bytes`, `built_seconds` or `used_time`.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +19,14 @@ from rich.text import Text
 from stepcache.report.doctor import Diagnosis
 from stepcache.report.inventory import Checked, Details, Inventory, Item
 from stepcache.report.moving import Exported, Imported
-from stepcache.report.runs import Run, change_in_words, in_order
+from stepcache.report.runs import (
+    Run,
+    change_in_words,
+    counts,
+    events_in_words,
+    in_order,
+    slowest_seconds,
+)
 from stepcache.report.shared import Removed, Shared
 from stepcache.storage.run_log import Row
 from stepcache.units import counted, readable_bytes, readable_time, terminal_width
@@ -216,7 +222,7 @@ def verified(count: int, found: Sequence[Checked], directory: str) -> Rendered:
 def why(run: Run) -> Rendered:
     """Renders `why`: each event of a run, with its durations and its reason."""
     ranks = f", {len(run.ranks)} processes" if len(run.ranks) > 1 else ""
-    seconds = _slowest(run).get("import")
+    seconds = slowest_seconds(run).get("import")
     importing = f"; importing took {seconds:.2f} s" if seconds is not None else ""
     yield Text(f"{_of(run)}{ranks}{importing}", "bold")
     for each in run.happenings:
@@ -248,7 +254,7 @@ def startup_ledger(runs: Sequence[Run]) -> Rendered:
     The sum leaves out verification, which runs in the background.
     """
     headings = ["latest", *(f"{number} before" for number in range(1, len(runs)))]
-    totals = [_slowest(run) for run in runs]
+    totals = [slowest_seconds(run) for run in runs]
     stages = in_order({stage for total in totals for stage in total})
     for total in totals:
         total["all"] = sum(total.values()) - total.get("verify", 0.0)
@@ -259,30 +265,19 @@ def startup_ledger(runs: Sequence[Run]) -> Rendered:
     yield _table(rows, right=headings)
     yield ""
     for heading, run in zip(headings, runs, strict=True):
-        events = Counter(each.event for each in run.happenings)
-        yield f"{heading}: {_of(run)}; {_counts(events)}"
-
-
-def _slowest(run: Run) -> dict[str, float]:
-    """Returns the seconds of each stage in the process that was slowest in it."""
-    seconds = {rank.rank: rank.seconds for rank in run.ranks}
-    return {stage: seconds[rank][stage] for stage, rank in run.slowest.items()}
-
-
-def _counts(events: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {event}" for event, count in events.items())
+        yield f"{heading}: {_of(run)}; {events_in_words(counts(run))}"
 
 
 def ranks(run: Run) -> Rendered:
     """Renders `why --ranks`: the processes of a run, and the slowest one in each stage."""
-    stages = [each for each, taken in _slowest(run).items() if taken >= _LEAST_SECONDS]
+    stages = [each for each, taken in slowest_seconds(run).items() if taken >= _LEAST_SECONDS]
     yield Text(f"{_of(run)}, seconds by stage", "bold")
     rows = [
         {
             "rank": str(rank.rank),
             **{stage: f"{rank.seconds.get(stage, 0.0):.2f}" for stage in stages},
             "all": f"{rank.total_seconds:.2f}",
-            "what": _counts(rank.events),
+            "what": events_in_words(rank.events),
         }
         for rank in run.ranks
     ]

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 
 from stepcache import _process_hooks, jaxcompat
-from stepcache.storage import load_markers, shared_entries
+from stepcache.storage import load_markers, run_activity, shared_entries
 from stepcache.weak_objects import WeakObjects
 
 _POLL_SECONDS, _IDLE_SECONDS, _STOP_SECONDS = 0.005, 0.5, 2.0
@@ -359,8 +359,8 @@ def _stop_all() -> None:
     # may end with it, and whoever needs that lock then waits for ever.
     for worker in workers:
         worker.stop()
-    shared_entries.finish_all()
-    load_markers.take_own_away()
+    for finish in (run_activity.finish, shared_entries.finish_all, load_markers.take_own_away):
+        finish()
 
 
 def until_ready(outputs: Any, started: float) -> Callable[[], Any]:

@@ -97,15 +97,15 @@ class Resolver:
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
-        own_seconds = time.perf_counter() - started - sum(stopwatch.seconds.values())
+        call_seconds = time.perf_counter() - started
+        own_seconds = call_seconds - sum(stopwatch.seconds.values())
+        miss = dataclasses.replace(miss, called_time=time.time() - call_seconds)
         self._checks.compare(scope.cache, request, resolution)
         if not resolution.has_compared:
             self._not_compared.add(request.key)
         if resolution.program.level > 1:
             miss = compared(miss, resolution.result)
         resolution, settled = self._settled(request, resolution)
-        if archive is not None and resolution.address is not None:
-            self._unsettled[request.key] = (archive, resolution, miss)
         remade = remaking.advice(self._levels.remade or ()) if miss.number == 1 else ""
         remote = archive.remote if archive is not None else None
         remote_bytes, refused = _from_remote(remote, resolution)
@@ -114,6 +114,8 @@ class Resolver:
             place = f"from {remote.url} ({readable_bytes(remote_bytes)})"
             remedy = miss_known.remedy.replace("from disk", place)
             miss_known = dataclasses.replace(miss_known, remedy=remedy)
+        if archive is not None and resolution.address is not None:
+            self._unsettled[request.key] = (archive, resolution, miss_known)
         self._record(build_id, request, resolution, miss_known, own_seconds, remote_bytes)
         carries = bool(self._spec.parameters.carry)
         scope.check_rules(name, request.shown.paths, carries=carries)
@@ -354,6 +356,9 @@ def _note(
         reason=miss.headline,
         changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
         untrackable=[*resolution.untrackable, *filter(None, [why_not_stored])],
+        number=miss.number,
+        called_time=round(miss.called_time, 4),
+        advice=list(miss.advice),
     )
     for rank, (level, seconds) in resolution.others.items():
         archive.note(_EVENTS[level], name, address.label, rank=rank, seconds=seconds)

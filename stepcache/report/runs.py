@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from stepcache.programs.archive import Archive
 from stepcache.report.inventory import means
-from stepcache.storage.run_log import Row
+from stepcache.storage.run_activity import Activity
+from stepcache.storage.run_log import Logged, Row
 
 STAGES = tuple(
     "import hash read remote agree wait load trace lower compile give execute verify".split()
 )
 _PROGRAM_EVENTS = ("built", "loaded", "relinked")
+LATEST = "last"
 _CHANGE = ("part", "path", "before", "after")
 _POD_SECONDS = 600  # The processes of one pod write their first rows within this time.
 
@@ -30,6 +32,7 @@ class Rank:
     seconds: dict[str, float]  # Duration of each stage over all steps, and "import".
     total_seconds: float  # Their sum, without background verification.
     events: dict[str, int]  # Number of events of each kind.
+    activity: Activity | None = None  # What it moved and held; None if that is unknown.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,58 +46,121 @@ class Run:
     # The rows of the run log in order of time: each change with its names, and the seconds with
     # those of the first execution, but without the import.
     happenings: tuple[Row, ...]
+    name: str  # Name of the run's log, which begins with its time; of a pod, that of one process.
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A row of `stepcache report --list`."""
+
+    number: int  # 0 for the latest run.
+    script: str  # File name of the main program.
+    started_time: float  # Time of the first event, in seconds since the epoch.
+    processes: int  # Number of processes in the run log.
+    events: str  # Number of events of each kind.
+    name: str  # Name of the run.
+
+
+def find_run(archive: Archive | None, wanted: str) -> Run | None:
+    """Returns a run by its number, the beginning of its name, or the name of its script."""
+    runs = latest_runs(archive)
+    number = "0" if wanted == LATEST else wanted
+    if number.isdecimal() and len(number) < 5:
+        return next(itertools.islice(runs, int(number), None), None)
+    return next((run for run in runs if wanted == run.script or run.name.startswith(wanted)), None)
+
+
+def summaries(archive: Archive | None) -> list[Summary]:
+    """Lists the runs, the latest first."""
+    return [
+        Summary(
+            number,
+            run.script,
+            run.started_time,
+            len(run.ranks),
+            events_in_words(counts(run)),
+            run.name,
+        )
+        for number, run in enumerate(latest_runs(archive))
+    ]
+
+
+def slowest_seconds(run: Run) -> dict[str, float]:
+    """The seconds of each stage in the process that was slowest in it."""
+    seconds = {rank.rank: rank.seconds for rank in run.ranks}
+    return {stage: seconds[rank][stage] for stage, rank in run.slowest.items()}
+
+
+def program_steps(run: Run) -> dict[str, str]:
+    """The label of the step of each program on disk, by the program's digest."""
+    return {each.program: each.label for each in run.happenings if each.program}
+
+
+def events_in_words(counts: Mapping[str, int]) -> str:
+    """`2 built, 1 loaded`."""
+    return ", ".join(f"{count} {event}" for event, count in counts.items())
+
+
+def counts(run: Run) -> dict[str, int]:
+    """Counts the events of each kind."""
+    return dict(Counter(each.event for each in run.happenings))
 
 
 def latest_runs(archive: Archive | None, step: str | None = None) -> Iterator[Run]:
     """Yields runs, the latest first; given a step, only runs of it and only its events."""
-    for rows in _pods(archive.run_log.runs() if archive is not None else ()):
-        rows = [row for row in rows if step in (None, row.step) or means(row.label, step)]
+    for pod in _pods(archive.run_log.runs() if archive is not None else ()):
+        rows = [row for row in _by_time(pod) if step in (None, row.step) or means(row.label, step)]
         if rows:
-            yield _run(rows)
+            yield _run(pod, rows)
 
 
 def steps_known(archive: Archive | None) -> list[str]:
     """The labels of all steps in the run log."""
     runs = archive.run_log.runs() if archive is not None else ()
-    return sorted({row.label for rows in runs for row in rows})
+    return sorted({row.label for logged in runs for row in logged.rows})
 
 
-def _pods(files: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """Yields the rows of each run, joined from the files of the processes of a pod."""
-    waiting: list[list[list[Row]]] = []
-    for rows in files:
-        pod = next((pod for pod in waiting if _belongs(rows[0], pod)), None)
+def _pods(logs: Iterable[Logged]) -> Iterator[list[Logged]]:
+    """Yields the logs of each run: those of the processes of a pod together."""
+    waiting: list[list[Logged]] = []
+    for logged in logs:
+        pod = next((pod for pod in waiting if _belongs(logged.rows[0], pod)), None)
         if pod is None:
-            waiting.append([rows])
+            waiting.append([logged])
         else:
-            pod.append(rows)
-        while waiting and len(waiting[0]) == waiting[0][0][0].processes:
-            yield _by_time(waiting.pop(0))
-    yield from map(_by_time, waiting)
+            pod.append(logged)
+        while waiting and len(waiting[0]) == waiting[0][0].rows[0].processes:
+            yield waiting.pop(0)
+    yield from waiting
 
 
-def _belongs(row: Row, pod: list[list[Row]]) -> bool:
-    """Returns whether a file with this first row belongs to a pod."""
-    first = pod[0][0]
+def _belongs(row: Row, pod: list[Logged]) -> bool:
+    """Returns whether a log with this first row belongs to a pod."""
+    first = pod[0].rows[0]
     return (
         (row.script, row.processes) == (first.script, first.processes)
-        and row.rank not in {rows[0].rank for rows in pod}
+        and row.rank not in {logged.rows[0].rank for logged in pod}
         and abs(row.time - first.time) < _POD_SECONDS
     )
 
 
-def _by_time(pod: list[list[Row]]) -> list[Row]:
-    return sorted(itertools.chain.from_iterable(pod), key=lambda row: row.time)
+def _by_time(pod: list[Logged]) -> list[Row]:
+    rows = itertools.chain.from_iterable(logged.rows for logged in pod)
+    return sorted(rows, key=lambda row: row.time)
 
 
-def _run(rows: list[Row]) -> Run:
-    numbers = sorted({row.rank for row in rows})
-    ranks = tuple(_rank(number, [row for row in rows if row.rank == number]) for number in numbers)
+def _run(pod: list[Logged], rows: list[Row]) -> Run:
+    activities = {logged.rows[0].rank: logged.activity for logged in pod}
+    ranks = tuple(
+        _rank(number, [row for row in rows if row.rank == number], activities.get(number))
+        for number in sorted({row.rank for row in rows})
+    )
     slowest = {
         stage: max(ranks, key=lambda rank: rank.seconds.get(stage, 0.0)).rank
         for stage in in_order({stage for rank in ranks for stage in rank.seconds})
     }
-    return Run(rows[0].script, rows[0].time, ranks, slowest, tuple(_happenings(rows)))
+    name = min(logged.name for logged in pod)
+    return Run(rows[0].script, rows[0].time, ranks, slowest, tuple(_happenings(rows)), name)
 
 
 def _happenings(rows: list[Row]) -> list[Row]:
@@ -114,13 +180,13 @@ def _happenings(rows: list[Row]) -> list[Row]:
     return kept
 
 
-def _rank(rank: int, rows: list[Row]) -> Rank:
+def _rank(rank: int, rows: list[Row], activity: Activity | None) -> Rank:
     seconds: dict[str, float] = {}
     for stage, taken in itertools.chain.from_iterable(row.seconds.items() for row in rows):
         seconds[stage] = seconds.get(stage, 0.0) + taken
     rounded = {stage: round(seconds[stage], 4) for stage in in_order(seconds)}
     total = sum(value for stage, value in rounded.items() if stage != "verify")
-    return Rank(rank, rounded, total, dict(Counter(row.event for row in rows)))
+    return Rank(rank, rounded, total, dict(Counter(row.event for row in rows)), activity)
 
 
 def in_order(stages: Iterable[str]) -> list[str]:

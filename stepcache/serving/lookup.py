@@ -18,6 +18,7 @@ from stepcache.serving.hosts import Hosts, first_host
 from stepcache.serving.messages import DTYPES, BlockLayout
 from stepcache.serving.row_cache import RowCache, padded_count
 from stepcache.serving.tables import TableType
+from stepcache.storage.run_activity import Held, Holder, activity_log
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.plan import links
 
@@ -61,7 +62,7 @@ class Rows:
         return cls(*children)
 
 
-class Table:
+class Table(Holder):
     """A table of rows that the hosts hold, row r on host r % N. Thread-safe.
 
     Made by `Connection.table`.
@@ -98,6 +99,7 @@ class Table:
         self._every = every
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []  # Row numbers, and their updates.
         self._create()
+        activity_log.watch(self)
 
     def _create(self) -> None:
         """Creates the table on all hosts, where it does not exist yet."""
@@ -272,6 +274,12 @@ class Table:
 
     def _note(self, server_bytes: int, host_bytes: int = 0) -> None:
         recorder.emit(Moved(self.name, links(host_bytes, 0, server_bytes)))
+
+    def _held(self) -> Held:
+        """What the run report says of the table."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        found = (self._cache.reads, self._cache.hits) if self._cache is not None else (0, 0)
+        return Held(self.name, 0, size, "a served table", "", *found)
 
     def __repr__(self) -> str:
         how = self._type.optimizer.name

@@ -46,6 +46,8 @@ class RowCache:
 
     Attributes:
         capacity: as given.
+        reads: number of rows that were looked up.
+        hits: those of them that were not sent.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class RowCache:
         self._buffer = jnp.zeros((capacity, *shape), dtype)
         self._places: dict[int, int] = {}  # Positions in the buffer, by the number of the row.
         self._ids = np.full(capacity, _EMPTY)
-        self._lookups = 0
+        self._lookups = self.reads = self.hits = 0
         self._used = np.full(capacity, _EMPTY)  # The last lookup that used each.
         # When each was last known to be current: version of the table, epoch, lookup, seconds.
         self._compared, self._epochs = np.full(capacity, _EMPTY), np.zeros(capacity, np.int64)
@@ -83,10 +85,13 @@ class RowCache:
         places = self._find(ids)
         is_asked = ~self._may_serve(places)
         asked, copied_bytes = ids[is_asked], 0
+        self.reads += ids.size
+        self.hits += ids.size - asked.size
         if asked.size:
             compared = np.where(places < 0, _EMPTY, self._compared[places])[is_asked]
             epochs = np.where(places < 0, 0, self._epochs[places])[is_asked]
             numbers, epochs, is_sent, rows = fetch(asked, compared, epochs)
+            self.hits += int(asked.size - is_sent.sum())
             self._used[places[places >= 0]] = self._lookups
             places[places < 0] = self._make_room(ids[places < 0])
             copied_bytes = self._copy(places[is_asked][is_sent], rows)

@@ -260,6 +260,7 @@ class Served(Master):
             fetched, self._fetched = self._fetched, None
             copy, _ = self._serving(reader)
         if fetched is not None:
+            self._copies.fetches += 1
             self._copies.keep(self.version, fetched)
             kept = fetched
         else:

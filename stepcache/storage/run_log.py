@@ -1,7 +1,8 @@
 """The run log: what each run built and loaded, kept beside the programs.
 
-Each run has a file, each event a line of JSON. The log explains runs and lists the programs to
-preload; it never decides which program serves a call.
+Each process has a file, each event a line of JSON; what it moved is in another file, of the same
+name (`run_activity.py`). The log explains runs and lists the programs to preload; it never decides
+which program serves a call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from stepcache.storage.json_records import record_of
+from stepcache.storage.run_activity import Activity, activity_log, read_activity
 
 _RUNS_KEPT = 64
 _ROWS_A_RUN = 2_000
@@ -54,6 +58,23 @@ class Row:
     untrackable: list[str] = field(default_factory=list)
     rank: int = 0  # Index of the process in its pod.
     processes: int = 1  # Number of processes of the pod.
+    number: int = 0  # 1 for the first miss of the step; 0 where it is no miss, or unknown.
+    called_time: float = 0.0  # Time of the call that missed, in seconds since the epoch.
+    advice: list[str] = field(default_factory=list)  # Hints for the user.
+
+
+class Logged(NamedTuple):
+    """The log of one process.
+
+    Attributes:
+        name: name of its file, which begins with the time of its first row.
+        rows: in the order in which they were written; never empty.
+        activity: what it moved and held; None if that is unknown.
+    """
+
+    name: str
+    rows: list[Row]
+    activity: Activity | None
 
 
 @functools.cache  # At the end of the process `__main__` may be gone.
@@ -110,8 +131,10 @@ class RunLog:
         if self._rows == 1:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for old in self._files()[: -_RUNS_KEPT + 1]:
-                with contextlib.suppress(OSError):
-                    old.unlink()
+                for path in (old, self._activity_file(old.name)):
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+            activity_log.write_to(self._activity_file(self._name))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         with os.fdopen(os.open(self.directory / self._name, flags, 0o600), "wb", 0) as file:
             file.write(line)
@@ -122,12 +145,15 @@ class RunLog:
         except OSError:
             return []
 
-    def runs(self) -> Iterator[list[Row]]:
-        """The rows of each run, this one's too, the latest run first."""
+    def _activity_file(self, name: str) -> Path:
+        return self.directory.with_name("activity") / f"{name.removesuffix('.jsonl')}.json"
+
+    def runs(self) -> Iterator[Logged]:
+        """The logs of all processes, this one's too, the latest first."""
         for path in reversed(self._files()):
             rows = list(_read(path))
             if rows:
-                yield rows
+                yield Logged(path.stem, rows, read_activity(self._activity_file(path.name)))
 
     def last_run_of(self, label: str) -> list[Row]:
         """The rows of a step in the latest other run that used it; those of this script first.
@@ -155,9 +181,5 @@ def _read(path: Path) -> Iterator[Row]:
     except OSError:
         return
     for line in lines:
-        try:
-            row = Row(**json.loads(line))
-            if isinstance(row.label, str) and isinstance(row.time, float | int):
-                yield row
-        except (ValueError, TypeError):
-            continue
+        with contextlib.suppress(ValueError, RecursionError):
+            yield record_of(Row, json.loads(line))

@@ -29,7 +29,12 @@ class Copy:
 
 
 class Copies:
-    """The copy that a process keeps of one value, and the one that it prefetched."""
+    """The copy that a process keeps of one value, and the one that it prefetched.
+
+    Attributes:
+        hits: how many reads a copy has served.
+        fetches: how many had to fetch the value.
+    """
 
     def __init__(self, policy: Read, clock: Callable[[], float] = time.monotonic):
         self._policy, self._clock = policy, clock
@@ -37,6 +42,7 @@ class Copies:
         self._ahead: Copy | None = None
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._known_outside = 0  # Of sessions.
+        self.hits = self.fetches = 0
 
     def wrote(self, writer: Any, version: int) -> None:
         """Records that a session, or None, wrote a version: it reads no older one from now on."""
@@ -79,6 +85,7 @@ class Copies:
 
     def served(self, copy: Copy, current: int | None) -> None:
         """Records that a copy serves a step. A current one starts a new period of staleness."""
+        self.hits += 1
         if copy is self._ahead:
             self._ahead = None
             if self._policy.cache is None:

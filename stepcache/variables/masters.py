@@ -277,6 +277,7 @@ class InHostMemory(Master):
         if reader.in_program and self._crosses_in_program:
             # Committed arrays would commit the call, and all that it returns, to their device.
             self.packed = transfer.free(self.packed)
+            self._copies.fetches += 1
             meter[HOST_LINK] += self.host_layout.bytes_here[0]
             meter[DEVICE_LINK] += self.host_layout.bytes_here[1]
             return Packed(self.host_layout, self.packed.buffers)
@@ -286,6 +287,7 @@ class InHostMemory(Master):
             packed = copy.value
         else:
             packed = self._route(reader).read(self.packed, meter)
+            self._copies.fetches += 1
             self._copies.keep(self.version, packed)
         if reader.carried:
             self._copies.drop()  # The program will donate it.

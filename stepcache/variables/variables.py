@@ -24,6 +24,7 @@ from stepcache.sharding import (
     mesh_identity,
     processes_of,
 )
+from stepcache.storage.run_activity import Held, Holder, activity_log
 from stepcache.units import counted, html_table, readable_bytes
 from stepcache.variables import checkpoints, restoring
 from stepcache.variables.checkpoint_items import Savable
@@ -45,7 +46,7 @@ from stepcache.variables.updates import Updates
 _numbers = itertools.count(1)
 
 
-class Variables(NoTree, Savable):
+class Variables(NoTree, Savable, Holder):
     """A versioned tree of arrays that stays where it is placed between steps.
 
         params = sc.Variables({"w": np.zeros((512, 10), np.float32)}, name="params")
@@ -133,6 +134,7 @@ class Variables(NoTree, Savable):
     def _begin(self, master: Master) -> None:
         """Takes a value, without pending updates or optimizer state."""
         self._master = master  # Used under the lock.
+        activity_log.watch(self)
         self._made_of: dict[str, str] = {}  # In pods, until it is compared.
         self._updates = Updates(self.name, self.write, self.placement, self._placer, self._pack)
 
@@ -369,6 +371,13 @@ class Variables(NoTree, Savable):
             rows[memory] = f"{readable_bytes(size)} per device"
         shown = {"read": self.read != Read(), "write": self.write != Write()}
         return rows | {name: str(getattr(self, name)) for name in shown if shown[name]}
+
+    def _held(self) -> Held:
+        """What the run report says of the variables."""
+        copies = getattr(self._master, "_copies", None)  # None where steps take the master copy.
+        hits, reads = (copies.hits, copies.hits + copies.fetches) if copies else (0, 0)
+        about = (self.name, self.version, self.nbytes, str(self.placement))
+        return Held(*about, str(self.read) if self.read != Read() else "", reads, hits)
 
     def __repr__(self) -> str:
         texts = [

@@ -1,0 +1,96 @@
+"""`stepcache report`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+import stepcache.cli.render as render
+from stepcache.cli.directories import DURATION, Result, on_directory
+from stepcache.programs.archive import Archive
+from stepcache.report import inventory, runs
+from stepcache.report.run_metrics import metrics_text
+from stepcache.report.run_page import page
+from stepcache.report.run_trace import trace_events
+
+_FORMATS: dict[str, Callable[[runs.Run, Mapping[str, int]], str]] = {
+    "html": page,
+    "openmetrics": metrics_text,
+    "perfetto": lambda run, _: json.dumps(trace_events(run)),
+}
+_FORMAT_OF_SUFFIX = {".prom": "openmetrics", ".txt": "openmetrics", ".json": "perfetto"}
+
+
+@click.command("report")
+@on_directory
+@click.argument("run", default=runs.LATEST, required=False)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(list(_FORMATS)),
+    help="By default html; openmetrics for --out FILE.prom, perfetto for --out FILE.json.",
+)
+@click.option("--list", "listing", is_flag=True, help="List the runs.")
+@click.option("--every", type=DURATION, help="Write the file again and again: 15s.")
+def report(
+    directory: Path,
+    run: str,
+    out: Path | None,
+    form: str | None,
+    listing: bool,
+    every: float | None,
+) -> Result:
+    """Reports what a run built, loaded and moved.
+
+    RUN is "last", a number of --list, the beginning of a run's name, or the name of a script. The
+    formats are a page of HTML, metrics for Prometheus, and a trace for https://ui.perfetto.dev.
+    """
+    if every and not out:
+        raise click.UsageError("--every needs --out FILE")
+    archive = inventory.open_existing(directory)
+    if listing:
+        found = runs.summaries(archive)
+        text = [render.records(found)] if found else [f"No run has used {directory} yet."]
+        return Result({"runs": [asdict(each) for each in found]}, text)
+    form = form or _FORMAT_OF_SUFFIX.get(out.suffix if out else "", "html")
+    while True:
+        one = runs.find_run(archive, run)
+        if one is None:
+            known = "see stepcache report --list" if runs.summaries(archive) else "there are none"
+            return Result({}, error=f"{directory} has no run {run!r}: {known}.")
+        text = _FORMATS[form](one, _program_bytes(archive, one))
+        if out is None:
+            return Result(one, _printed(text))
+        _write(out, text)
+        if not every:
+            return Result(one, [f"{out}: {one.script}, run {one.name}"])
+        time.sleep(every)
+
+
+def _printed(text: str) -> Iterator[str]:
+    """Prints a text as it is, when its lines are asked for; not with `--json`."""
+    click.echo(text, nl=False)
+    yield from ()
+
+
+def _program_bytes(archive: Archive | None, run: runs.Run) -> dict[str, int]:
+    named = runs.program_steps(run)
+    entries = inventory.entries_of(archive)
+    return {each.digest: each.size_bytes for each in entries if each.digest in named}
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes a file, so that nobody reads a part of it."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise click.UsageError(f"{file} cannot be written: {error}") from error

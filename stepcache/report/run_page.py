@@ -1,0 +1,392 @@
+"""The report of a run as one HTML page, which needs no script and no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from html import escape
+
+from stepcache.report.run_trace import began, called_at
+from stepcache.report.runs import (
+    Rank,
+    Run,
+    change_in_words,
+    counts,
+    events_in_words,
+    slowest_seconds,
+)
+from stepcache.report.svg import Canvas, printable, wrapped
+from stepcache.storage.run_activity import Activity
+from stepcache.storage.run_log import Row
+from stepcache.units import counted, readable_bytes, readable_ranks, readable_time
+
+Cells = Mapping[str, str | Sequence[str]]
+"""A row of a table: text by column. Of several texts the first is the heading of a list."""
+
+_ROWS_SHOWN, _LINES_SHOWN = 500, 12
+_CHART, _LABEL, _COLUMNS = 340.0, 78.0, 68
+_PROGRAM_EVENTS = {"built": "built", "loaded": "loaded", "relinked": "traced and loaded"}
+_VERIFIED = {"verified": "verified", "stale": "stale"}
+
+_STYLE = """
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2328; --quiet: #57606a;
+  --line: #d0d7de; --band: #f6f8fa; }
+@media (prefers-color-scheme: dark) { :root { --paper: #0d1117; --ink: #e6edf3;
+  --quiet: #9da7b3; --line: #30363d; --band: #161b22; } }
+body { margin: 0 auto; max-width: 1200px; padding: 16px; background: var(--paper);
+  color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+h1 { font-size: 24px; margin: 8px 0; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 36px 0 4px; }
+p, figcaption { color: var(--quiet); margin: 4px 0 10px; max-width: 75ch; }
+dl { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0; }
+dl div { background: var(--band); border: 1px solid var(--line); border-radius: 6px;
+  padding: 8px 14px; }
+dt { color: var(--quiet); font-size: 13px; }
+dd { margin: 0; font-size: 18px; font-weight: 600; }
+figure { margin: 8px 0; }
+.charts { display: flex; flex-wrap: wrap; gap: 8px 32px; }
+svg { max-width: 100%; height: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; vertical-align: top; padding: 5px 14px 5px 0;
+  border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+th { color: var(--quiet); font-weight: 600; overflow-wrap: normal; }
+.right { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+ul { margin: 2px 0; padding-left: 18px; }
+@media (max-width: 700px) {
+  thead { display: none; }
+  table, tbody, tr, td { display: block; }
+  tr { padding: 8px 0; border-bottom: 1px solid var(--line); }
+  td, .right { display: flex; gap: 12px; border: 0; padding: 1px 0; text-align: left;
+    white-space: normal; }
+  td:empty { display: none; }
+  td::before { content: attr(data-name); color: var(--quiet); flex: 0 0 96px; }
+}
+"""
+
+
+def page(run: Run, program_bytes: Mapping[str, int]) -> str:
+    """Returns the page of a run.
+
+    Args:
+        run: the run.
+        program_bytes: size of each program on disk, by its digest.
+    """
+    sections = {
+        "Start-up ledger": _ledger(run),
+        "Misses": _misses(run),
+        "Programs": _programs(run, program_bytes),
+        "Transfers": _transfers(run),
+        "Variables": _variables(run),
+        "Processes": _processes(run),
+    }
+    body = [f"<h1>{_html(run.script)}</h1>", _head(run)]
+    for title, parts in sections.items():
+        body += [f"<section><h2>{title}</h2>", *parts, "</section>"]
+    return "\n".join(
+        (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{_html(run.script)}: stepcache run report</title>",
+            f"<style>{_STYLE}</style></head><body>",
+            *body,
+            "</body></html>\n",
+        )
+    )
+
+
+# ---- sections -----------------------------------------------------------------------------------
+
+
+def _head(run: Run) -> str:
+    ended = [_state(rank.activity) for rank in run.ranks]
+    state = ended[0] if len(set(ended)) == 1 else "the processes differ: see below"
+    moved = sum(each.size_bytes for rank in run.ranks for each in _moved(rank))
+    tiles = {
+        "duration": _seconds(max(_end(rank, began(run)) for rank in run.ranks)),
+        "start-up": _seconds(max(rank.total_seconds for rank in run.ranks)),
+        "programs": events_in_words(counts(run)),
+        "bytes of variables moved": readable_bytes(moved),
+        "variables": str(sum(len(_held(rank)) for rank in run.ranks)),
+        "processes": str(len(run.ranks)),
+    }
+    shown = "".join(
+        f"<div><dt>{name}</dt><dd>{_html(text)}</dd></div>" for name, text in tiles.items()
+    )
+    return f"{_paragraph(f'Run of {readable_time(run.started_time)}; {state}.')}<dl>{shown}</dl>"
+
+
+def _state(activity: Activity | None) -> str:
+    if activity is None:
+        return "there are no counts of transfers and variables"
+    when = readable_time(activity.period.written_time)
+    return f"ended {when}" if activity.period.ended else f"not ended {when}, when it was last seen"
+
+
+def _ledger(run: Run) -> Iterator[str]:
+    yield _paragraph(
+        "Seconds by stage, over all steps. Of several processes, each stage is that of the one "
+        "that took longest in it, and so is the sum. The sum leaves out verification, which runs "
+        "in the background."
+    )
+    seconds = slowest_seconds(run)
+    bars = seconds | {"sum": max(rank.total_seconds for rank in run.ranks)}
+    yield _bars("Seconds by stage", [(name, each, _seconds(each)) for name, each in bars.items()])
+    if len(run.ranks) > 1:
+        stages = list(seconds)
+        yield from _table(
+            [
+                {
+                    "rank": str(rank.rank),
+                    **{each: f"{rank.seconds.get(each, 0.0):.2f}" for each in stages},
+                    "sum": f"{rank.total_seconds:.2f}",
+                }
+                for rank in run.ranks
+            ],
+            right={*stages, "sum"},
+        )
+
+
+def _misses(run: Run) -> Iterator[str]:
+    started = began(run)
+    rows = [
+        _for_pods(
+            run,
+            row.rank,
+            {
+                "at": f"{max(0.0, called_at(row) - started):.2f} s",
+                "step": row.step,
+                "miss": str(row.number or ""),
+                "program": _PROGRAM_EVENTS[row.event],
+                "took": _seconds(sum(row.seconds.values())),
+                "why": list(_why(row)),
+            },
+        )
+        for row in sorted(run.happenings, key=called_at)
+        if row.event in _PROGRAM_EVENTS
+    ]
+    yield _paragraph(
+        "Calls that found no program in memory, by the time since the run began. All others are "
+        "served by JAX's dispatcher, and not recorded."
+    )
+    yield from _table(rows, right={"at", "took"})
+
+
+def _why(row: Row) -> Iterator[str]:
+    yield row.reason.splitlines()[0] if row.reason else "unknown"
+    yield from _some([change_in_words(change) for change in row.changes])
+    yield from (f"hint: {text}" for text in _some(row.advice))
+    yield from (f"cannot be fingerprinted: {text}" for text in _some(row.untrackable))
+
+
+def _programs(run: Run, program_bytes: Mapping[str, int]) -> Iterator[str]:
+    groups: dict[tuple[str, str], list[Row]] = {}
+    verified: dict[str, str] = {}
+    for row in run.happenings:
+        if row.event in _PROGRAM_EVENTS:
+            groups.setdefault((row.label, row.program), []).append(row)
+        elif row.event in _VERIFIED:
+            verified[row.label] = _VERIFIED[row.event]
+    rows = []
+    for (label, program), found in groups.items():
+        size = program_bytes.get(program)
+        devices = max(len(row.devices) for row in found)
+        first = [row.seconds["execute"] for row in found if "execute" in row.seconds]
+        rows.append(
+            {
+                "step": label,
+                "program": program[:12] or "not on disk",
+                "size": readable_bytes(size) if size is not None else "gone" if program else "",
+                "devices": str(devices or ""),
+                "obtained": "; ".join(_obtained(run, found)),
+                "first run": _seconds(max(first)) if first else "",
+                "trace in the background": verified.get(label, ""),
+            }
+        )
+    yield from _table(rows, right={"size", "devices", "first run"})
+
+
+def _obtained(run: Run, rows: Sequence[Row]) -> Iterator[str]:
+    for event, text in _PROGRAM_EVENTS.items():
+        ranks = [row.rank for row in rows if row.event == event]
+        if ranks:
+            yield f"{text} by {readable_ranks(ranks)}" if len(run.ranks) > 1 else text
+
+
+def _transfers(run: Run) -> Iterator[str]:
+    rows, by_link = [], dict[str, list[float]]()
+    started = began(run)
+    ended = max([_end(rank, started) for rank in run.ranks])
+    for rank in run.ranks:
+        for each in _moved(rank):
+            columns = by_link.setdefault(each.link, [0.0] * _COLUMNS)
+            assert rank.activity is not None
+            period = rank.activity.period
+            first, width = period.started_time - started, period.width_seconds
+            for index, _, size in each.buckets:
+                ends = (first + (index + end) * width for end in (0, 1))
+                low, high = (min(max(0, int(end / ended * _COLUMNS)), _COLUMNS - 1) for end in ends)
+                for column in range(low, high + 1):  # A bucket may be wider than a column.
+                    columns[column] += size / (high + 1 - low)
+            cells = {"what": each.mover, "link": each.link, "calls": f"{each.transfers:,}"}
+            cells["bytes"] = readable_bytes(each.size_bytes)
+            cells["a call"] = readable_bytes(round(each.size_bytes / max(1, each.transfers)))
+            rows.append((each.size_bytes, _for_pods(run, rank.rank, cells)))
+    if not rows:
+        yield _paragraph("No values of variables were moved, or the counts were lost.")
+        return
+    yield _paragraph(
+        "Bytes of variables over each link, of all processes, from the start of the run to its "
+        "end. “What” is the step, or the variables whose method moved them."
+    )
+    charts = (_columns(link, columns, ended) for link, columns in by_link.items())
+    yield f'<div class="charts">{"".join(charts)}</div>'
+    rows.sort(key=lambda row: -row[0])
+    yield from _table([cells for _, cells in rows], right={"calls", "bytes", "a call"})
+
+
+def _end(rank: Rank, started: float) -> float:
+    """Returns how many seconds after the start of the run a process was last seen."""
+    if rank.activity is None:
+        return 1e-3
+    period = rank.activity.period
+    last = max(
+        (bucket[0] + 1 for each in rank.activity.moved for bucket in each.buckets), default=0
+    )
+    end = max(period.written_time, period.started_time + last * period.width_seconds)
+    return max(1e-3, end - started)
+
+
+def _variables(run: Run) -> Iterator[str]:
+    rows = [
+        _for_pods(
+            run,
+            rank.rank,
+            {
+                "name": held.name,
+                "version": f"{held.version:,}",
+                "size": readable_bytes(held.size_bytes),
+                "placement": held.placement,
+                "read": held.read,
+                "reads": f"{held.reads:,}" if held.reads else "",
+                "served by a copy": f"{held.hits / held.reads:.1%}" if held.reads else "",
+            },
+        )
+        for rank in run.ranks
+        for held in _held(rank)
+    ]
+    yield _paragraph(
+        "The version is the number of writes. Steps take values that live on their devices as they "
+        "are; reads are counted where the master copy is elsewhere, in a table row by row."
+    )
+    yield from _table(rows, right={"version", "size", "reads", "served by a copy"})
+    more = sum(rank.activity.period.more_held for rank in run.ranks if rank.activity)
+    if more:
+        yield _paragraph(f"… and {more} that were deleted earlier.")
+
+
+def _processes(run: Run) -> Iterator[str]:
+    yield from _table(
+        [
+            {
+                "rank": str(rank.rank),
+                "programs": events_in_words(rank.events),
+                "duration": _seconds(max(_end(rank, began(run)) for rank in run.ranks)),
+                "start-up": _seconds(rank.total_seconds),
+                "moved": readable_bytes(sum(each.size_bytes for each in _moved(rank))),
+                "state": _state(rank.activity),
+            }
+            for rank in run.ranks
+        ],
+        right={"start-up", "moved"},
+    )
+
+
+def _for_pods(run: Run, rank: int, cells: Cells) -> Cells:
+    """Adds the rank to a row, in a run of several processes."""
+    return {"rank": str(rank), **cells} if len(run.ranks) > 1 else cells
+
+
+def _moved(rank: Rank):
+    return rank.activity.moved if rank.activity is not None else ()
+
+
+def _held(rank: Rank):
+    return rank.activity.held if rank.activity is not None else ()
+
+
+# ---- text, tables and charts --------------------------------------------------------------------
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.2f} s" if value >= 0.1 or not value else f"{value * 1e3:.1f} ms"
+
+
+def _some(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _LINES_SHOWN
+    return [*lines[:_LINES_SHOWN], *([f"… and {counted(more, 'more')}"] if more > 0 else [])]
+
+
+def _html(text: str) -> str:
+    return escape(printable(text))
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{_html(text)}</p>"
+
+
+def _table(rows: Sequence[Cells], right: Collection[str] = ()) -> Iterator[str]:
+    """Yields a table, without columns that are empty. Columns in `right` have numbers."""
+    if not rows:
+        yield _paragraph("None.")
+        return
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    kinds = {name: ' class="right"' if name in right else "" for name in names}
+    heads = "".join(f"<th{kind}>{_html(name)}</th>" for name, kind in kinds.items())
+    yield f"<table><thead><tr>{heads}</tr></thead><tbody>"
+    for row in rows[:_ROWS_SHOWN]:
+        cells = (
+            f'<td{kind} data-name="{_html(name)}">{_cell(row[name])}</td>'
+            for name, kind in kinds.items()
+        )
+        yield f"<tr>{''.join(cells)}</tr>"
+    yield "</tbody></table>"
+    if len(rows) > _ROWS_SHOWN:
+        yield _paragraph(f"… and {len(rows) - _ROWS_SHOWN} more.")
+
+
+def _cell(text: str | Sequence[str]) -> str:
+    if isinstance(text, str):
+        return _html(text)
+    first, *rest = map(_html, text)
+    items = "".join(f"<li>{line}</li>" for line in rest)
+    return f"<div>{first}{f'<ul>{items}</ul>' if items else ''}</div>"
+
+
+def _bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
+    """Draws a bar for each row: a label, a value, and the value as text."""
+    canvas, largest, height = Canvas(), max([value for _, value, _ in rows]), 20.0 * len(rows)
+    for number, (label, value, text) in enumerate(rows):
+        y, width = 20.0 * number, (_CHART - _LABEL - 80) * value / (largest or 1)
+        (fitting,) = wrapped(printable(label), _LABEL - 6, 12, most=1)
+        canvas.text("ink", (_LABEL - 6, y + 14), fitting, 12, anchor="end")
+        canvas.box("device" if label != "sum" else "quiet", _LABEL, y + 4, max(width, 1), 12, 2)
+        canvas.text("quiet", (_LABEL + max(width, 1) + 6, y + 14), text, 12)
+    about = "; ".join(f"{printable(label)} {text}" for label, _, text in rows)
+    return f"<figure>{canvas.document(_CHART, height, title, about)}</figure>"
+
+
+def _columns(link: str, values: Sequence[float], seconds: float) -> str:
+    """Draws the bytes that crossed a link, from the start of a run to its end."""
+    canvas, width, height = Canvas(), _CHART / len(values), 80.0
+    largest = max(values) or 1.0
+    for number, value in enumerate(values):
+        if value:
+            tall = max(1.0, height * value / largest)
+            canvas.box("host", number * width, height - tall, width - 1, tall, 0)
+    canvas.box("ink", 0, height, _CHART, 1, 0)
+    canvas.text("quiet", (0, height + 15), "0 s", 12)
+    canvas.text("quiet", (_CHART, height + 15), f"{seconds:,.1f} s", 12, anchor="end")
+    span = _seconds(seconds / len(values))
+    title = f"{printable(link)}: {readable_bytes(round(sum(values)))}"
+    about = f"{title}, at most {readable_bytes(round(largest))} in {span}"
+    drawn = canvas.document(_CHART, height + 20, title, about)
+    return f"<figure><figcaption>{escape(about)}</figcaption>{drawn}</figure>"
