@@ -13,7 +13,6 @@ import click
 
 import stepcache.cli.render as render
 from stepcache.cli.directories import DURATION, Result, on_directory
-from stepcache.programs.archive import Archive
 from stepcache.report import inventory, runs
 from stepcache.report.run_metrics import metrics_text
 from stepcache.report.run_page import page
@@ -54,36 +53,40 @@ def report(
     """
     if every and not out:
         raise click.UsageError("--every needs --out FILE")
-    archive = inventory.open_existing(directory)
     if listing:
-        found = runs.summaries(archive)
-        text = [render.records(found)] if found else [f"No run has used {directory} yet."]
-        return Result({"runs": [asdict(each) for each in found]}, text)
+        found = runs.summaries(inventory.open_existing(directory))
+        shown = [render.records(found)] if found else [f"No run has used {directory} yet."]
+        return Result({"runs": [asdict(each) for each in found]}, shown)
     form = form or _FORMAT_OF_SUFFIX.get(out.suffix if out else "", "html")
     while True:
-        one = runs.find_run(archive, run)
-        if one is None:
-            known = "see stepcache report --list" if runs.summaries(archive) else "there are none"
-            return Result({}, error=f"{directory} has no run {run!r}: {known}.")
-        text = _FORMATS[form](one, _program_bytes(archive, one))
-        if out is None:
-            return Result(one, _printed(text))
-        _write(out, text)
+        one, text = _made(directory, run, form)
+        if one is not None and out is not None:
+            _write(out, text)
         if not every:
-            return Result(one, [f"{out}: {one.script}, run {one.name}"])
+            break
         time.sleep(every)
+    if one is None:
+        hint = "stepcache report --list shows all"
+        return Result({}, error=f"{directory} has no run {run!r}: {hint}.")
+    return Result(one, [f"{out}: {one.script}, run {one.name}"] if out else _printed(text))
+
+
+def _made(directory: Path, wanted: str, form: str) -> tuple[runs.Run | None, str]:
+    """Returns a run and its report; None and no text if there is no such run."""
+    archive = inventory.open_existing(directory)
+    run = runs.find_run(archive, wanted)
+    if run is None:
+        return None, ""
+    named = runs.program_steps(run)
+    entries = inventory.entries_of(archive)
+    sizes = {each.digest: each.size_bytes for each in entries if each.digest in named}
+    return run, _FORMATS[form](run, sizes)
 
 
 def _printed(text: str) -> Iterator[str]:
     """Prints a text as it is, when its lines are asked for; not with `--json`."""
     click.echo(text, nl=False)
     yield from ()
-
-
-def _program_bytes(archive: Archive | None, run: runs.Run) -> dict[str, int]:
-    named = runs.program_steps(run)
-    entries = inventory.entries_of(archive)
-    return {each.digest: each.size_bytes for each in entries if each.digest in named}
 
 
 def _write(file: Path, text: str) -> None:

@@ -101,7 +101,7 @@ def _head(run: Run) -> str:
     state = ended[0] if len(set(ended)) == 1 else "the processes differ: see below"
     moved = sum(each.size_bytes for rank in run.ranks for each in _moved(rank))
     tiles = {
-        "duration": _seconds(max(_end(rank, began(run)) for rank in run.ranks)),
+        "duration": _seconds(_duration(run)),
         "start-up": _seconds(max(rank.total_seconds for rank in run.ranks)),
         "programs": events_in_words(counts(run)),
         "bytes of variables moved": readable_bytes(moved),
@@ -124,25 +124,12 @@ def _state(activity: Activity | None) -> str:
 def _ledger(run: Run) -> Iterator[str]:
     yield _paragraph(
         "Seconds by stage, over all steps. Of several processes, each stage is that of the one "
-        "that took longest in it, and so is the sum. The sum leaves out verification, which runs "
-        "in the background."
+        "that took longest in it, and so is the sum, which leaves out the verification in the "
+        "background."
     )
     seconds = slowest_seconds(run)
     bars = seconds | {"sum": max(rank.total_seconds for rank in run.ranks)}
     yield _bars("Seconds by stage", [(name, each, _seconds(each)) for name, each in bars.items()])
-    if len(run.ranks) > 1:
-        stages = list(seconds)
-        yield from _table(
-            [
-                {
-                    "rank": str(rank.rank),
-                    **{each: f"{rank.seconds.get(each, 0.0):.2f}" for each in stages},
-                    "sum": f"{rank.total_seconds:.2f}",
-                }
-                for rank in run.ranks
-            ],
-            right={*stages, "sum"},
-        )
 
 
 def _misses(run: Run) -> Iterator[str]:
@@ -214,7 +201,7 @@ def _obtained(run: Run, rows: Sequence[Row]) -> Iterator[str]:
 def _transfers(run: Run) -> Iterator[str]:
     rows, by_link = [], dict[str, list[float]]()
     started = began(run)
-    ended = max([_end(rank, started) for rank in run.ranks])
+    duration = _duration(run)
     for rank in run.ranks:
         for each in _moved(rank):
             columns = by_link.setdefault(each.link, [0.0] * _COLUMNS)
@@ -223,7 +210,9 @@ def _transfers(run: Run) -> Iterator[str]:
             first, width = period.started_time - started, period.width_seconds
             for index, _, size in each.buckets:
                 ends = (first + (index + end) * width for end in (0, 1))
-                low, high = (min(max(0, int(end / ended * _COLUMNS)), _COLUMNS - 1) for end in ends)
+                low, high = (
+                    min(max(0, int(end / duration * _COLUMNS)), _COLUMNS - 1) for end in ends
+                )
                 for column in range(low, high + 1):  # A bucket may be wider than a column.
                     columns[column] += size / (high + 1 - low)
             cells = {"what": each.mover, "link": each.link, "calls": f"{each.transfers:,}"}
@@ -237,22 +226,21 @@ def _transfers(run: Run) -> Iterator[str]:
         "Bytes of variables over each link, of all processes, from the start of the run to its "
         "end. “What” is the step, or the variables whose method moved them."
     )
-    charts = (_columns(link, columns, ended) for link, columns in by_link.items())
+    charts = (_columns(link, columns, duration) for link, columns in by_link.items())
     yield f'<div class="charts">{"".join(charts)}</div>'
     rows.sort(key=lambda row: -row[0])
     yield from _table([cells for _, cells in rows], right={"calls", "bytes", "a call"})
 
 
-def _end(rank: Rank, started: float) -> float:
-    """Returns how many seconds after the start of the run a process was last seen."""
-    if rank.activity is None:
-        return 1e-3
-    period = rank.activity.period
-    last = max(
-        (bucket[0] + 1 for each in rank.activity.moved for bucket in each.buckets), default=0
-    )
-    end = max(period.written_time, period.started_time + last * period.width_seconds)
-    return max(1e-3, end - started)
+def _duration(run: Run) -> float:
+    """Returns how many seconds after its start a run was last seen."""
+    ends = [row.time for row in run.happenings]
+    for period, each in (
+        (rank.activity.period, rank.activity) for rank in run.ranks if rank.activity
+    ):
+        last = max((bucket[0] + 1 for series in each.moved for bucket in series.buckets), default=0)
+        ends += [period.written_time, period.started_time + last * period.width_seconds]
+    return max(1e-3, max(ends) - began(run))
 
 
 def _variables(run: Run) -> Iterator[str]:
@@ -284,20 +272,20 @@ def _variables(run: Run) -> Iterator[str]:
 
 
 def _processes(run: Run) -> Iterator[str]:
-    yield from _table(
-        [
-            {
-                "rank": str(rank.rank),
-                "programs": events_in_words(rank.events),
-                "duration": _seconds(max(_end(rank, began(run)) for rank in run.ranks)),
-                "start-up": _seconds(rank.total_seconds),
-                "moved": readable_bytes(sum(each.size_bytes for each in _moved(rank))),
-                "state": _state(rank.activity),
-            }
-            for rank in run.ranks
-        ],
-        right={"start-up", "moved"},
-    )
+    stages = list(slowest_seconds(run))
+    rows = [
+        {
+            "rank": str(rank.rank),
+            "programs": events_in_words(rank.events),
+            **{each: f"{rank.seconds.get(each, 0.0):.2f}" for each in stages},
+            "sum": f"{rank.total_seconds:.2f}",
+            "moved": readable_bytes(sum(each.size_bytes for each in _moved(rank))),
+            "state": _state(rank.activity),
+        }
+        for rank in run.ranks
+    ]
+    yield _paragraph("Seconds are those of the start-up ledger; bytes are of variables.")
+    yield from _table(rows, right={*stages, "sum", "moved"})
 
 
 def _for_pods(run: Run, rank: int, cells: Cells) -> Cells:

@@ -24,7 +24,7 @@ from stepcache.storage.json_records import record_of
 from stepcache.weak_objects import WeakObjects
 
 _BUCKETS, _FIRST_WIDTH_SECONDS = 128, 0.01
-_SERIES, _VARIABLES, _FILES = 24, 256, 8
+_SERIES, _VARIABLES, _FILES, _LETTERS = 24, 256, 8, 200
 _OTHERS = "(others)"
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 10.0
 _MAX_BYTES = 1 << 20
@@ -210,7 +210,7 @@ class ActivityLog:
         for file in files:
             try:
                 file.parent.mkdir(mode=0o700, exist_ok=True)
-                temporary = file.with_suffix(f".{self._pid}")
+                temporary = file.with_suffix(".new")
                 temporary.write_text(text, encoding="utf-8")
                 temporary.replace(file)
             except OSError:
@@ -238,7 +238,8 @@ class ActivityLog:
 
 def _plain(record: Any) -> dict[str, Any]:
     """The fields of a record. `dataclasses.asdict` would copy each number by itself."""
-    return {each.name: getattr(record, each.name) for each in fields(record)}
+    found = {each.name: getattr(record, each.name) for each in fields(record)}
+    return {k: v[:_LETTERS] if isinstance(v, str) else v for k, v in found.items()}
 
 
 def read_activity(file: Path) -> Activity | None:

@@ -131,7 +131,8 @@ class RunLog:
         if self._rows == 1:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for old in self._files()[: -_RUNS_KEPT + 1]:
-                for path in (old, self._activity_file(old.name)):
+                activity = self._activity_file(old.name)
+                for path in (old, activity, activity.with_suffix(".new")):
                     with contextlib.suppress(OSError):
                         path.unlink()
             activity_log.write_to(self._activity_file(self._name))

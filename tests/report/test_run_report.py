@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from html.parser import HTMLParser
 
 import pytest
@@ -219,6 +220,17 @@ def test_runs_have_numbers_and_names(tmp_path):
     assert "FILE" in run("--every", "1s", "--dir", tmp_path, code=2).stderr
 
 
+def test_a_file_is_written_again_and_again(tmp_path, monkeypatch):
+    """Also where there is no run yet."""
+    moments = iter([lambda: write_run(tmp_path, row()), lambda: None, sys.exit])
+    clock = types.SimpleNamespace(sleep=lambda seconds: next(moments)())
+    monkeypatch.setattr(sys.modules["stepcache.cli.report"], "time", clock)
+    out = tmp_path / "run.prom"
+    run("--every", "15s", "--out", out, "--dir", tmp_path)
+    assert ("stepcache_start_time_seconds",) in metrics(out.read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.prom", "v1"]
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_all_ranks_of_a_pod(tmp_path, form):
     for rank in range(3):
@@ -243,7 +255,7 @@ def test_all_ranks_of_a_pod(tmp_path, form):
 def test_no_run(tmp_path, form):
     for directory in (tmp_path / "none", tmp_path):
         result = run("--dir", directory, "--format", form, code=1)
-        assert "has no run 'last': there are none" in result.stderr and not result.stdout
+        assert "has no run 'last'" in result.stderr and not result.stdout
     assert "No run has used" in run("--list", "--dir", tmp_path).stdout
 
 
