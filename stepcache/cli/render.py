@@ -243,6 +243,9 @@ def _happening(each: Row) -> Iterator[str]:
     yield from (f"  {change_in_words(change)}" for change in each.changes[:_CHANGES_SHOWN])
     if len(each.changes) > _CHANGES_SHOWN:
         yield f"  … and {counted(len(each.changes) - _CHANGES_SHOWN, 'more change')}"
+    if each.stored:
+        yield "since an earlier run these have changed:"
+        yield from (f"  {change_in_words(change)}" for change in each.stored[:_CHANGES_SHOWN])
     if each.untrackable:
         yield "every run must trace the step, because these cannot be fingerprinted:"
         yield from (f"  {name}" for name in each.untrackable[:_CHANGES_SHOWN])

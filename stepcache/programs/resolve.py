@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepcache.calls.carry import settled_leaves
@@ -20,7 +20,16 @@ from stepcache.calls.key import Key
 from stepcache.calls.nnx_modules import warn_of_carried_module
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import RecompileError, RecompileWarning, warn
-from stepcache.events import BuildFailed, Built, Captured, Loaded, Miss, StageStarted, recorder
+from stepcache.events import (
+    BuildFailed,
+    Built,
+    Captured,
+    Change,
+    Loaded,
+    Miss,
+    StageStarted,
+    recorder,
+)
 from stepcache.jaxcompat import storing
 from stepcache.programs import remaking
 from stepcache.programs.archive import Archive
@@ -338,6 +347,10 @@ def _advise_on_capture(captured: Captured) -> str:
     )
 
 
+def _plain(changes: Sequence[Change]) -> list[list[str]]:
+    return [[each.part, each.path, each.before, each.after] for each in changes]
+
+
 def _note(
     archive: Archive, name: str, resolution: Resolution, miss: Miss, why_not_stored: str
 ) -> None:
@@ -354,11 +367,12 @@ def _note(
         devices=[device.id for device in devices],
         seconds={stage: round(value, 4) for stage, value in program.seconds.items()},
         reason=miss.headline,
-        changes=[[each.part, each.path, each.before, each.after] for each in miss.changes],
+        changes=_plain(miss.changes),
         untrackable=[*resolution.untrackable, *filter(None, [why_not_stored])],
         number=miss.number,
         called_time=round(miss.called_time, 4),
         advice=list(miss.advice),
+        stored=_plain(miss.stored),
     )
     for rank, (level, seconds) in resolution.others.items():
         archive.note(_EVENTS[level], name, address.label, rank=rank, seconds=seconds)

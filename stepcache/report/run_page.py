@@ -160,6 +160,8 @@ def _misses(run: Run) -> Iterator[str]:
 def _why(row: Row) -> Iterator[str]:
     yield row.reason.splitlines()[0] if row.reason else "unknown"
     yield from _some([change_in_words(change) for change in row.changes])
+    stored = [change_in_words(change) for change in row.stored]
+    yield from (f"since an earlier run: {text}" for text in _some(stored))
     yield from (f"hint: {text}" for text in _some(row.advice))
     yield from (f"cannot be fingerprinted: {text}" for text in _some(row.untrackable))
 

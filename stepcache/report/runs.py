@@ -169,8 +169,8 @@ def _happenings(rows: list[Row]) -> list[Row]:
     for row in rows:
         if row.event != "executed":
             seconds = {stage: value for stage, value in row.seconds.items() if stage != "import"}
-            changes = [dict(zip(_CHANGE, each, strict=False)) for each in row.changes]
-            kept.append(replace(row, seconds=seconds, changes=changes))
+            changes, stored = map(_named, (row.changes, row.stored))
+            kept.append(replace(row, seconds=seconds, changes=changes, stored=stored))
             continue
         for index, each in enumerate(kept):
             same = (each.rank, each.label) == (row.rank, row.label)
@@ -178,6 +178,10 @@ def _happenings(rows: list[Row]) -> list[Row]:
                 kept[index] = replace(each, seconds=each.seconds | row.seconds)
                 break
     return kept
+
+
+def _named(changes: list[list[str]]) -> list[dict[str, str]]:
+    return [dict(zip(_CHANGE, each, strict=False)) for each in changes]
 
 
 def _rank(rank: int, rows: list[Row], activity: Activity | None) -> Rank:

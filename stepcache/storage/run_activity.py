@@ -84,8 +84,10 @@ class Holder:
         raise NotImplementedError
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # It was never made, or Python ends.
+        try:  # noqa: SIM105  (At the end of Python, `contextlib` may be gone before.)
             activity_log.gone(self._held())
+        except Exception:  # Or it was never made.
+            pass
 
 
 class ActivityLog:

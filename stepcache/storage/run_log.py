@@ -61,6 +61,8 @@ class Row:
     number: int = 0  # 1 for the first miss of the step; 0 where it is no miss, or unknown.
     called_time: float = 0.0  # Time of the call that missed, in seconds since the epoch.
     advice: list[str] = field(default_factory=list)  # Hints for the user.
+    # As `changes`: what has changed beside these since an earlier run, so that it had to be traced.
+    stored: list[Any] = field(default_factory=list)
 
 
 class Logged(NamedTuple):

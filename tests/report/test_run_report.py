@@ -18,6 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from stepcache.cli import main
 from stepcache.events import Moved
+from stepcache.storage import run_activity
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_activity import ActivityLog, Held, Holder, read_activity
 from stepcache.storage.run_log import Row, RunLog
@@ -68,6 +69,7 @@ def real_run(directory, *arguments):
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == (-9 if arguments else 0), ended.stderr
+    assert "Exception ignored" not in ended.stderr
     return directory / "programs"
 
 
@@ -295,7 +297,7 @@ def test_foreign_rows_are_passed_over(tmp_path, form):
 @pytest.mark.parametrize("form", FORMATS)
 def test_all_that_users_name_is_escaped(tmp_path, form):
     details = {"reason": NASTY, "changes": [["code", NASTY, NASTY, NASTY]], "advice": [NASTY]}
-    details |= {"untrackable": [NASTY], "program": NASTY}
+    details |= {"stored": details["changes"], "untrackable": [NASTY], "program": NASTY}
     nasty = Row("built", 1_000.0, NASTY, NASTY, NASTY, seconds={NASTY: 1.0}, **details)
     _, file = write_run(tmp_path, nasty)
     log = ActivityLog(lambda: 990.0)
@@ -362,6 +364,16 @@ def test_counts_of_deleted_variables_stay(tmp_path):
     found = log.activity()
     assert [each.name for each in found.held] == [f"v{n}" for n in range(45, 301)]
     assert found.period.more_held == 45 and last
+
+
+def test_the_end_of_python(monkeypatch):
+    """What is deleted then finds the globals of modules gone."""
+    caught, holder = [], NastyHolder()
+    monkeypatch.setattr(sys, "unraisablehook", caught.append)
+    for name in ("contextlib", "activity_log"):
+        monkeypatch.setattr(run_activity, name, None)
+    del holder
+    assert not caught
 
 
 def test_the_file_is_written_while_it_changes(tmp_path):
