@@ -302,7 +302,7 @@ def test_why_tells_what_changed_and_what_is_in_the_way(tmp_path):
     assert "`model.py:Block.__call__` its code changed" in text
     assert "package jaxlib 0.10.1 → 0.10.2" in text
     assert "file vocabulary.txt 1234 → absent" in text
-    assert "since an earlier run these have changed:\n  variable SCALE 1 → 2" in text
+    assert "since an earlier run these have changed:\n    variable SCALE 1 → 2" in text
     assert "model.py:now: time" in text and "trace 1.00, compile 2.00" in text
     happening = run_json("cache", "why", "train_step", "--dir", tmp_path)["runs"][0]["happenings"][
         0

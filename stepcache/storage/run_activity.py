@@ -213,7 +213,9 @@ class ActivityLog:
             try:
                 file.parent.mkdir(mode=0o700, exist_ok=True)
                 temporary = file.with_suffix(".new")
-                temporary.write_text(text, encoding="utf-8")
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+                with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as opened:
+                    opened.write(text)
                 temporary.replace(file)
             except OSError:
                 self._files.pop(file, None)  # The directory was removed, or the disk is full.
