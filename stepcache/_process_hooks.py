@@ -189,46 +189,6 @@ class ThreadProfile:
         return True
 
 
-def with_pauses(found: Callable, may_pause: Callable[[Any, tuple, dict], bool]) -> Callable:
-    """A method in the place of another one, below which the profile of a recording may pause.
-
-    Args:
-        found: the method.
-        may_pause: given the object and the arguments of a call, whether nothing below it need be
-            seen. It is not watched itself.
-    """
-    paused = threading.local()
-
-    @functools.wraps(found)
-    def method(self: Any, *args: Any, **named: Any) -> Any:
-        profile = getattr(paused, "profile", None)
-        if profile is None:
-            profile = sys.getprofile()
-            if profile is None or getattr(profile, "_stepcache_users", profile) is not None:
-                return found(self, *args, **named)  # No recording, or one beside the user's.
-            sys.setprofile(None)
-            if not may_pause(self, args, named):
-                sys.setprofile(profile)
-                return found(self, *args, **named)
-            paused.profile = profile
-            try:
-                return found(self, *args, **named)
-            finally:
-                paused.profile = None
-                sys.setprofile(profile)
-        if may_pause(self, args, named):
-            return found(self, *args, **named)
-        paused.profile = None
-        sys.setprofile(profile)
-        try:
-            return found(self, *args, **named)
-        finally:
-            sys.setprofile(None)
-            paused.profile = profile
-
-    return method
-
-
 monitoring: Any = getattr(sys, "monitoring", None)  # Of Python 3.12.
 
 

@@ -8,16 +8,16 @@ pause.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from stepcache import _process_hooks, jaxcompat
+from stepcache import jaxcompat
 from stepcache.fingerprint.held import function_in
 from stepcache.fingerprint.lowering_rules import code_of_rule
 from stepcache.fingerprint.provenance import PYTHON, origin_of_file, package_of
@@ -132,12 +132,12 @@ def _holds_no_function(value: Any) -> bool:
 
 def _is_known_parameter(kind: type) -> bool:
     if issubclass(kind, np.dtype | np.generic):
-        return kind.__module__.partition(".")[0] == "numpy"
+        return str(kind.__module__).partition(".")[0] == "numpy"
     return kind.__name__ in _OF_JAX and _is_defined_in_jax(kind)
 
 
 def _is_defined_in_jax(kind: type) -> bool:
-    return kind.__module__.startswith(("jax.", "jaxlib."))
+    return str(kind.__module__).startswith(("jax.", "jaxlib."))
 
 
 # ---- what was put into JAX ----------------------------------------------------------------------
@@ -161,7 +161,7 @@ def jax_is_whole() -> bool:
 
 def _is_known(value: Any) -> bool:
     """Whether a value is no function, or one of a known package."""
-    while type(value) is partial:
+    while type(value) is functools.partial:
         value = value.func
     function = value if type(value) is types.FunctionType else function_in(value)
     if function is None:
@@ -178,4 +178,4 @@ def _is_of_known_package(module: str) -> bool:
     return package in _PACKAGES or package in sys.stdlib_module_names
 
 
-_binds = jaxcompat.BindReplacement(lambda found: _process_hooks.with_pauses(found, runs_jax_alone))
+_binds = jaxcompat.BindReplacement(runs_jax_alone)

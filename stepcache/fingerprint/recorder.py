@@ -32,6 +32,7 @@ from stepcache.fingerprint.provenance import (
     origin_of_module,
     package_of,
 )
+from stepcache.jaxcompat import hooks
 
 _ENVIRON: dict[CodeType, str] = {
     type(os.environ).__getitem__.__code__: "key",
@@ -230,7 +231,7 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         if id(known) in seen:
             return
         if known is sys.setprofile:
-            if frame.f_globals is not vars(_process_hooks):
+            if not any(frame.f_globals is each for each in _SETTING_OURS):
                 for recording in active.state.stack:
                     recording.unavailable = _ANOTHER_PROFILER
             return
@@ -263,6 +264,7 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
     return profile
 
 
+_SETTING_OURS = (vars(_process_hooks), vars(hooks))
 _seen_for_good: dict[int, Any] = {}
 _SUSPECT_MODULES = frozenset(
     ("time", "posix", "nt", "_thread", "_socket", "_random", "_posixsubprocess", "_uuid")

@@ -7,7 +7,9 @@ through `compiling_through`; settings are hooked for as long as stepcache is imp
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -119,14 +121,56 @@ class BindReplacement(_Replacement):
     """Replaces `Primitive.bind` while it is in use; nothing where JAX lacks the private names.
 
     Args:
-        over: makes the replacement over the function that is found, which it may call.
+        may_pause: given the primitive, and positional and keyword arguments of a bind, whether the
+            profile of a recording may pause below it. It is not watched itself.
     """
 
-    def __init__(self, over: Callable[[Callable], Callable]):
+    def __init__(self, may_pause: Callable[[Any, tuple, dict], bool]):
+        over = functools.partial(_with_pauses, may_pause=may_pause)
         super().__init__(core.Primitive if CAN_STORE else None, "bind", over)
 
     def _make(self, users: int) -> bool:
         return CAN_STORE and super()._make(users)
+
+
+def _with_pauses(found: Callable, may_pause: Callable[[Any, tuple, dict], bool]) -> Callable:
+    """A method in the place of another one, below which the profile of a recording may pause.
+
+    Args:
+        found: the method.
+        may_pause: given the object and the arguments of a call, whether nothing below it need be
+            seen. It is not watched itself.
+    """
+    paused = threading.local()
+
+    @functools.wraps(found)
+    def method(self: Any, *args: Any, **named: Any) -> Any:
+        profile = getattr(paused, "profile", None)
+        if profile is None:
+            profile = sys.getprofile()
+            if profile is None or getattr(profile, "_stepcache_users", profile) is not None:
+                return found(self, *args, **named)  # No recording, or one beside the user's.
+            sys.setprofile(None)
+            if not may_pause(self, args, named):
+                sys.setprofile(profile)
+                return found(self, *args, **named)
+            paused.profile = profile
+            try:
+                return found(self, *args, **named)
+            finally:
+                paused.profile = None
+                sys.setprofile(profile)
+        if may_pause(self, args, named):
+            return found(self, *args, **named)
+        paused.profile = None
+        sys.setprofile(profile)
+        try:
+            return found(self, *args, **named)
+        finally:
+            sys.setprofile(None)
+            paused.profile = profile
+
+    return method
 
 
 REPLACED = frozenset(
