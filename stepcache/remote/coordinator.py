@@ -5,22 +5,27 @@ returns the messages to send.
 
 The tasks of a pod have to run the same programs in the same order, and all of them or none. So a
 client sends a command once, to the coordinator, which passes it on to every task. A client that
-ends in the middle of anything cannot leave a step that some tasks have started and others not.
+ends in the middle of anything cannot leave a step that some tasks have started and others not: the
+coordinator holds the memory that a command names before it passes the command on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepcache.remote.clients import Client, Form
+from stepcache.errors import first_line
+from stepcache.remote.clients import Asked, Client, Form
 from stepcache.remote.messages import COMMANDS, Kind, Message, packed
 from stepcache.remote.program_table import Programs
 from stepcache.serving.messages import MalformedMessageError
-from stepcache.storage import plain
+from stepcache.serving.shared_memory import Opened
 from stepcache.storage.load_markers import Process
 
 _MAX_NAME = 200
+_ASKED = frozenset((Kind.SAVE, Kind.RESTORE))
+_BRINGING = frozenset((Kind.RUN, Kind.PUT, Kind.SAVE))  # Commands that may bring values.
 
 
 @dataclass
@@ -50,16 +55,19 @@ class Coordinator:
 
     Args:
         tasks: how many there are.
+        opened: makes what opens the shared memory of a client.
 
     Attributes:
         incarnation: raised each time the tasks are started.
     """
 
-    def __init__(self, tasks: int):
+    def __init__(self, tasks: int, opened: Callable[[], Any] = Opened):
+        self._new_opened = opened
         self.tasks, self.incarnation = tasks, 0
         self.devices: dict[str, Any] = {}  # What the tasks say of their devices.
         self._joined: set[int] = set()
         self._clients: dict[int, Client] = {}
+        self._left: dict[int, tuple[Client, set[int]]] = {}  # And the tasks that still serve it.
         self._last_client = self._last_variable = 0
         self._programs = Programs(tasks)
         self._variables: dict[str, dict[str, _Variable]] = {}  # By name of the client, and own.
@@ -80,6 +88,7 @@ class Coordinator:
         self._variables.clear()
         self._by_variable.clear()
         self._programs.started()
+        self._left.clear()
         for client in self._clients.values():
             client.starts(self.tasks)
 
@@ -114,9 +123,17 @@ class Coordinator:
             self._look_at_failures(client, output)
         elif kind in (Kind.DATA, Kind.FAILED) and client is not None:
             output.clients.append((message.client, message._replace(value=task)))
+            why = message.data(dict[str, Any]).get("why", "") if kind is Kind.FAILED else ""
             if kind is Kind.FAILED and message.value == Kind.RUN:
-                client.fails(task, message.number, message.data(dict[str, Any]).get("why", ""))
+                client.fails(task, message.number, why)
                 self._look_at_failures(client, output)
+            elif kind is Kind.DATA or message.value in _ASKED:
+                output.lost = client.answers(task, message.number, why)
+        elif kind is Kind.DROP and message.client in self._left:
+            _, waiting = self._left[message.client]
+            waiting.discard(task)
+            if not waiting:  # No command is left that names its memory.
+                del self._left[message.client]
         elif kind is Kind.FAILED and not message.client:
             waiting = self._programs.has_failed(message.value)
             output.clients += [(each, message._replace(number=n)) for each, n in waiting]
@@ -125,28 +142,36 @@ class Coordinator:
     def _look_at_failures(self, client: Client, output: Output) -> None:
         """Gives the tasks up if they have come apart: a run failed on some, and not on others."""
         if client.failed and (found := client.done_by_some()) is not None:
-            output.lost = self._apart(client, *found)
+            output.lost = client.apart(*found)
 
-    def _apart(
-        self, client: Client, number: int, tasks: set[int], why: str
-    ) -> tuple[str, list[int]]:
-        who = ", ".join(f"task {task}" for task in sorted(tasks))
-        return f"run {number} of {client} failed on {who} alone: {why}", sorted(tasks)
-
-    def failed_alone(self) -> dict[tuple[int, int], tuple[str, list[int]]]:
-        """Returns runs that failed on some tasks, and that are the next ones to end on the others.
+    def failed_alone(self) -> dict[tuple[int, str, int], tuple[str, list[int]]]:
+        """Returns commands that failed on some tasks, and that the others have come to.
 
         Those may wait in a collective, for ever.
 
         Returns:
-            By client and run: what happened, and the tasks on which the run failed.
+            By client, kind and number: what happened, and the tasks on which the command failed.
         """
-        return {
-            (number, run): self._apart(client, run, tasks, why)
+        found = {
+            (number, "run", run): client.apart(run, tasks, why)
             for number, client in self._clients.items()
             for run, (tasks, why) in client.failed.items()
             if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks)
         }
+        for number, client in self._clients.items():
+            for n, asked in client.asked.items():
+                if asked.failed and self._have_come_to(asked):
+                    found[number, asked.kind.name, n] = client.apart_in(asked)
+        return found
+
+    def _have_come_to(self, asked: Asked) -> bool:
+        """Whether the tasks that have not answered have done all runs that came before."""
+        return all(
+            client.done[task] >= client.done[other]
+            for client in self._clients.values()
+            for task in asked.waiting
+            for other in asked.failed
+        )
 
     @property
     def compiling(self) -> list[str]:
@@ -198,10 +223,13 @@ class Coordinator:
             return self._refuse(number, message, "the tasks were started again", "restarted")
         if message.kind is Kind.OPEN:
             return self._open(number, client, message)
-        if message.kind not in COMMANDS:
+        if message.kind not in COMMANDS or message.kind is Kind.DROP:
             raise MalformedMessageError(f"no client sends {message.kind.name}")
-        if client.watches and message.kind not in (Kind.FETCH, Kind.FREE):
-            return self._refuse(number, message, "this client only watches", "read only")
+        if message.kind not in (Kind.FETCH, Kind.FREE):
+            if client.watches:
+                return self._refuse(number, message, "this client only watches", "read only")
+            if client.broken:
+                return self._refuse(number, message, client.broken, "broken")
         return self._command(number, client, message)
 
     def _hello(self, message: Message) -> Output:
@@ -215,7 +243,7 @@ class Coordinator:
             raise MalformedMessageError("a client names no process")
         self._last_client += 1
         number = self._last_client
-        client = self._clients[number] = Client(name, process, watches)
+        client = self._clients[number] = Client(name, process, watches, opened=self._new_opened())
         client.starts(self.tasks)
         taken = [
             other.process
@@ -249,6 +277,7 @@ class Coordinator:
                 self._by_variable.pop(each, None)
         if not self.is_ready:
             return Output()
+        self._left[number] = client, set(range(self.tasks))
         body = packed(variables=variables)
         return Output([Message(Kind.DROP, number, self.incarnation, body=body)])
 
@@ -289,21 +318,33 @@ class Coordinator:
     def _command(self, number: int, client: Client, message: Message) -> Output:
         self.counts["commands"] += 1
         message = message._replace(client=number)
-        if message.kind is Kind.PROGRAM:
+        kind, blocks = message.kind, []
+        if kind is Kind.PROGRAM:
             return self._program(number, message)
-        if message.kind in (Kind.RUN, Kind.PUT):
-            client.runs = message.number
-        if message.kind is Kind.RUN:
-            self._note_run(client, message)
-        elif (
-            message.kind is Kind.BIND
-            and (found := self._by_variable.get(message.value)) is not None
-        ):
+        about: dict[str, Any] = {}
+        if message.body and kind in _BRINGING:
+            about = message.data(dict[str, Any])
+            try:
+                message, blocks = client.with_blocks(message, about)
+            except OSError as error:
+                # It has just ended, or other processes cannot see its memory. Without this command
+                # those after it would have another meaning.
+                client.broken = f"memory of this client cannot be opened: {first_line(error)}"
+                return self._refuse(number, message, client.broken, "broken")
+        if kind is Kind.RUN:
+            self._note_run(client, message, about)
+        elif kind is Kind.BIND and (found := self._by_variable.get(message.value)) is not None:
             found.version += 1
+        elif kind in _ASKED:
+            client.asked[message.number] = Asked(kind, set(range(self.tasks)), blocks)
+        if kind in (Kind.RUN, Kind.PUT):
+            client.runs = message.number
+            if blocks:
+                client.blocks.append((message.number, blocks))
         return Output([message])
 
-    def _note_run(self, client: Client, message: Message) -> None:
-        if message.body and (form := _form_of(message)) is not None:
+    def _note_run(self, client: Client, message: Message, about: dict[str, Any]) -> None:
+        if (form := Form.of(about)) is not None:
             client.add_form(message.value, form)
         form = client.forms.get(message.value)
         if form is None:
@@ -361,15 +402,3 @@ class Coordinator:
 
 def _owner(number: int, client: Client) -> str:
     return client.name or f"#{number}"
-
-
-def _form_of(message: Message) -> Form | None:
-    """Returns the call form that a run brings; None for none."""
-    about = message.data(dict[str, Any])
-    if "form" not in about:
-        return None
-    form = about["form"] if isinstance(about["form"], dict) else {}
-    program, writes = form.get("program"), form.get("writes")
-    if not isinstance(program, int) or not plain.fits(writes, list[tuple[int, int, int]]):
-        raise MalformedMessageError("a call form does not say what it runs and writes")
-    return Form(program, tuple(variable for variable, *_ in writes or ()))

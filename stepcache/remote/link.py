@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.distributed.failure_detection import OnHang
-from stepcache.errors import RankLostError, TaskError
+from stepcache.errors import DeadlineError, RankLostError, TaskError
 from stepcache.remote.channel import Channel
 from stepcache.remote.local_tasks import address
 from stepcache.remote.messages import MAX_MESSAGE_BYTES, RUNS, Kind, Message, packed
@@ -38,7 +38,7 @@ class Link:
         name: of the client; empty for one whose state is dropped when it ends.
         watch: name of a client whose variables this one only reads; empty for none.
         timeout: seconds that the tasks may take to start.
-        hang_seconds, on_hang: see `Session`.
+        hang_seconds, on_hang, deadline_seconds: see `Session`.
 
     Attributes:
         about: what the tasks are: their number, devices and platform.
@@ -55,9 +55,11 @@ class Link:
         timeout: float = 10.0,
         hang_seconds: float = math.inf,
         on_hang: OnHang = "warn",
+        deadline_seconds: float = math.inf,
     ) -> None:
         self.directory, self._name, self._watch = directory, name, watch
         self._hang_seconds, self._on_hang = hang_seconds, on_hang
+        self._deadline_seconds = deadline_seconds
         self.lock = threading.RLock()
         self._has_received = threading.Condition(self.lock)
         self._is_receiving = False  # Whether a thread receives.
@@ -247,11 +249,28 @@ class Link:
             self.raise_if_lost()
         return self.incarnation
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Waits for the tasks; reports where they are if nothing comes of it for long."""
+    def wait_until(self, is_so: Callable[[], bool], *, has_deadline: bool = True) -> None:
+        """Waits for the tasks; reports where they are if nothing comes of it for long.
+
+        Args:
+            is_so: whether what is waited for has come.
+            has_deadline: whether the wait ends at the session's deadline.
+
+        Raises:
+            DeadlineError: it has.
+            RankLostError: the tasks were lost.
+        """
         incarnation, started, asked = self.incarnation, time.monotonic(), 0.0
+        deadline = started + (self._deadline_seconds if has_deadline else math.inf)
         while not is_so():
-            self._receive(min(_WAIT_SECONDS, self._hang_seconds))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"the tasks have not answered in {self._deadline_seconds:g} s",
+                    where=f"{self.directory}, after run {self.done} of {self.runs}",
+                    hint="they go on with it: look again, or later",
+                )
+            self._receive(min(_WAIT_SECONDS, self._hang_seconds, left))
             self.raise_if_lost(incarnation)
             now = time.monotonic()
             if not asked and now > max(started, self._heard) + self._hang_seconds:

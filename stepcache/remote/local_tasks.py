@@ -27,6 +27,7 @@ from stepcache.remote.channel import Channel
 from stepcache.remote.coordinator import Coordinator, Output
 from stepcache.remote.messages import MAX_MESSAGE_BYTES, Kind, Message, packed
 from stepcache.serving.messages import MalformedMessageError
+from stepcache.serving.shared_memory import allow_many_files
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory, replace_file, socket_path
 
@@ -61,6 +62,7 @@ class LocalTasks:
             other = Process.parse(found["process"])
             if other is not None and not other.has_ended():
                 raise StepCacheError("tasks run in this directory already", where=str(directory))
+        allow_many_files()
         self.directory, self._devices, self._owner = directory, devices, owner
         self.coordinator = Coordinator(tasks)
         self._stopping = threading.Event()
@@ -77,7 +79,7 @@ class LocalTasks:
         self._clients: dict[int, _Peer] = {}
         self._tasks: dict[int, _Peer] = {}
         self._failures, self._had_clients = 0, False
-        self._alone: dict[tuple[int, int], float] = {}  # Failed on some tasks; since when.
+        self._alone: dict[tuple[int, str, int], float] = {}  # Failed on some tasks; since when.
         self._start()
         data = {"address": str(self._path), "process": str(Process.current()), "tasks": tasks}
         replace_file(directory / ADDRESS_FILE, json.dumps(data))
@@ -175,6 +177,8 @@ class LocalTasks:
     def _from_client(self, peer: _Peer, message: Message) -> None:
         if message.kind is Kind.HELLO and peer.client:
             raise MalformedMessageError("it has introduced itself before")
+        if message.kind is Kind.HELLO:
+            self._close_ended()
         output = self.coordinator.from_client(peer.client, message)
         if message.kind is Kind.HELLO and output.clients:
             peer.client = output.clients[0][0]
@@ -258,15 +262,22 @@ class LocalTasks:
         self._alone = {key: self._alone.get(key, now) for key in failed}
         if late := [key for key, since in self._alone.items() if now > since + _ALONE_SECONDS]:
             self._lost(*failed[late[0]])
-        # The socket of a process that has ended stays open while one that it has forked lives.
-        for number, text in list(self.coordinator.processes()):
-            process = Process.parse(text)
-            if process is not None and process.is_local() and process.has_ended():
-                self._close(self._clients[number])
+        self._close_ended()
         if self._owner is None or self.coordinator.clients:
             return
         if self._had_clients or self._owner.has_ended():
             self.stop()
+
+    def _close_ended(self) -> None:
+        """Notes clients that have ended, whose sockets may not say so.
+
+        A process that a client has forked keeps its socket open. And a client that comes back must
+        not find itself connected, because what it sent before is still being read.
+        """
+        for number, text in self.coordinator.processes():
+            process = Process.parse(text)
+            if process is not None and process.is_local() and process.has_ended():
+                self._close(self._clients[number])
 
     def _hang(self, peer: _Peer, message: Message) -> None:
         """Says where the tasks are; ends those that are stopped, or all if the client asks for it.

@@ -47,7 +47,7 @@ def open_target(
     name: str | None,
     watch: str | None,
     timeout: float = START_SECONDS,
-    **on_hang: Any,
+    **waiting: Any,
 ) -> Target:
     """Connects to tasks, which it starts if need be.
 
@@ -59,7 +59,7 @@ def open_target(
         name: of the client. Under a name, `local:2x4` finds the tasks that are there.
         watch: name of a client whose variables are read.
         timeout: seconds for the tasks to start.
-        **on_hang: see `Link`.
+        **waiting: how long to wait for what; see `Link`.
 
     Raises:
         OptionError: the address names no engine, or the mesh does not fit the tasks.
@@ -85,7 +85,7 @@ def open_target(
         directory = Path(place).expanduser().resolve()
     else:
         directory = _started(*size_of(place), name)
-    connection = Connection(directory, name or "", watch or "", timeout, **on_hang)
+    connection = Connection(directory, name or "", watch or "", timeout, **waiting)
     target = Target(connection, _mesh(mesh, connection.about["devices"], data_axis))
     weakref.finalize(target, connection.close)
     return target

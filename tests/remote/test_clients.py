@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import stepcache as sc
+from stepcache.remote import connection
 from tests.remote.processes import ServedTasks, wait_until
 
 
@@ -78,6 +79,32 @@ def test_threads_of_one_client_wait_for_their_own(one_task):
     for each in threads:
         each.join(60)
     assert not errors and not any(each.is_alive() for each in threads)
+
+
+def test_what_one_thread_fetches_stays_while_others_fetch(one_task, monkeypatch):
+    """A thread may be late to lock the memory of a reply."""
+    step = sc.step(lambda x: x + 1)
+    with one_task:
+        arrays = [step(np.full((1 << 16,), n, np.float32)) for n in range(40)]
+        is_reading, may_read = threading.Event(), threading.Event()
+        receive = connection.receive_array
+
+        def late(*row):
+            if threading.current_thread() is reader:
+                is_reading.set()
+                may_read.wait(20)
+            return receive(*row)
+
+        monkeypatch.setattr(connection, "receive_array", late)
+        found = []
+        reader = threading.Thread(target=lambda: found.append(np.asarray(arrays[0])))
+        reader.start()
+        assert is_reading.wait(20)
+        for n, each in enumerate(arrays[1:], 1):
+            np.testing.assert_array_equal(each, n + 1)
+        may_read.set()
+        reader.join()
+        np.testing.assert_array_equal(found[0], 1)
 
 
 def test_a_long_run_does_not_keep_other_threads_from_the_tasks(one_task):
