@@ -338,7 +338,7 @@ class Client:
                 status = self._expected(reply, Status)
                 if status.epoch == self._epoch:
                     if wanted[0] != self._epoch:  # A restart is perhaps from an earlier moment.
-                        wanted = self._epoch, status.counts["writes"]
+                        wanted = status.epoch, status.counts["writes"]
                     self._is_flushed = status.stored >= wanted[1]
                 self._join(deadline)
                 if not self._is_flushed:

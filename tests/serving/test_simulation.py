@@ -245,11 +245,13 @@ def test_a_flush_is_for_the_host_that_has_restarted_meanwhile(others):
                 network.snapshot()
         return reply
 
-    def pause_but_not_for_ever(pauses=iter(range(20))):
+    pauses = iter(range(20))  # It must not wait for ever.
+
+    def pause_again():
         next(pauses)
         pause()
 
-    network.deliver, transport.pause = crash_after_the_reply, pause_but_not_for_ever
+    network.deliver, transport.pause = crash_after_the_reply, pause_again
     writer.flush()
     network.clients.clear()
     network.lose_power()
