@@ -12,7 +12,9 @@ import numpy as np
 from stepcache.remote.messages import BLOCKS, Kind, Message, packed, places_in
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.storage import plain
+from stepcache.storage.load_markers import Process
 
+MAX_NAME = 200
 MAX_FORMS = 4096
 """Call forms of a client that the coordinator, the tasks, and the client itself remember."""
 
@@ -90,6 +92,17 @@ class Client:
     commands: int = 0
     bytes: int = 0
     _slowest: int = 0  # How many tasks have done no more than `told`.
+
+    @classmethod
+    def introduced(cls, message: Message, opened: Any) -> Client:
+        """Returns the client that introduces itself by a message."""
+        about = message.data(dict[str, Any])
+        found = [about.get(key, "") for key in ("name", "process", "watch")]
+        if not all(isinstance(each, str) and len(each) <= MAX_NAME for each in found):
+            raise MalformedMessageError("a client has no name")
+        if Process.parse(found[1]) is None:  # Nobody could tell when it has ended.
+            raise MalformedMessageError("a client names no process")
+        return cls(*found, opened=opened)
 
     def starts(self, tasks: int) -> None:
         """Notes that tasks have been started, and know nothing yet."""

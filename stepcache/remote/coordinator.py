@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepcache.errors import first_line
-from stepcache.remote.clients import Asked, Client, Form
+from stepcache.remote.clients import MAX_NAME, Asked, Client, Form
 from stepcache.remote.messages import COMMANDS, Kind, Message, packed
 from stepcache.remote.program_table import Programs
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.serving.shared_memory import Opened
-from stepcache.storage.load_markers import Process
 
-_MAX_NAME = 200
 _ASKED = frozenset((Kind.SAVE, Kind.RESTORE))
 _BRINGING = frozenset((Kind.RUN, Kind.PUT, Kind.SAVE))  # Commands that may bring values.
 
@@ -233,28 +231,20 @@ class Coordinator:
         return self._command(number, client, message)
 
     def _hello(self, message: Message) -> Output:
-        about = message.data(dict[str, Any])
-        name, process, watches = (about.get(key, "") for key in ("name", "process", "watch"))
-        if not all(isinstance(each, str) for each in (name, process, watches)) or (
-            max(map(len, (name, process, watches))) > _MAX_NAME
-        ):
-            raise MalformedMessageError("a client has no name")
-        if Process.parse(process) is None:  # Nobody could tell when it has ended.
-            raise MalformedMessageError("a client names no process")
+        client = Client.introduced(message, self._new_opened())
+        client.starts(self.tasks)
         self._last_client += 1
         number = self._last_client
-        client = self._clients[number] = Client(name, process, watches, opened=self._new_opened())
-        client.starts(self.tasks)
+        name, watches = client.name, client.watches
         taken = [
             other.process
-            for n, other in self._clients.items()
-            if n != number and name and other.name == name and not other.watches and not watches
+            for other in self._clients.values()
+            if name and other.name == name and not other.watches and not watches
         ]
         if taken:
             why = f"a client named {name!r} is connected: process {taken[0]}"
-            output = self._refuse(number, message, why, "name")
-            del self._clients[number]
-            return output
+            return self._refuse(number, message, why, "name")
+        self._clients[number] = client
         if not self.is_ready:  # It is welcomed again when they are.
             return Output(clients=[(number, Message(Kind.WELCOME, number))])
         return Output(clients=[self._welcomed(number)])
@@ -293,7 +283,7 @@ class Coordinator:
     def _open(self, number: int, client: Client, message: Message) -> Output:
         about = message.data(dict[str, Any])
         name, leaves = about.get("name"), about.get("leaves")
-        if not isinstance(name, str) or not isinstance(leaves, list) or len(name) > _MAX_NAME:
+        if not isinstance(name, str) or not isinstance(leaves, list) or len(name) > MAX_NAME:
             raise MalformedMessageError("variables have no name, or no types")
         own = self._variables.setdefault(client.watches or _owner(number, client), {})
         found = own.get(name)
