@@ -156,7 +156,7 @@ class Connection(Link):
 
     def values(self) -> Values:
         """Returns a place for the values of a message."""
-        return Values(self._pool)
+        return Values(self._pool if self.shares else None)
 
     def fetch(self, refs: Sequence[Any], run: int, count: int) -> list[list[Any]]:
         """Fetches arrays.
@@ -206,4 +206,4 @@ class Connection(Link):
 
     def __repr__(self) -> str:
         tasks = counted(self.about.get("tasks", 0), "task")
-        return f"Connection({self.directory}, {tasks})"
+        return f"Connection({self.where}, {tasks})"

@@ -63,7 +63,7 @@ class Coordinator:
         self._new_opened = opened
         self.tasks, self.incarnation = tasks, 0
         self.devices: dict[str, Any] = {}  # What the tasks say of their devices.
-        self._joined: set[int] = set()
+        self._joined: dict[int, str] = {}  # Tasks, and their processes.
         self._clients: dict[int, Client] = {}
         self._left: dict[int, tuple[Client, set[int]]] = {}  # And the tasks that still serve it.
         self._last_client = self._last_variable = 0
@@ -92,7 +92,7 @@ class Coordinator:
 
     def joined(self, task: int, devices: dict[str, Any]) -> Output:
         """Notes that a task is ready for commands."""
-        self._joined.add(task)
+        self._joined[task] = str(devices.get("process", ""))
         self.devices = devices
         return Output(clients=list(map(self._welcomed, self._clients)) if self.is_ready else [])
 
@@ -375,6 +375,7 @@ class Coordinator:
         return {
             "tasks": self.tasks,
             "joined": len(self._joined),
+            "processes": [self._joined.get(task, "") for task in range(self.tasks)],
             "incarnation": self.incarnation,
             "programs": [[each.name, each.number] for each in self._programs],
             "variables": [

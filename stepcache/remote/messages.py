@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stepcache.serving.messages import DTYPES, MalformedMessageError
-from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
+from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock, private
 from stepcache.storage import plain
 
 _HEADER = struct.Struct("<2sBBIIIIQQ")
@@ -150,7 +150,7 @@ class Values:
     """The values that a message brings: small ones in its blob, large ones in shared memory.
 
     Args:
-        pool: allocates shared memory.
+        pool: allocates shared memory; None to put all values into the blob.
 
     Attributes:
         blob: of the message.
@@ -158,7 +158,7 @@ class Values:
         kept: these blocks, which have to live until the message is answered.
     """
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool | None):
         self._pool = pool
         self.blob = bytearray()
         self.fields: dict[str, list[Any]] = {}
@@ -178,7 +178,7 @@ class Values:
         if not array.flags.c_contiguous:
             array = array.copy()
         raw = array.reshape(-1).view(np.uint8)
-        block = self._pool.allocate(raw.size)
+        block = (self._pool.allocate if self._pool is not None else private)(raw.size)
         place = block.place
         if place is None:
             self.blob += bytes(-len(self.blob) % _ALIGNED_BYTES)

@@ -47,15 +47,16 @@ class Task:
     Args:
         channel: to the coordinator.
         incarnation: of the tasks.
+        shares: whether values that are sent may be in shared memory.
     """
 
-    def __init__(self, channel: Channel, incarnation: int):
+    def __init__(self, channel: Channel, incarnation: int, shares: bool = True):
         self._channel, self._incarnation = channel, incarnation
         self._arrays = Arrays()
         self._programs: dict[int, Any] = {}
         self._forms: dict[int, OrderedDict[int, dict[str, Any]]] = {}
         self._meshes: dict[tuple, jax.sharding.Mesh] = {}
-        self._pool = Pool()
+        self._pool = Pool() if shares else None
         self._opened: defaultdict[int, Opened] = defaultdict(Opened)  # By client.
         self._sent: dict[int, dict[int, Any]] = {}  # Blocks of replies, by client and fetch.
         self._pending: deque[tuple[int, int, Any]] = deque()
@@ -316,8 +317,13 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs a task."""
+def main(arguments: Sequence[str], key: bytes = b"") -> None:
+    """Runs a task.
+
+    Args:
+        arguments: as of the command.
+        key: without which the coordinator takes no connection; empty if only its user can connect.
+    """
     address, rank, tasks, devices, pod, incarnation = arguments
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_num_cpu_devices", int(devices))  # Of other platforms all are used.
@@ -326,7 +332,7 @@ def main(arguments: Sequence[str]) -> None:
         own = list(range(first, first + int(devices)))
         jax.distributed.initialize(pod, int(tasks), int(rank), local_device_ids=own)
     found = jax.devices()
-    channel = Channel.to(address)
+    channel = Channel.to(address, key)
     about = packed(
         task=int(rank),
         process=str(Process.current()),
@@ -338,7 +344,7 @@ def main(arguments: Sequence[str]) -> None:
     # JAX takes SIGTERM for a notice to come.
     with signals_handled((signal.SIGTERM,), signal.SIG_DFL):  # type: ignore[arg-type]
         with contextlib.suppress(ConnectionError):
-            Task(channel, int(incarnation)).run()
+            Task(channel, int(incarnation), shares=not key).run()
         os._exit(0)
 
 

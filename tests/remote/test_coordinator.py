@@ -417,7 +417,7 @@ def noise(chance):
 
 def test_malformed_messages_are_counted_and_nothing_else(one_task):
     connection = one_task._scope.target.connection
-    found = address(connection.directory)
+    found = address(connection.where)
     step = sc.step(lambda x: x + 1)
     assert float(step(1.0)) == 2
     pid = int(found["process"].split(".")[0])

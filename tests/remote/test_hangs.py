@@ -201,7 +201,7 @@ def test_a_client_that_is_stopped_stops_nobody_else(one_task):
     script = f"""
 import os, pathlib, signal
 from stepcache.remote.link import Link
-link = Link(pathlib.Path({str(connection.directory)!r}))
+link = Link(pathlib.Path({str(connection.where)!r}))
 os.kill(os.getpid(), signal.SIGSTOP)
 link.ready()
 link.close()
