@@ -86,7 +86,8 @@ class Session:
             of them logs, once, where all of them are, to the logger `stepcache`; None for never.
         on_hang: "warn" goes on waiting after that; "error" makes it a `RankLostError` on all.
         target: other processes that run the steps: "local:2x4" starts two tasks of four devices
-            each on this machine; "local:DIRECTORY" finds those that `stepcache serve --tasks` runs.
+            each on this machine; "local:DIRECTORY" and "ray:NAME" find those that `stepcache serve
+            --tasks` runs, here or as actors of a Ray cluster.
             The mesh is a `jax.sharding.AbstractMesh` of their devices; without one, all are along
             the data axis. `Variables` made in the session live there.
         name: of this client of the tasks. Under a name "local:2x4" finds the tasks that run, and

@@ -28,9 +28,10 @@ except VariablesError as error:
 
 # After `ray_transport`, which raises a helpful error if Ray is not installed.
 import ray  # isort: skip
-from ray.exceptions import RayActorError, RayError  # isort: skip
+from ray.exceptions import GetTimeoutError, RayActorError, RayError  # isort: skip
 
 _KEY_BYTES = 32
+_PLACE_SECONDS = 120.0
 
 
 class TaskActor:
@@ -56,8 +57,18 @@ class _Launched:
         self.why = ""
 
     def pod_address(self) -> str:
-        """Returns where the pod can meet on the machine of this task."""
-        return ray.get(self._actor.pod_address.remote())
+        """Returns where the pod can meet on the machine of this task.
+
+        Raises:
+            TaskError: Ray has not placed the task in time.
+        """
+        try:
+            return ray.get(self._actor.pod_address.remote(), timeout=_PLACE_SECONDS)
+        except GetTimeoutError:
+            raise TaskError(
+                f"Ray has not placed a task in {_PLACE_SECONDS:g} s",
+                hint="does the cluster have the resources? `ray status` says what it waits for",
+            ) from None
 
     def start(self, arguments: list[str], key: bytes) -> None:
         """Starts the task."""
@@ -111,8 +122,8 @@ class RayTasks(TaskGroup):
         self._devices, self._options = devices, options
         self.key = secrets.token_bytes(_KEY_BYTES)
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind(("", 0))
-        self.address = f"{ray.util.get_node_ip_address()}:{listener.getsockname()[1]}"
+        listener.bind((ray.util.get_node_ip_address(), 0))
+        self.address = "{}:{}".format(*listener.getsockname())
         super().__init__(listener, tasks, self.key)
 
     def _launched(self) -> Sequence[_Launched]:

@@ -329,7 +329,8 @@ def main(arguments: Sequence[str], key: bytes = b"") -> None:
     jax.config.update("jax_num_cpu_devices", int(devices))  # Of other platforms all are used.
     if int(tasks) > 1:
         first = int(rank) * int(devices)
-        own = list(range(first, first + int(devices)))
+        # Ray shows each task its own devices only.
+        own = None if key else list(range(first, first + int(devices)))
         jax.distributed.initialize(pod, int(tasks), int(rank), local_device_ids=own)
     found = jax.devices()
     channel = Channel.to(address, key)
