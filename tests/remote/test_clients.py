@@ -1,6 +1,7 @@
 """Many clients of the same tasks, threads of one client, and forks of it."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -146,3 +147,31 @@ def test_a_fork_of_a_client_cannot_use_its_session_and_does_not_end_it(served):
         timeout=60,
     )
     assert result.stdout.split() == ["True", "3.0"], result.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_killed_client_comes_back_at_once(served):
+    """Also while a process that it has forked keeps its socket open."""
+    script = f"""
+    import os, signal, stepcache as sc
+    with sc.Session(target="local:{served.directory}", name="back"):
+        state = sc.Variables(3.0, name="state")
+        add = sc.step(lambda state: (state + 1, state), carry="state")
+        add(state)[1].block_until_ready()
+        if not (pid := os.fork()):
+            print(os.getpid(), flush=True)
+            signal.pause()
+        os.waitid(os.P_PID, pid, os.WEXITED)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        fork = int(client.stdout.readline())
+        client.kill()
+        client.wait()
+        try:
+            with served.session("back") as again:
+                assert sc.Variables(0.0, name="state").value == 4
+            again.close()
+        finally:
+            os.kill(fork, signal.SIGKILL)
