@@ -73,9 +73,11 @@ def serve(
     are actors of a Ray cluster, for stepcache.Session(target="ray:NAME").
     """
     if size is not None or place is not None:
-        if size is None or (place is None) == (name is None) or directory is not None:
-            raise click.UsageError("--tasks needs --directory or --ray, and excludes --variables")
-        return serve_tasks_on_ray(size, name) if name else serve_tasks(size, place)
+        if size and place and not (name or directory):
+            return serve_tasks(size, place)
+        if size and name and not (place or directory):
+            return serve_tasks_on_ray(size, name)
+        raise click.UsageError("--tasks needs --directory or --ray, and excludes --variables")
     if directory is None:
         raise click.UsageError("give --variables DIRECTORY, or --tasks 2x4 --directory DIRECTORY")
     if hosts > 1 and not name:

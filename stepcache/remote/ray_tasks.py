@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -148,14 +149,17 @@ class CoordinatorActor:
     def __init__(self, tasks: int, devices: int, options: dict[str, Any]):
         self._size = tasks, devices
         self._tasks = RayTasks(tasks, devices, options)
+        self._has_given_up = False  # As the tasks end before they have joined.
         self._thread = threading.Thread(target=self._run, name="stepcache tasks", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
             self._tasks.run()
-        finally:
+        except BaseException as error:
+            print(f"the coordinator of tasks ends: {error}", file=sys.stderr, flush=True)
             os._exit(1)  # Ray starts it again.
+        self._has_given_up = True
 
     @ray.method(max_task_retries=-1)
     def about(self) -> dict[str, Any]:
@@ -167,6 +171,7 @@ class CoordinatorActor:
             "process": str(Process.current()),
             "tasks": tasks,
             "devices": devices,
+            "has given up": self._has_given_up,
         }
 
 
@@ -217,13 +222,24 @@ def start(name: str, tasks: int, devices: int, **options: Any) -> dict[str, Any]
 
 
 def find(name: str) -> dict[str, Any] | None:
-    """Returns address, key and process of the coordinator of a name; None for none."""
+    """Returns address, key and process of the coordinator of a name; None for none.
+
+    Raises:
+        TaskError: its tasks cannot be started.
+    """
     initialise()
     try:
         actor = ray.get_actor(_actor_name(name), namespace=NAMESPACE)
-        return ray.get(actor.about.remote(), timeout=5)
+        found: Any = ray.get(actor.about.remote(), timeout=5)
     except (ValueError, RayError):
         return None
+    if found["has given up"]:
+        raise TaskError(
+            "the tasks end before they have joined",
+            where=f"ray:{name}",
+            hint=f"see the logs of Ray; then `stepcache stop ray:{name}`, and start them again",
+        )
+    return found
 
 
 def stop(name: str, timeout: float = 20.0) -> None:

@@ -124,3 +124,16 @@ def test_the_command_line(ray_session):
     assert serving.wait(LIMIT_SECONDS) == 0
     stopped = subprocess.run([*command, "stop", f"ray:{name}"], capture_output=True, text=True)
     assert stopped.returncode == 1 and "no tasks run under this name" in stopped.stderr
+
+
+@pytest.mark.slow
+def test_tasks_that_cannot_start_are_given_up(ray_session):
+    from stepcache.remote import ray_tasks
+
+    name, environment = f"failing-{os.getpid()}", {"env_vars": {"JAX_PLATFORMS": "none such"}}
+    ray_tasks.start(name, 1, 1, runtime_env=environment)
+    with pytest.raises(sc.TaskError, match="the tasks end before they have joined"):
+        sc.Session(target=f"ray:{name}")
+    ray_tasks.stop(name)
+    with pytest.raises(sc.TaskError, match="no tasks run under this name"):
+        ray_tasks.stop(name)
