@@ -108,6 +108,8 @@ class Coordinator:
         if message.incarnation != self.incarnation:
             return output
         kind, client = message.kind, self._clients.get(message.client)
+        if client is None and message.client in self._left:
+            client, _ = self._left[message.client]
         if kind is Kind.FAILED and message.data(dict[str, Any]).get("is_lost"):
             output.lost = message.data()["why"], []
             return output
@@ -150,23 +152,26 @@ class Coordinator:
         Returns:
             By client, kind and number: what happened, and the tasks on which the command failed.
         """
-        found = {
-            (number, "run", run): client.apart(run, tasks, why)
-            for number, client in self._clients.items()
-            for run, (tasks, why) in client.failed.items()
-            if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks)
-        }
-        for number, client in self._clients.items():
+        found = {}
+        for number, client in self._served.items():
+            for run, (tasks, why) in client.failed.items():
+                if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks):
+                    found[number, "run", run] = client.apart(run, tasks, why)
             for n, asked in client.asked.items():
                 if asked.failed and self._have_come_to(asked):
                     found[number, asked.kind.name, n] = client.apart_in(asked)
         return found
 
+    @property
+    def _served(self) -> dict[int, Client]:
+        """The clients of whose commands some may be left: also such as have ended."""
+        return self._clients | {number: client for number, (client, _) in self._left.items()}
+
     def _have_come_to(self, asked: Asked) -> bool:
         """Whether the tasks that have not answered have done all runs that came before."""
         return all(
             client.done[task] >= client.done[other]
-            for client in self._clients.values()
+            for client in self._served.values()
             for task in asked.waiting
             for other in asked.failed
         )

@@ -258,6 +258,20 @@ def test_memory_is_held_until_all_tasks_have_read_it(has_left):
     assert len(network.held) == 0
 
 
+def test_a_run_that_failed_alone_is_looked_at_though_its_client_has_left():
+    network = Network(2)
+    client = network.hello()
+    network.tell(client, Kind.RUN, 1, 1, form=FORM)
+    network.send(network.coordinator.left(client))
+    assert failed(network, client, 1, 1).lost is None
+    del network.queues[1][0]
+    network.work(1)  # It drops what the client held.
+    assert [key[0] for key in network.coordinator.failed_alone()] == [client]
+    network.queues[0].clear()
+    network.restart()
+    assert not network.coordinator.failed_alone()
+
+
 def answered(network, client, task, kind, number, why=""):
     """A task answers what all do together."""
     incarnation = network.coordinator.incarnation
