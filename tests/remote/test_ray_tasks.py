@@ -1,5 +1,6 @@
 """Tasks as actors of Ray: started, found by name, killed, and started again."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -94,10 +95,9 @@ def test_nobody_connects_without_the_key(pool):
     body = packed(name="", process=str(Process.current()), watch="")
     for key in (b"", b"x" * len(found["key"])):
         stranger = Channel.to(found["address"], key)
-        stranger.send(Message(Kind.HELLO, body=body).encoded())
-        stranger.send(Message(Kind.STATUS, 1).encoded())
-        stranger.wait(10)
-        with pytest.raises(OSError, match="closed"):
+        with pytest.raises(OSError):
+            stranger.send(Message(Kind.HELLO, body=body).encoded())
+            stranger.wait(10)
             while (message := stranger.receive()) is None or message.kind is Kind.REFUSED:
                 stranger.wait(10)
         stranger.close()
@@ -133,7 +133,9 @@ def test_tasks_that_cannot_start_are_given_up(ray_session):
     name, environment = f"failing-{os.getpid()}", {"env_vars": {"JAX_PLATFORMS": "none such"}}
     ray_tasks.start(name, 1, 1, runtime_env=environment)
     with pytest.raises(sc.TaskError, match="the tasks end before they have joined"):
-        sc.Session(target=f"ray:{name}")
+        while True:
+            with contextlib.suppress(sc.RankLostError):  # It waited for them.
+                sc.Session(target=f"ray:{name}")
     ray_tasks.stop(name)
     with pytest.raises(sc.TaskError, match="no tasks run under this name"):
         ray_tasks.stop(name)
