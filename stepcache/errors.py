@@ -136,6 +136,10 @@ class TaskError(StepCacheError, RuntimeError):
     """A step failed on the tasks of `Session(target=...)`, or they refused a request."""
 
 
+class DeadlineError(StepCacheError, TimeoutError):
+    """The tasks did not answer within `Session(deadline=...)`. They go on, and nothing is lost."""
+
+
 class SessionClosedError(StepCacheError, RuntimeError):
     """A step was called in a session that has been closed."""
 

@@ -86,13 +86,18 @@ class Session:
             of them logs, once, where all of them are, to the logger `stepcache`; None for never.
         on_hang: "warn" goes on waiting after that; "error" makes it a `RankLostError` on all.
         target: other processes that run the steps: "local:2x4" starts two tasks of four devices
-            each on this machine; "local:DIRECTORY" finds those that `stepcache serve --tasks` runs.
+            each on this machine; "local:DIRECTORY" and "ray:NAME" find those that `stepcache serve
+            --tasks` runs, here or as actors of a Ray cluster.
             The mesh is a `jax.sharding.AbstractMesh` of their devices; without one, all are along
             the data axis. `Variables` made in the session live there.
         name: of this client of the tasks. Under a name "local:2x4" finds the tasks that run, and
             `Variables` the values that an earlier client of this name left. Without one, the tasks
             end with the session.
         watch: name of a client of the tasks whose variables this session reads, and nothing else.
+        deadline: seconds that a wait for the tasks may take: a look at what a step has returned or
+            at variables, or a call while many are under way. Then it raises `DeadlineError`. The
+            tasks go on, nothing is lost, and the same can be waited for again. Compilations and
+            checkpoints have no deadline. None for none.
 
     Over the processes of a pod (`jax.distributed.initialize`), a session means the same: each hands
     in its part of a batch along `data_axis`, and the whole of everything else. Before a new program
@@ -127,13 +132,17 @@ class Session:
         target: str | None = None,
         name: str | None = None,
         watch: str | None = None,
+        deadline: float | None = None,
     ):
         _check_choice("on_miss", on_miss, _ON_MISS)
         _check_choice("on_hang", on_hang, get_args(OnHang))
         _check_count("max_step_bytes counts bytes", max_step_bytes, 0)
         _check_count("check_replicas_every counts calls", check_replicas_every, 1)
         hang_seconds = float("inf") if hang_after is None else hang_after
-        for option, seconds in (("agree_timeout", agree_timeout), ("hang_after", hang_seconds)):
+        wait_seconds = float("inf") if deadline is None else deadline
+        limits = {"agree_timeout": agree_timeout, "hang_after": hang_seconds}
+        limits["deadline"] = wait_seconds
+        for option, seconds in limits.items():
             if not seconds > 0:
                 raise OptionError(f"{option} must be positive", where="Session", got=repr(seconds))
         tasks = None
@@ -148,6 +157,7 @@ class Session:
                 watch,
                 hang_seconds=hang_seconds,
                 on_hang=on_hang,
+                deadline_seconds=wait_seconds,
             )
             mesh = tasks.mesh
         given = rules if isinstance(rules, Rules) else Rules(rules or ())

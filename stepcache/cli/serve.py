@@ -14,7 +14,7 @@ import click
 from stepcache._process_hooks import signals_handled
 from stepcache.cli.directories import DURATION, Result
 from stepcache.cli.render import served
-from stepcache.cli.tasks import serve_tasks, show_tasks
+from stepcache.cli.tasks import serve_tasks, serve_tasks_on_ray, show_tasks
 from stepcache.errors import StepCacheError
 from stepcache.units import counted
 
@@ -69,12 +69,15 @@ def serve(
 
     With --tasks 2x4 --directory DIRECTORY, two processes with four devices each run the steps of
     stepcache.Session(target="local:DIRECTORY"), and hold their variables. CPU devices are created;
-    other devices are divided among the processes.
+    other devices are divided among the processes. With --ray NAME in place of the directory, they
+    are actors of a Ray cluster, for stepcache.Session(target="ray:NAME").
     """
     if size is not None or place is not None:
-        if size is None or place is None or directory is not None or name:
-            raise click.UsageError("--tasks needs --directory, and excludes --variables and --ray")
-        return serve_tasks(size, place)
+        if size and place and not (name or directory):
+            return serve_tasks(size, place)
+        if size and name and not (place or directory):
+            return serve_tasks_on_ray(size, name)
+        raise click.UsageError("--tasks needs --directory or --ray, and excludes --variables")
     if directory is None:
         raise click.UsageError("give --variables DIRECTORY, or --tasks 2x4 --directory DIRECTORY")
     if hosts > 1 and not name:
@@ -125,7 +128,7 @@ def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
 @click.command("status")
 @click.option("--variables", "directory", type=_DIRECTORY, help="Directory of the server.")
 @click.option("--ray", "name", metavar="NAME", help="Name of the Ray actor.")
-@click.option("--tasks", metavar="NAME|DIRECTORY", help="Name or directory of tasks.")
+@click.option("--tasks", metavar="NAME|DIRECTORY|ray:NAME", help="Where the tasks are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=5.0, show_default=True)
 def status(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,38 @@ def serve_tasks(size: str, directory: Path) -> None:
     click.echo("stopped")
 
 
+def serve_tasks_on_ray(size: str, name: str) -> None:
+    """Runs tasks in actors of Ray, until SIGTERM or Ctrl-C."""
+    from stepcache.remote.starting import size_of
+
+    stopping = threading.Event()
+    try:
+        from stepcache.remote import ray_tasks
+
+        ray_tasks.start(name, *size_of(size))
+        with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: stopping.set()):
+            click.echo(f"running {size} tasks as ray:{name}")
+            stopping.wait()
+        ray_tasks.stop(name)
+    except OptionError as error:
+        raise click.UsageError(str(error)) from error
+    except StepCacheError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo("stopped")
+
+
 def show_tasks(place: str, as_json: bool, timeout: float) -> None:
     """Shows programs, variables and clients of tasks."""
     from stepcache.remote.connection import Connection
 
     try:
-        connection = Connection(_directory(place), timeout=timeout)
+        if place.startswith("ray:"):
+            from stepcache.remote import ray_tasks
+
+            find = functools.partial(ray_tasks.find, place[4:])
+            connection = Connection(place, timeout=timeout, find=find)
+        else:
+            connection = Connection(_directory(place), timeout=timeout)
         found = connection.status()
         connection.close()
     except StepCacheError as error:
@@ -47,10 +75,12 @@ def show_tasks(place: str, as_json: bool, timeout: float) -> None:
 
 
 @click.command("stop")
-@click.argument("place", metavar="NAME|DIRECTORY")
+@click.argument("place", metavar="NAME|DIRECTORY|ray:NAME")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=20.0, show_default=True)
 def stop(place: str, timeout: float) -> None:
-    """Ends the tasks of a name or of a directory. Their arrays and variables are lost."""
+    """Ends the tasks of a name, of a directory, or in Ray. Their arrays and variables are lost."""
+    if place.startswith("ray:"):
+        return _stop_on_ray(place[4:], timeout)
     from stepcache.remote.local_tasks import address
     from stepcache.storage.load_markers import Process
 
@@ -65,6 +95,16 @@ def stop(place: str, timeout: float) -> None:
             raise click.ClickException(f"process {process.pid} has not ended in {timeout:g} s")
         time.sleep(0.02)
     click.echo(f"stopped the tasks in {_directory(place)}")
+
+
+def _stop_on_ray(name: str, timeout: float) -> None:
+    try:
+        from stepcache.remote import ray_tasks
+
+        ray_tasks.stop(name, timeout)
+    except StepCacheError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"stopped the tasks ray:{name}")
 
 
 def _directory(place: str) -> Path:

@@ -1,4 +1,4 @@
-"""`Channel`: messages over a Unix socket, sent and received by the thread that needs them.
+"""`Channel`: messages over a socket, sent and received by the thread that needs them.
 
 A start of a step passes four processes' threads. A library that has a thread of its own for its
 sockets, such as ZeroMQ, wakes eight, and a wake-up costs more than all else on the way.
@@ -7,12 +7,15 @@ sockets, such as ZeroMQ, wakes eight, and a wake-up costs more than all else on 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import select
 import socket
 
 from stepcache.remote.messages import Message, decode
+from stepcache.serving.messages import MalformedMessageError
 
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # Else SIGPIPE ends programs that do not ignore it.
+_CONNECT_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 16
 _MAX_CHUNK_BYTES = 1 << 22
 
@@ -22,24 +25,37 @@ class Channel:
 
     Args:
         made: a connected stream socket, which the channel then owns.
+        key: what the other end has to send first; empty where only its user can connect.
     """
 
-    def __init__(self, made: socket.socket):
+    def __init__(self, made: socket.socket, key: bytes = b""):
         made.setblocking(False)
+        if made.family != socket.AF_UNIX:
+            _set_options(made)
+        self._key = key
         self._socket = made
         self._received, self._unsent = bytearray(), bytearray()
         self._chunk_bytes = _CHUNK_BYTES
 
     @classmethod
-    def to(cls, path: str) -> Channel:
+    def to(cls, address: str, key: bytes = b"") -> Channel:
         """Connects to a socket.
+
+        Args:
+            address: the path of a Unix socket, or `host:port`.
+            key: see `Channel`; sent to the other end.
 
         Raises:
             OSError: nobody listens there.
         """
+        host, _, port = address.rpartition(":")
+        if not address.startswith("/"):
+            made = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+            made.sendall(key)
+            return cls(made)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            made.connect(path)
+            made.connect(address)
         except OSError:
             made.close()
             raise
@@ -86,7 +102,7 @@ class Channel:
             OSError: the other end has been closed.
             MalformedMessageError: it is no message; the channel is of no use any more.
         """
-        while (message := decode(self._received)) is None and self.read():
+        while (message := self.taken()) is None and self.read():
             pass
         return message
 
@@ -96,7 +112,20 @@ class Channel:
         Raises:
             MalformedMessageError: as for `receive`.
         """
+        if self._key and not self._is_let_in():
+            return None
         return decode(self._received)
+
+    def _is_let_in(self) -> bool:
+        """Whether the other end has sent the key."""
+        size = len(self._key)
+        if len(self._received) < size:
+            return False
+        if not hmac.compare_digest(self._received[:size], self._key):
+            raise MalformedMessageError("it is of nobody who has the key")
+        del self._received[:size]
+        self._key = b""
+        return True
 
     def read(self) -> bool:
         """Reads what has arrived, up to some size. Returns whether there was anything.
@@ -136,3 +165,12 @@ class Channel:
             if for_all:
                 self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def _set_options(made: socket.socket) -> None:
+    """Has a connection between machines send at once, and notice that the other one is gone."""
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 
+from stepcache.errors import RankLostError, VariablesError, first_line
 from stepcache.jaxcompat.call_codec import decode_dtype, encode_dtype
 from stepcache.remote.arrays import RemoteArray
 from stepcache.remote.messages import Kind
@@ -20,6 +21,8 @@ from stepcache.serving.messages import MalformedMessageError
 from stepcache.variables import checkpoints, restoring
 from stepcache.variables.checkpoint_items import Leaf, check_names, joined_part, leaves_of
 from stepcache.variables.variables import Variables
+
+T = TypeVar("T")
 
 
 class Saved:
@@ -56,7 +59,7 @@ def save(target: Any, root: Path, items: dict[str, Any], keep: int | None, step:
                 leaves.append(_row(leaf, ["f", data]))
     count = connection.about["tasks"]
     body = {"directory": str(root), "keep": keep, "step": step, "leaves": leaves, "about": about}
-    connection.ask(Kind.SAVE, now, values.blob, count, **body)
+    connection.ask(Kind.SAVE, now, values.blob, count, **body, **values.fields)
     return Saved()
 
 
@@ -135,15 +138,20 @@ def write(
         find: returns the arrays that a reference names.
         value_of: returns an array that travels with the message.
     """
-    leaves = []
-    for name, path, ref in about["leaves"]:
-        if ref[0] == "f":
-            value = value_of(ref[1])
-        elif ref[0] == "v":
-            value = find(ref[:2])[ref[2]]
-        else:
-            (value,) = find(ref)
-        leaves.append(Leaf(tuple(name), path, value))
+
+    def collected() -> list[Leaf]:
+        leaves = []
+        for name, path, ref in about["leaves"]:
+            if ref[0] == "f":
+                value = value_of(ref[1])
+            elif ref[0] == "v":
+                value = find(ref[:2])[ref[2]]
+            else:
+                (value,) = find(ref)
+            leaves.append(Leaf(tuple(name), path, value))
+        return leaves
+
+    leaves = _in_all_tasks(collected)
     checkpoints.write_leaves(
         Path(about["directory"]), leaves, about["about"], about["keep"], about["step"]
     )
@@ -157,21 +165,27 @@ def read(
     Returns:
         The arrays of each variable by its number, and what was saved about variables.
     """
-    leaves: list[Leaf] = []
     places: list[tuple[int, int, tuple[str, ...]]] = []
-    for name, path, place, dtype, shape in about["leaves"]:
-        if place is None:
-            template: Any = np.zeros(tuple(shape), decode_dtype(dtype))
-        else:
-            number, index = place
-            now = find(["v", number])[index]
-            template = jax.ShapeDtypeStruct(now.shape, now.dtype, sharding=now.sharding)
-            if now.shape != tuple(shape):
-                raise MalformedMessageError(f"{path}: the variables have another shape")
-            places.append((number, index, tuple(name)))
-        leaves.append(Leaf(tuple(name), path, template))
-    values, saved = restoring.read_leaves(
-        Path(about["directory"]), leaves, set(about["asked"]), about["partial"]
+
+    def templates() -> list[Leaf]:
+        leaves = []
+        for name, path, place, dtype, shape in about["leaves"]:
+            if place is None:
+                template: Any = np.zeros(tuple(shape), decode_dtype(dtype))
+            else:
+                number, index = place
+                now = find(["v", number])[index]
+                template = jax.ShapeDtypeStruct(now.shape, now.dtype, sharding=now.sharding)
+                if now.shape != tuple(shape):
+                    raise MalformedMessageError(f"{path}: the variables have another shape")
+                places.append((number, index, tuple(name)))
+            leaves.append(Leaf(tuple(name), path, template))
+        return leaves
+
+    leaves = _in_all_tasks(templates)
+    rest = set(about["asked"]), about["partial"]
+    values, saved = _in_all_tasks(
+        lambda: restoring.read_leaves(Path(about["directory"]), leaves, *rest)
     )
     found: dict[int, list[Any]] = {}
     for number, index, name in places:
@@ -179,3 +193,21 @@ def read(
         if name in values:
             arrays[index] = values[name]
     return found, saved
+
+
+def _in_all_tasks(work: Callable[[], T]) -> T:
+    """Does some work in each task, and returns its result; raises in all if it fails in one."""
+    made, error, why = None, None, ""
+    try:
+        made = work()
+    except RankLostError:
+        raise
+    except Exception as raised:
+        error, why = raised, first_line(raised)
+    answers = checkpoints.processes().gather("a checkpoint of tasks", why.encode())
+    if error is not None:
+        raise error
+    for task, text in answers.items():
+        if text:
+            raise VariablesError(f"task {task}: {text.decode()}")
+    return cast(T, made)

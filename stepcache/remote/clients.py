@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
+import numpy as np
+
+from stepcache.remote.messages import BLOCKS, Kind, Message, packed, places_in
+from stepcache.serving.messages import MalformedMessageError
+from stepcache.storage import plain
+from stepcache.storage.load_markers import Process
+
+MAX_NAME = 200
 MAX_FORMS = 4096
 """Call forms of a client that the coordinator, the tasks, and the client itself remember."""
 
@@ -15,6 +25,34 @@ class Form:
 
     program: int
     writes: tuple[int, ...]  # Numbers of variables.
+
+    @classmethod
+    def of(cls, about: dict[str, Any]) -> Form | None:
+        """Returns the call form that the body of a run brings; None for none."""
+        if "form" not in about:
+            return None
+        form = about["form"] if isinstance(about["form"], dict) else {}
+        program, writes = form.get("program"), form.get("writes")
+        if not isinstance(program, int) or not plain.fits(writes, list[tuple[int, int, int]]):
+            raise MalformedMessageError("a call form does not say what it runs and writes")
+        return cls(program, tuple(variable for variable, *_ in writes or ()))
+
+
+@dataclass
+class Asked:
+    """What all tasks do together, and answer.
+
+    Attributes:
+        kind: `SAVE` or `RESTORE`.
+        waiting: tasks that have not answered.
+        failed: by task that it failed on, why.
+        blocks: shared memory that it brings.
+    """
+
+    kind: Kind
+    waiting: set[int]
+    blocks: list[Any]
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -30,7 +68,11 @@ class Client:
         done: by task, the last run that it has done.
         told: the last run that the client knows to be done on all tasks.
         failed: by run, which tasks have said that it failed, and why; until all have.
+        asked: by number, what all tasks do together, until all have answered.
         forms: its call forms, by number.
+        opened: opens the blocks of shared memory that it names.
+        blocks: those of runs that some task has not done, and the numbers of these runs.
+        broken: why nothing that it sends is carried out any more; empty if it is.
         commands, bytes: how many messages it has sent, and their size.
     """
 
@@ -42,23 +84,60 @@ class Client:
     done: list[int] = field(default_factory=list)
     told: int = 0
     failed: dict[int, tuple[set[int], str]] = field(default_factory=dict)
+    asked: dict[int, Asked] = field(default_factory=dict)
     forms: OrderedDict[int, Form] = field(default_factory=OrderedDict)
+    opened: Any = None
+    blocks: deque[tuple[int, list[Any]]] = field(default_factory=deque)
+    broken: str = ""
     commands: int = 0
     bytes: int = 0
     _slowest: int = 0  # How many tasks have done no more than `told`.
+
+    @classmethod
+    def introduced(cls, message: Message, opened: Any) -> Client:
+        """Returns the client that introduces itself by a message."""
+        about = message.data(dict[str, Any])
+        found = [about.get(key, "") for key in ("name", "process", "watch")]
+        if not all(isinstance(each, str) and len(each) <= MAX_NAME for each in found):
+            raise MalformedMessageError("a client has no name")
+        if Process.parse(found[1]) is None:  # Nobody could tell when it has ended.
+            raise MalformedMessageError("a client names no process")
+        return cls(*found, opened=opened)
 
     def starts(self, tasks: int) -> None:
         """Notes that tasks have been started, and know nothing yet."""
         self.done, self._slowest = [0] * tasks, tasks
         self.runs = self.told = 0
-        self.failed.clear()
-        self.forms.clear()
+        for each in (self.failed, self.asked, self.forms, self.blocks):
+            each.clear()
 
     def add_form(self, number: int, form: Form) -> None:
         """Remembers a call form. The oldest of too many is forgotten, as all others do."""
         self.forms[number] = form
         while len(self.forms) > MAX_FORMS:
             self.forms.popitem(last=False)
+
+    def with_blocks(
+        self, message: Message, about: dict[str, Any]
+    ) -> tuple[Message, list[np.ndarray]]:
+        """Opens the shared memory that a command brings.
+
+        Args:
+            message: the command.
+            about: its body.
+
+        Returns:
+            The command, which names the memory as this process has opened it; and the memory.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        if not (places := places_in(about)):
+            return message, []
+        passed = [self.opened.passed_on(place) for place in places]
+        rows = [list(astuple(place)) for place, _ in passed]
+        body = packed(**{**about, BLOCKS: rows})
+        return message._replace(body=body), [data for _, data in passed]
 
     def reached(self, task: int, number: int) -> bool:
         """Notes what a task has done. Returns whether all tasks have done more than before."""
@@ -70,6 +149,8 @@ class Client:
             return False
         self.told = min(self.done)
         self._slowest = self.done.count(self.told)
+        while self.blocks and self.blocks[0][0] <= self.told:
+            self.blocks.popleft()
         return True
 
     def fails(self, task: int, number: int, why: str) -> None:
@@ -78,6 +159,40 @@ class Client:
         tasks.add(task)
         if len(tasks) == len(self.done):
             del self.failed[number]
+
+    def answers(self, task: int, number: int, why: str) -> tuple[str, list[int]] | None:
+        """Notes the answer of a task to what all do together.
+
+        Args:
+            task: the task.
+            number: of the command, which may be another one.
+            why: it failed; empty if it did not.
+
+        Returns:
+            What happened and on which tasks, if these have come apart.
+        """
+        if (asked := self.asked.get(number)) is None:
+            return None
+        asked.waiting.discard(task)
+        if why:
+            asked.failed[task] = why
+        if asked.waiting:
+            return None
+        del self.asked[number]
+        has_changed = asked.kind is Kind.RESTORE and len(asked.failed) < len(self.done)
+        return self.apart_in(asked) if asked.failed and has_changed else None
+
+    def apart(self, run: int, tasks: Iterable[int], why: str) -> tuple[str, list[int]]:
+        """Returns what to say of a run that failed on some tasks alone, and these."""
+        return self._apart(f"run {run}", tasks, why)
+
+    def apart_in(self, asked: Asked) -> tuple[str, list[int]]:
+        """Returns what to say of what all do together, where some have failed, and these."""
+        return self._apart(asked.kind.name.lower(), asked.failed, next(iter(asked.failed.values())))
+
+    def _apart(self, what: str, tasks: Iterable[int], why: str) -> tuple[str, list[int]]:
+        who = ", ".join(f"task {task}" for task in sorted(tasks))
+        return f"{what} of {self} failed on {who} alone: {why}", sorted(tasks)
 
     def done_by_some(self) -> tuple[int, set[int], str] | None:
         """Returns a run that failed on some tasks and that others have done; None for none.

@@ -31,6 +31,7 @@ class Connection(Link):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._numbers = itertools.count(1)
         self._pool, self._opened = Pool(), Opened()
+        self._fetching: set[int] = set()  # Numbers of the fetches that have not ended.
         self._freed: list[list[int]] = []
         self._freed_bytes = 0
         self.sent_bytes = {"runs": 0, "values": 0, "other": 0}
@@ -40,7 +41,7 @@ class Connection(Link):
     def run(
         self, incarnation: int, form: int, body: bytes, values: Values, kind: Kind = Kind.RUN
     ) -> int:
-        """Starts a run. Waits if too many are under way.
+        """Starts a run, after `make_room`.
 
         Args:
             incarnation: of the tasks whose arrays the run refers to.
@@ -55,23 +56,30 @@ class Connection(Link):
         Raises:
             RankLostError: these tasks were lost.
         """
-        self.wait(self.runs + 1 - IN_FLIGHT)
         with self.lock:
             self.raise_if_lost(incarnation)
             number = self.runs = self.runs + 1
-            identity = kind, self.client, incarnation
-            size_bytes = self.send(Message(*identity, number, form, body, values.blob))
-            self.sent_bytes["runs"] += size_bytes
             if values.kept:
                 self.sent_bytes["values"] += values.shared_bytes
                 self._kept.append((number, values.kept))
+            identity = kind, self.client, incarnation
+            size_bytes = self.send(Message(*identity, number, form, body, values.blob))
+            self.sent_bytes["runs"] += size_bytes
         return number
+
+    def make_room(self) -> None:
+        """Waits while too many runs are under way.
+
+        An error here, or Ctrl-C, changes nothing.
+        """
+        self.wait(self.runs + 1 - IN_FLIGHT)
 
     def wait(self, number: int) -> None:
         """Waits until a run of this client is done.
 
         Raises:
             RankLostError: the tasks were lost.
+            DeadlineError: it was not done in time.
         """
         if self.done < number:
             self.wait_until(lambda: self.done >= number)
@@ -95,35 +103,39 @@ class Connection(Link):
         value: int = 0,
         blob: bytes | bytearray = b"",
         count: int = 1,
+        number: int = 0,
         **about: Any,
     ) -> list[Message]:
         """Sends a command, and waits for the replies to it.
 
         Args:
             kind, value, blob: of the command.
-            count: how many replies there will be.
+            count: how many replies there will be, unless the coordinator refuses.
+            number: of the command; by default the next one.
             **about: its body.
 
         Raises:
             RankLostError: the tasks were lost.
             TaskError: one of them failed, or refused.
+            DeadlineError: the answer did not come in time; what takes long by itself may.
         """
-        number = next(self._numbers)
+        number = number or next(self._numbers)
         found: list[Message] = []
         with self.lock:
             self._replies[number] = found
             identity = kind, self.client, self.incarnation
             body = packed(**about)
             self.sent_bytes["other"] += self.send(Message(*identity, number, value, body, blob))
-        errors = Kind.FAILED, Kind.REFUSED
+
+        def is_answered() -> bool:
+            return len(found) >= count or any(each.kind is Kind.REFUSED for each in found)
+
         try:
-            self.wait_until(
-                lambda: len(found) >= count or any(each.kind in errors for each in found)
-            )
+            self.wait_until(is_answered, has_deadline=kind in (Kind.FETCH, Kind.OPEN, Kind.STATUS))
         finally:
             self._replies.pop(number, None)
         for each in found:
-            if each.kind in errors:
+            if each.kind in (Kind.FAILED, Kind.REFUSED):
                 what = "refuse" if each.kind is Kind.REFUSED else "failed"
                 raise TaskError(f"the tasks {what}: {each.data(dict[str, Any])['why']}")
         return found
@@ -144,7 +156,7 @@ class Connection(Link):
 
     def values(self) -> Values:
         """Returns a place for the values of a message."""
-        return Values(self._pool)
+        return Values(self._pool if self.shares else None)
 
     def fetch(self, refs: Sequence[Any], run: int, count: int) -> list[list[Any]]:
         """Fetches arrays.
@@ -158,11 +170,19 @@ class Connection(Link):
             For each array rows of its bounds and data, from all tasks.
         """
         self.ready()
+        with self.lock:
+            self._fetching.add(number := next(self._numbers))
+            # The tasks keep the memory of replies from this one on.
+            about = {"refs": refs, "from": count, "first": min(self._fetching)}
         found: list[Any] = []
-        about = {"refs": refs, "from": count}
-        for message in self.ask(Kind.FETCH, run, count=count, **about):
-            for index, bounds, row in message.data(dict[str, Any])["rows"]:
-                found.append((index, bounds, receive_array(row, self._opened, message.blob)))
+        try:
+            for message in self.ask(Kind.FETCH, run, count=count, number=number, **about):
+                reply = message.data(dict[str, Any])
+                for index, bounds, row in reply["rows"]:
+                    data = receive_array(row, reply, self._opened, message.blob)
+                    found.append((index, bounds, data))
+        finally:
+            self._fetching.discard(number)
         return found
 
     def free(self, rows: Sequence[list[int]], size_bytes: int) -> None:
@@ -186,4 +206,4 @@ class Connection(Link):
 
     def __repr__(self) -> str:
         tasks = counted(self.about.get("tasks", 0), "task")
-        return f"Connection({self.directory}, {tasks})"
+        return f"Connection({self.where}, {tasks})"

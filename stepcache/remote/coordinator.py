@@ -5,22 +5,25 @@ returns the messages to send.
 
 The tasks of a pod have to run the same programs in the same order, and all of them or none. So a
 client sends a command once, to the coordinator, which passes it on to every task. A client that
-ends in the middle of anything cannot leave a step that some tasks have started and others not.
+ends in the middle of anything cannot leave a step that some tasks have started and others not: the
+coordinator holds the memory that a command names before it passes the command on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepcache.remote.clients import Client, Form
+from stepcache.errors import first_line
+from stepcache.remote.clients import MAX_NAME, Asked, Client, Form
 from stepcache.remote.messages import COMMANDS, Kind, Message, packed
 from stepcache.remote.program_table import Programs
 from stepcache.serving.messages import MalformedMessageError
-from stepcache.storage import plain
-from stepcache.storage.load_markers import Process
+from stepcache.serving.shared_memory import Opened
 
-_MAX_NAME = 200
+_ASKED = frozenset((Kind.SAVE, Kind.RESTORE))
+_BRINGING = frozenset((Kind.RUN, Kind.PUT, Kind.SAVE))  # Commands that may bring values.
 
 
 @dataclass
@@ -50,16 +53,19 @@ class Coordinator:
 
     Args:
         tasks: how many there are.
+        opened: makes what opens the shared memory of a client.
 
     Attributes:
         incarnation: raised each time the tasks are started.
     """
 
-    def __init__(self, tasks: int):
+    def __init__(self, tasks: int, opened: Callable[[], Any] = Opened):
+        self._new_opened = opened
         self.tasks, self.incarnation = tasks, 0
         self.devices: dict[str, Any] = {}  # What the tasks say of their devices.
-        self._joined: set[int] = set()
+        self._joined: dict[int, str] = {}  # Tasks, and their processes.
         self._clients: dict[int, Client] = {}
+        self._left: dict[int, tuple[Client, set[int]]] = {}  # And the tasks that still serve it.
         self._last_client = self._last_variable = 0
         self._programs = Programs(tasks)
         self._variables: dict[str, dict[str, _Variable]] = {}  # By name of the client, and own.
@@ -80,12 +86,13 @@ class Coordinator:
         self._variables.clear()
         self._by_variable.clear()
         self._programs.started()
+        self._left.clear()
         for client in self._clients.values():
             client.starts(self.tasks)
 
     def joined(self, task: int, devices: dict[str, Any]) -> Output:
         """Notes that a task is ready for commands."""
-        self._joined.add(task)
+        self._joined[task] = str(devices.get("process", ""))
         self.devices = devices
         return Output(clients=list(map(self._welcomed, self._clients)) if self.is_ready else [])
 
@@ -101,6 +108,8 @@ class Coordinator:
         if message.incarnation != self.incarnation:
             return output
         kind, client = message.kind, self._clients.get(message.client)
+        if client is None and message.client in self._left:
+            client, _ = self._left[message.client]
         if kind is Kind.FAILED and message.data(dict[str, Any]).get("is_lost"):
             output.lost = message.data()["why"], []
             return output
@@ -114,9 +123,17 @@ class Coordinator:
             self._look_at_failures(client, output)
         elif kind in (Kind.DATA, Kind.FAILED) and client is not None:
             output.clients.append((message.client, message._replace(value=task)))
+            why = message.data(dict[str, Any]).get("why", "") if kind is Kind.FAILED else ""
             if kind is Kind.FAILED and message.value == Kind.RUN:
-                client.fails(task, message.number, message.data(dict[str, Any]).get("why", ""))
+                client.fails(task, message.number, why)
                 self._look_at_failures(client, output)
+            elif kind is Kind.DATA or message.value in _ASKED:
+                output.lost = client.answers(task, message.number, why)
+        elif kind is Kind.DROP and message.client in self._left:
+            _, waiting = self._left[message.client]
+            waiting.discard(task)
+            if not waiting:  # No command is left that names its memory.
+                del self._left[message.client]
         elif kind is Kind.FAILED and not message.client:
             waiting = self._programs.has_failed(message.value)
             output.clients += [(each, message._replace(number=n)) for each, n in waiting]
@@ -125,28 +142,39 @@ class Coordinator:
     def _look_at_failures(self, client: Client, output: Output) -> None:
         """Gives the tasks up if they have come apart: a run failed on some, and not on others."""
         if client.failed and (found := client.done_by_some()) is not None:
-            output.lost = self._apart(client, *found)
+            output.lost = client.apart(*found)
 
-    def _apart(
-        self, client: Client, number: int, tasks: set[int], why: str
-    ) -> tuple[str, list[int]]:
-        who = ", ".join(f"task {task}" for task in sorted(tasks))
-        return f"run {number} of {client} failed on {who} alone: {why}", sorted(tasks)
-
-    def failed_alone(self) -> dict[tuple[int, int], tuple[str, list[int]]]:
-        """Returns runs that failed on some tasks, and that are the next ones to end on the others.
+    def failed_alone(self) -> dict[tuple[int, str, int], tuple[str, list[int]]]:
+        """Returns commands that failed on some tasks, and that the others have come to.
 
         Those may wait in a collective, for ever.
 
         Returns:
-            By client and run: what happened, and the tasks on which the run failed.
+            By client, kind and number: what happened, and the tasks on which the command failed.
         """
-        return {
-            (number, run): self._apart(client, run, tasks, why)
-            for number, client in self._clients.items()
-            for run, (tasks, why) in client.failed.items()
-            if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks)
-        }
+        found = {}
+        for number, client in self._served.items():
+            for run, (tasks, why) in client.failed.items():
+                if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks):
+                    found[number, "run", run] = client.apart(run, tasks, why)
+            for n, asked in client.asked.items():
+                if asked.failed and self._have_come_to(asked):
+                    found[number, asked.kind.name, n] = client.apart_in(asked)
+        return found
+
+    @property
+    def _served(self) -> dict[int, Client]:
+        """The clients of whose commands some may be left: also such as have ended."""
+        return self._clients | {number: client for number, (client, _) in self._left.items()}
+
+    def _have_come_to(self, asked: Asked) -> bool:
+        """Whether the tasks that have not answered have done all runs that came before."""
+        return all(
+            client.done[task] >= client.done[other]
+            for client in self._served.values()
+            for task in asked.waiting
+            for other in asked.failed
+        )
 
     @property
     def compiling(self) -> list[str]:
@@ -198,35 +226,30 @@ class Coordinator:
             return self._refuse(number, message, "the tasks were started again", "restarted")
         if message.kind is Kind.OPEN:
             return self._open(number, client, message)
-        if message.kind not in COMMANDS:
+        if message.kind not in COMMANDS or message.kind is Kind.DROP:
             raise MalformedMessageError(f"no client sends {message.kind.name}")
-        if client.watches and message.kind not in (Kind.FETCH, Kind.FREE):
-            return self._refuse(number, message, "this client only watches", "read only")
+        if message.kind not in (Kind.FETCH, Kind.FREE):
+            if client.watches:
+                return self._refuse(number, message, "this client only watches", "read only")
+            if client.broken:
+                return self._refuse(number, message, client.broken, "broken")
         return self._command(number, client, message)
 
     def _hello(self, message: Message) -> Output:
-        about = message.data(dict[str, Any])
-        name, process, watches = (about.get(key, "") for key in ("name", "process", "watch"))
-        if not all(isinstance(each, str) for each in (name, process, watches)) or (
-            max(map(len, (name, process, watches))) > _MAX_NAME
-        ):
-            raise MalformedMessageError("a client has no name")
-        if Process.parse(process) is None:  # Nobody could tell when it has ended.
-            raise MalformedMessageError("a client names no process")
+        client = Client.introduced(message, self._new_opened())
+        client.starts(self.tasks)
         self._last_client += 1
         number = self._last_client
-        client = self._clients[number] = Client(name, process, watches)
-        client.starts(self.tasks)
+        name, watches = client.name, client.watches
         taken = [
             other.process
-            for n, other in self._clients.items()
-            if n != number and name and other.name == name and not other.watches and not watches
+            for other in self._clients.values()
+            if name and other.name == name and not other.watches and not watches
         ]
         if taken:
             why = f"a client named {name!r} is connected: process {taken[0]}"
-            output = self._refuse(number, message, why, "name")
-            del self._clients[number]
-            return output
+            return self._refuse(number, message, why, "name")
+        self._clients[number] = client
         if not self.is_ready:  # It is welcomed again when they are.
             return Output(clients=[(number, Message(Kind.WELCOME, number))])
         return Output(clients=[self._welcomed(number)])
@@ -249,6 +272,7 @@ class Coordinator:
                 self._by_variable.pop(each, None)
         if not self.is_ready:
             return Output()
+        self._left[number] = client, set(range(self.tasks))
         body = packed(variables=variables)
         return Output([Message(Kind.DROP, number, self.incarnation, body=body)])
 
@@ -264,7 +288,7 @@ class Coordinator:
     def _open(self, number: int, client: Client, message: Message) -> Output:
         about = message.data(dict[str, Any])
         name, leaves = about.get("name"), about.get("leaves")
-        if not isinstance(name, str) or not isinstance(leaves, list) or len(name) > _MAX_NAME:
+        if not isinstance(name, str) or not isinstance(leaves, list) or len(name) > MAX_NAME:
             raise MalformedMessageError("variables have no name, or no types")
         own = self._variables.setdefault(client.watches or _owner(number, client), {})
         found = own.get(name)
@@ -289,21 +313,33 @@ class Coordinator:
     def _command(self, number: int, client: Client, message: Message) -> Output:
         self.counts["commands"] += 1
         message = message._replace(client=number)
-        if message.kind is Kind.PROGRAM:
+        kind, blocks = message.kind, []
+        if kind is Kind.PROGRAM:
             return self._program(number, message)
-        if message.kind in (Kind.RUN, Kind.PUT):
-            client.runs = message.number
-        if message.kind is Kind.RUN:
-            self._note_run(client, message)
-        elif (
-            message.kind is Kind.BIND
-            and (found := self._by_variable.get(message.value)) is not None
-        ):
+        about: dict[str, Any] = {}
+        if message.body and kind in _BRINGING:
+            about = message.data(dict[str, Any])
+            try:
+                message, blocks = client.with_blocks(message, about)
+            except OSError as error:
+                # It has just ended, or other processes cannot see its memory. Without this command
+                # those after it would have another meaning.
+                client.broken = f"memory of this client cannot be opened: {first_line(error)}"
+                return self._refuse(number, message, client.broken, "broken")
+        if kind is Kind.RUN:
+            self._note_run(client, message, about)
+        elif kind is Kind.BIND and (found := self._by_variable.get(message.value)) is not None:
             found.version += 1
+        elif kind in _ASKED:
+            client.asked[message.number] = Asked(kind, set(range(self.tasks)), blocks)
+        if kind in (Kind.RUN, Kind.PUT):
+            client.runs = message.number
+            if blocks:
+                client.blocks.append((message.number, blocks))
         return Output([message])
 
-    def _note_run(self, client: Client, message: Message) -> None:
-        if message.body and (form := _form_of(message)) is not None:
+    def _note_run(self, client: Client, message: Message, about: dict[str, Any]) -> None:
+        if (form := Form.of(about)) is not None:
             client.add_form(message.value, form)
         form = client.forms.get(message.value)
         if form is None:
@@ -344,6 +380,7 @@ class Coordinator:
         return {
             "tasks": self.tasks,
             "joined": len(self._joined),
+            "processes": [self._joined.get(task, "") for task in range(self.tasks)],
             "incarnation": self.incarnation,
             "programs": [[each.name, each.number] for each in self._programs],
             "variables": [
@@ -361,15 +398,3 @@ class Coordinator:
 
 def _owner(number: int, client: Client) -> str:
     return client.name or f"#{number}"
-
-
-def _form_of(message: Message) -> Form | None:
-    """Returns the call form that a run brings; None for none."""
-    about = message.data(dict[str, Any])
-    if "form" not in about:
-        return None
-    form = about["form"] if isinstance(about["form"], dict) else {}
-    program, writes = form.get("program"), form.get("writes")
-    if not isinstance(program, int) or not plain.fits(writes, list[tuple[int, int, int]]):
-        raise MalformedMessageError("a call form does not say what it runs and writes")
-    return Form(program, tuple(variable for variable, *_ in writes or ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.distributed.failure_detection import OnHang
-from stepcache.errors import RankLostError, TaskError
+from stepcache.errors import DeadlineError, RankLostError, TaskError
 from stepcache.remote.channel import Channel
 from stepcache.remote.local_tasks import address
 from stepcache.remote.messages import MAX_MESSAGE_BYTES, RUNS, Kind, Message, packed
@@ -34,13 +35,16 @@ class Link:
     Of the threads that wait one receives for all.
 
     Args:
-        directory: of the tasks.
+        where: the directory of the tasks, or another name for them in messages.
         name: of the client; empty for one whose state is dropped when it ends.
         watch: name of a client whose variables this one only reads; empty for none.
         timeout: seconds that the tasks may take to start.
-        hang_seconds, on_hang: see `Session`.
+        hang_seconds, on_hang, deadline_seconds: see `Session`.
+        find: returns the address of the coordinator; by default it is in the directory.
 
     Attributes:
+        where: as given.
+        shares: whether the coordinator can open memory of this process.
         about: what the tasks are: their number, devices and platform.
         incarnation: of the tasks; raised each time they are started; 0 while they are.
         lock: held while messages are sent, or taken.
@@ -49,15 +53,20 @@ class Link:
 
     def __init__(
         self,
-        directory: Path,
+        where: Path | str,
         name: str = "",
         watch: str = "",
         timeout: float = 10.0,
         hang_seconds: float = math.inf,
         on_hang: OnHang = "warn",
+        deadline_seconds: float = math.inf,
+        find: Callable[[], dict[str, Any] | None] | None = None,
     ) -> None:
-        self.directory, self._name, self._watch = directory, name, watch
+        self.where, self._name, self._watch = where, name, watch
+        self._find = find or functools.partial(address, Path(where))
+        self.shares = True
         self._hang_seconds, self._on_hang = hang_seconds, on_hang
+        self._deadline_seconds = deadline_seconds
         self.lock = threading.RLock()
         self._has_received = threading.Condition(self.lock)
         self._is_receiving = False  # Whether a thread receives.
@@ -80,8 +89,8 @@ class Link:
         while (channel := self._opened_channel()) is None:
             if time.monotonic() > deadline:
                 raise TaskError(
-                    "no tasks run in this directory",
-                    where=str(self.directory),
+                    "no tasks run in this directory" if self.shares else "no such tasks run",
+                    where=str(self.where),
                     hint="start them: stepcache serve --tasks 2x4 --directory DIR",
                 )
             time.sleep(0.02)
@@ -92,16 +101,18 @@ class Link:
             if time.monotonic() > deadline:
                 raise TaskError(
                     "the tasks have not started in time",
-                    where=str(self.directory),
-                    hint=f"see {self.directory}/task*.log",
+                    where=str(self.where),
+                    hint=f"see {self.where}/task*.log" if self.shares else "see the logs of Ray",
                 )
             self._receive(0.2)
             self.raise_if_lost()
 
     def _opened_channel(self) -> Channel | None:
-        found = address(self.directory)
+        found = self._find()
+        key = found.get("key", b"") if found else b""
+        self.shares = not key
         with contextlib.suppress(OSError):
-            return Channel.to(found["address"]) if found else None
+            return Channel.to(found["address"], key) if found else None
         return None
 
     def close(self) -> None:
@@ -209,7 +220,7 @@ class Link:
 
     def _set_lost(self, why: str, ranks: Sequence[int]) -> None:
         after = f"after run {self.done} of this client" if self.done else "before its first run"
-        self._loss, self._is_told = (why, ranks, f"{self.directory}, {after}"), False
+        self._loss, self._is_told = (why, ranks, f"{self.where}, {after}"), False
         for each in (self._replies, self._kept, self._failures):
             each.clear()  # Numbers of runs begin again.
         self.incarnation = 0
@@ -247,11 +258,28 @@ class Link:
             self.raise_if_lost()
         return self.incarnation
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Waits for the tasks; reports where they are if nothing comes of it for long."""
+    def wait_until(self, is_so: Callable[[], bool], *, has_deadline: bool = True) -> None:
+        """Waits for the tasks; reports where they are if nothing comes of it for long.
+
+        Args:
+            is_so: whether what is waited for has come.
+            has_deadline: whether the wait ends at the session's deadline.
+
+        Raises:
+            DeadlineError: it has.
+            RankLostError: the tasks were lost.
+        """
         incarnation, started, asked = self.incarnation, time.monotonic(), 0.0
+        deadline = started + (self._deadline_seconds if has_deadline else math.inf)
         while not is_so():
-            self._receive(min(_WAIT_SECONDS, self._hang_seconds))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"the tasks have not answered in {self._deadline_seconds:g} s",
+                    where=f"{self.where}, after run {self.done} of {self.runs}",
+                    hint="they go on with it: look again, or later",
+                )
+            self._receive(min(_WAIT_SECONDS, self._hang_seconds, left))
             self.raise_if_lost(incarnation)
             now = time.monotonic()
             if not asked and now > max(started, self._heard) + self._hang_seconds:
@@ -266,7 +294,7 @@ class Link:
         """Logs or raises that the coordinator itself hangs."""
         why = f"the coordinator of the tasks has not answered for {seconds:g} s"
         if self._on_hang == "warn":
-            _log.warning("%s; see %s/coordinator.log", why, self.directory)
+            _log.warning("%s; see %s/coordinator.log", why, self.where)
             return
         self.close()
         self._set_lost(why, [])

@@ -1,47 +1,31 @@
-"""The tasks of one machine, and their coordinator: a process that starts them and orders commands.
+"""The tasks of one machine: processes that the coordinator starts, found by a directory.
 
-The coordinator imports no JAX. It is the parent of the tasks: it knows at once when one ends, ends
-the others, which could only wait for it in a collective, and starts all of them again.
+The coordinator imports no JAX.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import selectors
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import StepCacheError
-from stepcache.remote.channel import Channel
-from stepcache.remote.coordinator import Coordinator, Output
-from stepcache.remote.messages import MAX_MESSAGE_BYTES, Kind, Message, packed
-from stepcache.serving.messages import MalformedMessageError
+from stepcache.remote.task_group import TaskGroup
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory, replace_file, socket_path
 
 ADDRESS_FILE = "tasks.json"
-_STOP_SECONDS = 0.2  # After which `stop`, called by a signal handler, takes effect.
-_SWEEP_SECONDS = 1.0
-_END_SECONDS = 2.0  # That a task may take to end after its connection.
-_ALONE_SECONDS = 10.0  # That other tasks may take to end a run which failed on one.
-_WAITING_TO_CONNECT = 1024
-_MAX_UNSENT_BYTES = 2 * MAX_MESSAGE_BYTES  # To one that does not read; then it is cut off.
-_MAX_RESTARTS_AT_ONCE = 5  # Tasks that end before they have joined are not started for ever.
-_log = logging.getLogger("stepcache")
 
 
-class LocalTasks:
+class LocalTasks(TaskGroup):
     """Runs the tasks of a directory until it is stopped.
 
     Args:
@@ -62,239 +46,48 @@ class LocalTasks:
             if other is not None and not other.has_ended():
                 raise StepCacheError("tasks run in this directory already", where=str(directory))
         self.directory, self._devices, self._owner = directory, devices, owner
-        self.coordinator = Coordinator(tasks)
-        self._stopping = threading.Event()
+        self.logs = str(directory)
         self._path = Path(socket_path(directory / ADDRESS_FILE))
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._path))
-        self._listener.listen(_WAITING_TO_CONNECT)
-        self._listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._processes: list[subprocess.Popen] = []
-        self._clients: dict[int, _Peer] = {}
-        self._tasks: dict[int, _Peer] = {}
-        self._failures, self._had_clients = 0, False
-        self._alone: dict[tuple[int, int], float] = {}  # Failed on some tasks; since when.
-        self._start()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(self._path))
+        self._popens: list[subprocess.Popen] = []
+        super().__init__(listener, tasks)
         data = {"address": str(self._path), "process": str(Process.current()), "tasks": tasks}
         replace_file(directory / ADDRESS_FILE, json.dumps(data))
-
-    # ---- the loop --------------------------------------------------------------------------------
-
-    def run(self) -> None:
-        """Passes messages on until `stop`, or until nobody needs the tasks any more."""
-        swept = time.monotonic()
-        try:
-            while not self._stopping.is_set():
-                for key, _ in self._selector.select(_STOP_SECONDS):
-                    if key.data is None:
-                        self._accept()
-                    else:
-                        self._serve(key.data)
-                if time.monotonic() > swept + _SWEEP_SECONDS:
-                    self._sweep()
-                    swept = time.monotonic()
-        finally:
-            self.close()
-
-    def stop(self) -> None:
-        """Makes `run` return. Signal handlers and other threads may call it."""
-        self._stopping.set()
 
     def close(self) -> None:
         """Ends the tasks, and removes the address."""
         with contextlib.suppress(OSError):
             (self.directory / ADDRESS_FILE).unlink()
-        self._end_tasks()
-        for peer in list(self._clients.values()):
-            peer.channel.close()
-        self._listener.close()
-        self._selector.close()
+        super().close()
         with contextlib.suppress(OSError):
             self._path.unlink()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            made, _ = self._listener.accept()
-            peer = _Peer(Channel(made))
-            self._selector.register(peer.channel, selectors.EVENT_READ, peer)
-
-    def _serve(self, peer: _Peer) -> None:
-        """Takes what a client or a task has sent, and sends it what is kept for it."""
-        channel = peer.channel
-        try:
-            if peer.is_behind and channel.flush():
-                peer.is_behind = False
-                self._selector.modify(channel, selectors.EVENT_READ, peer)
-            channel.read()
-            while channel.fileno() >= 0 and (message := channel.taken()) is not None:
-                self._handle(peer, message)
-        except MalformedMessageError as error:
-            self._malformed(peer, Message(Kind.HELLO), error)
-            self._close(peer)
-        except OSError:
-            self._close(peer)
-
-    def _handle(self, peer: _Peer, message: Message) -> None:
-        try:
-            if peer.task is not None:
-                self._send(self.coordinator.from_task(peer.task, message))
-            elif message.kind is Kind.HELLO and not message.client and message.incarnation:
-                self._task_joined(peer, message)
-            elif message.kind is Kind.HANG and peer.client:
-                self._hang(peer, message)
-            else:
-                self._from_client(peer, message)
-        except MalformedMessageError as error:
-            self._malformed(peer, message, error)
-        except Exception:  # One client must not end the others' tasks.
-            self.coordinator.counts["malformed"] += 1
-            _log.exception("a message could not be handled")
-
-    def _malformed(self, peer: _Peer, message: Message, error: Exception) -> None:
-        self.coordinator.counts["malformed"] += 1
-        body = packed(why=f"malformed message: {error}", kind="malformed")
-        about = peer.client, self._incarnation, message.number, int(message.kind)
-        self._send_to(peer, Message(Kind.REFUSED, *about, body).encoded())
-
-    def _task_joined(self, peer: _Peer, message: Message) -> None:
-        about = message.data(dict[str, Any])
-        task, text = about.pop("task", None), about.get("process")
-        process = Process.parse(text) if isinstance(text, str) else None
-        pids = {each.pid: rank for rank, each in enumerate(self._processes)}
-        is_ours = process is not None and type(task) is int and pids.get(process.pid) == task
-        if not is_ours or message.incarnation != self._incarnation:
-            raise MalformedMessageError(f"it is of no task: {text!r}")
-        peer.task, self._tasks[task] = task, peer
-        self._failures = 0
-        self._send(self.coordinator.joined(task, about))
-
-    def _from_client(self, peer: _Peer, message: Message) -> None:
-        if message.kind is Kind.HELLO and peer.client:
-            raise MalformedMessageError("it has introduced itself before")
-        output = self.coordinator.from_client(peer.client, message)
-        if message.kind is Kind.HELLO and output.clients:
-            peer.client = output.clients[0][0]
-            self._clients[peer.client] = peer
-            self._had_clients = True
-        self._send(output)
-
-    def _send(self, output: Output) -> None:
-        for message in output.tasks:
-            data = message.encoded()
-            for peer in list(self._tasks.values()):
-                self._send_to(peer, data)
-        for number, message in output.clients:
-            if (peer := self._clients.get(number)) is not None:
-                self._send_to(peer, message.encoded())
-        if output.lost is not None:
-            before = self._incarnation
-            self._sweep()  # If one has ended, that is the reason.
-            if self._incarnation == before:
-                self._lost(*output.lost)
-
-    def _send_to(self, peer: _Peer, data: bytes) -> None:
-        channel = peer.channel
-        try:
-            channel.send(data)
-        except OSError:  # It has ended, as is noted when its socket is read.
-            return
-        if channel.unsent_bytes and not peer.is_behind:
-            peer.is_behind = True
-            events = selectors.EVENT_READ | selectors.EVENT_WRITE
-            self._selector.modify(channel, events, peer)
-        if channel.unsent_bytes > _MAX_UNSENT_BYTES:
-            self._close(peer)
-
-    def _close(self, peer: _Peer) -> None:
-        """Closes a connection, and notes that the client or the task at its end has ended."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.channel)
-        peer.channel.close()
-        if self._clients.get(peer.client) is peer:
-            del self._clients[peer.client]
-            self._send(self.coordinator.left(peer.client))
-        if peer.task is not None and self._tasks.get(peer.task) is peer:
-            del self._tasks[peer.task]
-            process = self._processes[peer.task]
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_SECONDS)
-            if process.returncode is None:  # It cannot go on without its connection.
-                process.kill()
-                process.wait()
-            self._sweep()
-
-    # ---- processes -------------------------------------------------------------------------------
-
-    @property
-    def _incarnation(self) -> int:
-        return self.coordinator.incarnation
-
-    def _start(self) -> None:
-        self.coordinator.started()
-        pod = f"127.0.0.1:{_free_port()}"
-        count = self.coordinator.tasks
+    def _launched(self) -> Sequence[subprocess.Popen]:
+        self._popens = []
+        pod, count = f"127.0.0.1:{free_port()}", self.coordinator.tasks
         for rank in range(count):
             command = [sys.executable, "-m", "stepcache.remote.task", str(self._path), str(rank)]
-            command += [str(count), str(self._devices), pod, str(self._incarnation)]
+            command += [str(count), str(self._devices), pod, str(self.coordinator.incarnation)]
             with (self.directory / f"task{rank}.log").open("ab") as log:
-                self._processes.append(
+                self._popens.append(
                     subprocess.Popen(
                         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/"
                     )
                 )
+        return self._popens
 
-    def _sweep(self) -> None:
-        """Notes tasks and clients that have ended."""
-        codes = {n: each.poll() for n, each in enumerate(self._processes)}
-        ended = {n: code for n, code in codes.items() if code is not None}
-        if ended:
-            how = ", ".join(f"task {n} {_how(code)}" for n, code in sorted(ended.items()))
-            self._lost(f"{how}{self._last_words(min(ended))}", sorted(ended))
-        failed, now = self.coordinator.failed_alone(), time.monotonic()
-        self._alone = {key: self._alone.get(key, now) for key in failed}
-        if late := [key for key, since in self._alone.items() if now > since + _ALONE_SECONDS]:
-            self._lost(*failed[late[0]])
-        # The socket of a process that has ended stays open while one that it has forked lives.
-        for number, text in list(self.coordinator.processes()):
-            process = Process.parse(text)
-            if process is not None and process.is_local() and process.has_ended():
-                self._close(self._clients[number])
-        if self._owner is None or self.coordinator.clients:
-            return
-        if self._had_clients or self._owner.has_ended():
-            self.stop()
+    def _is_task(self, task: int, process: Process) -> bool:
+        pids = {each.pid: rank for rank, each in enumerate(self._popens)}
+        return pids.get(process.pid) == task
 
-    def _hang(self, peer: _Peer, message: Message) -> None:
-        """Says where the tasks are; ends those that are stopped, or all if the client asks for it.
-
-        While a program is compiled nothing is known to hang.
-        """
-        about = message.data(dict[str, Any])
-        stopped = [n for n, each in enumerate(self._processes) if _is_stopped(each.pid)]
-        why = f"nothing has moved for {about['seconds']:g} s: {self.coordinator.where()}"
-        if stopped:
-            why += f"; stopped: {', '.join(f'task {n}' for n in stopped)}"
-        if stopped or (about["error"] and not self.coordinator.compiling):
-            self._lost(why, stopped)
-        else:
-            reply = Message(Kind.HANG, peer.client, self._incarnation, body=packed(why=why))
-            self._send_to(peer, reply.encoded())
-
-    def _lost(self, why: str, ranks: list[int]) -> None:
-        """Ends all tasks, as they could only wait for the lost ones, and starts them again."""
-        _log.warning("%s; all tasks are started again", why)
-        self._send(self.coordinator.lost(why, ranks))
-        self._end_tasks()
-        self._failures += 1
-        if self._failures > _MAX_RESTARTS_AT_ONCE:
-            _log.error("the tasks end before they have joined; see %s", self.directory)
-            self.stop()
-            return
-        self._start()
+    def _how_ended(self, task: int, code: int) -> str:
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"was ended by {signal.Signals(-code).name}{self._last_words(task)}"
+        return f"ended with exit code {code}{self._last_words(task)}"
 
     def _last_words(self, task: int) -> str:
         with contextlib.suppress(OSError):
@@ -304,27 +97,13 @@ class LocalTasks:
                 return f" ({errors[-1][:200]})"
         return ""
 
-    def _end_tasks(self) -> None:
-        for peer in self._tasks.values():
-            self._selector.unregister(peer.channel)
-            peer.channel.close()
-        self._tasks.clear()
-        for each in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                each.kill()
-        for each in self._processes:
-            each.wait()
-        self._processes.clear()
+    def _stopped_tasks(self) -> list[int]:
+        return [n for n, each in enumerate(self._popens) if _is_stopped(each.pid)]
 
-
-class _Peer:
-    """A connection, and who is at its other end: a client, a task, or nobody known."""
-
-    def __init__(self, channel: Channel):
-        self.channel = channel
-        self.client = 0
-        self.task: int | None = None
-        self.is_behind = False  # Whether some of what was sent to it is kept.
+    def _is_needed(self) -> bool:
+        if self._owner is None or self.coordinator.clients:
+            return True
+        return not self._had_clients and not self._owner.has_ended()
 
 
 def address(directory: Path) -> dict[str, Any] | None:
@@ -336,13 +115,6 @@ def address(directory: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and {"address", "process"} <= found.keys() else None
 
 
-def _how(code: int) -> str:
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP; False where the system does not say."""
     with contextlib.suppress(OSError, IndexError):
@@ -350,9 +122,10 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port of this machine that nobody uses."""
     with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
+        made.bind(("", 0))
         return made.getsockname()[1]
 
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import astuple
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stepcache.serving.messages import DTYPES, MalformedMessageError
-from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
+from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock, private
 from stepcache.storage import plain
 
 _HEADER = struct.Struct("<2sBBIIIIQQ")
-_MAGIC, _VERSION = b"sc", 2
+_MAGIC, _VERSION = b"sc", 3
 _ALIGNED_BYTES = 8  # Where values begin in a blob.
 HEADER_BYTES = _HEADER.size
 """Size of the message that starts a step, if it brings no values."""
 MAX_MESSAGE_BYTES = 1 << 30
+BLOCKS = "blocks"
+"""Field of a body: where blocks of shared memory are."""
 
 
 class Kind(IntEnum):
@@ -147,16 +150,18 @@ class Values:
     """The values that a message brings: small ones in its blob, large ones in shared memory.
 
     Args:
-        pool: allocates shared memory.
+        pool: allocates shared memory; None to put all values into the blob.
 
     Attributes:
         blob: of the message.
-        kept: blocks that have to live until the message is answered.
+        fields: more fields of its body: the places of blocks of shared memory.
+        kept: these blocks, which have to live until the message is answered.
     """
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool | None):
         self._pool = pool
         self.blob = bytearray()
+        self.fields: dict[str, list[Any]] = {}
         self.kept: list[SharedBlock] = []
 
     @property
@@ -167,28 +172,47 @@ class Values:
     def add(self, array: np.ndarray) -> list[Any]:
         """Adds an array. Returns how the body describes it: its dtype, its shape, and its place.
 
-        The place is an offset in the blob; or process, descriptor, inode, offset and size of shared
-        memory.
+        The place is an offset in the blob, or -1 - the number of a block of shared memory.
         """
         array = np.asarray(array)
         if not array.flags.c_contiguous:
             array = array.copy()
         raw = array.reshape(-1).view(np.uint8)
-        block = self._pool.allocate(raw.size)
+        block = (self._pool.allocate if self._pool is not None else private)(raw.size)
         place = block.place
         if place is None:
             self.blob += bytes(-len(self.blob) % _ALIGNED_BYTES)
-            where: Any = len(self.blob)
+            where = len(self.blob)
             self.blob += raw.data
         else:
             block.data[:] = raw
             self.kept.append(block)
-            where = [place.pid, place.descriptor, place.inode, place.offset, place.size_bytes]
+            where = -len(self.kept)
+            self.fields.setdefault(BLOCKS, []).append(list(astuple(place)))
         return [array.dtype.name, list(array.shape), where]
 
 
-def receive_array(row: Any, opened: Opened, blob: bytes | bytearray) -> np.ndarray:
+def places_in(about: dict[str, Any]) -> list[Place]:
+    """Returns the places of the blocks that a body names.
+
+    Raises:
+        MalformedMessageError: it names other things.
+    """
+    rows = about.get(BLOCKS, [])
+    if not plain.fits(rows, list[tuple[int, int, int, int, int]]):
+        raise MalformedMessageError("a block has no place")
+    return [Place(*row) for row in rows]
+
+
+def receive_array(
+    row: Any, about: dict[str, Any], opened: Opened, blob: bytes | bytearray
+) -> np.ndarray:
     """Returns an array that `Values.add` has described, without a copy. It is read only.
+
+    Args:
+        row: the description.
+        about, blob: of the message.
+        opened: maps shared memory.
 
     Raises:
         MalformedMessageError: there is no such array.
@@ -202,13 +226,17 @@ def receive_array(row: Any, opened: Opened, blob: bytes | bytearray) -> np.ndarr
     dtype = DTYPES[name]
     count = math.prod(shape)
     size_bytes = dtype.itemsize * count
-    if plain.fits(place, int):
-        if not 0 <= place <= len(blob) - size_bytes:
+    if not plain.fits(place, int):
+        raise MalformedMessageError("an array has no place")
+    if place >= 0:
+        if place > len(blob) - size_bytes:
             raise MalformedMessageError(f"there are no {size_bytes} bytes at {place} of the blob")
         return np.frombuffer(blob, dtype, count, place).reshape(shape)
-    if not plain.fits(place, tuple[int, int, int, int, int]):
-        raise MalformedMessageError("an array has no place")
-    raw = opened.locked(Place(*place))
+    rows, number = about.get(BLOCKS), -1 - place
+    if not isinstance(rows, list) or number >= len(rows):
+        raise MalformedMessageError(f"there is no block {number}")
+    (block,) = places_in({BLOCKS: [rows[number]]})
+    raw = opened.locked(block)
     if raw.size != size_bytes:
         raise MalformedMessageError(f"{raw.size} bytes are no {name}{shape}")
     return raw.view(dtype).reshape(shape)

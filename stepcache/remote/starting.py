@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -47,29 +48,29 @@ def open_target(
     name: str | None,
     watch: str | None,
     timeout: float = START_SECONDS,
-    **on_hang: Any,
+    **waiting: Any,
 ) -> Target:
     """Connects to tasks, which it starts if need be.
 
     Args:
-        where: `local:2x4` for two tasks of four devices on this machine, or `local:DIRECTORY` for
-            those that `stepcache serve --tasks` runs there.
+        where: `local:2x4` for two tasks of four devices on this machine, `local:DIRECTORY` for
+            those that `stepcache serve --tasks` runs there, or `ray:NAME` for those that it runs in
+            a Ray cluster.
         mesh: a `jax.sharding.AbstractMesh` of their devices; by default one axis, the data axis.
         data_axis: of the session.
         name: of the client. Under a name, `local:2x4` finds the tasks that are there.
         watch: name of a client whose variables are read.
         timeout: seconds for the tasks to start.
-        **on_hang: see `Link`.
+        **waiting: how long to wait for what; see `Link`.
 
     Raises:
         OptionError: the address names no engine, or the mesh does not fit the tasks.
         TaskError: the tasks do not start, or are not there.
     """
     engine, _, place = where.partition(":")
-    if engine != "local" or not place:
-        raise OptionError(
-            "unknown target", where="Session", expected="local:2x4 or local:DIRECTORY", got=where
-        )
+    if engine not in ("local", "ray") or not place:
+        expected = "local:2x4, local:DIRECTORY or ray:NAME"
+        raise OptionError("unknown target", where="Session", expected=expected, got=where)
     if name is not None and not _NAME.fullmatch(name):
         raise OptionError(
             "a name has letters, digits, and any of . _ -", where="Session", got=repr(name)
@@ -81,11 +82,16 @@ def open_target(
             got=type(mesh).__name__,
             hint='jax.sharding.AbstractMesh((4, 2), ("data", "model"))',
         )
-    if _SIZE.fullmatch(place) is None:
-        directory = Path(place).expanduser().resolve()
+    found: Path | str = where
+    if engine == "ray":
+        from stepcache.remote import ray_tasks
+
+        waiting["find"] = functools.partial(ray_tasks.find, place)
+    elif _SIZE.fullmatch(place) is None:
+        found = Path(place).expanduser().resolve()
     else:
-        directory = _started(*size_of(place), name)
-    connection = Connection(directory, name or "", watch or "", timeout, **on_hang)
+        found = _started(*size_of(place), name)
+    connection = Connection(found, name or "", watch or "", timeout, **waiting)
     target = Target(connection, _mesh(mesh, connection.about["devices"], data_axis))
     weakref.finalize(target, connection.close)
     return target

@@ -223,6 +223,7 @@ class Target:
     def _run(self, plan: CallPlan, leaves: list[Any], incarnation: int) -> Any:
         """Starts a run. `leaves` are those of the arguments, with variables as one leaf each."""
         connection, program = self.connection, plan.program
+        connection.make_room()
         run = connection.runs + 1
         refs, takes = Groups(), Groups()
         taken: list[RemoteArray] = []
@@ -260,7 +261,7 @@ class Target:
                 "writes": plan.writes,
             }
         if feeds:
-            about["feeds"] = feeds
+            about |= {"feeds": feeds, **values.fields}
         connection.run(incarnation, number, packed(**about) if about else b"", values)
         for each in taken:
             each.donated()

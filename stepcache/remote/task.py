@@ -16,8 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -47,16 +47,18 @@ class Task:
     Args:
         channel: to the coordinator.
         incarnation: of the tasks.
+        shares: whether values that are sent may be in shared memory.
     """
 
-    def __init__(self, channel: Channel, incarnation: int):
+    def __init__(self, channel: Channel, incarnation: int, shares: bool = True):
         self._channel, self._incarnation = channel, incarnation
         self._arrays = Arrays()
         self._programs: dict[int, Any] = {}
         self._forms: dict[int, OrderedDict[int, dict[str, Any]]] = {}
         self._meshes: dict[tuple, jax.sharding.Mesh] = {}
-        self._pool, self._opened = Pool(), Opened()
-        self._sent: dict[int, deque[Any]] = {}  # Blocks of the latest replies, by client.
+        self._pool = Pool() if shares else None
+        self._opened: defaultdict[int, Opened] = defaultdict(Opened)  # By client.
+        self._sent: dict[int, dict[int, Any]] = {}  # Blocks of replies, by client and fetch.
         self._pending: deque[tuple[int, int, Any]] = deque()
         self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
@@ -127,18 +129,22 @@ class Task:
         arrays = self._pending[0][2]
         return not arrays or arrays[0].is_deleted() or arrays[0].is_ready()
 
-    def _form(self, message: Message) -> tuple[dict[str, Any], list[Any]]:
-        """Returns the call form of a run, and the rows of the values that it brings."""
+    def _form(self, message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the call form of a run, and the body of its message."""
         about = message.data(dict[str, Any]) if message.body else {}
         forms = self._forms.setdefault(message.client, OrderedDict())
         if "form" in about:
             forms[message.value] = about["form"]
             while len(forms) > MAX_FORMS:
                 forms.popitem(last=False)
-        return forms[message.value], about.get("feeds", [])
+        return forms[message.value], about
+
+    def _values(self, message: Message, about: dict[str, Any]) -> Callable[[Any], np.ndarray]:
+        """Returns what finds the values that a message brings, by their descriptions."""
+        return lambda row: receive_array(row, about, self._opened[message.client], message.blob)
 
     def _run(self, message: Message) -> None:
-        form, feeds = self._form(message)
+        form, about = self._form(message)
         program = self._programs.get(form["program"])
         if program is None:
             raise RunFailed(f"there is no program {form['program']}")
@@ -147,11 +153,11 @@ class Task:
         client, number = message.client, message.number
         leaves: list[Any] = []
         refs = iter(form["refs"])
-        rows = iter(feeds)
+        rows, value_of = iter(about.get("feeds", [])), self._values(message, about)
         for ref in refs:
             if ref[0] == "f":
                 shardings = program.in_shardings[len(leaves) : len(leaves) + ref[1]]
-                leaves += [self._placed(next(rows), each, message.blob) for each in shardings]
+                leaves += [self._placed(next(rows), each, value_of) for each in shardings]
             else:
                 leaves += self._arrays.look_up(client, number, ref)
         outputs = program.call(*leaves)
@@ -166,9 +172,9 @@ class Task:
         if self._waits:  # Processes that share CPUs may deadlock with several runs in flight.
             jax.block_until_ready(outputs)
 
-    def _placed(self, row: Any, sharding: Any, blob: bytes | bytearray) -> jax.Array:
+    def _placed(self, row: Any, sharding: Any, value_of: Callable[[Any], np.ndarray]) -> jax.Array:
         array, keys = row if len(row) == 2 else (row, None)
-        data = receive_array(array, self._opened, blob)
+        data = value_of(array)
         if keys is not None:
             made = jax.make_array_from_callback(
                 data.shape, _of_key_data(sharding), lambda index: np.array(data[index])
@@ -185,7 +191,7 @@ class Task:
         about = message.data(dict[str, Any])
         mesh = self._mesh(about["mesh"])
         arrays = [
-            self._placed(row, NamedSharding(mesh, decode_spec(spec)), message.blob)
+            self._placed(row, NamedSharding(mesh, decode_spec(spec)), self._values(message, about))
             for row, spec in zip(about["feeds"], about["specs"], strict=True)
         ]
         self._arrays.keep(message.client, message.number, arrays)
@@ -207,8 +213,9 @@ class Task:
 
     def _drop(self, message: Message) -> None:
         self._arrays.drop(message.client, message.data(dict[str, Any])["variables"])
-        self._forms.pop(message.client, None)
-        self._sent.pop(message.client, None)
+        for each in (self._forms, self._sent, self._opened):
+            each.pop(message.client, None)
+        self._send(Message(Kind.DROP, message.client))
 
     # ---- programs --------------------------------------------------------------------------------
 
@@ -238,26 +245,23 @@ class Task:
         if about["from"] == 1 and jax.process_index():
             return  # All tasks have the whole of it.
         values, rows = Values(self._pool), []
-        found = [
-            each
-            for ref in about["refs"]
-            for each in self._arrays.look_up(message.client, message.value, ref)
-        ]
+        look_up = self._found(message)
+        found = [each for ref in about["refs"] for each in look_up(ref)]
         for index, array in enumerate(found):
             rows += [[index, bounds, values.add(data)] for bounds, data in _own_shards(array)]
-        self._sent.setdefault(message.client, deque(maxlen=8)).append(values.kept)
-        body = packed(rows=rows)
+        sent = self._sent.setdefault(message.client, {})
+        for number in [number for number in sent if number < about["first"]]:
+            del sent[number]  # The client has locked what it still reads.
+        sent[message.number] = values.kept
+        body = packed(rows=rows, **values.fields)
         self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body, values.blob))
 
     def _save(self, message: Message) -> None:
         from stepcache.remote import checkpoints
 
+        about = message.data(dict[str, Any])
         with self._any_session():
-            checkpoints.write(
-                message.data(dict[str, Any]),
-                lambda ref: self._arrays.look_up(message.client, message.value, ref),
-                lambda row: receive_array(row, self._opened, message.blob),
-            )
+            checkpoints.write(about, self._found(message), self._values(message, about))
         self._send(Message(Kind.DATA, message.client, 0, message.number, 0, packed(rows=[])))
 
     def _restore(self, message: Message) -> None:
@@ -266,16 +270,21 @@ class Task:
         about = message.data(dict[str, Any])
         self._mesh(about["mesh"])
         with self._any_session():
-            found, saved = checkpoints.read(
-                about, lambda ref: self._arrays.look_up(message.client, message.value, ref)
-            )
+            found, saved = checkpoints.read(about, self._found(message))
         for variable, arrays in found.items():
             self._arrays.bind(variable, arrays)
         body = packed(rows=[], about=saved)
         self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body))
 
+    def _found(self, message: Message) -> Callable[[Any], list[Any]]:
+        """Returns what finds arrays for a command, given how its body names them."""
+        return lambda ref: self._arrays.look_up(message.client, message.value, ref)
+
     @contextlib.contextmanager
     def _any_session(self) -> Iterator[None]:
+        """Context manager of what all tasks do together, once they have done all runs before."""
+        while self._pending:  # Where one fails alone, it is known that the others wait for it.
+            self._finish()
         mesh = next(iter(self._meshes.values()), None)
         with contextlib.ExitStack() as stack:
             if mesh is not None:
@@ -308,17 +317,23 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs a task."""
+def main(arguments: Sequence[str], key: bytes = b"") -> None:
+    """Runs a task.
+
+    Args:
+        arguments: as of the command.
+        key: without which the coordinator takes no connection; empty if only its user can connect.
+    """
     address, rank, tasks, devices, pod, incarnation = arguments
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_num_cpu_devices", int(devices))  # Of other platforms all are used.
     if int(tasks) > 1:
         first = int(rank) * int(devices)
-        own = list(range(first, first + int(devices)))
+        # Ray shows each task its own devices only.
+        own = None if key else list(range(first, first + int(devices)))
         jax.distributed.initialize(pod, int(tasks), int(rank), local_device_ids=own)
     found = jax.devices()
-    channel = Channel.to(address)
+    channel = Channel.to(address, key)
     about = packed(
         task=int(rank),
         process=str(Process.current()),
@@ -330,7 +345,7 @@ def main(arguments: Sequence[str]) -> None:
     # JAX takes SIGTERM for a notice to come.
     with signals_handled((signal.SIGTERM,), signal.SIG_DFL):  # type: ignore[arg-type]
         with contextlib.suppress(ConnectionError):
-            Task(channel, int(incarnation)).run()
+            Task(channel, int(incarnation), shares=not key).run()
         os._exit(0)
 
 

@@ -143,6 +143,7 @@ class RemoteMaster(Master):
         return size_bytes
 
     def _put(self, leaves: Sequence[Any], slots: Sequence[Slot]) -> int:
+        self._connection.make_room()
         values = self._connection.values()
         feeds: list[Any] = []
         for leaf, slot in zip(leaves, slots, strict=True):
@@ -153,9 +154,8 @@ class RemoteMaster(Master):
             else:
                 data = np.asarray(leaf, slot.dtype)
                 feeds.append(values.add(data))
-        body = packed(
-            feeds=feeds, specs=[_spec_of(slot) for slot in slots], mesh=self.target.mesh_code
-        )
+        specs = [_spec_of(slot) for slot in slots]
+        body = packed(feeds=feeds, specs=specs, mesh=self.target.mesh_code, **values.fields)
         return self._connection.run(self._incarnation, 0, body, values, Kind.PUT)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:

@@ -330,22 +330,21 @@ class Client:
             ServerLostError: there was no snapshot in time.
         """
         deadline = time.monotonic() + self._timeout
-        wanted: float | None = None
+        wanted: tuple[int, float] = 0, 0  # The epoch that has all writes, and its moment then.
         with self._lock:
             while not self._is_flushed:
                 self._settle(deadline)
                 reply = self._request(SnapshotRequest(on_disk=True), None, deadline).message
                 status = self._expected(reply, Status)
-                if status.epoch != self._epoch:
-                    wanted = None  # The host has restarted, perhaps from an earlier moment.
-                elif wanted is None:
-                    wanted = status.counts["writes"]
-                self._is_flushed = wanted is not None and status.stored >= wanted
+                if status.epoch == self._epoch:
+                    if wanted[0] != self._epoch:  # A restart is perhaps from an earlier moment.
+                        wanted = status.epoch, status.counts["writes"]
+                    self._is_flushed = status.stored >= wanted[1]
                 self._join(deadline)
-                if time.monotonic() > deadline:
-                    raise self._lost()
                 if not self._is_flushed:
                     self._transport.pause()
+                    if time.monotonic() > deadline:
+                        raise self._lost(f"has stored {status.stored:,} of {wanted[1]:,} writes in")
 
     # ---- restarts of the host ------------------------------------------------------------------
 
@@ -375,13 +374,13 @@ class Client:
             raise self._lost()
         return received
 
-    def _lost(self) -> ServerLostError:
+    def _lost(self, what: str = "has not answered in") -> ServerLostError:
         kept = ""
         if self._unsaved:
             size = readable_bytes(self._unsaved.size_bytes)
             kept = f"; {len(self._unsaved)} writes ({size}) are kept"
         return ServerLostError(
-            f"the host of the variables has not answered in {self._timeout:g} s{kept}",
+            f"the host of the variables {what} {self._timeout:g} s{kept}",
             where=self.where,
             hint="start it again with `stepcache serve`: writes that no snapshot has are repeated",
         )

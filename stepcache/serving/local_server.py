@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import threading
 import time
 from dataclasses import astuple
@@ -23,7 +22,7 @@ import zmq
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.local_transport import ADDRESS_FILE, bytes_of
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
-from stepcache.serving.shared_memory import CAN_SHARE, Opened, Place, Pool
+from stepcache.serving.shared_memory import CAN_SHARE, Opened, Place, Pool, allow_many_files
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import replace_file, socket_path
@@ -62,7 +61,7 @@ class LocalServer:
         self._sent: dict[str, tuple[int, list[Any]]] = {}  # Number and blocks of the last reply.
         self._processes: dict[str, Process] = {}
         self._stopping = threading.Event()
-        _allow_many_files()
+        allow_many_files()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
@@ -185,12 +184,6 @@ def _envelope(frames: list[Any]) -> tuple[int, str, Any, Any]:
 
 
 # ---- the socket and its address ----------------------------------------------------------------
-
-
-def _allow_many_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _publish_address(directory: Path, path: str, epoch: int) -> None:

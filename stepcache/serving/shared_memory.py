@@ -13,11 +13,12 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import stat
 import struct
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ _F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK = 1033, 1034, 2
 _SEGMENT_BYTES = 16 << 20  # Size of a file for several blocks: open files are limited.
 _KEPT_UNUSED_BYTES = 1 << 30
 _PAGE_BYTES = 4096
-_OPENED_AT_MOST = 512
+_OPENED_AT_MOST, _OPENED_BYTES = 512, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +147,16 @@ class _OpenedFile:
 
     def __init__(self, place: Place):
         path = f"/proc/{place.pid}/fd/{place.descriptor}"
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor).atexit = False
-        found = os.fstat(self._descriptor)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
+        found = os.fstat(self.descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_ino != place.inode:
             raise OSError(errno.ESTALE, "the block is gone", path)
-        sealed = fcntl.fcntl(self._descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK
+        sealed = fcntl.fcntl(self.descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK
         if not sealed or not found.st_size:
             raise OSError(errno.EINVAL, "the file holds no blocks", path)
-        self._map = mmap.mmap(self._descriptor, found.st_size, prot=mmap.PROT_READ)
+        self.size_bytes = found.st_size
+        self._map = mmap.mmap(self.descriptor, found.st_size, prot=mmap.PROT_READ)
         self._readers: collections.Counter[int] = collections.Counter()  # By offset.
         self._lock = threading.RLock()  # The garbage collector may free arrays at any point.
 
@@ -167,7 +169,7 @@ class _OpenedFile:
         data = self.array(place)
         with self._lock:
             self._readers[place.offset] += 1
-            _set_lock(self._descriptor, place.offset, fcntl.F_RDLCK)
+            _set_lock(self.descriptor, place.offset, fcntl.F_RDLCK)
         weakref.finalize(data, self._unlock, place.offset).atexit = False
         return data
 
@@ -176,16 +178,18 @@ class _OpenedFile:
             self._readers[offset] -= 1
             if not self._readers[offset]:
                 del self._readers[offset]
-                _set_lock(self._descriptor, offset, fcntl.F_UNLCK)
+                _set_lock(self.descriptor, offset, fcntl.F_UNLCK)
 
 
 class Opened:
     """Maps blocks of other processes for reading. It keeps the maps, as new ones cost page faults.
 
-    A file stays open as long as its map, so that no other file gets its inode number.
+    A file stays open as long as its map, so that no other file gets its inode number. The latest
+    512 are kept, of 4 GiB at most: a map keeps memory that its owner may have freed.
     """
 
     def __init__(self) -> None:
+        self._size_bytes = 0
         self._files: collections.OrderedDict[tuple[int, int], _OpenedFile] = (
             collections.OrderedDict()
         )
@@ -207,21 +211,38 @@ class Opened:
         """
         return self._file(place).locked(place)
 
+    def passed_on(self, place: Place) -> tuple[Place, np.ndarray]:
+        """Maps and locks a block for other processes.
+
+        Returns:
+            The address of the block in this process, valid while the array is referred to; and the
+            array.
+
+        Raises:
+            OSError: as for `open`.
+        """
+        file = self._file(place)
+        data = file.locked(place)
+        return replace(place, pid=os.getpid(), descriptor=file.descriptor), data
+
     def _file(self, place: Place) -> _OpenedFile:
         key = (place.pid, place.inode)
         with self._lock:
             if key not in self._files:
-                self._files[key] = _OpenedFile(place)
+                self._files[key] = made = _OpenedFile(place)
+                self._size_bytes += made.size_bytes
             self._files.move_to_end(key)
-            while len(self._files) > _OPENED_AT_MOST:
-                self._files.popitem(last=False)
+            while len(self._files) > 1 and (
+                len(self._files) > _OPENED_AT_MOST or self._size_bytes > _OPENED_BYTES
+            ):
+                self._size_bytes -= self._files.popitem(last=False)[1].size_bytes
             return self._files[key]
 
     def forget(self, pid: int) -> None:
         """Drops the maps of a process that has ended."""
         with self._lock:
             for key in [key for key in self._files if key[0] == pid]:
-                del self._files[key]
+                self._size_bytes -= self._files.pop(key).size_bytes
 
 
 # ---- locks -------------------------------------------------------------------------------------
@@ -240,6 +261,13 @@ def _is_locked(descriptor: int, offset: int) -> bool:
     row = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
     found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, row)
     return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK
+
+
+def allow_many_files() -> None:
+    """Lets this process open as many files as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _can_share() -> bool:

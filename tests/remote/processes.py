@@ -11,7 +11,7 @@ from stepcache.storage.load_markers import Process
 
 
 def directory_of(session):
-    return session._scope.target.connection.directory
+    return session._scope.target.connection.where
 
 
 def processes_below(pid):

@@ -1,6 +1,7 @@
 """Many clients of the same tasks, threads of one client, and forks of it."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import stepcache as sc
+from stepcache.remote import connection
 from tests.remote.processes import ServedTasks, wait_until
 
 
@@ -80,6 +82,32 @@ def test_threads_of_one_client_wait_for_their_own(one_task):
     assert not errors and not any(each.is_alive() for each in threads)
 
 
+def test_what_one_thread_fetches_stays_while_others_fetch(one_task, monkeypatch):
+    """A thread may be late to lock the memory of a reply."""
+    step = sc.step(lambda x: x + 1)
+    with one_task:
+        arrays = [step(np.full((1 << 16,), n, np.float32)) for n in range(40)]
+        is_reading, may_read = threading.Event(), threading.Event()
+        receive = connection.receive_array
+
+        def late(*row):
+            if threading.current_thread() is reader:
+                is_reading.set()
+                may_read.wait(20)
+            return receive(*row)
+
+        monkeypatch.setattr(connection, "receive_array", late)
+        found = []
+        reader = threading.Thread(target=lambda: found.append(np.asarray(arrays[0])))
+        reader.start()
+        assert is_reading.wait(20)
+        for n, each in enumerate(arrays[1:], 1):
+            np.testing.assert_array_equal(each, n + 1)
+        may_read.set()
+        reader.join()
+        np.testing.assert_array_equal(found[0], 1)
+
+
 def test_a_long_run_does_not_keep_other_threads_from_the_tasks(one_task):
     """A thread that waits holds no lock."""
     connection = one_task._scope.target.connection
@@ -119,3 +147,31 @@ def test_a_fork_of_a_client_cannot_use_its_session_and_does_not_end_it(served):
         timeout=60,
     )
     assert result.stdout.split() == ["True", "3.0"], result.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_killed_client_comes_back_at_once(served):
+    """Also while a process that it has forked keeps its socket open."""
+    script = f"""
+    import os, signal, stepcache as sc
+    with sc.Session(target="local:{served.directory}", name="back"):
+        state = sc.Variables(3.0, name="state")
+        add = sc.step(lambda state: (state + 1, state), carry="state")
+        add(state)[1].block_until_ready()
+        if not (pid := os.fork()):
+            print(os.getpid(), flush=True)
+            signal.pause()
+        os.waitid(os.P_PID, pid, os.WEXITED)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        fork = int(client.stdout.readline())
+        client.kill()
+        client.wait()
+        try:
+            with served.session("back") as again:
+                assert sc.Variables(0.0, name="state").value == 4
+            again.close()
+        finally:
+            os.kill(fork, signal.SIGKILL)

@@ -1,10 +1,13 @@
 """The coordinator alone: one order for all tasks, whatever clients and tasks do; and any bytes."""
 
+import dataclasses
 import hashlib
+import itertools
 import os
 import random
 import struct
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +33,38 @@ DIGEST = hashlib.sha256(PROGRAM).digest()
 FORM = {"program": 1, "refs": [], "takes": [], "writes": []}
 
 
+class Memory:
+    """Stands for the shared memory of a client, which is gone once it has ended."""
+
+    def __init__(self, network):
+        self._held, self.is_there = network.held, True
+        network.memories.append(self)
+
+    def passed_on(self, place):
+        if not self.is_there:
+            raise FileNotFoundError("no such process")
+        held = Held(next(NUMBERS))
+        self._held.add(held)
+        return dataclasses.replace(place, descriptor=held.number), held
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Held:
+    number: int
+
+
+NUMBERS = itertools.count(100)
+BLOCK = [1, 2, 3, 4, 5]
+
+
 class Network:
     """A coordinator, tasks that carry out what they get later, and clients."""
 
     def __init__(self, tasks, seed=0):
         self.random = random.Random(seed)
-        self.coordinator = Coordinator(tasks)
+        self.held = weakref.WeakSet()
+        self.memories = []  # Of the clients, in the order in which they came.
+        self.coordinator = Coordinator(tasks, lambda: Memory(self))
         self.logs = [[] for _ in range(tasks)]
         self.queues = [[] for _ in range(tasks)]
         self.received = {}
@@ -72,10 +101,16 @@ class Network:
         message = self.queues[task].pop(0)
         self.logs[task].append((message.kind, message.client, message.number, message.value))
         incarnation = self.coordinator.incarnation
+        if message.body and "blocks" in (about := message.data()):
+            assert {row[1] for row in about["blocks"]} <= {each.number for each in self.held}
         if message.kind is Kind.PROGRAM:
             reply = Message(Kind.READY, 0, incarnation, 0, message.value, packed(specs=[]))
         elif message.kind is Kind.RUN:
             reply = Message(Kind.DONE, message.client, incarnation, message.number)
+        elif message.kind is Kind.DROP:
+            reply = Message(Kind.DROP, message.client, incarnation)
+        elif message.kind in (Kind.SAVE, Kind.RESTORE):
+            reply = Message(Kind.DATA, message.client, incarnation, message.number, 0, packed())
         else:
             return
         self.send(self.coordinator.from_task(task, reply))
@@ -174,7 +209,7 @@ def test_a_run_that_fails_on_all_tasks_is_an_error_of_that_run():
     client = network.hello()
     network.tell(client, Kind.RUN, 1, 1, form=FORM)
     assert failed(network, client, 0, 1).lost is None
-    assert list(network.coordinator.failed_alone()) == [(client, 1)]  # So far.
+    assert list(network.coordinator.failed_alone()) == [(client, "run", 1)]  # So far.
     assert failed(network, client, 1, 1).lost is None
     network.work_all()
     assert not network.coordinator.failed_alone()
@@ -188,7 +223,80 @@ def test_a_run_that_failed_alone_is_looked_at_when_others_could_have_ended_it():
     assert failed(network, client, 1, 2).lost is None
     assert not network.coordinator.failed_alone()  # Task 0 has not done run 1 yet.
     network.work(0)
-    assert list(network.coordinator.failed_alone()) == [(client, 2)]
+    assert list(network.coordinator.failed_alone()) == [(client, "run", 2)]
+
+
+def test_a_run_is_not_passed_on_without_the_memory_that_it_names():
+    """Nor what the same client has sent after it: it would run without that."""
+    network = Network(2)
+    killed, other = network.hello(name="killed"), network.hello()
+    network.tell(killed, Kind.RUN, 1, 1, form=FORM, blocks=[BLOCK])
+    network.work_all()
+    network.memories[0].is_there = False
+    network.tell(killed, Kind.RUN, 2, 1, blocks=[BLOCK])
+    network.tell(killed, Kind.RUN, 3, 1)
+    assert network.kinds(killed)[-2:] == [Kind.REFUSED, Kind.REFUSED]
+    assert "no such process" in network.received[killed][-1].data()["why"]
+    assert network.queues == [[], []]
+    network.tell(other, Kind.RUN, 1, 1, form=FORM, blocks=[BLOCK])
+    network.work_all()
+    assert network.kinds(other)[-1] is Kind.DONE
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_memory_is_held_until_all_tasks_have_read_it(has_left):
+    network = Network(2)
+    client = network.hello()
+    network.tell(client, Kind.RUN, 1, 1, form=FORM, blocks=[BLOCK, BLOCK])
+    network.tell(client, Kind.SAVE, 7, blocks=[BLOCK])
+    if has_left:
+        network.send(network.coordinator.left(client))
+    while network.queues[0]:
+        network.work(0)
+    assert len(network.held) == 3
+    network.work_all()
+    assert len(network.held) == 0
+
+
+def test_a_run_that_failed_alone_is_looked_at_though_its_client_has_left():
+    network = Network(2)
+    client = network.hello()
+    network.tell(client, Kind.RUN, 1, 1, form=FORM)
+    network.send(network.coordinator.left(client))
+    assert failed(network, client, 1, 1).lost is None
+    del network.queues[1][0]
+    network.work(1)  # It drops what the client held.
+    assert [key[0] for key in network.coordinator.failed_alone()] == [client]
+    network.queues[0].clear()
+    network.restart()
+    assert not network.coordinator.failed_alone()
+
+
+def answered(network, client, task, kind, number, why=""):
+    """A task answers what all do together."""
+    incarnation = network.coordinator.incarnation
+    message = Message(Kind.DATA, client, incarnation, number, 0, packed(rows=[]))
+    if why:
+        body = packed(why=why, command=kind.name)
+        message = Message(Kind.FAILED, client, incarnation, number, kind, body)
+    return network.coordinator.from_task(task, message)
+
+
+@pytest.mark.parametrize("kind", [Kind.SAVE, Kind.RESTORE])
+def test_what_failed_on_one_task_alone_is_not_waited_for_on_the_others(kind):
+    network = Network(2)
+    client = network.hello(name="train")
+    network.tell(client, Kind.RUN, 1, 1, form=FORM)
+    network.tell(client, kind, 7)
+    network.work(1)
+    assert answered(network, client, 1, kind, 7, "no room").lost is None
+    assert not network.coordinator.failed_alone()  # Task 0 runs, and has not come to it.
+    network.work(0)
+    why = f"{kind.name.lower()} of client 'train' failed on task 1 alone: no room", [1]
+    assert list(network.coordinator.failed_alone().values()) == [why]
+    # Were it to end there after all, the tasks would hold different values of what they read.
+    assert answered(network, client, 0, kind, 7).lost == (why if kind is Kind.RESTORE else None)
+    assert not network.coordinator.failed_alone()
 
 
 def test_a_task_that_reports_the_loss_of_another_ends_all():
@@ -220,10 +328,14 @@ def test_tasks_carry_out_the_same_commands_in_the_same_order(seed):
         if act < 0.4 and clients:
             client = chance.choice(list(clients))
             clients[client] += 1
-            network.tell(client, Kind.RUN, clients[client], 1, form=FORM)
+            blocks = {"blocks": [BLOCK]} if chance.random() < 0.5 else {}
+            network.tell(client, Kind.RUN, clients[client], 1, form=FORM, **blocks)
         elif act < 0.45 and clients:  # Killed: it may have sent anything before.
             client = chance.choice(list(clients))
             del clients[client]
+            if chance.random() < 0.5:  # What it sent at last is read after its end.
+                network.memories[client - 1].is_there = False
+                network.tell(client, Kind.RUN, 10**6, 1, form=FORM, blocks=[BLOCK])
             network.send(network.coordinator.left(client))
         elif act < 0.5:
             clients[network.hello()] = 0
@@ -238,6 +350,8 @@ def test_tasks_carry_out_the_same_commands_in_the_same_order(seed):
         assert all(log[: len(shortest)] == shortest for log in network.logs)
     network.work_all()
     assert all(log == network.logs[0] for log in network.logs) and network_tasks == 3
+    assert not any(number == 10**6 for _, _, number, _ in network.logs[0])
+    assert not network.held
     for client, runs in clients.items():
         done = [m.number for m in network.received.get(client, []) if m.kind is Kind.DONE]
         assert done == sorted(done) and (not runs or done[-1] == runs)
@@ -275,7 +389,7 @@ def test_messages_survive_their_encoding_in_any_pieces():
     assert len(COMMANDS) == 9
 
 
-def header(kind=Kind.RUN, magic=b"sc", version=2, client=0, body_bytes=0, blob_bytes=0):
+def header(kind=Kind.RUN, magic=b"sc", version=3, client=0, body_bytes=0, blob_bytes=0):
     return struct.pack("<2sBBIIIIQQ", magic, version, kind, client, 0, body_bytes, blob_bytes, 0, 0)
 
 
@@ -317,7 +431,7 @@ def noise(chance):
 
 def test_malformed_messages_are_counted_and_nothing_else(one_task):
     connection = one_task._scope.target.connection
-    found = address(connection.directory)
+    found = address(connection.where)
     step = sc.step(lambda x: x + 1)
     assert float(step(1.0)) == 2
     pid = int(found["process"].split(".")[0])
@@ -364,7 +478,7 @@ def test_a_hostile_command_fails_alone(one_task):
         connection.wait(run)
         with pytest.raises(sc.TaskError, match="failed on the tasks"):
             connection.check(run)
-    for kind in (Kind.FREE, Kind.DROP, Kind.BIND):
+    for kind in (Kind.FREE, Kind.BIND):
         connection.command(kind, 5, nonsense=1)
     time.sleep(0.05)
     np.testing.assert_array_equal(step(np.ones(2, np.float32)), 2)

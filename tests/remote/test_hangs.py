@@ -1,5 +1,6 @@
 """Tasks that come apart, are stopped, or do not get on: a typed error or a line in the log."""
 
+import contextlib
 import logging
 import os
 import re
@@ -56,6 +57,31 @@ def test_a_run_that_fails_on_one_task_alone_ends_for_all():
     closed(session)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
+def test_a_checkpoint_that_one_task_alone_cannot_take_part_in(tmp_path):
+    """An error for the client; the tasks go on with what they hold, and the checkpoint is whole."""
+    with sc.Session(target="local:2x1") as session:
+        state = sc.Variables(np.float32(1), name="state")
+        sc.save(tmp_path, keep=2, state=state, step=1)
+        mean(state, np.ones((2, 4), np.float32))
+        _, tasks = tasks_of(session)
+        for number, victim in enumerate(tasks, 1):
+            large = np.ones(number << 16, np.float32)  # In memory that no task has opened.
+            limits = resource.prlimit(victim, resource.RLIMIT_NOFILE)
+            resource.prlimit(victim, resource.RLIMIT_NOFILE, (opened_files(victim), limits[1]))
+            with pytest.raises(sc.TaskError, match="Too many open files"):
+                sc.save(tmp_path, keep=2, state=state, large=large, step=2)
+            with pytest.raises(sc.TaskError):
+                sc.restore(tmp_path, state=state)
+            resource.prlimit(victim, resource.RLIMIT_NOFILE, limits)
+            assert state.value == 2
+        assert sc.restore(tmp_path, state=state, step=0)["step"] == 1
+        assert state.value == 1
+        sc.save(tmp_path, keep=2, state=state, large=LARGE, step=2)
+        assert tasks_of(session)[1] == tasks
+    closed(session)
+
+
 @pytest.mark.parametrize("on_hang", ["warn", "error"])
 def test_a_step_that_does_not_end_is_reported(on_hang, caplog):
     caplog.set_level(logging.WARNING, "stepcache")
@@ -96,6 +122,40 @@ def test_a_compilation_is_not_taken_for_a_hang():
 
         slow(np.ones((4, 4), np.float32))
         assert slow.stats().compile_seconds > 0.1
+    closed(session)
+
+
+def patiently(look):
+    """Looks until no deadline is passed."""
+    while True:
+        with contextlib.suppress(sc.DeadlineError):
+            return look()
+
+
+def test_a_deadline_ends_the_wait_and_nothing_else():
+    with sc.Session(target="local:1x1", deadline=0.3) as session:
+        state = sc.Variables(np.float32(0), name="state")
+        batch = np.ones((2, 4), np.float32)
+        mean.warm(state, LARGE)
+        _, before = mean(state, batch)
+        before.block_until_ready()
+        _, (task,) = tasks_of(session)
+        os.kill(task, signal.SIGSTOP)
+        made = []
+        with pytest.raises(
+            sc.DeadlineError, match=r"not answered in 0.3 s\n  at: .*after run 2 of"
+        ):
+            while True:
+                made.append(mean(state, batch)[1])
+        for look in (lambda: state.value, made[0].block_until_ready, lambda: float(made[-1])):
+            with pytest.raises(sc.DeadlineError):
+                look()
+        with pytest.raises(sc.DeadlineError):  # A call with values of another kind.
+            mean(state, LARGE)
+        os.kill(task, signal.SIGCONT)
+        patiently(lambda: mean(state, LARGE))
+        assert patiently(lambda: state.value) == len(made) + 2 == 34
+        assert [patiently(each.__float__) for each in made] == [n + 1 for n in range(32)]
     closed(session)
 
 
@@ -141,7 +201,7 @@ def test_a_client_that_is_stopped_stops_nobody_else(one_task):
     script = f"""
 import os, pathlib, signal
 from stepcache.remote.link import Link
-link = Link(pathlib.Path({str(connection.directory)!r}))
+link = Link(pathlib.Path({str(connection.where)!r}))
 os.kill(os.getpid(), signal.SIGSTOP)
 link.ready()
 link.close()

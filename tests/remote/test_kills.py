@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from subprocess import PIPE
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from tests.remote.conftest import closed
 from tests.remote.processes import ServedTasks, has_ended, tasks_of, wait_until
 
 ROWS = np.ones((2, 1 << 16), np.float32)  # Through shared memory, half of it to each task.
+MORE_ROWS = np.ones((2, 1 << 17), np.float32)  # In other memory.
 POINTS = ("compile", "run", "fetch", "save")
 
 
@@ -101,6 +104,16 @@ with sc.Session(target="local:{directory}", name={name!r}):
 """
 
 
+ROOT = str(Path(__file__).parents[2])
+
+
+def started(text, **options):
+    """A client in a process of its own, once it is ready."""
+    client = subprocess.Popen([sys.executable, "-c", text], stdout=PIPE, **options)
+    assert client.stdout is not None and client.stdout.readline() == b"ready\n"
+    return client
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     tasks = ServedTasks(tmp_path_factory.mktemp("served"), "2x1")
@@ -108,7 +121,6 @@ def served(tmp_path_factory):
     tasks.close()
 
 
-@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.seeds(30, few=1)
 @pytest.mark.parametrize("name", [None, "killed"])
@@ -116,15 +128,13 @@ def served(tmp_path_factory):
 def test_a_client_is_killed(served, point, name, seed, tmp_path):
     """The tasks go on for another one; what it held is dropped, or kept as a whole."""
     chance = random.Random(f"{point} {seed}")
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     text = CLIENT.format(
-        root=root, directory=served.directory, name=name, point=point, saves=str(tmp_path)
+        root=ROOT, directory=served.directory, name=name, point=point, saves=str(tmp_path)
     )
     with served.session("other") as session:
         state = made()
         state.assign({"sum": np.float32(0), "rows": np.zeros((2, 1 << 16), np.float32)})
-        client = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
-        assert client.stdout is not None and client.stdout.readline() == b"ready\n"
+        client = started(text)
         deadline, count = time.monotonic() + chance.uniform(0, 0.5), 0
         while time.monotonic() < deadline:
             add(state, ROWS)
@@ -145,3 +155,38 @@ def test_a_client_is_killed(served, point, name, seed, tmp_path):
             value = state.value
             check(state, float(value["sum"]))
         again.close()
+
+
+SHARING = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import stepcache as sc
+from tests.remote import test_kills
+with sc.Session(target="local:{directory}", name="shares"):
+    state = test_kills.made()
+    test_kills.add(state, test_kills.ROWS)
+    test_kills.add.warm(state, test_kills.MORE_ROWS)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for _ in range(3):
+        test_kills.add(state, test_kills.MORE_ROWS)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_client_ends_before_its_memory_is_opened(served):
+    """The steps that bring this memory are run by no task, and those before it by all."""
+    with served.session("other") as session:
+        state = made()
+        coordinator, tasks = tasks_of(session)
+        client = started(SHARING.format(root=ROOT, directory=served.directory), stdin=PIPE)
+        os.kill(coordinator, signal.SIGSTOP)
+        client.communicate(b"\n")
+        os.kill(coordinator, signal.SIGCONT)
+        add(state, ROWS)
+        check(state, float(state.value["sum"]))
+    session.close()
+    with served.session("shares") as again:  # At once: the coordinator has not seen its end.
+        check(made(), 1)
+        assert tasks_of(again)[1] == tasks
+    again.close()

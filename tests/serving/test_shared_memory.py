@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from stepcache.serving import shared_memory
 from stepcache.serving.shared_memory import CAN_SHARE, Opened, Pool
 from tests.serving.servers import Child
 
@@ -78,3 +79,29 @@ def test_a_part_of_a_block_keeps_it():
     before = part.copy()
     assert block(pool, SIZES[1], 9).place != place
     assert np.array_equal(part, before)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_block_can_be_passed_on(size):
+    """A third process opens it in one that has, though its owner is gone by then."""
+    pool, opened = Pool(), Opened()
+    first = block(pool, size, 7)
+    place, held = opened.passed_on(first.place)
+    assert (place.inode, place.offset) == (first.place.inode, first.place.offset)
+    assert place.descriptor != first.place.descriptor
+    del first
+    assert (Opened().open(place) == 7).all()
+    others = [block(pool, size, 9) for _ in range(3)]
+    assert all(
+        (each.place.inode, each.place.offset) != (place.inode, place.offset) for each in others
+    )
+    assert (held == 7).all()
+
+
+def test_maps_keep_a_bounded_amount_of_memory(monkeypatch):
+    monkeypatch.setattr(shared_memory, "_OPENED_BYTES", 50 << 20)
+    opened = Opened()
+    held = [block(Pool(), SIZES[1], value) for value in range(6)]
+    read = [opened.open(each.place)[0] for each in held for _ in range(2)]
+    assert read[::2] == read[1::2] == [*range(6)]
+    assert len(opened._files) == 2

@@ -6,7 +6,7 @@ import pytest
 from stepcache.errors import VariablesError
 from stepcache.serving.coding import Coding
 from stepcache.serving.host import Host
-from stepcache.serving.messages import BlockLayout, WriteRequest
+from stepcache.serving.messages import BlockLayout, SnapshotRequest, WriteRequest
 from stepcache.serving.tables import TableType
 from stepcache.variables.policy import RowOptimizer
 from tests.serving.network import Killed, Network, check_reads, client
@@ -216,6 +216,46 @@ def run_until_lost(network):
     found, _ = counts(each, "a")
     assert found.max() <= 1
     assert WRITES - found.sum() <= network.lost
+
+
+@pytest.mark.parametrize("others", ["are killed", "go on"])
+def test_a_flush_is_for_the_host_that_has_restarted_meanwhile(others):
+    """That one may never come to the moment of the earlier one, or have come to it before."""
+    network = Network(0, faults=0.0)
+    writer, other = client(network), client(network)
+    create(writer, "a")
+    network.snapshot()
+    for number in range(3):
+        other.write("a", "add", LAYOUT, [one_hot(number)])
+    writer.write("a", "add", LAYOUT, [one_hot(7)])
+    transport, deliver, pause = writer._transport, network.deliver, writer._transport.pause
+
+    def crash_after_the_reply(message, payload):
+        reply = deliver(message, payload)
+        if isinstance(message, SnapshotRequest):
+            network.deliver = deliver
+            if others == "are killed":
+                network.clients.remove(other)
+            network.crash()
+            network.asked.clear()  # The host that was asked is no more.
+            if others == "go on":
+                network.host.waiting_for.clear()  # It has waited for the writer long enough.
+                for number in range(10, 20):
+                    other.write("a", "add", LAYOUT, [one_hot(number)])
+                network.snapshot()
+        return reply
+
+    pauses = iter(range(20))  # It must not wait for ever.
+
+    def pause_again():
+        next(pauses)
+        pause()
+
+    network.deliver, transport.pause = crash_after_the_reply, pause_again
+    writer.flush()
+    network.clients.clear()
+    network.lose_power()
+    assert counts(client(network), "a")[0][7] == 1
 
 
 def test_what_one_has_created_outlives_it_and_the_host():
