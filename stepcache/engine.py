@@ -80,7 +80,9 @@ class Engine:
         self._weakly: weakref.ref[Engine] = weakref.ref(self)
         miss = functools.partial(dispatcher_calls.serve, self._weakly, spec.jitted)
         eager = dispatcher_calls.eagerly(self._weakly, spec.fun)
-        self.dispatcher = Dispatcher(eager, spec.name, miss, spec.parameters.roles)
+        roles = spec.parameters.roles
+        roles = roles.after_a_static_one() if is_over_buffers else roles
+        self.dispatcher = Dispatcher(eager, spec.name, miss, roles)
         call = self.dispatcher.call
         self.padder = Padder(spec, call, self._weakly, scope) if spec.pads else None
         self.resident_calls = ResidentCalls(
@@ -100,7 +102,7 @@ class Engine:
 
     # ---- a call ------------------------------------------------------------------------------
 
-    def run(self, *args, **kwargs) -> tuple[Any, Any]:
+    def run(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         """Serves a call that the C++ dispatcher could not serve.
 
         Returns:

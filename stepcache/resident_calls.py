@@ -10,6 +10,7 @@ from typing import Any
 from stepcache import jaxcompat
 from stepcache.calls.call_plan import CallPlans
 from stepcache.calls.context import Scope
+from stepcache.calls.over_buffers import Form, bare
 from stepcache.calls.residence import Use, check_budget
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import StepSpec
@@ -76,10 +77,10 @@ class ResidentCalls:
                 check_budget(scope, self.spec.name, request, use)
             before, _admitted.engine = getattr(_admitted, "engine", None), engine
             try:
-                args, kwargs = use.taken()
+                args, kwargs = bare(*use.taken())
                 outputs = engine.dispatcher.call(*args, **kwargs)
                 written = use.written(outputs)
-                self._plan(scope, use, outputs)
+                self._plan(scope, use, args[0], outputs)
                 return written
             finally:
                 _admitted.engine = before
@@ -87,7 +88,7 @@ class ResidentCalls:
                     self.miss_log.count(moved_bytes=moved)
                     use.meter.emit(self.spec.name)
 
-    def _plan(self, scope: Scope, use: Use, outputs: Any) -> None:
+    def _plan(self, scope: Scope, use: Use, form: Form, outputs: Any) -> None:
         """Has the next calls like this one served by a plan; it counts no calls."""
         serve_by = self.serve_by()
         if serve_by is None or scope.is_watched or not jaxcompat.PRIVATE_API:
@@ -97,7 +98,7 @@ class ResidentCalls:
         if scope.check_replicas_every:
             plan = self._plans.stop()
         else:
-            plan = self._plans.add(use, outputs, self.engine.dispatcher.call)
+            plan = self._plans.add(use, form, outputs, self.engine.dispatcher.call)
         if plan is not None:
             self.call_count.is_whole = False
             serve_by(plan)

@@ -13,11 +13,12 @@ import keyword
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 from jax.tree_util import tree_leaves
 
-from stepcache.calls.over_buffers import Again
+from stepcache.calls.over_buffers import Form
 from stepcache.calls.residence import NOT_A_HIT, Use, carried, comes_alone, put_back
 from stepcache.calls.step_spec import StepSpec
 from stepcache.variables.packing import Packed
@@ -29,9 +30,8 @@ def plan(*args, **kwargs):
     if {checks}:
         {acquire}
         try:
-            {take}
-            {keep}  # To free them may let another thread look.
-            out = call({arguments})
+            {take}  # Until the end: to free buffers may let another thread look.
+            out = call(form, {arguments})
             if {expected}:
                 {put}
                 return {outputs}
@@ -75,13 +75,17 @@ class CallPlans:
             was_stopped, self._is_stopped = self._is_stopped, True
         return None if was_stopped else self._dispatch
 
-    def add(self, use: Use, outputs: Any, call: Callable[..., Any]) -> Callable[..., Any] | None:
+    def add(
+        self, use: Use, form: Form, outputs: Any, call: Callable[..., Any]
+    ) -> Callable[..., Any] | None:
         """Makes a plan for calls that pass the same `Variables` in the same places.
 
         Args:
             use: the variables of such a call.
+            form: what its program's arguments were.
             outputs: what its program returned, with a tuple of buffers for each value.
-            call: runs the step over buffers, and gives `NOT_A_HIT` where it would enter Python.
+            call: takes that form and tuples of buffers, runs the step over them, and gives
+                `NOT_A_HIT` where it would enter Python.
 
         Returns:
             What is to serve all calls of the step now; None where that stays as it is: there is a
@@ -92,12 +96,11 @@ class CallPlans:
             return None
         names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT, "call": call}
         names |= {"put_back": put_back, "write": _write}
-        names["carried"] = functools.partial(carried, self._spec)
+        names |= {"carried": functools.partial(carried, self._spec), "form": form}
         for n, each in enumerate(use.variables):
             # A master is found by a reference of its own: `each._master` would take 0.2 µs, as
             # attributes of `Variables` are looked up in Python.
             names[f"known{n}"], names[f"master{n}"] = map(weakref.ref, (each, each._master))
-            names[f"again{n}"] = Again(n)
             names[f"type{n}"] = type(next(iter(each._master.arrays()), None))
             names[f"acquire{n}"], names[f"release{n}"] = each._lock.acquire, each._lock.release
         try:
@@ -105,7 +108,7 @@ class CallPlans:
         except _Unplanned:
             return None
         constants = [value for name, value in names.items() if name.startswith("key")]
-        key = (source, *constants, *(each._number for each in use.variables))
+        key = (source, form, *constants, *(each._number for each in use.variables))
         with self._lock:
             if key in self._known or self._is_stopped:
                 return None
@@ -113,10 +116,15 @@ class CallPlans:
                 self._known, self._newest = set(), self._dispatch
             self._known.add(key)
             names["other"] = self._newest
-            # Named as a file of this package, whose frames JAX hides.
-            exec(compile(source, f"{__file__}:plan", "exec"), names)
+            exec(_compiled(source), names)
             self._newest = functools.update_wrapper(names.pop("plan"), self._newest)
             return self._newest
+
+
+@functools.lru_cache(maxsize=64)  # Most steps have plans of few forms; to compile one takes 0.3 ms.
+def _compiled(source: str) -> CodeType:
+    # Named as a file of this package, whose frames JAX hides.
+    return compile(source, f"{__file__}:plan", "exec")
 
 
 def _write(each: Variables, buffers: tuple) -> None:
@@ -137,7 +145,7 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
         number = number_of[id(each)]
         again = number in seen
         seen.add(number)
-        return f"{where} is v{number}", f"{'again' if again else 'p'}{number}"
+        return f"{where} is v{number}", "()" if again else f"k{number}"
 
     arguments: dict[int | str, str] = {}
     for key, argument in use.arguments_in_turn():
@@ -167,8 +175,12 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
         known="; ".join(f"v{n} = known{n}()" for n in numbers),
         checks=" and ".join(checks),
         acquire="; ".join(f"acquire{n}()" for n in locked),
-        take="; ".join(f"m{n} = master{n}(); p{n} = m{n}.packed" for n in numbers),
-        keep="; ".join(f"k{n} = p{n}.buffers" for n in numbers[: use.carried]) or "pass",
+        take="; ".join(
+            f"m{n} = master{n}(); p{n} = m{n}.packed; k{n} = p{n}.buffers"
+            if n < use.carried
+            else f"k{n} = master{n}().packed.buffers"
+            for n in numbers
+        ),
         arguments=", ".join(positional + named),
         expected=" and ".join(expected),
         put="; ".join(put) or "pass",

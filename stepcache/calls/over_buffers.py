@@ -18,9 +18,10 @@ from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache.calls.carry import refuse, refuse_outputs, refuse_tree, type_of
+from stepcache.calls.key import identity
 from stepcache.calls.signature import Call, Leaf, Parameters, Signature
 from stepcache.calls.step_spec import StepSpec
-from stepcache.variables.packing import Layout, Packed, Slot
+from stepcache.variables.packing import Layout, Packed, Slot, interned
 from stepcache.variables.shares import HostLayout
 
 
@@ -43,10 +44,15 @@ def is_stand_in(node: Any) -> bool:
 
 def over_buffers(spec: StepSpec) -> StepSpec:
     """The spec of a step whose arguments are buffers where they were `Variables`."""
-    carry, batch = spec.parameters.carry, spec.parameters.batch
-    on_buffers = _OverBuffers(spec.fun, spec.name, spec.parameters)
-    made = StepSpec.of(on_buffers, spec.options, carry, batch, spec.given)
-    return dataclasses.replace(made, tell=functools.partial(in_leaves, carry))
+    fun = _OverBuffers(spec.fun, spec.name, spec.parameters)
+    return dataclasses.replace(
+        spec,
+        fun=fun,
+        jitted=jaxcompat.jit(fun, **spec.options),
+        identity=identity(fun),
+        pads=(),
+        tell=functools.partial(in_leaves, spec.parameters.carry),
+    )
 
 
 class _OverBuffers:
@@ -153,6 +159,65 @@ def without_layouts(outputs: Any, fast_path: Any = None) -> tuple[Any, Any]:
     if fast_path is not None and bare is not outputs:
         fast_path = jaxcompat.with_output_tree(fast_path, bare)
     return bare, fast_path
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class Form:
+    """Where a call over buffers has which stand-ins, for a call that passes bare tuples.
+
+    JAX's dispatcher takes it for a static argument, compared by identity: `bare` makes one object
+    of equal ones.
+
+    Attributes:
+        places: position or name of each argument with stand-ins, its structure, and for each leaf
+            the layout of a value, an `Again`, or None.
+    """
+
+    places: tuple[tuple[int | str, Any, tuple], ...]
+
+    def opened(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments with stand-ins. Raises `ValueError` if they have another structure."""
+        args, kwargs = list(args), dict(kwargs)
+        for key, structure, kinds in self.places:
+            holder: Any = args if isinstance(key, int) else kwargs
+            pairs = zip(kinds, structure.flatten_up_to(holder[key]), strict=True)
+            holder[key] = structure.unflatten(_opened(kind, given) for kind, given in pairs)
+        return tuple(args), kwargs
+
+
+_form_of = interned(Form)
+
+
+def _closed(node: Any) -> tuple[Layout | Again | None, Any]:
+    if isinstance(node, Packed):
+        return node.layout, tuple(node.buffers)
+    return (node, ()) if isinstance(node, Again) else (None, node)
+
+
+def _opened(kind: Layout | Again | None, given: Any) -> Any:
+    if isinstance(kind, Layout):
+        return Packed(kind, given)
+    return given if kind is None else kind
+
+
+def bare(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with tuples of buffers for stand-ins, which JAX reads sooner than `Packed`.
+
+    The first one is the `Form` that opens them again.
+    """
+    places = []
+
+    def closed(key: int | str, tree: Any) -> Any:
+        leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_stand_in)
+        if not any(map(is_stand_in, leaves)):
+            return tree
+        kinds, given = zip(*map(_closed, leaves), strict=True)
+        places.append((key, structure, kinds))
+        return structure.unflatten(given)
+
+    closed_args = [closed(position, tree) for position, tree in enumerate(args)]
+    closed_kwargs = {name: closed(name, tree) for name, tree in kwargs.items()}
+    return (_form_of(tuple(places)), *closed_args), closed_kwargs
 
 
 def shapes_in(outputs: Any) -> Any:
