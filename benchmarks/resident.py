@@ -12,6 +12,7 @@ optimizer's moments are in the host's memory, beside the same step as one would 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 
@@ -203,6 +204,7 @@ def first_calls(case: str, function, state, rest: tuple, rounds: int) -> list[Ro
 
     def seconds(make) -> float:
         call = make()
+        gc.collect()  # Else it collects, in every other round, what the calls before it have left.
         started = time.perf_counter()
         outputs = call()
         jax.block_until_ready([x for x in jax.tree.leaves(outputs) if isinstance(x, jax.Array)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,7 +96,7 @@ def _hashable(value: Any) -> Hashable:
     return value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """A call with what it needs: read, placed and keyed.
 
@@ -120,7 +121,7 @@ class Request:
     tell: Callable[[Call], Call] = _as_it_is
     commits: bool = False
 
-    @property
+    @functools.cached_property
     def shown(self) -> Call:
         """The call for messages: paths and signature, placed. It cannot be run."""
         return self.tell(self.call.with_signature_leaves(self.leaves))
