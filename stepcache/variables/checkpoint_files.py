@@ -182,17 +182,32 @@ def prune(directory: Path, keep: int, staging: Staging) -> None:
             staging.remove(path)
 
 
+def _tree_in(path: Path) -> Path | None:
+    """The directory with the tree of a checkpoint of orbax's; None if there is none."""
+    for each in (path, path / "default"):
+        if (each / "_METADATA").exists():
+            return each
+    return None
+
+
 def find(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest whole one of the steps below it."""
+    """The checkpoint at `path`, or the newest whole one of the steps below it.
+
+    In those of orbax's `CheckpointManager` it is the tree that was saved without a name.
+    """
     recover(path)
-    if (path / _METADATA).exists() or (path / "_METADATA").exists():
-        return path
+    if (found := _tree_in(path)) is not None:
+        return found
     for each in steps_in(path):  # The newest that is whole.
         if _is_ours(each) and all(
             (each / name).exists() for name in ("_METADATA", "manifest.ocdbt")
         ):
             return each
-    names = _names_in(path)[:3]
+    numbers = sorted((name for name in _names_in(path) if name.isdecimal()), key=int, reverse=True)
+    for number in numbers:
+        if (found := _tree_in(path / number)) is not None:
+            return found
+    names = [name for name in _names_in(path) if name != _METADATA][:3]
     got = f"a directory with {listed(names)}" if names else "an empty directory"
     if not path.is_dir():
         got = "a file" if path.exists() else "no such path"

@@ -168,7 +168,12 @@ class Master:
 
     def templates(self) -> Any:
         """The tree, with the types and shardings in which `restore` reads its leaves."""
-        return self.layout.tree.unflatten(map(self._template, self.layout.slots))
+        return self.layout.tree.unflatten(
+            slot.dtype.type(0).item()  # A number, whose type orbax does not keep.
+            if slot.weak_type and not slot.shape
+            else self._template(slot)
+            for slot in self.layout.slots
+        )
 
     def _template(self, slot: Slot) -> Any:
         return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding)

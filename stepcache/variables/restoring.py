@@ -194,6 +194,8 @@ class _Stored:
         if leaf.name not in self.kinds:
             return leaf
         template, dtype = leaf.value, np.dtype(self.kinds[leaf.name].dtype)
+        if is_number(template):
+            return leaf._replace(value=dtype.type(0).item())
         if isinstance(template, np.ndarray):
             return leaf._replace(value=blank(template.shape, dtype))
         return leaf._replace(value=template.update(dtype=dtype))

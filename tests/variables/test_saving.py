@@ -383,6 +383,42 @@ def test_what_orbax_alone_has_saved_is_read(tmp_path):
     same(variables.value, {"w": jnp.full(3, 2.0)})
 
 
+def test_what_orbax_s_manager_has_saved_is_read(tmp_path):
+    tree = {"w": np.arange(3.0)}
+    with ocp.CheckpointManager(tmp_path / "managed") as manager:
+        for step in (9, 10):
+            manager.save(step, args=ocp.args.StandardSave({"tree": tree, "step": step}))
+    for path, step in ((".", 10), ("9", 9), ("9/default", 9)):
+        found = sc.restore(tmp_path / "managed" / path, tree={"w": np.zeros(3)}, step=0)
+        assert found["step"] == step
+        same(found["tree"], tree)
+    with ocp.CheckpointManager(tmp_path / "named") as manager:
+        manager.save(1, args=ocp.args.Composite(tree=ocp.args.StandardSave(tree)))
+    with pytest.raises(sc.VariablesError, match="no checkpoint to restore") as raised:
+        sc.restore(tmp_path / "named" / "1", tree=tree)
+    assert "tree" in raised.value.got
+    same(sc.restore(tmp_path / "named" / "1" / "tree", w=np.zeros(3))["w"], tree["w"])
+
+
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()])
+def test_a_number_in_a_tree_that_orbax_has_saved_is_read(placement, tmp_path):
+    def state(step):
+        return {"step": step, "rate": 0.5 * step, "w": jnp.full(2, float(step))}
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", state(7))  # As numbers of 64 bits.
+    variables = sc.Variables(state(0), placement=placement)
+    variables.restore(tmp_path / "saved")
+    assert {name: float(np.max(x)) for name, x in variables.value.items()} == {
+        "step": 7,
+        "rate": 3.5,
+        "w": 7,
+    }
+    assert variables.value["step"].weak_type and variables.value["step"].dtype == jnp.int32
+    with pytest.raises(sc.VariablesError, match="another value"):
+        sc.Variables({**state(0), "rate": 1}, placement=placement).restore(tmp_path / "saved")
+
+
 # ---- several at once -----------------------------------------------------------------------------
 
 
