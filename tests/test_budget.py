@@ -504,6 +504,7 @@ def test_an_assignment_is_judged_and_told_of(eight, moved):
     with sc.Session(eight, max_step_bytes=V):
         state.assign(np.zeros(10_000, np.float32))
     assert moved == [Moved("moments", ((HOST_LINK, V),))]
+    assert (state.moved_bytes, state.copy().moved_bytes) == (V, 0)
 
 
 def test_restoring_is_judged_and_told_of(eight, moved, tmp_path):

@@ -74,7 +74,7 @@ class Use:
                         "variables are carried twice, and would get two values",
                         where=f"{self._spec.name}, argument {name}",
                         got=repr(each),
-                        hint="pass them once, or make two of them",
+                        hint="pass them once, or make two of them by .copy()",
                     )
                 found.append(each)
         self.carried = len(found)

@@ -44,6 +44,7 @@ from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
 
 _numbers = itertools.count(1)
+_counting = threading.Lock()
 
 
 class Variables(NoTree, Savable, Holder):
@@ -136,6 +137,7 @@ class Variables(NoTree, Savable, Holder):
         self._master = master  # Used under the lock.
         activity_log.watch(self)
         self._made_of: dict[str, str] = {}  # In pods, until it is compared.
+        self._moved_bytes = 0
         self._updates = Updates(self.name, self.write, self.placement, self._placer, self._pack)
 
     def _tokens(self, tree: Any) -> dict[str, str]:
@@ -165,6 +167,14 @@ class Variables(NoTree, Savable, Holder):
     def nbytes(self) -> int:
         """Bytes of the value, however many devices hold it."""
         return self._layout.size_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that `assign`, `push`, `flush`, `restore` and the like moved between memories.
+
+        What steps move is in their `stats()`.
+        """
+        return self._moved_bytes
 
     @property
     def value(self) -> Any:
@@ -293,6 +303,8 @@ class Variables(NoTree, Savable, Holder):
             yield meter
         finally:
             meter.emit(self.name)
+            with _counting:  # Not under the lock: to look does not wait for a step that is built.
+                self._moved_bytes += sum(meter.values())
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes value, version, optimizer state and pending updates to a checkpoint.
