@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -231,10 +232,15 @@ pre {{ padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }}
 """
 
 
+_UNIT = re.compile(r"(\d) ([kMGT]?B|s)\b")
+
+
 def _wrapped(line: str, width: int) -> str:
-    """Breaks a line at a width, and indents the lines after the first."""
+    """Breaks a line at a width, not between a number and its unit, and indents what follows."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False).rstrip()
+    joined = _UNIT.sub("\\1\xa0\\2", line)
+    filled = textwrap.fill(joined, width, subsequent_indent=indent, break_on_hyphens=False)
+    return filled.rstrip().replace("\xa0", " ")
 
 
 def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:

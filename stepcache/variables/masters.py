@@ -205,7 +205,6 @@ class InHostMemory(Master):
         super().__init__(packed)
         self.host_layout, self._policy = host_layout, policy
         self._copies = Copies(policy)
-        self._reads_ahead = policy.prefetch and policy.cache is None
 
     @functools.cached_property
     def _crosses_in_program(self) -> bool:
@@ -217,7 +216,7 @@ class InHostMemory(Master):
         planned = self.plan_take(variable, reader)
         if reader.carried:
             planned += self.plan_put(variable, reader)
-        if self._reads_ahead:
+        if self._policy.prefetch:
             version, ahead = self.version + reader.carried, ", ahead of the next step"
             planned += (self._plan_read(variable, version, reader, ahead),)
         return planned
@@ -262,7 +261,7 @@ class InHostMemory(Master):
     def _exact_route(self) -> Route:
         devices = self._devices
         ours = all(device.process_index == jax.process_index() for device in devices)
-        ahead = self._reads_ahead and ours
+        ahead = self._policy.prefetch and ours
         return Route(self.host_layout, *choose_route(self._policy.route, len(devices), ahead))
 
     @functools.cached_property
@@ -314,7 +313,7 @@ class InHostMemory(Master):
         self._copies.keep(self.version, packed, exact=True)
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
-        if self._reads_ahead:
+        if self._policy.prefetch:
             route = self._route(reader)
             packed = route.read(self.packed, meter, ahead=True)
             self._copies.ahead(self.version, packed, exact=route.wire is None)

@@ -136,7 +136,7 @@ class Read:
             it is checked against the current version.
         max_age: the same in seconds; both bounds hold where both are given.
         prefetch: whether the read for the next step starts while a step computes. It takes device
-            memory for one more copy, and has no effect where a copy is kept, but for masters in
+            memory for one more copy, and is refused where a copy is kept, but for masters in
             another process: where that copy may not serve the next step, it is read in the
             background. It serves that step if it is still current, or if `max_staleness` or
             `max_age` allows it.
@@ -295,18 +295,23 @@ def check_policies(placement: object, read: object, write: object) -> None:
     """Raises `OptionError` for what is no policy, and for an option that has no effect."""
     check_kinds(placement, read, write)
     assert isinstance(read, Read) and isinstance(write, Write)
-    on_host = isinstance(placement, OnHost)
+    if not isinstance(placement, OnHost) and read != Read():
+        raise _without_effect(
+            *("read", str(read)),
+            "the master copy is on the devices already, and steps take it as it is",
+            "leave it out, or say placement=OnHost()",
+        )
     if read.cache == "host":
         raise _without_effect(
             *("read", 'cache="host"'),
-            f"the master copy is on the {'host' if on_host else 'devices'} already",
-            'say cache="device" to keep a copy on the devices' if on_host else "leave it out",
+            "the master copy is on the host already",
+            'say cache="device" to keep a copy on the devices',
         )
-    if read.wire is not None and not on_host:
+    if read.cache and read.prefetch:
         raise _without_effect(
-            *("read", f"wire={read.wire!r}"),
-            "the master copy is on the devices already, and no read crosses a link",
-            "leave it out, or say placement=OnHost()",
+            *("read", "prefetch=True"),
+            f"cache={read.cache!r} keeps a copy, and a value is read when that is out of date",
+            "leave one of them out",
         )
     on_host_update = isinstance(placement, OnHost) and placement.update == "host"
     if write.wire is not None and (write.mode == "assign" or not on_host_update):

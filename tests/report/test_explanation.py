@@ -1,4 +1,5 @@
 import io
+import re
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,14 @@ def test_a_console_wraps_at_its_own_width():
         console.print(explanation)
         lines = console.file.getvalue().splitlines()
         assert (len(lines) > 5) is (width == 40) and max(map(len, lines)) <= width
+
+
+def test_a_number_stays_with_its_unit():
+    state = sc.Variables(np.ones(3, np.float32), placement=sc.OnHost())
+    explanation = sc.step(lambda state: state, carry="state").explain(state)
+    for width in range(40, 100):
+        for line in explanation._lines(width):
+            assert not re.search(r"\d\n *(B|kB|s)\b", line), line
 
 
 def test_leaves_of_variables_are_counted_and_what_wraps_is_indented():

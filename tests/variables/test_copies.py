@@ -346,15 +346,6 @@ def test_what_is_fetched_ahead_holds_one_copy():
         assert not live_bytes(before)["device"]
 
 
-def test_where_a_copy_is_kept_nothing_is_left_to_fetch_ahead():
-    total = sc.step(lambda state: state.sum())
-    with session("8"), watching() as moved:
-        value = hosted(sc.Read(cache="device", prefetch=True))
-        for _ in range(3):
-            total(value)
-    assert [call[HOST_LINK] for call in moved.calls] == [V]
-
-
 def test_a_failing_step_does_not_lose_the_next_read():
     @sc.step(carry="state", static_argnames="fail")
     def step(state, fail=False):

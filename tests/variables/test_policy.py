@@ -194,6 +194,10 @@ ADDED = {"mode": "add", "wire": "bf16"}
 IDLE = {
     "a copy of the host on the host": ({"read": sc.Read(cache="host")}, sc.OnHost()),
     "a copy on the host of devices": ({"read": sc.Read(cache="host")}, sc.Replicated()),
+    "a copy of devices": ({"read": sc.Read(cache="device")}, sc.Replicated()),
+    "a way to devices": ({"read": sc.Read(route="each")}, sc.Replicated()),
+    "a read ahead of devices": ({"read": sc.Read(prefetch=True)}, sc.Replicated()),
+    "ahead of what is kept": ({"read": sc.Read(cache="device", prefetch=True)}, sc.OnHost()),
     "a coded read of devices": ({"read": sc.Read(wire="bf16")}, sc.Replicated()),
     "a coded read of split leaves": ({"read": sc.Read(wire="int8")}, sc.Sharded([("w", P())])),
     "a coded write to devices": ({"write": sc.Write(**ADDED)}, sc.Replicated()),
@@ -205,12 +209,12 @@ IDLE = {
 @pytest.mark.parametrize("idle", IDLE)
 def test_an_option_that_would_do_nothing_is_refused(idle, mesh):
     option, placement = IDLE[idle]
-    (name,) = option
     with sc.Session(mesh), pytest.raises(sc.OptionError, match="nothing") as raised:
         sc.Variables({"w": np.ones(2)}, placement=placement, name="table", **option)
     error = raised.value
+    (name,) = option
     assert error.where == f"Variables({name}=...)" and error.hint
-    assert ("cache=" in error.what) == ("copy" in idle)
+    assert ("cache=" in error.what) == ("copy" in idle or "kept" in idle)
     assert ("wire=" in error.what) == ("coded" in idle)
 
 
@@ -219,8 +223,7 @@ def test_options_that_do_something_are_accepted():
     for options in (
         {"read": sc.Read(cache="device", wire="int8"), "placement": sc.OnHost()},
         {"write": sc.Write(**ADDED), "placement": host},
-        {"read": sc.Read(cache="device")},
-        {"read": sc.Read(prefetch=True)},
+        {"read": sc.Read(prefetch=True), "placement": sc.OnHost()},
     ):
         sc.Variables({"w": np.ones(2)}, **options)
 
@@ -241,9 +244,8 @@ def test_a_rule_of_a_placement_that_matches_no_leaf_is_told_of(on_host, mesh):
 
 
 def test_the_policies_in_force_are_shown():
-    variables = sc.Variables(
-        {"w": np.ones(2)}, read=sc.Read(cache="device"), write=sc.Write(mode="add"), name="table"
-    )
+    policies = {"read": sc.Read(cache="device"), "write": sc.Write(mode="add")}
+    variables = sc.Variables({"w": np.ones(2)}, placement=sc.OnHost(), name="table", **policies)
     for part in ("'table'", "Read(cache='device')", "Write(mode='add')"):
         assert part in repr(variables)
     assert "Read" not in repr(sc.Variables({"w": np.ones(2)}))
