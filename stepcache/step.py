@@ -48,7 +48,7 @@ class Step(functools.partial, Generic[P, R]):
 
     if TYPE_CHECKING:  # At run time a method of ours would stand in the way of the C one.
 
-        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+        def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     def __new__(cls, engine: Engine, options: dict[str, Any]):
         return super().__new__(cls, engine.padder or engine.dispatcher.call)
@@ -90,15 +90,15 @@ class Step(functools.partial, Generic[P, R]):
 
     # ---- as on jax.jit -------------------------------------------------------------------
 
-    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+    def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Traces the function for these arguments, placed as a call would place them."""
         return self._engine.trace(*self._padded(args, kwargs))
 
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+    def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Traces and lowers the function for these arguments."""
         return self.trace(*args, **kwargs).lower()
 
-    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The shapes and dtypes of the outputs, as `jax.ShapeDtypeStruct`.
 
         In the place of `Variables` that are carried there is their tree.
@@ -117,7 +117,7 @@ class Step(functools.partial, Generic[P, R]):
 
     # ---- what jax.jit does not tell ------------------------------------------------------
 
-    def warm(self, *args: Any, **kwargs: Any) -> None:
+    def warm(self, /, *args: Any, **kwargs: Any) -> None:
         """Builds the program for these arguments, if it is not there; runs nothing.
 
         Args:
@@ -129,7 +129,7 @@ class Step(functools.partial, Generic[P, R]):
         """
         self._engine.warm(*self._padded(args, kwargs))
 
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+    def explain(self, /, *args: Any, **kwargs: Any) -> Explanation:
         """Says whether a call would hit and why, and where each argument would go. Runs nothing.
 
         Args:

@@ -121,6 +121,20 @@ def test_a_carry_that_does_not_come_back_names_the_path(body, path, expected, go
     assert not state["w"].is_deleted(), "a refused call takes nothing"
 
 
+@pytest.mark.parametrize("name", ["self", "engine", "jitted", "args", "form"])
+def test_an_argument_may_have_any_name(name):
+    scope = {}
+    exec(f"def add(x, *, {name}): return x + {name}", scope)
+    step = sc.step(scope["add"], carry="x")
+    variables, value = sc.Variables(np.zeros(3, np.float32)), {name: np.float32(2)}
+    step.warm(np.zeros(3, np.float32), **value)
+    assert step.explain(variables, **value).step == "add"
+    assert float(step(np.zeros(3, np.float32), **value)[0]) == 2
+    for _ in range(3):
+        step(variables, **value)
+    assert float(variables.value[0]) == 6
+
+
 def test_a_carry_that_is_not_passed():
     f = sc.step(lambda x, state=None: (state, x), carry="state")
     with pytest.raises(sc.CarryError, match="does not pass"):

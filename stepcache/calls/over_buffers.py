@@ -70,7 +70,7 @@ class _OverBuffers:
     def __repr__(self) -> str:
         return repr(self.__wrapped__)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         carried = [argument_of(self._positional, args, kwargs, name) for name in self._carry]
         values = _packed_in((*carried, args, kwargs))
         seen = [(node, node.layout.unpack(node.buffers)) for node in values]

@@ -67,7 +67,7 @@ class Padder:
         self._axes: dict[Any, list[list[tuple[int, int]]]] = {}
         self._checked: set[Any] = set()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         padded_args, padded_kwargs, groups = self._padded(args, kwargs)
         with self._lock:
             for group in groups[:1]:

@@ -64,7 +64,7 @@ class _Repeated:
     def __repr__(self) -> str:
         return f"{self.__wrapped__!r}, {self._count} times"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         carried = tuple(argument_of(self._positional, args, kwargs, name) for name in self._carry)
         batches = {name: argument_of(self._positional, args, kwargs, name) for name in self._batch}
         form: list[Any] = []

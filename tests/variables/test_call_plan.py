@@ -188,6 +188,40 @@ def test_what_is_static_may_change_what_comes_back():
     assert float(state.value["b"]) == 6
 
 
+@pytest.mark.parametrize("numbers", [(2,), (-1,), (1, 2), (0,)])
+def test_static_arguments_keep_their_places(numbers, entered):
+    def add(a, b, c):
+        for number, each in enumerate((a, b, c)):
+            assert isinstance(each, int) is (number % 3 in {n % 3 for n in numbers})
+        state, *rest = (each for each in (a, b, c) if isinstance(each, dict))
+        return up(state, sum(each for each in (a, b, c) if not isinstance(each, dict)))
+
+    place = 1 if numbers == (0,) else 0
+    step = sc.step(add, carry="abc"[place], static_argnums=numbers)
+    state, given = sc.Variables(ramp(0)), [0, 0, 0]
+    given = [2 if n in {number % 3 for number in numbers} else np.float32(3) for n in range(3)]
+    given[place] = state
+    expected = sum(float(each) for each in given if each is not state)
+    for calls in range(1, 5):
+        assert step(*given) is state
+        assert float(state.value["b"]) == calls * expected
+    assert len(entered) == 1
+
+
+def test_what_lies_beside_variables_may_change_its_structure(entered):
+    step = sc.step(
+        lambda held, x: (up(held["v"], len(jax.tree.leaves(held["n"]))), held["n"]), carry=()
+    )
+    v = sc.Variables(ramp(0))
+    others = [1.0, (1.0, 2.0), {"a": 1.0}]
+    for _ in range(4):
+        for n in others:
+            new, same = step({"v": v, "n": n}, 0)
+            assert jax.tree.structure(same) == jax.tree.structure(n)
+            assert float(new["b"]) == len(jax.tree.leaves(n))
+    assert len(entered) == len(others)
+
+
 def test_more_outputs_than_before_are_not_lost():
     step = sc.step(
         lambda state, *, wants: (up(state), *[state["b"]] * wants),
