@@ -42,7 +42,7 @@ _UNREADABLE = (
 
 
 def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any) -> dict[str, Any]:
-    """Reads a checkpoint that `save`, or orbax's `StandardCheckpointer`, wrote.
+    """Reads a checkpoint that `save`, or orbax's `StandardCheckpointer` or `CheckpointManager`, wrote.
 
         step = sc.restore("saves", params=params, moments=moments, step=0)["step"]
 
@@ -51,8 +51,8 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
     when all has been read. In a pod all processes call this, inside the session.
 
     Args:
-        directory: of the checkpoint; of numbered ones (`keep=`), the directory above them: the
-            newest whole one is restored.
+        directory: of the checkpoint; of numbered ones (`keep=`, or a `CheckpointManager`'s), the
+            directory above them: the newest whole one is restored.
         partial: restore the leaves that are both asked for and stored. Stored leaves that are not
             asked for are ignored; leaves that are not stored stay as they are, and the log of
             "stepcache" names them.

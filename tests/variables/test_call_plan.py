@@ -193,7 +193,7 @@ def test_static_arguments_keep_their_places(numbers, entered):
     def add(a, b, c):
         for number, each in enumerate((a, b, c)):
             assert isinstance(each, int) is (number % 3 in {n % 3 for n in numbers})
-        state, *rest = (each for each in (a, b, c) if isinstance(each, dict))
+        (state,) = (each for each in (a, b, c) if isinstance(each, dict))
         return up(state, sum(each for each in (a, b, c) if not isinstance(each, dict)))
 
     place = 1 if numbers == (0,) else 0
