@@ -42,7 +42,7 @@ _UNREADABLE = (
 
 
 def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any) -> dict[str, Any]:
-    """Reads a checkpoint that `save`, or orbax's `StandardCheckpointer` or `CheckpointManager`, wrote.
+    """Reads a checkpoint of `save`, or of orbax's `StandardCheckpointer` or `CheckpointManager`.
 
         step = sc.restore("saves", params=params, moments=moments, step=0)["step"]
 
