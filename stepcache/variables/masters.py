@@ -169,10 +169,9 @@ class Master:
     def templates(self) -> Any:
         """The tree, with the types and shardings in which `restore` reads its leaves."""
         return self.layout.tree.unflatten(
-            slot.dtype.type(0).item()  # A number, whose type orbax does not keep.
-            if slot.weak_type and not slot.shape
-            else self._template(slot)
-            for slot in self.layout.slots
+            # orbax does not keep the type of a number.
+            x.dtype.type(0).item() if x.weak_type and not x.shape else self._template(x)
+            for x in self.layout.slots
         )
 
     def _template(self, slot: Slot) -> Any:
