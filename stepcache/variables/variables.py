@@ -96,12 +96,13 @@ class Variables(NoTree, Savable, Holder):
         pack: bool = False,
     ):
         check_not_tracing("variables cannot be made", name or "Variables")
-        check_policies(placement, read, write)
         self._set_up(placement, read, write, name, pack)
         made = Meter()  # Not recorded: no budget and no statistics cover making variables.
         target = getattr(current_reader(), "target", None)
         if target is not None:
             target.check_policies(self)
+        check_policies(placement, read, write)
+        if target is not None:
             self._begin(target.hold(self.name, tree, placement, self._placer, self._prefix))
             self._master.owner = weakref.ref(self)
             return
