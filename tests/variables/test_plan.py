@@ -107,10 +107,9 @@ def rules_for(draw, tree, mesh):
 
 
 READS = st.builds(
-    sc.Read,
-    cache=st.sampled_from([None, "device"]),
-    prefetch=st.sampled_from([0, 0, 1]),
-    route=st.sampled_from(["auto", "each", "fanout", "gather"]),
+    lambda kept, route: sc.Read(**kept, route=route),
+    st.sampled_from([{}, {}, {"prefetch": True}, {"cache": "device"}, {"cache": "device"}]),
+    st.sampled_from(["auto", "each", "fanout", "gather"]),
 )
 MESHES = [*SHAPES, "8 explicit", "4x2 explicit"]
 
@@ -134,7 +133,8 @@ def test_predicted_bytes_are_the_bytes_that_move(data):
             rules = data.draw(rules_for(tree, mesh_of(name)), "rules")
             on_device = sc.Sharded(rules) if rules else sc.Replicated()
             placement = data.draw(st.sampled_from([sc.OnHost(on_device=on_device), on_device]))
-            made.append(sc.Variables(tree, placement=placement, read=data.draw(READS, "read")))
+            read = sc.Read() if placement is on_device else data.draw(READS, "read")
+            made.append(sc.Variables(tree, placement=placement, read=read))
         assigned_bytes = 0
         for action in data.draw(st.text("wrba", min_size=1, max_size=5), "actions"):
             if action == "a":
