@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
@@ -131,3 +131,7 @@ def check_not_constant(where: str) -> None:
             hint="pass the variables as an argument of the step, or .value as an argument of the "
             "function that is transformed",
         )
+
+
+def mesh_text(mesh: Mesh | None) -> str:
+    return f"mesh {dict(mesh.shape)}" if mesh is not None else "no mesh"

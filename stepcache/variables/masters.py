@@ -336,10 +336,8 @@ class InHostMemory(Master):
 
     def on_host(self) -> Packed:
         """The value in the memory of this host, in the shapes that it has on the devices."""
-        rows = zip(
-            self.packed.buffers, self.host_layout.on_host, self.host_layout.on_device, strict=True
-        )
-        whole = transfer.in_device_shape
+        layout, whole = self.host_layout, transfer.in_device_shape
+        rows = zip(self.packed.buffers, layout.on_host, layout.on_device, strict=True)
         return Packed(
             self.layout, tuple(x if host is None else whole(x, at) for x, host, at in rows)
         )

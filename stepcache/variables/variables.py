@@ -33,6 +33,7 @@ from stepcache.variables.describing import (
     check_not_tracing,
     joined,
     matching,
+    mesh_text,
     named_leaves,
 )
 from stepcache.variables.masters import LOST, Master, Reader, hold
@@ -137,8 +138,7 @@ class Variables(NoTree, Savable, Holder):
         """Takes a value, without pending updates or optimizer state."""
         self._master = master  # Used under the lock.
         activity_log.watch(self)
-        self._made_of: dict[str, str] = {}  # In pods, until it is compared.
-        self._moved_bytes = 0
+        self._made_of, self._moved_bytes = {}, 0  # The first in pods, until it is compared.
         self._updates = Updates(self.name, self.write, self.placement, self._placer, self._pack)
 
     def _tokens(self, tree: Any) -> dict[str, str]:
@@ -171,10 +171,7 @@ class Variables(NoTree, Savable, Holder):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that `assign`, `push`, `flush`, `restore` and the like moved between memories.
-
-        What steps move is in their `stats()`.
-        """
+        """Bytes that `assign`, `push` and the like have moved; steps count theirs in `stats()`."""
         return self._moved_bytes
 
     @property
@@ -304,7 +301,7 @@ class Variables(NoTree, Savable, Holder):
             yield meter
         finally:
             meter.emit(self.name)
-            with _counting:  # Not under the lock: to look does not wait for a step that is built.
+            with _counting:  # Not the lock of the variables: to look does not wait for a step.
                 self._moved_bytes += sum(meter.values())
 
     def save(self, directory: str | os.PathLike) -> None:
@@ -361,8 +358,8 @@ class Variables(NoTree, Savable, Holder):
             raise VariablesError(
                 "the variables were made on the mesh of another session",
                 where=self.name,
-                expected=_mesh_text(self._mesh),
-                got=_mesh_text(mesh),
+                expected=mesh_text(self._mesh),
+                got=mesh_text(mesh),
                 hint="make them inside the session that uses them, or assign their value to "
                 "variables made there",
             )
@@ -401,7 +398,3 @@ class Variables(NoTree, Savable, Holder):
 
     def _repr_html_(self) -> str:
         return html_table("Variables", self._summary())
-
-
-def _mesh_text(mesh: Mesh | None) -> str:
-    return f"mesh {dict(mesh.shape)}" if mesh is not None else "no mesh"
