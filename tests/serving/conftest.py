@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)
 
 
-TOKEN = secrets.token_hex(32)  # Ray keeps it from its first use in a process on.
+# Ray keeps it from its first use in a process on; and tests of remote steps import this file anew.
+TOKEN = os.environ.setdefault("STEPCACHE_TESTS_RAY_TOKEN", secrets.token_hex(32))
 
 
 @pytest.fixture(scope="package")
