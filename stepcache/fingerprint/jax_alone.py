@@ -29,8 +29,10 @@ _PACKAGES = frozenset(
 _BINDS_BEFORE_PAUSES = 300
 # The first binds of each primitive are watched: which code of JAX's they enter counts, too.
 _WATCHED = 3
-# Of a parameter that holds no function: plain ones, and JAX's by name.
-_PLAIN = (bool, int, float, complex, str, type(None), type)
+_NUMBERS = frozenset((bool, int, float, complex, np.ndarray))
+_LITERALS = frozenset("TypedInt TypedFloat TypedComplex TypedNdArray".split())
+_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
+# Of a parameter that holds no function, by name.
 _OF_JAX = frozenset(
     "Jaxpr ClosedJaxpr Mesh AbstractMesh NamedSharding SingleDeviceSharding GSPMDSharding "
     "PartitionSpec UnspecifiedValue AutoLayout Layout Format ShapedArray MemorySpace "
@@ -38,9 +40,6 @@ _OF_JAX = frozenset(
     "DotDimensionNumbers Precision DotAlgorithm DotAlgorithmPreset RoundingMethod AccuracyMode "
     "Tolerance FftType RandomAlgorithm ArrayCopySemantics".split()
 )
-
-
-_LITERALS = frozenset("TypedInt TypedFloat TypedComplex TypedNdArray".split())
 
 
 class _Thread(threading.local):
@@ -51,9 +50,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_values: set[type] = {bool, int, float, complex, np.ndarray}
-_parameters: set[type] = set(_PLAIN)
-_others: set[tuple[type, Any]] = set()
 _seen: Counter[tuple[Any, type]] = Counter()
 
 
@@ -76,18 +72,15 @@ def runs_jax_alone(primitive: Any, arguments: tuple, parameters: dict[str, Any])
     is_of_jax = _thread.primitives.get(primitive)
     if is_of_jax is None:
         is_of_jax = _thread.primitives[primitive] = _is_of_jax(primitive)
-    if not is_of_jax:
+    if not (
+        is_of_jax
+        and all(map(_holds_numbers, map(type, arguments)))
+        and all(map(_holds_no_function, parameters.values()))
+    ):
         return False
-    for value in arguments:
-        if type(value) not in _values and not _is_listed(type(value), _values, _holds_numbers):
-            return False
-    for value in parameters.values():
-        if type(value) not in _parameters and not _holds_no_function(value):
-            return False
     traces = jaxcompat.active_traces()
-    for trace in traces:
-        if not _is_defined_in_jax(type(trace)):
-            return False
+    if not all(map(_is_defined_in_jax, map(type, traces))):
+        return False
     key = primitive, type(traces[0])
     if _seen[key] < _WATCHED:
         _seen[key] += 1
@@ -105,37 +98,30 @@ def _is_of_jax(primitive: Any) -> bool:
     return all(code_of_rule(rule) is not None for rule in rules)
 
 
-def _is_listed(kind: type, listed: set[type], test: Any) -> bool:
-    if (kind, test) in _others or not test(kind):
-        _others.add((kind, test))
-        return False
-    listed.add(kind)
-    return True
-
-
+@functools.lru_cache(maxsize=1024)
 def _holds_numbers(kind: type) -> bool:
-    """Whether values of a class are numbers, arrays or tracers of numpy's and JAX's."""
-    of_jax = issubclass(kind, jaxcompat.Tracer) or jaxcompat.is_array_type(kind)
-    of_jax |= kind.__name__ in _LITERALS
-    return (of_jax and _is_defined_in_jax(kind)) or (
-        issubclass(kind, np.generic) and kind.__module__ == "numpy"
-    )
+    """Whether values of a class are numbers, or arrays of numpy's, or tracers of JAX's."""
+    if issubclass(kind, jaxcompat.Tracer) or kind.__name__ in _LITERALS:
+        return _is_defined_in_jax(kind)
+    return kind in _NUMBERS or (issubclass(kind, np.generic) and kind.__module__ == "numpy")
 
 
 def _holds_no_function(value: Any) -> bool:
     """Whether a parameter of a primitive holds nothing that its rules could call."""
     kind = type(value)
     if kind is tuple or kind is frozenset:
-        return all(type(each) in _parameters or _holds_no_function(each) for each in value)
-    return isinstance(value, type) or _is_listed(kind, _parameters, _is_known_parameter)
+        return all(map(_holds_no_function, value))
+    return isinstance(value, type) or _is_plain(kind)
 
 
-def _is_known_parameter(kind: type) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _is_plain(kind: type) -> bool:
     if issubclass(kind, np.dtype | np.generic):
         return str(kind.__module__).partition(".")[0] == "numpy"
-    return kind.__name__ in _OF_JAX and _is_defined_in_jax(kind)
+    return kind in _PLAIN or (kind.__name__ in _OF_JAX and _is_defined_in_jax(kind))
 
 
+@functools.lru_cache(maxsize=1024)
 def _is_defined_in_jax(kind: type) -> bool:
     return str(kind.__module__).startswith(("jax.", "jaxlib."))
 
@@ -150,9 +136,8 @@ def jax_is_whole() -> bool:
             continue
         for value in list(vars(module).values()):
             if isinstance(value, type):
-                if value.__module__.startswith("jax.") and not all(
-                    map(_is_known, list(vars(value).values()))
-                ):
+                members = list(vars(value).values())
+                if _is_defined_in_jax(value) and not all(map(_is_known, members)):
                     return False
             elif not _is_known(value):
                 return False

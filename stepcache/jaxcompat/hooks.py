@@ -1,7 +1,8 @@
 """Every change that stepcache makes inside JAX, and how it ends.
 
 docs/process.md lists them for users. Functions of JAX are replaced only while a program is compiled
-through `compiling_through`; settings are hooked for as long as stepcache is imported.
+through `compiling_through`, and while a `BindReplacement` is in use; settings are hooked for as
+long as stepcache is imported.
 """
 
 from __future__ import annotations

@@ -180,8 +180,10 @@ class ActivityLog:
                 self._thread = threading.Thread(
                     target=self._run, name="stepcache activity", daemon=True
                 )
-            with contextlib.suppress(RuntimeError, MemoryError):  # No thread can be started.
+            try:
                 self._thread.start()
+            except (RuntimeError, MemoryError):  # No thread can be started now.
+                self._thread = None
 
     def _run(self) -> None:
         wait = _FIRST_WAIT_SECONDS

@@ -508,3 +508,21 @@ def test_a_verification_that_fails_as_the_process_ends_says_nothing(ends, tmp_pa
         stale = pytest.raises(sc.StaleProgramError, match="tracing it raised")
         with contextlib.nullcontext() if ends else stale:
             step(np.ones(8))
+
+
+@stored
+@pytest.mark.parametrize("is_long", [True, False])
+def test_what_took_long_to_build_waits_for_no_quiet_moment(is_long, tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "_QUIET_SECONDS", 60.0)
+    monkeypatch.setattr(background, "_SOON_SECONDS", 60.0)
+    monkeypatch.setattr("stepcache.programs.resolve._LONG_SECONDS", 0.0 if is_long else 60.0)
+    cache = cache_in(tmp_path)
+    archive = cache.archive()
+    with sc.Session(cache=cache):
+        life(SOURCE, tmp_path).step(np.ones(8))
+        limit = time.monotonic() + (30 if is_long else 1)
+        while not archive.has_programs() and time.monotonic() < limit:
+            time.sleep(0.01)
+    assert archive.has_programs() == is_long
+    cache.flush()
+    assert archive.has_programs()

@@ -1,5 +1,6 @@
 """In a long trace a recording pauses where JAX's code alone runs, and sees all other code."""
 
+import sys
 import time
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from stepcache.fingerprint import jax_alone
+from stepcache.fingerprint import jax_alone, recorder
 from stepcache.fingerprint.recorder import Recording
 
 
@@ -156,12 +157,26 @@ def test_the_code_of_jax_that_counts_is_what_counts_without_pauses(monkeypatch):
     jax.clear_caches()
     with Recording() as paused:
         jax.jit(jax.grad(lambda x: long_trace(x).sum())).trace(X)
-    monkeypatch.setattr(jax_alone, "runs_jax_alone", lambda *given: False)
+    monkeypatch.setattr(jax_alone, "_BINDS_BEFORE_PAUSES", sys.maxsize)
     jax.clear_caches()
     with Recording() as whole:
         jax.jit(jax.grad(lambda x: long_trace(x).sum())).trace(X)
     of_jax = {code for code in whole.codes if "/jax/" in code.co_filename}
     assert of_jax <= paused.codes
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="sys.monitoring needs no pauses")
+def test_a_long_trace_is_watched_in_part(monkeypatch):
+    events = {}
+    for pauses in (False, True):
+        monkeypatch.setattr(jax_alone, "_BINDS_BEFORE_PAUSES", 300 if pauses else sys.maxsize)
+        jax.clear_caches()
+        seen = []
+        monkeypatch.setattr(recorder, "_profiler", lambda seen=seen: lambda *_: seen.append(1))
+        with Recording():
+            jax.jit(lambda x: jax.jvp(long_trace, (x,), (x,))).trace(X)
+        events[pauses] = len(seen)
+    assert events[True] < 0.75 * events[False]
 
 
 def test_jax_is_whole():
