@@ -152,6 +152,19 @@ class CollectionHook(Shared):
 # ---- calls --------------------------------------------------------------------------------------
 
 
+def set_profile(function: Any) -> None:
+    """`sys.setprofile`, also where another thread is about to set one.
+
+    Python 3.11 refuses that, once, while an audit hook is told of the other thread's call.
+    """
+    for _ in range(100):
+        try:
+            return sys.setprofile(function)
+        except RuntimeError:  # Nothing more is entered here: it would be seen.
+            continue
+    return sys.setprofile(function)
+
+
 class ThreadProfile:
     """`sys.setprofile` in this thread, beside a Python profiler that is there already.
 
@@ -178,14 +191,14 @@ class ThreadProfile:
         """False where a profiler written in C is active, which stays."""
         if self._function is None:
             return False
-        sys.setprofile(self._function)
+        set_profile(self._function)
         return True
 
     def stop(self) -> bool:
         """Goes back to the profiler of before; False where another was set, which stays."""
         if self._function is None or sys.getprofile() is not self._function:
             return False
-        sys.setprofile(self._before)
+        set_profile(self._before)
         return True
 
 

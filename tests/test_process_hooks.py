@@ -569,6 +569,46 @@ def test_the_tools_of_coverage_profilers_and_debuggers_are_not_taken():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
+def test_threads_that_set_profiles_at_once_refuse_each_other_nothing():
+    """Python 3.11 refuses one while a hook in Python is told of another: shown, and ended."""
+    script = """
+        import sys, threading
+        from stepcache._process_hooks import ThreadProfile, set_profile
+
+        sys.addaudithook(lambda event, arguments: None)
+        sys.setswitchinterval(1e-6)
+        refused = {"plain": 0, "ours": 0}
+
+        def run(name, set_one):
+            for _ in range(20_000):
+                try:
+                    set_one()
+                except RuntimeError:
+                    refused[name] += 1
+
+        def ours():
+            profile = ThreadProfile(lambda frame, event, argument: None)
+            profile.start()
+            set_profile(None)
+            set_profile(profile._function)
+            assert profile.stop()
+
+        for name, set_one in {"plain": lambda: sys.setprofile(None), "ours": ours}.items():
+            threads = [threading.Thread(target=run, args=(name, set_one)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        print(refused)
+        assert sys.version_info >= (3, 12) or refused["plain"]
+        assert not refused["ours"]
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_many_threads_record_at_once():
     barrier = threading.Barrier(6)
     recordings = []

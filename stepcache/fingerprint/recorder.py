@@ -32,7 +32,6 @@ from stepcache.fingerprint.provenance import (
     origin_of_module,
     package_of,
 )
-from stepcache.jaxcompat import hooks
 
 _ENVIRON: dict[CodeType, str] = {
     type(os.environ).__getitem__.__code__: "key",
@@ -231,7 +230,7 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         if id(known) in seen:
             return
         if known is sys.setprofile:
-            if not any(frame.f_globals is each for each in _SETTING_OURS):
+            if frame.f_globals is not vars(_process_hooks):
                 for recording in active.state.stack:
                     recording.unavailable = _ANOTHER_PROFILER
             return
@@ -264,7 +263,6 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
     return profile
 
 
-_SETTING_OURS = (vars(_process_hooks), vars(hooks))
 _seen_for_good: dict[int, Any] = {}
 _SUSPECT_MODULES = frozenset(
     ("time", "posix", "nt", "_thread", "_socket", "_random", "_posixsubprocess", "_uuid")

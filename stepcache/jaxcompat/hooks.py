@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stepcache._process_hooks import Shared
+from stepcache._process_hooks import Shared, set_profile
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
 if PRIVATE_API:
@@ -151,24 +151,24 @@ def _with_pauses(found: Callable, may_pause: Callable[[Any, tuple, dict], bool])
             profile = sys.getprofile()
             if profile is None or getattr(profile, "_stepcache_users", profile) is not None:
                 return found(self, *args, **named)  # No recording, or one beside the user's.
-            sys.setprofile(None)
+            set_profile(None)
             if not may_pause(self, args, named):
-                sys.setprofile(profile)
+                set_profile(profile)
                 return found(self, *args, **named)
             paused.profile = profile
             try:
                 return found(self, *args, **named)
             finally:
                 paused.profile = None
-                sys.setprofile(profile)
+                set_profile(profile)
         if may_pause(self, args, named):
             return found(self, *args, **named)
         paused.profile = None
-        sys.setprofile(profile)
+        set_profile(profile)
         try:
             return found(self, *args, **named)
         finally:
-            sys.setprofile(None)
+            set_profile(None)
             paused.profile = profile
 
     return method

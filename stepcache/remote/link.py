@@ -77,6 +77,7 @@ class Link:
         self._kept: deque[tuple[int, list[Any]]] = deque()  # Values of runs that are under way.
         self._loss: tuple[str, Sequence[int], str] = "", (), ""
         self._is_told = True  # Whether the latest loss of tasks has been raised.
+        self._taken = self._reports = 0  # Messages, and those of them that say where tasks hang.
         self.about: dict[str, Any] = {}
         self.client, self.incarnation = 0, 0
         self.runs, self.done = 0, 0
@@ -179,6 +180,7 @@ class Link:
             try:
                 while (message := channel.receive()) is not None:
                     found = True
+                    self._taken += 1
                     self._take(message)
             except (OSError, MalformedMessageError):
                 self._set_lost(_COORDINATOR_ENDED, [])
@@ -200,6 +202,7 @@ class Link:
             if message.incarnation == self.incarnation:
                 self._set_lost(about["why"], about["ranks"])
         elif kind is Kind.HANG:
+            self._reports += 1
             _log.warning("%s", about["why"])
         elif kind is Kind.REFUSED and about["kind"] == "restarted":
             pass  # `LOST` came before, and numbers have begun again since.
@@ -270,6 +273,7 @@ class Link:
             RankLostError: the tasks were lost.
         """
         incarnation, started, asked = self.incarnation, time.monotonic(), 0.0
+        reports = self._reports
         deadline = started + (self._deadline_seconds if has_deadline else math.inf)
         while not is_so():
             left = deadline - time.monotonic()
@@ -285,7 +289,10 @@ class Link:
             if not asked and now > max(started, self._heard) + self._hang_seconds:
                 asked = now
                 body = packed(seconds=self._hang_seconds, error=self._on_hang == "error")
-                self.send(Message(Kind.HANG, self.client, incarnation, body=body))
+                about = self.client, incarnation, self._taken
+                self.send(Message(Kind.HANG, *about, body=body))
+            elif 0 < asked < self._heard and self._reports == reports:
+                asked = 0.0  # What has come was on its way.
             elif asked > self._heard and now > asked + _ANSWER_SECONDS:
                 asked = math.inf
                 self._no_answer(_ANSWER_SECONDS)

@@ -212,6 +212,7 @@ class TaskGroup:
 
     def _send_to(self, peer: _Peer, data: bytes) -> None:
         channel = peer.channel
+        peer.sent += 1
         try:
             channel.send(data)
         except OSError:  # It has ended, as is noted when its socket is read.
@@ -280,8 +281,11 @@ class TaskGroup:
     def _hang(self, peer: _Peer, message: Message) -> None:
         """Says where the tasks are; ends those that are stopped, or all if the client asks for it.
 
-        While a program is compiled nothing is known to hang.
+        While a program is compiled nothing is known to hang, nor while the client has not read all
+        that was sent to it.
         """
+        if message.number < peer.sent:
+            return
         about = message.data(dict[str, Any])
         stopped = self._stopped_tasks()
         why = f"nothing has moved for {about['seconds']:g} s: {self.coordinator.where()}"
@@ -325,4 +329,5 @@ class _Peer:
         self.channel = channel
         self.client = 0
         self.task: int | None = None
+        self.sent = 0  # Messages.
         self.is_behind = False  # Whether some of what was sent to it is kept.

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 
 import stepcache as sc
 from stepcache.remote import link
+from stepcache.remote.link import Link
 from tests.remote.conftest import closed
 from tests.remote.processes import tasks_of, wait_until
 
@@ -109,6 +111,22 @@ def interrupted_after(seconds, wait):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def test_an_answer_that_was_not_read_in_time_is_not_taken_for_a_hang(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "stepcache")
+    take, read_from = Link._take_arrived, time.monotonic()
+
+    def late(self, channel):
+        return time.monotonic() > read_from and take(self, channel)
+
+    monkeypatch.setattr(Link, "_take_arrived", late)
+    for on_hang in ("warn", "error"):
+        with sc.Session(target="local:1x1", hang_after=0.3, on_hang=on_hang):
+            state = sc.Variables(np.float32(1), name="state")
+            read_from = time.monotonic() + 1
+            assert state.value == 1
+    assert not caplog.records
 
 
 def test_a_compilation_is_not_taken_for_a_hang():
