@@ -472,7 +472,8 @@ def test_a_hang_can_be_an_error(together):
     assert ranks[0].code == 1 or ranks[0].said("lost"), ranks[0].output
     for rank in ranks[:2]:
         assert "finished" not in rank.output
-        assert "RankLostError: the pod is broken: nothing has moved for 3 s" in rank.output
+        assert "RankLostError" in rank.output
+        assert "the pod is broken: nothing has moved for 3 s" in rank.output
 
 
 # ---- nothing is lost -----------------------------------------------------------------------------
