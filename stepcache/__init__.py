@@ -38,6 +38,7 @@ from stepcache.errors import (
 from stepcache.events import Change, Miss, StepStats, recorder
 from stepcache.programs.cache import CacheInfo, ProgramCache
 from stepcache.report import progress as _progress  # noqa: F401  (subscribes to the recorder)
+from stepcache.report.advice import Advice, advise
 from stepcache.report.explanation import Explanation
 from stepcache.serving.connecting import connect
 from stepcache.session import Session, current_session, no_recompile
@@ -52,6 +53,7 @@ from stepcache.variables.variables import Variables
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "AgreementError",
     "CacheDirectoryError",
     "CacheInfo",
@@ -91,6 +93,7 @@ __all__ = [
     "Variables",
     "VariablesError",
     "Write",
+    "advise",
     "connect",
     "current_session",
     "no_recompile",

@@ -27,6 +27,14 @@ def readable_time(seconds: float | None) -> str:
         return "?"
 
 
+def readable_seconds(seconds: float) -> str:
+    """`310 µs`, `12.3 ms`, `1.5 s`: three digits."""
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * factor >= 0.9995:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
 _PLURALS = {"leaf": "leaves", "entry": "entries"}
 
 

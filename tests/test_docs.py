@@ -119,6 +119,7 @@ BEFORE = {
     "Pad": "loss_of_each, update, state = lambda s, b: b['x'][:, 0], lambda s, *_: s, init()\n",
     "Step.repeat": "state = init(); batches = jax.tree.map(lambda x: np.stack([x] * 100), batch)\n",
     "Variables.assign": "params = sc.Variables(init())\n",
+    "advise": "params = sc.Variables(init())\n",
     "Variables.flush": TABLE,
     "connect": SERVED,
     "Connection.variables": SERVED,

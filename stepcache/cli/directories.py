@@ -16,8 +16,9 @@ import click
 
 import stepcache.cli.render as render
 from stepcache.errors import CacheDirectoryError, StepCacheError, refuse_url
-from stepcache.programs.opening import default_directory, place_in_environment
+from stepcache.programs.opening import place_in_environment
 from stepcache.report.moving import ForeignBundleError
+from stepcache.storage.private_files import default_directory
 from stepcache.storage.shared_place import Place
 
 _BYTES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

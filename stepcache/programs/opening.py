@@ -6,13 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, refuse_url, warn
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive
 from stepcache.storage.content_index import ContentIndex
 from stepcache.storage.disk_store import DiskStore
+from stepcache.storage.private_files import default_directory
 from stepcache.storage.run_log import RunLog
 from stepcache.storage.shared_entries import SharedEntries
 from stepcache.storage.shared_place import Place
@@ -86,19 +85,6 @@ def default_verify() -> str:
         warn(f"STEPCACHE_VERIFY is {asked!r}, and not one of {expected}", StepCacheWarning)
         return VERIFY[0]
     return asked
-
-
-def default_directory() -> Path | None:
-    """The default directory of programs; None for none.
-
-    Raises:
-        CacheDirectoryError: `STEPCACHE_DIR` is a URL.
-    """
-    asked = os.environ.get("STEPCACHE_DIR", "")
-    if asked.lower() == "off":
-        return None
-    refuse_url(asked, CacheDirectoryError, "STEPCACHE_DIR")
-    return Path(asked).expanduser() if asked else platformdirs.user_cache_path("stepcache")
 
 
 # ---- the shared cache ---------------------------------------------------------------------------

@@ -12,13 +12,28 @@ import stat
 import tempfile
 from pathlib import Path
 
-from stepcache.errors import CacheDirectoryError
+import platformdirs
+
+from stepcache.errors import CacheDirectoryError, refuse_url
 
 _ATTEMPTS = 3
 _MAX_SOCKET_PATH = 100  # Of 107 that the system allows.
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def default_directory() -> Path | None:
+    """The user's own cache directory; None for none.
+
+    Raises:
+        CacheDirectoryError: `STEPCACHE_DIR` is a URL.
+    """
+    asked = os.environ.get("STEPCACHE_DIR", "")
+    if asked.lower() == "off":
+        return None
+    refuse_url(asked, CacheDirectoryError, "STEPCACHE_DIR")
+    return Path(asked).expanduser() if asked else platformdirs.user_cache_path("stepcache")
 
 
 def make_directory(path: Path) -> None:

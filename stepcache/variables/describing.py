@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, devices_of
-from stepcache.variables.packing import Layout, Slot
+from stepcache.variables.packing import Buffer, Layout, Slot
 from stepcache.variables.policy import OnHost, Placement, Sharded
 
 
@@ -135,3 +135,12 @@ def check_not_constant(where: str) -> None:
 
 def mesh_text(mesh: Mesh | None) -> str:
     return f"mesh {dict(mesh.shape)}" if mesh is not None else "no mesh"
+
+
+def stand_in(buffer: Buffer, on_host: Buffer | None = None) -> jax.ShapeDtypeStruct:
+    """Returns a stand-in for a buffer, which may lie on the host."""
+    if on_host is None:
+        return jaxcompat.stand_in(buffer.shape, buffer.dtype, buffer.weak_type, buffer.sharding)
+    there = None if buffer.sharding is None else on_host.sharding
+    shape, dtype, weak_type = on_host.shape, on_host.dtype, on_host.weak_type
+    return jaxcompat.stand_in(shape, dtype, weak_type, there, on_host=True)

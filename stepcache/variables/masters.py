@@ -12,15 +12,14 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, processes_of
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
-from stepcache.variables.describing import blank, describe
+from stepcache.variables.describing import blank, describe, stand_in
+from stepcache.variables.link_times import fastest_route
 from stepcache.variables.packing import (
     PACKED_BELOW_BYTES,
-    Buffer,
     Layout,
     Packed,
     Slot,
@@ -129,7 +128,7 @@ class Master:
 
     def described(self, *, in_program: bool) -> Packed:
         """The value as `take` would give it, in `jax.ShapeDtypeStruct`s."""
-        return Packed(self.layout, tuple(map(_described, self.layout.buffers)))
+        return Packed(self.layout, tuple(map(stand_in, self.layout.buffers)))
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         """Makes what a program returned the value, and raises the version."""
@@ -205,11 +204,14 @@ class InHostMemory(Master):
         self.host_layout, self._policy = host_layout, policy
         self._copies = Copies(policy)
 
+    @property
+    def _may_cross_in_program(self) -> bool:
+        """Whether the policy asks for nothing that a program which reads the value cannot do."""
+        return not (self._policy.cache or self._policy.prefetch or self._policy.wire)
+
     @functools.cached_property
     def _crosses_in_program(self) -> bool:
-        """Whether a program may read the value itself: the policy asks for no other way."""
-        policy, route = self._policy, self._exact_route.name
-        return not (policy.cache or policy.prefetch or policy.wire) and route == "gather"
+        return self._may_cross_in_program and self._exact_route.name == "gather"
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         planned = self.plan_take(variable, reader)
@@ -258,10 +260,17 @@ class InHostMemory(Master):
 
     @functools.cached_property
     def _exact_route(self) -> Route:
-        devices = self._devices
-        ours = all(device.process_index == jax.process_index() for device in devices)
-        ahead = self._policy.prefetch and ours
-        return Route(self.host_layout, *choose_route(self._policy.route, len(devices), ahead))
+        policy, devices, measured = self._policy, self._devices, None
+        if policy.route == "auto" and self.is_here:
+            about = self.layout.size_bytes, len(self.layout.buffers), self._may_cross_in_program
+            measured = fastest_route(devices, *about)
+        ahead = policy.prefetch and self.is_here
+        return Route(self.host_layout, *choose_route(policy.route, len(devices), ahead, measured))
+
+    @functools.cached_property
+    def is_here(self) -> bool:
+        """Whether all devices that get the value are those of this process."""
+        return all(device.process_index == jax.process_index() for device in self._devices)
 
     @functools.cached_property
     def _devices(self) -> frozenset:
@@ -300,7 +309,7 @@ class InHostMemory(Master):
         if not (in_program and self._crosses_in_program):
             return super().described(in_program=in_program)
         rows = zip(self.host_layout.on_host, self.layout.buffers, strict=True)
-        buffers = (_described(made, host) for host, made in rows)
+        buffers = (stand_in(made, host) for host, made in rows)
         return Packed(self.host_layout, tuple(buffers))
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
@@ -356,15 +365,6 @@ class InHostMemory(Master):
 
     def copied(self) -> InHostMemory:
         return InHostMemory(transfer.copied(self.packed), self.host_layout, self._policy)
-
-
-def _described(buffer: Buffer, on_host: Buffer | None = None) -> jax.ShapeDtypeStruct:
-    """A stand-in for a buffer, which may lie on the host."""
-    if on_host is None:
-        return jaxcompat.stand_in(buffer.shape, buffer.dtype, buffer.weak_type, buffer.sharding)
-    there = None if buffer.sharding is None else on_host.sharding
-    shape, dtype, weak_type = on_host.shape, on_host.dtype, on_host.weak_type
-    return jaxcompat.stand_in(shape, dtype, weak_type, there, on_host=True)
 
 
 def hold(

@@ -19,15 +19,27 @@ from stepcache.variables.transfer import Meter, copy, in_device_shape
 from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 
-def choose_route(asked: str, devices: int, ahead: bool = False) -> tuple[str, str]:
-    """The route of a read to so many devices, perhaps ahead of the next step, and why."""
+def choose_route(
+    asked: str,
+    devices: int,
+    ahead: bool = False,
+    measured: tuple[str, str] | None = None,
+) -> tuple[str, str]:
+    """Returns the route of a read to so many devices, perhaps ahead of the next step, and why.
+
+    Args:
+        asked: as in `Read`.
+        devices: how many.
+        ahead: whether it is read beside a running step.
+        measured: the route that took the least time on this machine, and why; None for unknown.
+    """
     if asked != "auto":
         return asked, "asked for"
     if devices == 1:
         return "gather", "there is one device"
     if ahead:
         return "fanout", "its copies run beside a step, where a program would wait for it"
-    return "gather", f"the value crosses the host's link once, not {devices} times"
+    return measured or ("gather", f"the value crosses the host's link once, not {devices} times")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -36,6 +36,7 @@ from stepcache.variables.describing import (
     mesh_text,
     named_leaves,
 )
+from stepcache.variables.link_measuring import fastest_read
 from stepcache.variables.masters import LOST, Master, Reader, hold
 from stepcache.variables.misuse import NoTree
 from stepcache.variables.packing import Layout, bytes_per_device
@@ -69,7 +70,8 @@ class Variables(NoTree, Savable, Holder):
         placement: where the master copy lives: `Replicated()`, `Sharded(rules)` or `OnHost(...)`.
             In a session with a mesh, leaves that were placed on it already stay as they are under
             `Replicated()`, and the session's rules apply to the others.
-        read: how steps get the value where it lives in another memory.
+        read: how steps get the value where it lives in another memory. "auto": by the policy that
+            is the fastest as measured here, of those that change no result (see `advise`).
         write: what `push` does.
         name: the name in plans and messages, and what paths begin with for rules.
         pack: whether leaves below 64 KiB of one dtype and sharding share one buffer, which the
@@ -91,12 +93,14 @@ class Variables(NoTree, Savable, Holder):
         tree: Any,
         *,
         placement: Placement = Replicated(),
-        read: Read = Read(),
+        read: Read | Literal["auto"] = Read(),
         write: Write = Write(),
         name: str | None = None,
         pack: bool = False,
     ):
         check_not_tracing("variables cannot be made", name or "Variables")
+        if read == "auto":
+            read = fastest_read(placement, tree, current_placer())
         self._set_up(placement, read, write, name, pack)
         made = Meter()  # Not recorded: no budget and no statistics cover making variables.
         target = getattr(current_reader(), "target", None)
@@ -340,14 +344,11 @@ class Variables(NoTree, Savable, Holder):
         return self._master.layout
 
     def _paths(self) -> Sequence[str]:
-        """The paths of the leaves, as rules read them."""
         return [joined(self._prefix, slot.path) for slot in self._layout.slots]
 
     def _parts_on_devices(self) -> Iterator[tuple[str, jax.Array, slice | None]]:
         """Path and buffer of each leaf on the devices, and its slice of a packed one."""
-        if not self._master.is_resident:
-            return
-        for slot in self._layout.slots:
+        for slot in self._layout.slots if self._master.is_resident else ():
             start = slot.offset
             part = slice(start, start + slot.size) if start is not None else None
             yield joined(self.name, slot.path), self._master.arrays()[slot.buffer], part
@@ -367,12 +368,9 @@ class Variables(NoTree, Savable, Holder):
     def _summary(self) -> dict[str, str]:
         leaves = counted(len(self._layout.slots), "leaf")
         buffers = counted(len(self._layout.buffers), "buffer")
-        rows = {
-            "name": repr(self.name),
-            "version": str(self.version),
-            "value": f"{leaves} in {buffers}, {readable_bytes(self.nbytes)}",
-            "placement": str(self.placement),
-        }
+        rows = {"name": repr(self.name), "version": str(self.version)}
+        rows["value"] = f"{leaves} in {buffers}, {readable_bytes(self.nbytes)}"
+        rows["placement"] = str(self.placement)
         if self._lock.acquire(blocking=False):  # Else a step is running, and may have the buffers.
             if self._master.is_lost:
                 rows["value"] += f", {LOST}"
@@ -386,8 +384,8 @@ class Variables(NoTree, Savable, Holder):
         """What the run report says of the variables."""
         copies = getattr(self._master, "_copies", None)  # None where steps take the master copy.
         hits, reads = (copies.hits, copies.hits + copies.fetches) if copies else (0, 0)
-        about = (self.name, self.version, self.nbytes, str(self.placement))
-        return Held(*about, str(self.read) if self.read != Read() else "", reads, hits)
+        read = str(self.read) if self.read != Read() else ""
+        return Held(self.name, self.version, self.nbytes, str(self.placement), read, reads, hits)
 
     def __repr__(self) -> str:
         texts = [

@@ -1,0 +1,227 @@
+"""`advise`: what a step's variables would cost under other placements and policies, predicted."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from stepcache.calls.residence import Use
+from stepcache.engine import Engine
+from stepcache.errors import OptionError
+from stepcache.report.policy_costs import PolicyCosts, Reads, costs_of
+from stepcache.sharding import current_reader
+from stepcache.units import counted, readable_bytes, readable_seconds
+from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
+from stepcache.variables.policy import OnHost, Placement, Read, Write
+from stepcache.variables.variables import Variables
+from stepcache.variables.wire import ERROR_BOUNDS
+
+_RUNS, _RUN_SECONDS = 7, 2.0
+_CLOSE = 1.02  # Predictions that differ by less are not told apart.
+_LEAST_SHARE = 0.05  # Of a step that is no transfer, whatever the links were measured to take.
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A placement and policies for some variables, and what they are predicted to cost.
+
+    Attributes:
+        variables: their name.
+        placement, read, write: as for `Variables`.
+        seconds: of a step with all that it waits for, pushes included.
+        link_bytes: bytes that cross each link a step, on average.
+        held_bytes: of each device's memory, between steps.
+        freshness: what is lost, in words; empty if the step computes what it would with `Read()`.
+        is_current: whether the variables have these policies now.
+    """
+
+    variables: str
+    placement: Placement
+    read: Read
+    write: Write
+    seconds: float
+    link_bytes: dict[str, float]
+    held_bytes: int
+    freshness: str = ""
+    is_current: bool = False
+
+    def __str__(self) -> str:
+        is_read = isinstance(self.placement, OnHost) or self.read != Read()
+        shown = [str(self.read if is_read else self.placement)]
+        shown += [str(self.write)] if self.write.every > 1 else []
+        return ", ".join(shown)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Predicted costs of a step under several policies. Print it, or read its fields.
+
+    Attributes:
+        step: name of the step.
+        seconds: that it takes now.
+        choices: for each of the variables, the fastest first.
+        measured: what the predictions rest on, in words.
+    """
+
+    step: str
+    seconds: float
+    choices: tuple[Choice, ...] = ()
+    measured: tuple[str, ...] = ()
+
+    def best(self, variables: str) -> Choice:
+        """Returns the fastest choice that leaves placement and results as they are.
+
+        What differs by less than 2 % is decided by the policies of now, then by the bytes.
+        """
+        of_these = [each for each in self.choices if each.variables == variables]
+        now = next(each for each in of_these if each.is_current)
+        exact = [
+            each
+            for each in of_these
+            if not each.freshness and each.placement == now.placement and each.write == now.write
+        ]
+        close = [each for each in exact if each.seconds <= _CLOSE * exact[0].seconds]
+        return min(close, key=lambda each: (not each.is_current, sum(each.link_bytes.values())))
+
+    def __str__(self) -> str:
+        lines = [f"{self.step}: {readable_seconds(self.seconds)} a step now"]
+        for name, group in itertools.groupby(self.choices, key=lambda each: each.variables):
+            lines += [f"  {name}", *_table([*group], self.best(name))]
+        return "\n".join([*lines, *(f"  {text}" for text in self.measured)])
+
+
+def _table(choices: list[Choice], best: Choice) -> list[str]:
+    rows: list[tuple[str, ...]] = [("a step", "held", *_LINKS, "", "policy", "results")]
+    for each in choices:
+        mark = "best" if each is best else "now" if each.is_current else ""
+        moved = (readable_bytes(round(each.link_bytes.get(link, 0))) for link in _LINKS)
+        about = readable_seconds(each.seconds), readable_bytes(each.held_bytes), *moved
+        rows.append((*about, mark, str(each), each.freshness or "the same"))
+    used = [n for n, column in enumerate(zip(*rows[1:], strict=True)) if {*column} - {"0 B", ""}]
+    columns = [[row[n] for row in rows] for n in used]
+    widths = [max(map(len, column)) for column in columns]
+    lines = ("  ".join(map(str.ljust, cells, widths)) for cells in zip(*columns, strict=True))
+    return [f"    {line}".rstrip() for line in lines]
+
+
+_LINKS = (SERVER_LINK, HOST_LINK, DEVICE_LINK)
+
+
+def advise(
+    step: Any,
+    *args: Any,
+    readers: float = 1,
+    writes_every: float | None = None,
+    step_seconds: float | None = None,
+    **kwargs: Any,
+) -> Advice:
+    """Predicts what a step's `Variables` would cost under other placements and policies.
+
+        print(sc.advise(train_step, params, batch))
+
+    The links between host and devices are measured once for each machine, which takes some seconds,
+    and kept in the cache directory; a host of served variables is asked for the value a few times.
+    The step runs a few times on copies of its arguments: its callbacks run, too.
+
+    Args:
+        step: a step.
+        *args: of a call of it, some of them `Variables`.
+        readers: how many calls read the variables in the time of one step of this one.
+        writes_every: how many steps of this one lie between two writes of variables that it does
+            not carry; by default as many as there were until now.
+        step_seconds: how long a step takes now; by default that is measured.
+        **kwargs: other arguments of the call.
+
+    Returns:
+        An `Advice`; print it. Pushes are counted for variables to which updates are added or
+        applied, once a step.
+
+    Raises:
+        OptionError: it is no step, is called without `Variables`, or runs on the tasks of a
+            session.
+
+    Reads, wires and staleness trade as in Parameter Server (Li et al., OSDI 2014) and SSP (Ho et
+    al., NIPS 2013); here what each would cost is measured before it is chosen.
+    """
+    engine = getattr(step, "_engine", None)
+    if not isinstance(engine, Engine):
+        raise OptionError("advise takes a step", where="advise", got=repr(step))
+    if getattr(current_reader(), "target", None) is not None:
+        raise OptionError(
+            "advise measures the devices of this process",
+            where=f"advise({engine.spec.name})",
+            got="a session with a target",
+        )
+    use = Use(engine.spec, args, kwargs)
+    if not use.variables:
+        what = "the call has no Variables, whose policies could be others"
+        raise OptionError(what, where=f"advise({engine.spec.name})")
+    costs = [
+        costs_of(each, Reads(number < use.carried, readers, writes_every))
+        for number, each in enumerate(use.variables)
+    ]
+    if step_seconds is None:
+        step_seconds = _seconds_of(step, args, kwargs)
+        # The copies of served variables are resident.
+        now = sum(each.now(0.0) for each in costs if not each.is_served)
+    else:
+        now = sum(each.now(0.0) for each in costs)
+    computing = max(step_seconds - now, _LEAST_SHARE * step_seconds)
+    step_seconds = computing + sum(each.now(computing) for each in costs)
+    choices = []
+    for each in costs:
+        others = computing + sum(other.now(computing) for other in costs if other is not each)
+        found = (_choice(each, *policies, others) for policies in each.policies())
+        choices += sorted(found, key=lambda choice: choice.seconds)
+    return Advice(engine.spec.name, step_seconds, tuple(choices), _told(costs, readers))
+
+
+def _choice(
+    costs: PolicyCosts, placement: Placement, read: Read, write: Write, others: float
+) -> Choice:
+    seconds, moved = costs.of(placement, read, write, others)
+    late = f"up to {counted(read.max_staleness, 'step')} late" if read.max_staleness else ""
+    summed = f"updates up to {counted(write.every - 1, 'step')} late" if write.every > 1 else ""
+    lost = ", ".join(filter(None, (late, ERROR_BOUNDS[read.wire], summed)))
+    policies = placement, read, write
+    now, held = policies == costs.policies_now, costs.held_bytes(placement, read)
+    name = costs.variables.name
+    return Choice(name, *policies, others + seconds, moved, held, lost, is_current=now)
+
+
+def _seconds_of(step: Any, args: tuple, kwargs: dict[str, Any]) -> float:
+    """The median time of calls on copies of the arguments."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.copy() if isinstance(leaf, jax.Array | Variables) else leaf
+
+    kept, times = jax.tree.map(copied, (args, kwargs)), []
+    for number in range(_RUNS):
+        # Arrays may be donated; variables stay, and with them the copies that they keep.
+        given, named = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, kept)
+        jax.block_until_ready((given, named))
+        started = time.perf_counter()
+        out = step(*given, **named)
+        jax.block_until_ready([x for x in jax.tree.leaves(out) if not isinstance(x, Variables)])
+        for each in jax.tree.leaves((given, named)):
+            if isinstance(each, Variables):
+                each.block_until_ready()
+        if number > 1:  # The first one may compile.
+            times.append(time.perf_counter() - started)
+        if sum(times) > _RUN_SECONDS:
+            break
+    return statistics.median(times)
+
+
+def _told(costs: Sequence[PolicyCosts], readers: float) -> tuple[str, ...]:
+    lines = [f"{readers:g} readers a step" if readers != 1 else "one reader a step"]
+    for each in costs:
+        every = "each step" if each.between == 1 else f"every {each.between:.3g} steps"
+        lines.append(f"{each.variables.name} is written {every}; {each.measured}")
+    return tuple(lines)

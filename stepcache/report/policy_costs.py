@@ -1,0 +1,295 @@
+"""`PolicyCosts`: predicts what some variables cost a step under each placement and policy."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+from jax.sharding import PartitionSpec
+
+from stepcache.serving.served import Served
+from stepcache.sharding import Rules, parts_along
+from stepcache.variables.link_measuring import link_times
+from stepcache.variables.link_times import ROUTES, LinkTimes
+from stepcache.variables.masters import InHostMemory, Reader
+from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
+from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Sharded, Write
+from stepcache.variables.routes import Route
+from stepcache.variables.shares import HostLayout, host_layout
+from stepcache.variables.transfer import Meter
+from stepcache.variables.variables import Variables
+
+Costs = tuple[float, dict[str, float]]
+"""Seconds a step, and bytes a step over each link."""
+Policies = tuple[Placement, Read, Write]
+
+_WIRES: tuple[Literal["bf16", "int8"], ...] = ("bf16", "int8")
+_KEPT: tuple[Literal["device"] | None, ...] = (None, "device")
+_LATE, _EVERY = (1, 4, 16), (4, 16)
+_FEWEST_READS = 4  # After which past reads and writes say how often there are some.
+_PROBES = 5
+
+
+@dataclass(frozen=True)
+class Reads:
+    """How often a value is read and written.
+
+    Attributes:
+        carried: whether the step writes it.
+        readers: how many calls read it in the time of a step.
+        writes_every: how many steps lie between two writes; None for what was seen until now.
+    """
+
+    carried: bool
+    readers: float = 1
+    writes_every: float | None = None
+
+
+class PolicyCosts(ABC):
+    """Predicted costs of some variables.
+
+    Attributes:
+        variables: the variables.
+        between: steps between two writes.
+        measured: what the predictions rest on, in words.
+        is_served: whether another process has the master copy.
+    """
+
+    is_served = False
+
+    def __init__(self, variables: Variables, reads: Reads):
+        self.variables, self._reads = variables, reads
+        self.between = reads.writes_every or _seen_between(variables)
+        if reads.carried:
+            self.between = 1.0
+        self.measured = ""
+
+    @property
+    def policies_now(self) -> Policies:
+        """Placement, read and write policy as they are."""
+        return self.variables.placement, self.variables.read, self.variables.write
+
+    def now(self, computing: float) -> float:
+        """Returns the seconds a step under the policies of now."""
+        return self.of(*self.policies_now, computing)[0]
+
+    def fetches(self, read: Read) -> float:
+        """Returns how many times a step the value is fetched, on average."""
+        if read.cache is None:
+            return self._reads.readers
+        if self._reads.carried:
+            return 0.0  # What the step returns is kept.
+        return min(self._reads.readers, 1 / self._between_fetches(read.max_staleness))
+
+    @abstractmethod
+    def _between_fetches(self, late: int) -> float:
+        """Returns how many steps a copy serves that may be so many steps late."""
+
+    @abstractmethod
+    def policies(self) -> Iterator[Policies]:
+        """Yields those of now, and others that could take their place."""
+
+    @abstractmethod
+    def of(self, placement: Placement, read: Read, write: Write, computing: float) -> Costs:
+        """Returns the costs of policies, beside so many seconds of a step."""
+
+    @abstractmethod
+    def held_bytes(self, placement: Placement, read: Read) -> int:
+        """Returns the bytes of a device that the value takes between steps."""
+
+
+def costs_of(variables: Variables, reads: Reads) -> PolicyCosts:
+    """Returns the costs of variables. Measures links that are not known."""
+    kind = ServedCosts if isinstance(variables._master, Served) else PlacedCosts
+    return kind(variables, reads)
+
+
+def _seen_between(variables: Variables) -> float:
+    held = variables._held()
+    is_known = held.reads >= _FEWEST_READS and held.version > 0
+    return max(1.0, held.reads / held.version) if is_known else 1.0
+
+
+class PlacedCosts(PolicyCosts):
+    """Of variables whose master copy is on the devices, or in host memory of this process."""
+
+    def __init__(self, variables: Variables, reads: Reads):
+        super().__init__(variables, reads)
+        master, mesh = variables._master, variables._mesh
+        is_there = isinstance(master, InHostMemory)
+        layout = (
+            master.host_layout if is_there else host_layout(master.layout, mesh, variables.name)
+        )
+        self._layout: HostLayout = layout
+        self._times: LinkTimes = link_times(variables._placer)
+        day = self._times.measured.partition("T")[0]
+        self.measured = f"the links of {self._times.machine} were measured on {day}"
+        rows = zip(self._layout.on_host, self._layout.on_device, strict=True)
+        self._whole = self._split = 0
+        for host, device in rows:
+            size = device.size * device.dtype.itemsize if host is not None else 0
+            whole: Any = device.sharding
+            if whole is None or whole.is_fully_replicated:
+                self._whole += size
+            else:
+                self._split += size
+        self._devices = mesh.devices.size if mesh is not None else 1
+
+    def policies(self) -> Iterator[Policies]:
+        placement, read, write = self.policies_now
+        on_host = placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
+        found = [(placement, read), (on_host.on_device, Read())]
+        if self._is_divisible() and isinstance(on_host.on_device, Replicated):
+            axes = tuple(self.variables._mesh.axis_names)  # type: ignore[union-attr]
+            found.append((Sharded(Rules([("", PartitionSpec(axes))])), Read()))
+        reads = [Read(cache=cache, route=each) for cache in _KEPT for each in self._routes(cache)]
+        reads.append(Read(prefetch=True))
+        if not self._reads.carried:
+            reads += [Read(cache="device", max_staleness=late) for late in _LATE]
+            wires = _WIRES if "each" in self._times.operations else ()
+            reads += [Read(cache=cache, wire=each) for cache in _KEPT for each in wires]
+        found += [(on_host, each) for each in reads]
+        yield from dict.fromkeys((*each, write) for each in found)
+
+    def _routes(self, cache: Literal["device"] | None) -> Iterator[Any]:
+        """Yields "auto", and the routes that it does not choose."""
+        yield "auto"
+        if cache and self._reads.carried:  # The value is never fetched.
+            return
+        if self._devices > 1 and "each" in self._times.operations:
+            chosen = self._master(Read(cache=cache))._exact_route.name
+            yield from (each for each in ROUTES if each != chosen)
+
+    def _master(self, read: Read) -> InHostMemory:
+        """What the master copy would be under another policy."""
+        return InHostMemory(self.variables._master.packed, self._layout, read)
+
+    def _is_divisible(self) -> bool:
+        mesh = self.variables._mesh
+        if mesh is None or mesh.devices.size == 1:
+            return False
+        parts = parts_along(mesh, tuple(mesh.axis_names))
+        return all(
+            slot.shape and slot.shape[0] % parts == 0 for slot in self.variables._layout.slots
+        )
+
+    def _between_fetches(self, late: int) -> float:
+        # Each step compares versions, so that a copy is late from the first write on.
+        return self.between * (late // self.between + 1)
+
+    def held_bytes(self, placement: Placement, read: Read) -> int:
+        split = -(-self._split // self._devices)
+        if isinstance(placement, Sharded) and not self._split:
+            return -(-self._whole // self._devices)
+        kept = not isinstance(placement, OnHost) or read.cache or read.prefetch
+        return self._whole + split if kept else 0
+
+    def of(self, placement: Placement, read: Read, write: Write, computing: float) -> Costs:
+        readers, times, buffers = self._reads.readers, self._times, len(self._layout.on_device)
+        if isinstance(placement, Replicated) or (isinstance(placement, Sharded) and self._split):
+            return 0.0, {}
+        if isinstance(placement, Sharded):  # A program gathers what it takes.
+            gathers = readers * max(
+                0.0, times.of("gather", self._whole) - times.of("split", self._whole)
+            )
+            return gathers, {DEVICE_LINK: readers * (self._devices - 1) * self._whole}
+        master = self._master(read)
+        route: Route = master._exact_route if self._reads.carried else master._coded_route
+        operation = route.name if route.wire is None else f"gather {route.wire}"
+        if master._crosses_in_program:
+            operation = "program"
+        elif read.prefetch:
+            operation = "ahead"
+        fetch = times.of(operation, self._whole, buffers) if self._whole else 0.0
+        if self._split:
+            fetch += times.of("split", self._split, 1 if self._whole else buffers)
+        fetches = self.fetches(read)
+        seconds = fetches * fetch
+        if read.prefetch:  # Where the value is written meanwhile, it is read again.
+            again = 0.0 if self._reads.carried else 1 / self.between
+            seconds = fetches * max(0.0, fetch - times.overlap * computing) + again * fetch
+            fetches += again
+        moved = {link: fetches * size for link, size in route.link_bytes}
+        if self._reads.carried:
+            seconds += times.of("write", self._whole + self._split, buffers)
+            moved[HOST_LINK] = moved.get(HOST_LINK, 0) + self._layout.write_bytes
+        return seconds, moved
+
+
+class ServedCosts(PolicyCosts):
+    """Of variables that another process holds. Its host is asked for the value a few times."""
+
+    is_served = True
+
+    def __init__(self, variables: Variables, reads: Reads):
+        super().__init__(variables, reads)
+        self._probes = {wire: self._probe(Read(wire=wire)) for wire in (None, *_WIRES)}
+        self._fetch = {wire: _seconds(probe) for wire, probe in self._probes.items()}
+        self._check = _seconds(self._probe(Read(cache="device")))
+        self._place = max(0.0, _seconds(self._probe(Read(cache="host"))) - self._check)
+        self.measured = f"its host was asked {_PROBES} times under each policy"
+
+    def _probe(self, read: Read) -> Served:
+        """Another reader of the value, with a policy of its own."""
+        master: Any = self.variables._master
+        about = master._hosts, master._name, master.layout, read, Write(), master._current
+        return Served(master._source, *about)
+
+    def policies(self) -> Iterator[Policies]:
+        placement, read, write = self.policies_now
+        reads = [Read(), Read(cache="device"), Read(cache="host")]
+        if not self._reads.carried:
+            reads.append(Read(cache="device", prefetch=True))
+            reads += [Read(cache="device", max_staleness=late) for late in _LATE]
+            reads += [Read(cache="device", wire=each) for each in _WIRES]
+        found = [(placement, each, write) for each in (read, *reads)]
+        if self._pushes():
+            found += [(placement, read, replace(write, every=each)) for each in _EVERY]
+        yield from dict.fromkeys(found)
+
+    def _pushes(self) -> bool:
+        return self.variables.write.mode != "assign" and not self._reads.carried
+
+    def _between_fetches(self, late: int) -> float:
+        return (late + 1) * math.ceil(self.between / (late + 1))  # It is compared after so many.
+
+    def held_bytes(self, placement: Placement, read: Read) -> int:
+        return (
+            self._probes[None]._extent.held_bytes
+            // self._probes[None]._extent.devices
+            * (read.cache == "device")
+        )
+
+    def of(self, placement: Placement, read: Read, write: Write, computing: float) -> Costs:
+        probe, readers = self._probes[read.wire], self._reads.readers
+        fetches, size = self.fetches(read), probe._read_coding.size_bytes
+        asks = readers / (read.max_staleness + 1)
+        seconds = fetches * self._fetch[read.wire] + max(0.0, asks - fetches) * self._check
+        placed = readers if read.cache == "host" else fetches
+        seconds += (placed - fetches) * self._place
+        if read.prefetch:
+            seconds = max(self._check, seconds - computing)
+        moved = {SERVER_LINK: fetches * size, HOST_LINK: placed * probe._host_bytes}
+        sent = 1.0 if self._reads.carried else 1 / write.every if self._pushes() else 0.0
+        # A write is taken to last as long as a read of as many bytes.
+        seconds += sent * self._fetch[write.wire]
+        moved[SERVER_LINK] += sent * self._probes[write.wire]._read_coding.size_bytes
+        moved[HOST_LINK] += sent * self._probes[None]._read_coding.size_bytes
+        return seconds, moved
+
+
+def _seconds(probe: Served) -> float:
+    """The median time of reads of a step."""
+    times, reader = [], Reader(None)
+    for _ in range(_PROBES + 1):
+        started = time.perf_counter()
+        probe._source.read_together([(probe, reader)], values=True)
+        jax.block_until_ready(probe.take(reader, Meter()).buffers)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
