@@ -29,7 +29,7 @@ from stepcache.variables.transfer import Meter, write
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the values that are measured."""
 _LEAVES, _LEAF_BYTES = 16, 1 << 12
-_LEAST_SECONDS, _MOST_RUNS, _FEWEST_RUNS = 0.04, 25, 5
+_RUNS, _RUN_BYTES = (7, 25), 1 << 22  # Of values of more bytes than these; and of others.
 
 
 def fastest_read(placement: Placement, tree: Any, placer: Placer | None) -> Read:
@@ -46,7 +46,7 @@ def fastest_read(placement: Placement, tree: Any, placer: Placer | None) -> Read
     if not isinstance(placement, OnHost):
         return Read()
     size_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(tree))
-    devices = list(placer.mesh.devices.flat) if placer else jax.devices()[:1]
+    devices = _devices(placer)
     if len(devices) > 1 and len(processes_of(devices)) == 1:
         link_times(placer)
     here = [each for each in devices if each.process_index == jax.process_index()]
@@ -64,7 +64,7 @@ def link_times(placer: Placer | None) -> LinkTimes:
     Args:
         placer: of a session with a mesh; None for the default device.
     """
-    devices = placer.mesh.devices.flat if placer else jax.devices()[:1]
+    devices = _devices(placer)
     machine, spans = machine_of(devices), len(processes_of(devices)) > 1
     kept = kept_times(machine)
     if spans:
@@ -73,6 +73,10 @@ def link_times(placer: Placer | None) -> LinkTimes:
         kept.append(_measured(machine, placer))
         keep(kept[0])
     return kept[0]
+
+
+def _devices(placer: Placer | None) -> list[Any]:
+    return list(placer.mesh.devices.flat) if placer else jax.devices()[:1]
 
 
 def _measured(machine: str, placer: Placer | None, routes: Sequence[str] = ROUTES) -> LinkTimes:
@@ -106,15 +110,16 @@ def _operations(
         for name, route in reads.items()
     }
     runs["program"] = lambda: layout.read(list(packed.buffers))
-    runs["ahead"] = lambda: _looked_at(reads[routes[-2:][0]].read(packed, Meter(), ahead=True))
+    ahead = reads["fanout" if "fanout" in routes else "gather"]
+    runs["ahead"] = lambda: _looked_at(ahead.read(packed, Meter(), ahead=True))
     if placer is not None:
         rules = Rules([("", PartitionSpec(tuple(placer.mesh.axis_names)))])
         shards = _master(placer, sizes, OnHost(Sharded(rules)))
         split = Route(shards.host_layout, "gather")
         runs["split"] = lambda: _looked_at(split.read(shards.packed, Meter()))
-    idle = _median(lambda: _looked_at(resident))
-    found = {name: max(0.0, _median(run) - idle) for name, run in runs.items()}
-    return found | {"write": _median(lambda: write(resident, layout, Meter()).buffers)}
+    idle = _median(lambda: _looked_at(resident), sum(sizes))
+    found = {name: max(0.0, _median(run, sum(sizes)) - idle) for name, run in runs.items()}
+    return found | {"write": _median(lambda: write(resident, layout, Meter()).buffers, sum(sizes))}
 
 
 def _master(placer: Placer | None, sizes: Sequence[int], placement: Any = None) -> Any:
@@ -134,14 +139,14 @@ def _looked_at(packed: Packed) -> list[Any]:
     return _look(packed.buffers)
 
 
-def _median(run: Callable[[], Any]) -> float:
-    for _ in range(2):
-        jax.block_until_ready(run())
-    times: list[float] = []
-    while len(times) < _FEWEST_RUNS or (sum(times) < _LEAST_SECONDS and len(times) < _MOST_RUNS):
+def _median(run: Callable[[], Any], size_bytes: int = 0) -> float:
+    # As often in each process of a pod, whatever it takes there: they run programs together.
+    times = []
+    for number in range(_RUNS[size_bytes <= _RUN_BYTES] + 2):
         started = time.perf_counter()
         jax.block_until_ready(run())
-        times.append(time.perf_counter() - started)
+        if number > 1:
+            times.append(time.perf_counter() - started)
     return statistics.median(times)
 
 
@@ -159,9 +164,9 @@ def _overlap(placer: Placer | None) -> float:
     def ahead() -> Any:
         return route.read(master.packed, Meter(), ahead=True).buffers
 
-    reading, turns = _median(ahead), 100
-    computing = _median(lambda: busy(resident.buffers, turns))
+    reading, turns = _median(ahead, SIZES[-1]), 100
+    computing = _median(lambda: busy(resident.buffers, turns), SIZES[-1])
     turns = int(turns * max(1.0, reading / computing))
-    computing = _median(lambda: busy(resident.buffers, turns))
-    both = _median(lambda: (busy(resident.buffers, turns), ahead()))
+    computing = _median(lambda: busy(resident.buffers, turns), SIZES[-1])
+    both = _median(lambda: (busy(resident.buffers, turns), ahead()), SIZES[-1])
     return min(1.0, max(0.0, (reading + computing - both) / min(reading, computing)))

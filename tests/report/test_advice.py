@@ -12,6 +12,7 @@ import stepcache as sc
 from stepcache.events import Moved
 from stepcache.variables import link_measuring, link_times
 from stepcache.variables.link_times import OPERATIONS, ROUTES, LinkTimes
+from tests.cluster.pods import run_pod, succeeded
 from tests.serving.servers import LocalServer
 
 SIZE, BETWEEN, STEPS = 1 << 16, 8, 48
@@ -211,7 +212,7 @@ def test_where_nothing_was_measured_the_fewest_bytes_cross():
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(link_measuring, "SIZES", (1 << 10, 1 << 14))
-    monkeypatch.setattr(link_measuring, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(link_measuring, "_RUNS", (2, 2))
 
 
 def test_links_are_measured_once_for_a_machine(quick, tmp_path, monkeypatch):
@@ -258,3 +259,24 @@ def test_variables_that_choose_how_they_are_read(session, monkeypatch):
         type(jax.devices()[0]), "memory_stats", lambda _: {"bytes_limit": 7 * SIZE}, raising=False
     )
     assert held("auto").read == sc.Read(), "a copy would take more than an eighth"
+
+
+IN_A_POD = """
+from stepcache.variables import link_measuring
+link_measuring.SIZES = (1 << 10, 1 << 14)
+with sc.Session(mesh):
+    value, auto = (
+        sc.Variables(np.ones((64, 2)), placement=sc.OnHost(), read=read, name="value")
+        for read in (sc.Read(), "auto")
+    )
+    step = sc.step(lambda value, batch: value.sum() + batch.sum(), batch="batch")
+    advice = sc.advise(step, value, np.ones(2))
+    assert len(advice.choices) > 4
+    print(sorted({each.read.route for each in advice.choices}), auto.read)
+    assert float(step(auto, np.ones(2))) == 132 and advice.best("value")
+"""
+
+
+def test_the_processes_of_a_pod_measure_together(tmp_path):
+    for rank in succeeded(run_pod(tmp_path, IN_A_POD)):
+        assert "['auto'] Read(cache='device')" in rank.output
