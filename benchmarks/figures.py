@@ -169,6 +169,17 @@ def saved() -> str:
     )
 
 
+def advice() -> str:
+    """How well `advise` predicts."""
+    found, rows = result("advice"), []
+    for name, of in found.figures["groups"].items():
+        shares = of["within"], of["error_quartiles"][1], of["regret_median"], of["regret_worst"]
+        rows.append((name, str(of["cases"]), *(f"{each:.0%}" for each in shares)))
+    header = ("", "policies", "within 25 %", "median error", "median regret", "largest")
+    about = "Regret is the time of the chosen policy beyond that of the best one."
+    return table(header, rows) + f"\n{about} {found.source()}\n"
+
+
 def prefetch() -> str:
     """How much of a read a step hides."""
     found = result("transfers")
@@ -304,6 +315,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         padding,
         reads,
         saved,
+        advice,
         prefetch,
         resident,
         served,
