@@ -56,6 +56,7 @@ from benchmarks.communication_tensorflow import caching_device
 from benchmarks.harness import quartiles, write
 from benchmarks.served import HAS_RAY, ray_cluster
 from benchmarks.served_processes import Group, served_by
+from stepcache.variables.plan import SERVER_LINK
 
 SETTINGS = {
     "rounds": 5,
@@ -77,6 +78,9 @@ BY_WORKERS = {
 READERS = [READ_ALWAYS, CACHED, *STALE, *WIRES]
 SMOOTHED = 16
 """Of so many steps a loss is the mean, in curves and after the same time."""
+
+DRAWN = ("workers", "local, 2 workers")
+"""The group and the place whose losses are kept step by step, for the picture."""
 
 Case = tuple[str, str, str, str]
 """What trains, and where: the group, the place, the model, the policy."""
@@ -105,30 +109,29 @@ def on_meshes(settings: Mapping[str, int], quick: bool) -> dict[Case, list[Run]]
             runs.setdefault(case, []).append(run)
         say(f"one process: seed {seed}")
     for model, devices, policy in cases:
-        place = ("one process", f"{devices} devices", model)
-        for ours, base in zip(
-            runs[*place, policy.name], runs[*place, READ_ALWAYS.name], strict=True
-        ):
-            check_same(policy, ours, base)
+        check_same(runs, ("one process", f"{devices} devices", model), policy)
     return runs
 
 
-def check_same(policy: Policy, ours: Run, base: Run) -> None:
-    """Checks that a policy that changes no result has changed none. One trainer, the same seed."""
+def check_same(
+    runs: Mapping[Case, Sequence[Run]], place: tuple[str, str, str], policy: Policy
+) -> None:
+    """Checks that a policy that changes no result has changed none, where one trains alone."""
     if not policy.is_exact:
         return
-    found, expected = ([loss for _, _, loss in run.curve] for run in (ours, base))
-    if policy.placement == "host":
-        assert found == expected, policy
-    else:  # Other programs, whose roundings grow from step to step.
-        assert np.allclose(found[:8], expected[:8], rtol=1e-4), (policy, found, expected)
+    for ours, base in zip(runs[*place, policy.name], runs[*place, READ_ALWAYS.name], strict=True):
+        found, expected = ([loss for _, _, loss in run.curve] for run in (ours, base))
+        if policy.placement == "host":
+            assert found == expected, (place, policy)
+        else:  # Other programs, whose roundings grow from step to step.
+            assert np.allclose(found[:8], expected[:8], rtol=1e-4), (place, policy)
 
 
 def by_readers(settings: Mapping[str, int], quick: bool) -> dict[Case, list[Run]]:
     """One session trains, and another one reads what it publishes."""
     runs: dict[Case, list[Run]] = {}
     devices = 2 if quick else 4
-    for seed in range(-1, settings["rounds"]):
+    for seed in range(0 if quick else -1, settings["rounds"]):
         for model in MODELS.values():
             steps = settings["steps"] if seed >= 0 else 6
             every = settings["publish_every"]
@@ -173,7 +176,7 @@ def by_workers(settings: Mapping[str, int], quick: bool) -> dict[Case, list[Run]
     with ray_cluster() if HAS_RAY else contextlib.nullcontext():
         group = Group([command] * most)
         try:
-            for seed in range(-1, settings["rounds"]):
+            for seed in range(0 if quick else -1, settings["rounds"]):
                 with contextlib.ExitStack() as stack:
                     addresses = {each: stack.enter_context(server(each)) for each in counts}
                     for engine, workers, model, policy in random.Random(seed).sample(
@@ -182,7 +185,7 @@ def by_workers(settings: Mapping[str, int], quick: bool) -> dict[Case, list[Run]
                         place = f"{engine}, {workers} worker{'s' * (workers > 1)}"
                         asked = {"address": addresses[engine], "model": model}
                         # The first turn builds programs, and checks what one worker moves.
-                        asked["check"] = seed < 0 and workers == 1
+                        asked["check"] = (quick or seed < 0) and workers == 1
                         steps = settings["worker_steps"] if seed >= 0 else 4 * workers
                         run = together(group, asked, policy, workers, max(seed, 0), steps)
                         if seed >= 0:
@@ -193,11 +196,7 @@ def by_workers(settings: Mapping[str, int], quick: bool) -> dict[Case, list[Run]
             group.end()
     for engine, workers, model, policy in cases:
         if workers == 1:
-            place = ("workers", f"{engine}, 1 worker", model)
-            for ours, base in zip(
-                runs[*place, policy.name], runs[*place, READ_ALWAYS.name], strict=True
-            ):
-                check_same(policy, ours, base)
+            check_same(runs, ("workers", f"{engine}, 1 worker", model), policy)
     return runs
 
 
@@ -219,9 +218,10 @@ def together(
     lines = [
         (when, rank, *rest) for rank, each in enumerate(answers) for when, *rest in each["curve"]
     ]
+    started = min(each["began"] for each in answers)
     for when, rank, size, loss in sorted(lines):
         moved[rank] = size
-        points.append((when - min(lines)[0], sum(moved), loss))
+        points.append((when - started, sum(moved), loss))
     seconds = [each for answer in answers for each in answer["seconds"]]
     return Run(links, seconds, points, finished[0]["loss"])
 
@@ -243,7 +243,7 @@ def clones(settings: Mapping[str, int], quick: bool, python: str | None) -> dict
         if row["contender"] == "stepcache":
             assert row["changed"] == 1 and row["unchanged"] == (not row["cache"]), row
     say("clones: done")
-    return {"size_bytes": 4 * size, "rows": rows}
+    return {"size_bytes": 4 * size, "rounds": rounds, "rows": rows}
 
 
 def read_by_clones(
@@ -260,7 +260,7 @@ def read_by_clones(
         for name in ("changed", "unchanged"):
             with Counted() as counted:
                 jax.block_until_ready(step(value, clones))
-            row[f"{name}_bytes"] = counted.links["server ↔ process"]
+            row[f"{name}_bytes"] = counted.links[SERVER_LINK]
             row[name] = row[f"{name}_bytes"] // value.nbytes
         seconds = []
         for _ in range(rounds):
@@ -278,7 +278,7 @@ def smoothed(run: Run, at: int) -> float:
     return float(np.mean([loss for _, _, loss in run.curve[max(0, at + 1 - SMOOTHED) : at + 1]]))
 
 
-def records(runs: Mapping[Case, Sequence[Run]], points: int = 12) -> list[dict[str, Any]]:
+def records(runs: Mapping[Case, Sequence[Run]]) -> list[dict[str, Any]]:
     """Summarizes the runs of each case over the seeds.
 
     A loss "after the same time" is at the time that the fastest policy of the same group, place,
@@ -309,15 +309,12 @@ def records(runs: Mapping[Case, Sequence[Run]], points: int = 12) -> list[dict[s
                 done = [when for when, _, _ in run.curve if when <= limit]
                 timed.append(smoothed(run, max(len(done) - 1, 0)))
             record["loss_after_same_time"] = quartiles(timed)
-            chosen = np.linspace(min(SMOOTHED, steps) // 2, steps - 1, points).astype(int)
-            record["curve"] = [
-                [
-                    float(np.median([run.curve[at][0] for run in of_seeds])),
-                    float(np.median([run.curve[at][1] for run in of_seeds])),
-                    float(np.median([smoothed(run, at) for run in of_seeds])),
-                ]
-                for at in chosen
+        if (group, place) == DRAWN:
+            chosen = np.linspace(min(SMOOTHED, steps) // 2, steps - 1, 12).astype(int)
+            points = [
+                [(*run.curve[at][:2], smoothed(run, at)) for at in chosen] for run in of_seeds
             ]
+            record["curve"] = np.median(points, axis=0).round(4).tolist()
         made.append(record)
     return made
 

@@ -55,7 +55,7 @@ def _layer(random: np.random.Generator, *shape: int) -> np.ndarray:
 
 # ---- a language model of characters: an MLP over the characters before (Bengio et al., 2003) -----
 
-CONTEXT, EMBEDDED, HIDDEN, CHARACTERS, TEXT_BATCH = 16, 32, 512, 128, 256
+CONTEXT, EMBEDDED, HIDDEN, CHARACTERS, TEXT_BATCH = 16, 32, 512, 128, 128
 
 
 @functools.cache
@@ -129,7 +129,7 @@ MODELS = {
     for model in (
         Model(
             "characters",
-            *(_text_params, _text_batch, _text_loss, optax.adam(3e-3)),
+            *(_text_params, _text_batch, _text_loss, optax.adam(1e-3)),
             (("first|second", P(None, "data")), ("out", P("data"))),
         ),
         Model(

@@ -73,8 +73,8 @@ class Run:
     Attributes:
         links: bytes that crossed each link in all steps.
         seconds: of each step.
-        curve: after each step: seconds since the first one was done, which builds the optimizer's
-            program; bytes so far; the loss of its batch.
+        curve: after each step: seconds since the start, bytes so far (of workers those to and from
+            the server), the loss of its batch.
         loss: of the batch that is held out, with the parameters at the end.
     """
 
@@ -155,6 +155,12 @@ def loss_of(model: Model) -> Any:
 # ---- in one process --------------------------------------------------------------------------
 
 
+def push_nothing(params: sc.Variables, zeros: Any) -> None:
+    """Makes one update that changes no parameter: the optimizer's program is built before a run."""
+    for _ in range(params.write.every):
+        params.push(zeros)
+
+
 def in_one_process(
     model: Model, policy: Policy, devices: int, seed: int, steps: int, *, check: bool = False
 ) -> Run:
@@ -170,29 +176,31 @@ def in_one_process(
     }
     on_host = policy.placement == "host"
     step, seconds, curve = gradients_of(model), [], []
-    with session(devices), Counted() as counted:
+    with session(devices):
         params = sc.Variables(
             model.whole(seed),
             placement=placements[policy.placement],
             read=policy.read if on_host else sc.Read(),
             write=policy.write(model),
         )
+        _, update = step(params, model.batch(seed, 0, 0))
+        push_nothing(params, jax.tree.map(lambda leaf: leaf * 0, update))
         pushed = {HOST_LINK: params.nbytes} if on_host else {}
-        for number in range(steps):
-            batch = model.batch(seed, 0, number)
-            plan = step.explain(params, batch).plan.link_bytes if check else None
-            started = time.perf_counter()
-            with predicted(counted, plan):
-                loss, update = jax.block_until_ready(step(params, batch))
-            with predicted(counted, pushed if check and not policy.wire else None):
-                params.push(update)
-            params.block_until_ready()
-            seconds.append(time.perf_counter() - started)
-            curve.append((sum(seconds[1:]), counted.bytes, float(loss)))
-        params.flush()
-        links = dict(counted.links)
+        with Counted() as counted:
+            for number in range(steps):
+                batch = model.batch(seed, 0, number)
+                plan = step.explain(params, batch).plan.link_bytes if check else None
+                started = time.perf_counter()
+                with predicted(counted, plan):
+                    loss, update = jax.block_until_ready(step(params, batch))
+                with predicted(counted, pushed if check and not policy.wire else None):
+                    params.push(update)
+                params.block_until_ready()
+                seconds.append(time.perf_counter() - started)
+                curve.append((sum(seconds), counted.bytes, float(loss)))
+            params.flush()
         held_out = float(loss_of(model)(params.value, model.batch(*HELD_OUT)))
-    return Run(links, seconds, curve, held_out)
+    return Run(dict(counted.links), seconds, curve, held_out)
 
 
 def read_by_another(
@@ -269,6 +277,7 @@ class Worker:
             read=self.policy.read,
             write=self.policy.write(self.model),
         )
+        push_nothing(self.params, jax.tree.map(np.zeros_like, self.model.init(seed)))
         self.table = None
         if self.model.rows:
             self.table = connection.table(
@@ -284,18 +293,19 @@ class Worker:
         return {}
 
     def run(self) -> dict[str, Any]:
-        seconds, curve = [], []
+        seconds, curve, began = [], [], time.time()
         with Counted() as counted:
             for number in range(self.steps):
                 batch = self.model.batch(self.seed, self.rank, number)
                 started = time.perf_counter()
                 loss = self._with_rows(batch, counted) if self.table else self._step(batch, counted)
                 seconds.append(time.perf_counter() - started)
-                curve.append((time.time(), counted.bytes, float(loss)))
+                curve.append((time.time(), counted.links[SERVER_LINK], float(loss)))
             self.params.flush()
             if self.table:
                 self.table.flush()
-        return {"links": dict(counted.links), "seconds": seconds, "curve": curve}
+        links = dict(counted.links)
+        return {"links": links, "seconds": seconds, "curve": curve, "began": began}
 
     def _step(self, batch: Any, counted: Counted) -> Any:
         loss, update = self._call(counted, gradients_of(self.model), self.params, batch)

@@ -13,6 +13,7 @@ from benchmarks.result_tables import RESULTS, result, table
 
 PICTURE = Path(__file__).parent.parent / "docs" / "communication.png"
 HOST, DEVICE, SERVER = "host ↔ device", "device ↔ device", "server ↔ process"
+SAME_TIME = "loss_after_same_time"
 BASE, CACHED = "read at each step", "cache until changed"
 MODELS = {"characters": "the language model", "recommender": "the recommender"}
 Record = dict[str, Any]
@@ -42,11 +43,12 @@ def _spread(values: Sequence[float], digits: int = 3, factor: float = 1) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f} … {high:.{digits}f})"
 
 
-def _source(options: str = "") -> str:
+def _source() -> str:
     found = result("communication")
+    count = found.settings["rounds"]
     return (
-        f"{found.device}, two cores, {found.versions}; medians and quartiles of "
-        f"{found.settings['rounds']} seeds. `python -m benchmarks.communication{options}`"
+        f"{found.device}, two cores, {found.versions}; medians and quartiles of {count} "
+        f"seed{'s' * (count > 1)}. `python -m benchmarks.communication`"
     )
 
 
@@ -61,7 +63,7 @@ def _compared(rows: Iterable[Record], links: dict[str, str], text_columns: int =
                 *(_kilobytes(row, link) for link in links),
                 _spread(row["step_seconds"], 1, 1e3),
                 _spread(row["loss"]),
-                *([_spread(row["loss_after_same_time"])] if "curve" in row else ()),
+                *([_spread(row[SAME_TIME])] if SAME_TIME in row else ()),
             )
         )
         before = row["model"]
@@ -178,9 +180,14 @@ def clones() -> str:
         *("times it crosses in a step", "1 clone", "4 clones", "8 clones"),
         *("8 clones, nobody has written", "ms"),
     )
-    size = result("communication").figures["clones"]["size_bytes"] / 1e6
-    about = f"{size:.1f} MB, read by clones on one machine; ms of a step that follows no write."
-    return table(header, cells) + f"\n{about} {_source(' --tensorflow PYTHON')}\n"
+    found = result("communication")
+    size, rounds = (found.figures["clones"][name] for name in ("size_bytes", "rounds"))
+    about = (
+        f"{size / 1e6:.1f} MB, on one machine; one contender after the other. ms: a step that "
+        f"follows no write, median and quartiles of {rounds}. {found.versions}. "
+        "`python -m benchmarks.communication --tensorflow PYTHON`"
+    )
+    return table(header, cells) + f"\n{about}\n"
 
 
 def does_it_cache() -> str:
@@ -196,8 +203,8 @@ def does_it_cache() -> str:
     return (
         f"{version}, a resource variable of {size:.1f} MB and 8 clones: {each[0]:.1f} MB cross in "
         f"a step, {cached[0]:.1f} MB with `caching_device`; in the next step, though nobody has "
-        f'written, {cached[1]:.1f} MB again. A write of the same run {sees} seen. `Read(cache="device")`: {ours[0]:.1f} MB, then '
-        f"{ours[1]:.1f} MB. "
+        f"written, {cached[1]:.1f} MB again. A write of the same run {sees} seen. "
+        f'`Read(cache="device")`: {ours[0]:.1f} MB, then {ours[1]:.1f} MB. '
         "`python -m benchmarks.communication --only clones --tensorflow PYTHON`\n"
     )
 
@@ -240,19 +247,20 @@ def best_way() -> str:
     for model, shown in MODELS.items():
         rows = _runs(group="workers", place="local, 2 workers", model=model)
         base, best = rows[0], []
-        for row in sorted(rows, key=_bytes):
-            if all(row["loss"][1] < other["loss"][1] for other in best):
+
+        def share(row: Record, base: Record = base) -> float:
+            return row["bytes_a_step"][SERVER] / base["bytes_a_step"][SERVER]
+
+        for row in sorted(rows, key=share):
+            if share(row) < 1 and all(row["loss"][1] < other["loss"][1] for other in best):
                 best.append(row)
         edge = "; ".join(
-            f"`{row['policy']}` {_bytes(row) / _bytes(base):.2f} of its bytes, loss "
-            f"{row['loss'][1]:.2f}, {row['loss_after_same_time'][1]:.2f} after the same time"
+            f"`{row['policy']}` {share(row):.2f} of the bytes, {row['loss'][1]:.2f} and "
+            f"{row[SAME_TIME][1]:.2f}"
             for row in best
-            if row is not base
         )
-        lines.append(
-            f"- {shown}, beside the base (loss {base['loss'][1]:.2f}, "
-            f"{base['loss_after_same_time'][1]:.2f}): {edge}."
-        )
+        losses = f"{base['loss'][1]:.2f} after the same steps, {base[SAME_TIME][1]:.2f} after"
+        lines.append(f"- {shown}: the base has a loss of {losses} the same time; {edge}.")
     command = "`python -m benchmarks.communication --only worker`"
     return "\n".join(lines) + f"\n\nTwo workers. {command}\n"
 
@@ -260,22 +268,39 @@ def best_way() -> str:
 # ---- the picture -------------------------------------------------------------------------------
 
 
+_COLORS = {"max_staleness": "C0", "every": "C1", "cache, every": "C2", "wire": "C4"}
+_DASHES = {"1": ":", "4": "--", "bf16": "--"}
+
+
+def _style(policy: str) -> dict[str, str]:
+    """A color for each kind of policy; the more it saves, the fuller the line."""
+    kind, _, number = policy.rpartition("=")
+    if "staleness" in kind and "every" in kind:
+        return {"color": "C3", "linestyle": _DASHES.get(number, "-")}
+    plain = {BASE: "black", CACHED: "gray"}.get(policy)
+    return {"color": plain or _COLORS[kind], "linestyle": _DASHES.get(number, "-")}
+
+
 def draw(path: Path = PICTURE) -> None:
     """Draws losses by bytes and by time: two workers, each model in a row."""
-    from matplotlib import figure
+    from matplotlib import figure, ticker
 
     axes = (drawn := figure.Figure((11, 8), layout="constrained")).subplots(2, 2)
     for (by_bytes, by_time), (model, shown) in zip(axes, MODELS.items(), strict=True):
         rows = _runs(group="workers", place="local, 2 workers", model=model)
-        for number, row in enumerate(rows):
+        for row in sorted(rows, key=lambda row: row["policy"]):
             seconds, moved, losses = zip(*row["curve"], strict=True)
-            style = {"color": f"C{number % 10}", "linestyle": ("-", "--")[number // 10], "lw": 1.4}
-            by_bytes.plot([size / 1e6 for size in moved], losses, label=row["policy"], **style)
-            by_time.plot(seconds, losses, label=row["policy"], **style)
-        by_bytes.set(xscale="log", xlabel="MB over all links", ylabel=f"loss of {shown}")
+            megabytes, style = [size / 1e6 for size in moved], _style(row["policy"])
+            by_bytes.plot(megabytes, losses, label=row["policy"], **style)
+            by_time.plot(seconds, losses, **style)
+        by_bytes.set(xscale="log", xlabel="MB to and from the server", ylabel=f"loss of {shown}")
         by_time.set(xlabel="seconds")
-        by_time.legend(fontsize=7, ncols=2, title="policy, most bytes first", title_fontsize=7)
-    drawn.savefig(path, dpi=100)
+        by_bytes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        by_bytes.xaxis.set_major_formatter("{x:g}")
+        by_bytes.xaxis.set_minor_locator(ticker.NullLocator())
+    lines, names = axes[0, 0].get_legend_handles_labels()
+    drawn.legend(lines, names, loc="outside lower center", ncols=5, fontsize=9)
+    drawn.savefig(path, dpi=90)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
