@@ -60,8 +60,8 @@ from stepcache.variables.plan import SERVER_LINK
 
 SETTINGS = {
     "rounds": 5,
-    "steps": 96,
-    "worker_steps": 192,
+    "steps": 80,
+    "worker_steps": 160,
     "publish_every": 4,
     "clones_size": 1 << 20,
 }

@@ -255,7 +255,7 @@ def best_way() -> str:
             if share(row) < 1 and all(row["loss"][1] < other["loss"][1] for other in best):
                 best.append(row)
         edge = "; ".join(
-            f"`{row['policy']}` {share(row):.2f} of the bytes, {row['loss'][1]:.2f} and "
+            f"`{row['policy']}` {share(row):.2f} of the bytes, losses {row['loss'][1]:.2f} and "
             f"{row[SAME_TIME][1]:.2f}"
             for row in best
         )
