@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import communication_tables
 from benchmarks.result_tables import EVERY, beside_others, result, table
 
 ROOT = Path(__file__).parent.parent
@@ -326,7 +327,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         agreement,
     )
 }
-BLOCKS |= {"beside others": beside_others, **EVERY}
+BLOCKS |= {"beside others": beside_others, **EVERY, **communication_tables.BLOCKS}
 
 
 def pages() -> list[Path]:

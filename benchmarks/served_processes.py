@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -37,20 +38,26 @@ class Group:
             self._answer(process)
 
     @staticmethod
-    def _answer(process: subprocess.Popen) -> float:
+    def _answer(process: subprocess.Popen) -> dict[str, Any]:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
-                return json.loads(line)["seconds"]
+                return json.loads(line)
         raise SystemExit(f"{process.args} has ended")
+
+    def ask(self, *lines: str) -> list[dict[str, Any]]:
+        """Gives a line to each of the first processes. Returns their answers, when all have one."""
+        asked = self._processes[: len(lines)]
+        for process, line in zip(asked, lines, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+        return [self._answer(each) for each in asked]
 
     def run(self, iterations: int) -> float:
         """Seconds of one iteration of one worker, while all run."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{iterations}\n")
-            process.stdin.flush()
-        return float(np.mean([self._answer(each) for each in self._processes])) / iterations
+        answers = self.ask(*[str(iterations)] * len(self._processes))
+        return float(np.mean([each["seconds"] for each in answers])) / iterations
 
     def end(self) -> None:
         for process in self._processes:
