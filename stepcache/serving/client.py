@@ -43,7 +43,7 @@ from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
 
 _TRANSIENT = ("epoch", "gap", "recovering")
-_ADDING, _LAST_MOMENT = ("add", "apply", "rows"), 1 << 62
+_ADDING, _NOT_CONFIRMED = ("add", "apply", "rows"), (1 << 62, 0)  # After all that was confirmed.
 _CLOSING_SECONDS = 5.0
 _KEPT_SECONDS = 0.5  # How often a client that has written checks whether the host has restarted.
 
@@ -219,7 +219,7 @@ class Client:
             if sent.stamp is None and sent.request.mode not in _ADDING:
                 break  # It was not confirmed: `_settle` sends it once all clients have joined.
             # Without a base: it must be repeated even after writes of others, who may have read it.
-            stamp = sent.stamp or (sent.request.epoch, _LAST_MOMENT)
+            stamp = sent.stamp or _NOT_CONFIRMED
             request = replace(sent.request, epoch=joined.epoch, base=0, stamp=stamp)
             reply = self._request(request, sent.block, deadline).message
             if isinstance(reply, Refused) and reply.kind in _TRANSIENT:

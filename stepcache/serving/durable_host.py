@@ -225,6 +225,7 @@ class DurableHost:
             self._check_there()
         if self.host.waiting_for:
             self._end_recovery()
+            return  # A snapshot must not hold writes that others precede which come again.
         for saved in {self._stored, self._kept}:
             if saved.has_ended:
                 self._end(saved)
@@ -301,6 +302,8 @@ class DurableHost:
     def finish(self) -> bool:
         """Writes the last snapshot, and stores that the host did not crash.
 
+        If clients have not repeated all writes after a crash, the next start waits for them again.
+
         Returns:
             Whether the last snapshot holds all writes.
 
@@ -310,6 +313,8 @@ class DurableHost:
         for saved in {self._stored, self._kept}:
             if saved.is_busy:
                 self._end(saved)
+        if self.host.waiting_for:
+            return False
         if self.host.moment != self._stored.moment:
             self._begin(self._stored)
             self._end(self._stored)
@@ -340,7 +345,9 @@ def _alive(known: Mapping[str, str], state: HostState | None) -> dict[str, str]:
     processes = dict(known)
     if state is not None:
         found = {
-            client: state.processes.get(client, "") for client, n in state.applied.items() if n
+            client: state.processes.get(client, "")
+            for client, last in state.applied.items()
+            if last.sequence
         }
         processes = found | processes
     alive = {}

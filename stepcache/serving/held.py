@@ -37,7 +37,7 @@ class Rule(Protocol):
 
 @dataclass(slots=True)
 class HeldVariables:
-    """Variables that the host holds.
+    """Variables that the host holds. A write makes new ones.
 
     Attributes:
         layout: layout of the block of the value.
@@ -80,11 +80,25 @@ class HeldVariables:
         return block
 
 
+class LastWrite(NamedTuple):
+    """The last write of a client that was applied, and what it is confirmed with.
+
+    Attributes:
+        sequence: its number; or that of a later one, which a snapshot has lost.
+        moment, number, token: as in `Written`; 0 if no write is known.
+    """
+
+    sequence: int = 0
+    moment: int = 0
+    number: int = 0
+    token: int = 0
+
+
 class HostState(NamedTuple):
     """The state of a host at one moment, for snapshots and images. Its blocks do not change."""
 
     variables: dict[str, HeldVariables]
-    applied: dict[str, int]
+    applied: dict[str, LastWrite]
     moment: int
     processes: dict[str, str]
     tables: dict[str, SavedTable]

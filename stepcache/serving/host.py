@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from stepcache.serving import bulk
-from stepcache.serving.held import Block, HeldVariables, HostState, Rule
+from stepcache.serving.held import Block, HeldVariables, HostState, LastWrite, Rule
 from stepcache.serving.messages import (
     MAX_NAMES,
     BlockLayout,
@@ -43,6 +43,7 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
+from stepcache.serving.repeats import Repeat, Repeats
 from stepcache.serving.tables import Tables, TableStorage
 
 MAX_CLIENTS = 65_536
@@ -90,8 +91,10 @@ class Host:
         self._held = {name: replace(each) for name, each in state.variables.items()}
         self._applied, self._processes = OrderedDict(state.applied), dict(state.processes)
         self.waiting_for: set[str] = set()
-        self.moment, self.saved = state.moment, dict(state.applied)
+        self.moment = state.moment
+        self.saved = {client: last.sequence for client, last in state.applied.items()}
         self.unsaved: set[str] = set()
+        self._repeats = Repeats()
 
     def handle(self, request: Request, payload: np.ndarray | None) -> tuple[Reply, list[Block]]:
         """Serves a request.
@@ -103,6 +106,8 @@ class Host:
         Returns:
             The reply, and the blocks to send with it.
         """
+        if not self.waiting_for:
+            self._repeats.clear()
         try:
             match request:
                 case ReadRequest():
@@ -169,9 +174,9 @@ class Host:
     def _join(self, request: JoinRequest) -> Joined:
         if request.first < 1 or not request.client:
             raise MalformedMessageError("the client has no name, or its first write no number")
-        applied, before = self._applied.get(request.client, 0), request.first - 1
-        lost = max(before - applied, 0)
-        self._applied[request.client] = max(applied, before)
+        last, before = self._applied.get(request.client, LastWrite()), request.first - 1
+        lost = max(before - last.sequence, 0)
+        self._applied[request.client] = LastWrite(before) if lost else last
         self._processes[request.client] = request.process
         self._applied.move_to_end(request.client)
         if request.complete == self.epoch:
@@ -181,26 +186,26 @@ class Host:
             self.saved.pop(client, None)
             self._processes.pop(client, None)
         saved = self.saved.get(request.client, 0)
-        return Joined(self.epoch, self._applied[request.client], saved, lost)
+        return Joined(self.epoch, self._applied[request.client].sequence, saved, lost)
 
     def _write(self, request: WriteRequest, payload: np.ndarray | None) -> Reply:
-        applied = self._applied.get(request.client)
-        if request.epoch != self.epoch or applied is None:
+        last = self._applied.get(request.client)
+        if request.epoch != self.epoch or last is None:
             raise RefusalError("epoch", f"the client has not joined epoch {self.epoch}")
         if not any(request.stamp):
             self._check_recovered()
-        if request.sequence > applied + 1:
-            raise RefusalError(
-                "gap", f"write {request.sequence} arrived before write {applied + 1}"
-            )
-        if request.sequence == applied + 1:
+        following = last.sequence + 1
+        if request.sequence > following:
+            raise RefusalError("gap", f"write {request.sequence} arrived before write {following}")
+        if request.sequence == following:
             self._do(request, payload)
             self.moment += 1
-            self._applied[request.client] = request.sequence
+            held = self.tables.held.get(request.name) or self._find(request.name)
+            last = LastWrite(following, self.moment, held.number, held.token)
+            self._applied[request.client] = last
             self._applied.move_to_end(request.client)
         saved = self.saved.get(request.client, 0)
-        held = self.tables.held.get(request.name) or self._find(request.name)
-        return Written(self.epoch, self.moment, held.number, held.token, saved)
+        return Written(self.epoch, last.moment, last.number, last.token, saved)
 
     def _do(self, request: WriteRequest, payload: np.ndarray | None) -> None:
         """Applies a write; changes nothing if it raises."""
@@ -233,9 +238,22 @@ class Host:
             raise RefusalError(
                 "conflict", f"another process has written version {held.number} of {request.name}"
             )
+        if any(stamp) and self.waiting_for:
+            write = Repeat(stamp, request, self._copy(payload))
+            self._held[request.name] = self._repeats.applied(held, write, self._written)
+        else:
+            self._held[request.name] = self._written(held, request, payload)
+
+    def _written(
+        self, held: HeldVariables, request: WriteRequest, payload: np.ndarray
+    ) -> HeldVariables:
+        """Returns variables after a write."""
+        coding, token, assigned = held.coding(request.wire), held.token, held.assigned
         match request.mode:
             case "assign" if not request.wire:
-                value, state = self._copy(payload), held.state
+                value, state, token = self._copy(payload), held.state, 0
+                stamp = request.stamp if any(request.stamp) else (self.epoch, self.moment + 1)
+                assigned = (stamp[0], stamp[1])
             case "add":
                 value, state = self._allocate(held.layout.size_bytes), held.state
                 views = map(held.layout.views, (held.value.data, value.data))
@@ -245,10 +263,9 @@ class Host:
                 value, state = self._updated(request.name, held, coding.decode(payload))
             case _:
                 raise MalformedMessageError(f"unknown mode {request.mode!r}")
-        held.number, held.value, held.state = held.number + 1, value, state
-        if request.mode == "assign":
-            held.assigned = stamp if any(stamp) else (self.epoch, self.moment + 1)
-        held.token = _token(0 if request.mode == "assign" else held.token, request)
+        token = _token(token, request)
+        changed = {"number": held.number + 1, "token": token, "assigned": assigned}
+        return replace(held, value=value, state=state, **changed)
 
     def _create(self, request: WriteRequest, payload: np.ndarray) -> None:
         layout, name = BlockLayout(request.types), request.name
@@ -323,7 +340,8 @@ class Host:
     def is_saved(self, state: HostState) -> None:
         """Notes that a snapshot or an image holds a state."""
         self.saved = {
-            name: max(state.applied.get(name, 0), self.saved.get(name, 0)) for name in self._applied
+            name: max(state.applied.get(name, LastWrite()).sequence, self.saved.get(name, 0))
+            for name in self._applied
         }
         self.unsaved -= state.variables.keys() | state.tables.keys()
 
@@ -336,7 +354,7 @@ class Host:
             variables.append((name, held.number, *sizes))
         variables += self.tables.status()
         clients = [
-            (client, self._processes.get(client, ""), applied, self.saved.get(client, 0))
-            for client, applied in self._applied.items()
+            (client, self._processes.get(client, ""), last.sequence, self.saved.get(client, 0))
+            for client, last in self._applied.items()
         ]
         return Status(self.epoch, variables, clients[-1000:], {"writes": self.moment})

@@ -238,8 +238,9 @@ class Written:
 
     Attributes:
         epoch: epoch of the host.
-        moment: how many writes the host has applied.
-        number, token: current version of the variables or of the table.
+        moment: how many writes the host had applied after this one.
+        number, token: version of the variables or of the table after this one. Others may have
+            written since, if the host confirms it once more.
         saved: number of the client's last write that a snapshot or an image holds.
     """
 

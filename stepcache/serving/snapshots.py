@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from stepcache.errors import StepCacheError, VariablesError
-from stepcache.serving.held import Block, HeldVariables, HostState
+from stepcache.serving.held import Block, HeldVariables, HostState, LastWrite
 from stepcache.serving.messages import BlockLayout
 from stepcache.serving.tables import SavedTable, TableType
 from stepcache.storage import plain
@@ -70,7 +70,8 @@ def contents(state: HostState, state_types: StateTypes) -> tuple[Items, dict[str
         rows[name] = {"ids": table.ids, **table.arrays}
         version = (table.number, table.token, table.base, table.stored)
         tables.append([name, table.type.packed(), table.key, *version, table.ids.size])
-    rest = {"applied": state.applied, "moment": state.moment, "processes": state.processes}
+    applied = {client: [*last] for client, last in state.applied.items()}
+    rest = {"applied": applied, "moment": state.moment, "processes": state.processes}
     items = {"values": values, "optimizers": optimizers, "tables": rows}
     return items, {"variables": about, **rest, "tables": tables}
 
@@ -155,7 +156,11 @@ def begun(about: dict[str, Any], allocate: Callable[[int], Block]) -> tuple[Host
         arrays = {each: np.empty((count, *shape[1:]), dtype) for each, (shape, dtype) in types}
         tables[name] = SavedTable(kind, key, number, token, base, stored, ids, arrays)
         items["tables"][name] = {"ids": ids, **arrays}
-    rest = (about["applied"], about["moment"], about["processes"], tables)
+    applied = {
+        client: LastWrite(last) if isinstance(last, int) else LastWrite(*last)  # Of version 0.1.
+        for client, last in about["applied"].items()
+    }
+    rest = (applied, about["moment"], about["processes"], tables)
     return HostState(variables, *rest), items
 
 

@@ -116,6 +116,8 @@ class Network:
         self.crash()
 
     def snapshot(self, *, on_disk=True):
+        if self.host.waiting_for:
+            return
         state = self.host.state(on_disk=on_disk)
         if on_disk:
             if self.happens() and self.random.random() < 0.1:  # It crashes before the snapshot.

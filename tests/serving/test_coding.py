@@ -50,7 +50,7 @@ def host():
 
 
 def next_number(host):
-    return host.state().applied["me"] + 1
+    return host.state().applied["me"].sequence + 1
 
 
 def write(host, payload, mode="add", wire=""):

@@ -5,6 +5,7 @@ import pytest
 
 from stepcache.errors import VariablesError
 from stepcache.serving.coding import Coding
+from stepcache.serving.held import LastWrite
 from stepcache.serving.host import Host
 from stepcache.serving.messages import BlockLayout, SnapshotRequest, WriteRequest
 from stepcache.serving.tables import TableType
@@ -155,7 +156,7 @@ class WithoutNumbers(Host):
     """Does each write that arrives."""
 
     def _write(self, request, payload):
-        self._applied[request.client] = request.sequence - 1
+        self._applied[request.client] = LastWrite(request.sequence - 1)
         return super()._write(request, payload)
 
 
@@ -330,3 +331,72 @@ def test_of_two_that_carry_none_writes_over_the_other(seed):
     for _ in range(2):  # Each repeats what the host does not have.
         found = [counts(each, "a")[0][0] for each in clients]
     assert found == [done, done]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_write_confirmed_after_those_of_others_is_not_taken_for_the_newest(seed):
+    """The carried value and what others push meanwhile both count, as a step sees them."""
+    network = Network(seed)
+    carrying, pushing = client(network), client(network)
+    create(carrying, "a")
+    carrying.flush()
+    stir, pushes = network.stir, []
+
+    def stir_and_push():
+        stir()
+        if network.random.random() < 0.3 and not network.host.waiting_for:
+            network.stir, faults, network.faults = stir, network.faults, 0.0
+            pushing.write("a", "add", LAYOUT, [one_hot(0)])
+            pushes.append(pushing)
+            network.stir, network.faults = stir_and_push, faults
+
+    network.stir = stir_and_push
+    (kept, version), carried = counts(carrying, "a"), 0
+    while carried < 40:
+        (current,), blocks = carrying.read(["a"], [version.token])
+        if "a" in blocks:
+            kept = LAYOUT.views(blocks["a"])[0].copy()
+        try:
+            row = ("a", "assign", LAYOUT, [kept + one_hot(1)])
+            version = carrying.write(*row, base=current.token)
+            kept, carried = kept + one_hot(1), carried + 1
+        except VariablesError as error:
+            assert "another process has written" in str(error)
+            version = current
+    network.stir, network.faults = stir, 0.0
+    found, _ = counts(carrying, "a")
+    assert found[:2].tolist() == [len(pushes), carried]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_assignment_that_comes_again_keeps_the_updates_that_followed_it(first):
+    network = Network(0, faults=0.0)
+    clients = assigning, pushing = client(network), client(network)
+    for each in clients:
+        create(each, "a")
+    pushing.write("a", "add", LAYOUT, [one_hot(0)])
+    assigning.write("a", "assign", LAYOUT, [one_hot(1)])
+    pushing.write("a", "add", LAYOUT, [one_hot(2)])
+    _, version = counts(pushing, "a")
+    network.crash()
+    clients[first].keep(1e6)
+    network.snapshot()
+    network.crash()
+    for index in (1 - first, first):
+        clients[index].keep(1e6)
+    found, again = counts(pushing, "a")
+    assert found.tolist() == (one_hot(1) + one_hot(2)).tolist()
+    assert again.token == version.token
+
+
+def test_a_new_write_is_not_taken_for_one_before_the_crash():
+    network = Network(0, faults=0.0)
+    assigning, pushing = client(network), client(network)
+    for each in (assigning, pushing):
+        create(each, "a")
+    assigning.flush()
+    counts(pushing, "a")  # It has joined, and has nothing to repeat.
+    network.crash()
+    assigning.write("a", "assign", LAYOUT, [one_hot(1)])
+    pushing.write("a", "add", LAYOUT, [one_hot(2)])
+    assert counts(assigning, "a")[0].tolist() == (one_hot(1) + one_hot(2)).tolist()

@@ -171,7 +171,7 @@ def test_a_host_that_is_killed_there_begins_with_all_that_was_saved(tmp_path, po
     durable.close()
     writer = Writer(tmp_path / "again")  # The same writes, by their seed.
     writer.update(10)
-    applied = durable.host.state().applied["client"]
+    applied = durable.host.state().applied["client"].sequence
     assert applied == (11 if point == "after the snapshot" else 6)
     found = durable.host.tables.held["t"].arrays["rows"]
     assert np.array_equal(found, writer.expected(applied))
@@ -211,7 +211,7 @@ def test_the_snapshot_before_a_damaged_one_goes_with_the_files(tmp_path):
     damage(newest(writer))
     writer.durable.close()
     after = DurableHost(writer.directory, Block, recovery_seconds=0.0)
-    applied = after.host.state().applied["client"]
+    applied = after.host.state().applied["client"].sequence
     assert applied == len(writer.writes) - 4
     found = after.host.tables.held["t"].arrays["rows"]
     assert np.array_equal(found, writer.expected(applied))

@@ -1,0 +1,67 @@
+"""`Repeats`: the writes that clients repeat after a crash, in the order in which they were applied.
+
+Each client repeats its own in order, but clients do not wait for each other. An assignment may come
+after updates that were applied to its value.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from stepcache.serving.held import Block, HeldVariables
+from stepcache.serving.messages import WriteRequest
+
+Apply = Callable[[HeldVariables, WriteRequest, np.ndarray], HeldVariables]
+"""Returns variables after a write, given its value."""
+
+
+class Repeat(NamedTuple):
+    """A repeated write.
+
+    Attributes:
+        stamp: epoch and moment of the host when it was first applied.
+        request, block: the write, and its value.
+    """
+
+    stamp: tuple[int, int]
+    request: WriteRequest
+    block: Block
+
+
+class Repeats:
+    """The writes that were repeated in this recovery, by the name of their variables."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, HeldVariables] = {}
+        self._writes: dict[str, list[Repeat]] = {}
+
+    def clear(self) -> None:
+        """Forgets all of them: the recovery has ended."""
+        if self._before:
+            self._before.clear()
+            self._writes.clear()
+
+    def applied(self, held: HeldVariables, write: Repeat, apply: Apply) -> HeldVariables:
+        """Returns variables after one more write.
+
+        Updates come in any order. An assignment goes before the updates that followed it.
+
+        Args:
+            held: the variables, which do not change.
+            write: the write.
+            apply: applies one.
+        """
+        name = write.request.name
+        before, writes = self._before.setdefault(name, held), self._writes.setdefault(name, [])
+        place = bisect.bisect(writes, write.stamp, key=lambda each: each.stamp)
+        missed = [write]
+        if write.request.mode == "assign" and place < len(writes):
+            held, missed = before, [*writes[:place], write, *writes[place:]]
+        for each in missed:
+            held = apply(held, each.request, each.block.data)
+        writes.insert(place, write)
+        return held
