@@ -116,8 +116,9 @@ class Client:
             block = self._transport.allocate(layout.size_bytes)
             layout.fill(block.data, leaves)
             self._settle(deadline)
-            row = (self.name, self._unsaved.next, self._epoch or 0, name, mode, base)
-            sent = Sent(WriteRequest(*row, list(types), rule, wire=wire), block)
+            row = (self.name, self._unsaved.next, self._epoch or 0, name, mode, base, list(types))
+            more = {"rule": rule, "wire": wire, "serial": self._unsaved.serial}
+            sent = Sent(WriteRequest(*row, **more), block)
             self._unsaved.add(sent)
             self._is_flushed = False
             if self._keeps and self._keeper is None:

@@ -166,7 +166,14 @@ class DurableHost:
         except Exception as error:  # The host has not changed, and goes on.
             _log.exception("%s of %s failed", name, client)
             reply, blocks = Refused("failed", first_line(error), self.host.epoch), []
-        self._note_writer(message, reply)
+        try:
+            self._note_writer(message, reply)
+        except OSError as error:  # The disk may be full. The client asks again for the reply.
+            self._check_there()
+            if not self.counts["failed confirmations"]:
+                _log.error("the host cannot store who writes: %s", error)
+            self.counts["failed confirmations"] += 1
+            reply = Refused("recovering", f"it cannot store who writes: {error}", self.host.epoch)
         self._is_keeping_wanted |= bool(self.host.unsaved)
         if isinstance(message, SnapshotRequest):
             self._is_wanted |= message.on_disk
@@ -186,13 +193,9 @@ class DurableHost:
         elif isinstance(message, WriteRequest) and isinstance(reply, Written):
             client = message.client
             if client not in self._writers and client.isprintable() and " " not in client:
-                self._writers.add(client)
                 process = self._processes.get(client, "")
-                try:
-                    host_directory.add_writer(self.directory, client, process)
-                except FileNotFoundError:
-                    self._check_there()
-                    raise
+                host_directory.add_writer(self.directory, client, process)
+                self._writers.add(client)
 
     def refuse_malformed(self, error: Exception) -> Refused:
         """Returns the reply to a message that cannot be decoded."""

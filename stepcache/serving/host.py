@@ -95,6 +95,7 @@ class Host:
         self.saved = {client: last.sequence for client, last in state.applied.items()}
         self.unsaved: set[str] = set()
         self._repeats = Repeats()
+        self._refused: dict[str, tuple[int, Exception]] = {}  # Serial of the last, by client.
 
     def handle(self, request: Request, payload: np.ndarray | None) -> tuple[Reply, list[Block]]:
         """Serves a request.
@@ -185,6 +186,7 @@ class Host:
             client, _ = self._applied.popitem(last=False)
             self.saved.pop(client, None)
             self._processes.pop(client, None)
+            self._refused.pop(client, None)
         saved = self.saved.get(request.client, 0)
         return Joined(self.epoch, self._applied[request.client].sequence, saved, lost)
 
@@ -198,7 +200,7 @@ class Host:
         if request.sequence > following:
             raise RefusalError("gap", f"write {request.sequence} arrived before write {following}")
         if request.sequence == following:
-            self._do(request, payload)
+            self._do_unless_refused(request, payload)
             self.moment += 1
             held = self.tables.held.get(request.name) or self._find(request.name)
             last = LastWrite(following, self.moment, held.number, held.token)
@@ -206,6 +208,17 @@ class Host:
             self._applied.move_to_end(request.client)
         saved = self.saved.get(request.client, 0)
         return Written(self.epoch, last.moment, last.number, last.token, saved)
+
+    def _do_unless_refused(self, request: WriteRequest, payload: np.ndarray | None) -> None:
+        """Applies a write, unless it was refused before: the next one may have its number."""
+        serial, why = self._refused.get(request.client, (0, None))
+        if why is not None and 0 < request.serial <= serial:
+            raise why
+        try:
+            self._do(request, payload)
+        except Exception as error:
+            self._refused[request.client] = request.serial, error
+            raise
 
     def _do(self, request: WriteRequest, payload: np.ndarray | None) -> None:
         """Applies a write; changes nothing if it raises."""

@@ -131,6 +131,6 @@ def store_writers(directory: Path, clients: Mapping[str, str]) -> None:
 def add_writer(directory: Path, client: str, process: str) -> None:
     """Stores one more client, before its first write is confirmed."""
     with (directory / _WRITERS).open("a", encoding="utf-8") as file:
-        file.write(f"{client} {process}\n")
+        file.write(f"\n{client} {process}\n")  # A full disk may have cut the line before.
         file.flush()
         os.fsync(file.fileno())

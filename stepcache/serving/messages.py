@@ -134,6 +134,8 @@ class WriteRequest:
             the type of the table, as `TableType.packed` returns it.
         stamp: of a repeated write, epoch and moment of the host when it was first applied.
         wire: coding of the update in its block, for "add" and "apply"; empty for none.
+        serial: number among all writes of the client, refused ones included. The next write after a
+            refused one has the same `sequence`, and another serial.
     """
 
     client: str
@@ -146,6 +148,7 @@ class WriteRequest:
     rule: bytes = b""
     stamp: tuple[int, int] = (0, 0)
     wire: str = ""
+    serial: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,17 +29,19 @@ class Unsaved(collections.deque[Sent]):
     Attributes:
         size_bytes: total size of their blocks.
         next: number of the next write.
+        serial: number of the next write among all, with those that the host has refused.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.size_bytes, self.next = 0, 1
+        self.size_bytes, self.next, self.serial = 0, 1, 1
 
     def add(self, sent: Sent) -> None:
         """Adds the write with the next number."""
         self.append(sent)
         self.size_bytes += sent.block.data.size
         self.next += 1
+        self.serial += 1
 
     def drop(self, sent: Sent) -> None:
         """Drops a write that the host has refused, and renumbers those after it."""

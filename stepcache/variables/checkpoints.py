@@ -102,7 +102,7 @@ class Saving:
     def _finish(self) -> None:
         """Waits until orbax has written all, and publishes it."""
         try:
-            with damage_as_error(self._root, _UNWRITTEN):
+            with damage_as_error(self._root, _UNWRITTEN), self._checkpointer:  # Closing may fail.
                 self._checkpointer.wait_until_finished()
                 if self._staging is not None:
                     self._staging.publish()
@@ -111,7 +111,6 @@ class Saving:
         except StepCacheError as error:
             self._error = error
         finally:
-            self._checkpointer.close()
             self._close()
         if self._error is not None and self._thread is not None:
             _log.error("%s", self._error)

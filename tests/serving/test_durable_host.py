@@ -1,14 +1,15 @@
 """A host and its directory: whom it waits for after a crash."""
 
+import errno
 import shutil
 
 import numpy as np
 import pytest
 
 from stepcache.errors import VariablesError
-from stepcache.serving import durable_host
+from stepcache.serving import durable_host, host_directory
 from stepcache.serving.durable_host import DurableHost
-from stepcache.serving.messages import BlockLayout, JoinRequest, WriteRequest
+from stepcache.serving.messages import BlockLayout, JoinRequest, Refused, WriteRequest, Written
 from stepcache.storage.load_markers import Process
 
 LAYOUT = BlockLayout([("w", [1], "float32")])
@@ -57,6 +58,47 @@ def test_it_waits_for_nobody_if_it_was_finished(tmp_path):
     before.close()
     after = begin(tmp_path / "served")
     assert not after.host.waiting_for and after.host.moment == 1
+    after.close()
+
+
+def test_a_write_is_not_confirmed_while_the_disk_is_full(tmp_path, monkeypatch):
+    host, client = begin(tmp_path / "served"), "client"
+    host.handle(client, JoinRequest(client, str(Process.current()), 1), None)
+    request = WriteRequest(client, 1, host.host.epoch, "w", "create", types=LAYOUT.types)
+    value = np.zeros(LAYOUT.size_bytes, np.uint8)
+
+    def cut(directory, client, process):
+        with (directory / "writers").open("a") as file:
+            file.write(client[:3])
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host_directory, "add_writer", cut)
+        for _ in range(2):
+            reply, _ = host.handle(client, request, value)
+            assert isinstance(reply, Refused) and reply.kind == "recovering"
+    reply, _ = host.handle(client, request, value)
+    assert isinstance(reply, Written) and reply.number == 0
+    host.close()  # Without `finish`: as a crash.
+    after = begin(tmp_path / "served")
+    assert after.host.waiting_for == {client}
+    after.close()
+
+
+def test_what_is_recovered_in_part_is_recovered_again(tmp_path):
+    before, clients = begin(tmp_path / "served"), ["one", "other"]
+    for client in clients:
+        write(before, client, Process.current())
+    before.close()
+    recovering = begin(tmp_path / "served")
+    recovering.handle(
+        "one", JoinRequest("one", str(Process.current()), 2, recovering.host.epoch), None
+    )
+    assert recovering.host.waiting_for == {"other"}
+    assert not recovering.finish()
+    recovering.close()
+    after = begin(tmp_path / "served")
+    assert after.host.waiting_for == {*clients}
     after.close()
 
 

@@ -400,3 +400,28 @@ def test_a_new_write_is_not_taken_for_one_before_the_crash():
     assigning.write("a", "assign", LAYOUT, [one_hot(1)])
     pushing.write("a", "add", LAYOUT, [one_hot(2)])
     assert counts(assigning, "a")[0].tolist() == (one_hot(1) + one_hot(2)).tolist()
+
+
+def test_a_refused_write_that_arrives_once_more_is_not_taken_for_the_next():
+    network = Network(0, faults=0.0)
+    writer, other = client(network), client(network)
+    create(writer, "b")
+    deliver, sent = network.deliver, []
+
+    def keep_a_copy(message, payload):
+        if isinstance(message, WriteRequest):
+            sent.append((message, payload.copy()))
+        return deliver(message, payload)
+
+    network.deliver = keep_a_copy
+    for _ in range(2):
+        with pytest.raises(VariablesError, match="it has no variables 'a'"):
+            writer.write("a", "add", LAYOUT, [one_hot(1)])
+    network.deliver = deliver
+    create(other, "a")
+    for message, payload in sent:
+        deliver(message, payload)
+    writer.write("a", "add", LAYOUT, [one_hot(2)])
+    for message, payload in sent:
+        deliver(message, payload)
+    assert counts(writer, "a")[0].tolist() == one_hot(2).tolist()

@@ -665,3 +665,20 @@ def test_a_failure_to_write_is_typed(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(sc.VariablesError, match="could not be written"):
         sc.save(tmp_path / "file" / "saved", step=1)
+
+
+def test_a_save_that_fails_in_orbax_does_not_hold_up_the_next(tmp_path):
+    body = """
+    import resource
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(3):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]) if step < 2 else before)
+        try:
+            sc.save("saved", w=np.ones(1000), step=step)
+        except sc.VariablesError as error:
+            print("refused:", "could not be written" in str(error))
+    """
+    printed = process(tmp_path, body).communicate(timeout=60)[0]
+    assert printed.count("refused: True") == 2, printed
+    assert sc.restore(tmp_path / "saved", w=np.zeros(1000), step=0)["step"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
