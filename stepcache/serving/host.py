@@ -237,7 +237,10 @@ class Host:
                     self.unsaved.add(request.name)
                 return
             case "rows":
-                table = self.tables.update(request.name, request.types, payload)
+                are_latest = None
+                if any(request.stamp) and self.waiting_for:
+                    are_latest = functools.partial(self._repeats.are_latest, request)
+                table = self.tables.update(request.name, request.types, payload, are_latest)
                 table.token = _token(table.token, request)
                 return
         held = self._find(request.name)

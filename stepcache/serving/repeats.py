@@ -38,12 +38,12 @@ class Repeats:
     def __init__(self) -> None:
         self._before: dict[str, HeldVariables] = {}
         self._writes: dict[str, list[Repeat]] = {}
+        self._rows: dict[str, dict[int, tuple[int, int]]] = {}  # Stamps of assigned rows of tables.
 
     def clear(self) -> None:
         """Forgets all of them: the recovery has ended."""
-        if self._before:
-            self._before.clear()
-            self._writes.clear()
+        for each in (self._before, self._writes, self._rows):
+            each.clear()
 
     def applied(self, held: HeldVariables, write: Repeat, apply: Apply) -> HeldVariables:
         """Returns variables after one more write.
@@ -65,3 +65,10 @@ class Repeats:
             held = apply(held, each.request, each.block.data)
         writes.insert(place, write)
         return held
+
+    def are_latest(self, request: WriteRequest, ids: np.ndarray) -> np.ndarray:
+        """Returns for each row of a repeated assignment whether no later one has come before."""
+        stamps, stamp = self._rows.setdefault(request.name, {}), (*request.stamp,)
+        latest = [stamps.get(row, (0, 0)) <= stamp for row in ids.tolist()]
+        stamps |= {row: stamp for row, is_so in zip(ids.tolist(), latest, strict=True) if is_so}
+        return np.array(latest, bool)

@@ -339,13 +339,29 @@ class Tables:
         types = [("sent", [ids.size], "bool"), *table.type.layout(rows.size).types]
         return version, (types, [is_sent, table.arrays["rows"][rows]])
 
-    def update(self, name: str, types: Sequence[LeafType], payload: np.ndarray) -> HeldTable:
-        """Updates rows, and returns the table. The caller sets the token of the new version."""
+    def update(
+        self,
+        name: str,
+        types: Sequence[LeafType],
+        payload: np.ndarray,
+        may_assign: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> HeldTable:
+        """Updates rows, and returns the table. The caller sets the token of the new version.
+
+        Args:
+            name: name of the table.
+            types, payload: numbers of the rows, and their updates.
+            may_assign: returns for each row whether a value may be assigned to it; None for all.
+        """
         table, layout = self._find(name), BlockLayout(types)
         count = layout.types[0][1][0] if layout.types and layout.types[0][1] else 0
         if layout.types != table.type.update_types(count) or layout.size_bytes != payload.size:
             raise RefusalError("type", f"{name} has rows of {table.type.dtype}{table.type.shape}")
-        table.update(*layout.views(payload))
+        ids, update = layout.views(payload)
+        if may_assign is not None and table.type.optimizer.name == "assign":
+            is_kept = may_assign(ids)
+            ids, update = ids[is_kept], update[is_kept]
+        table.update(ids, update)
         return table
 
     def saved(self, *, on_disk: bool) -> dict[str, SavedTable]:

@@ -425,3 +425,20 @@ def test_a_refused_write_that_arrives_once_more_is_not_taken_for_the_next():
     for message, payload in sent:
         deliver(message, payload)
     assert counts(writer, "a")[0].tolist() == one_hot(2).tolist()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_rows_that_are_assigned_again_keep_the_latest_values(order):
+    network = Network(0, faults=0.0)
+    clients = [client(network) for _ in range(2)]
+    kind = TableType(WRITES, [2], "float64", 0.0, 0, RowOptimizer("assign"))
+    for number, each in enumerate(clients):
+        each.create("table", "create table", BlockLayout([]), [], rule=kind.packed())
+        ids, types = np.array([number, 2]), kind.update_types(2)
+        row = ("table", "rows", BlockLayout(types), [ids, np.full((2, 2), number + 1)])
+        each.write(*row, types=types)
+    network.crash()
+    for index in order:
+        clients[index].keep(1e6)
+    _, data = clients[0].rows("table", np.arange(3))
+    assert kind.layout(3).views(data)[0][:, 0].tolist() == [1, 2, 2]
