@@ -69,7 +69,7 @@ class Link:
         self._deadline_seconds = deadline_seconds
         self.lock = threading.RLock()
         self._has_received = threading.Condition(self.lock)
-        self._is_receiving = False  # Whether a thread receives.
+        self._receiver = 0  # The thread that receives; 0 for none.
         self._channel: Channel | None = None
         self._pid, self._heard = os.getpid(), time.monotonic()
         self._replies: dict[int, list[Message]] = {}  # That somebody waits for.
@@ -158,20 +158,21 @@ class Link:
 
     def _receive(self, seconds: float) -> None:
         """Takes the messages that have arrived; waits for one if there is none."""
-        channel = self._used()
-        with self._has_received:
-            if self._is_receiving:
-                self._has_received.wait(seconds)
-                return
-            self._is_receiving = True
+        channel, thread = self._used(), threading.get_ident()
         try:
+            with self._has_received:
+                if self._receiver not in (0, thread):  # Ctrl-C may have left this thread there.
+                    self._has_received.wait(seconds)
+                    return
+                self._receiver = thread
             if not self._take_arrived(channel) and seconds:
                 channel.wait(seconds)
                 self._take_arrived(channel)
         finally:
             with self._has_received:
-                self._is_receiving = False
-                self._has_received.notify_all()
+                if self._receiver == thread:
+                    self._receiver = 0
+                    self._has_received.notify_all()
 
     def _take_arrived(self, channel: Channel) -> bool:
         """Takes the messages that have arrived. Returns whether there was one."""

@@ -175,3 +175,40 @@ def test_a_killed_client_comes_back_at_once(served):
             again.close()
         finally:
             os.kill(fork, signal.SIGKILL)
+
+
+def interrupted(call, function, number):
+    """Makes a call that Ctrl-C interrupts at a line of a function. Returns whether it came there."""
+    left = [number]
+
+    def trace(frame, event, _):
+        if frame.f_code is not function.__code__:
+            return trace if event == "call" else None
+        left[0] -= event == "line"
+        if left[0] < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_ctrl_c_at_any_moment_of_a_wait_leaves_a_session_that_goes_on(served):
+    with served.session(deadline=10) as session:
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        add(state, 1.0)
+        count, number = 1, 0
+        while interrupted(lambda: state.value, connection.Connection._receive, number):
+            number += 1
+            add(state, 1.0)
+            count += 1
+            np.testing.assert_array_equal(state.value, count)
+        assert number > 10
+    session.close()

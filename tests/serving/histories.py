@@ -97,7 +97,13 @@ class Recorder:
         self.path, self.staleness, self.is_killed = path, staleness, False
         command = (*under, "tests/serving/histories.py")
         self.child = Child(path.parent, *command, path, address, name, first, count, staleness)
-        self.child.wait_until(path.exists)
+
+        def has_begun():
+            if under and not self.child.is_running():
+                path.touch()  # It was killed before.
+            return path.exists()
+
+        self.child.wait_until(has_begun)
 
     def kill(self):
         self.is_killed = True

@@ -50,8 +50,11 @@ class Child:
 
     def wait_until(self, is_ready):
         limit = time.monotonic() + LIMIT_SECONDS
-        while not is_ready():
-            assert self.is_running() and time.monotonic() < limit, self.printed()
+        while True:
+            was_running = self.is_running()
+            if is_ready():
+                return
+            assert was_running and time.monotonic() < limit, self.printed()
             time.sleep(0.005)
 
     def end(self):
