@@ -178,7 +178,7 @@ def test_a_killed_client_comes_back_at_once(served):
 
 
 def interrupted(call, function, number):
-    """Makes a call that Ctrl-C interrupts at a line of a function. Returns whether it came there."""
+    """Makes a call that Ctrl-C interrupts at a line of a function. Returns whether it was there."""
     left = [number]
 
     def trace(frame, event, _):
