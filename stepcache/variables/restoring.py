@@ -242,6 +242,10 @@ def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) 
     if not rows and not partial:
         hint = "restore(..., partial=True) restores what both have"
         rows += [(leaf.path, f"{kind_of(leaf)}", "no such leaf") for leaf in absent]
+        if more and not rows and {name[0] for name in more}.isdisjoint(name[0] for name in names):
+            others = ", ".join(f"{item}=" for item in dict.fromkeys(name[0] for name in more))
+            what = f"{path} holds more than is to be restored"
+            hint = f"name it too ({others}), or restore(..., partial=True) leaves it out"
         rows += [("/".join(name), "no such leaf", f"{stored.kinds[name]}") for name in more]
     for where, expected, got in rows:
         raise VariablesError(what, where=where, expected=expected, got=got, hint=hint)
