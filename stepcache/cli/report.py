@@ -65,6 +65,8 @@ def report(
         if not every:
             break
         time.sleep(every)
+    if one is None and run == runs.LATEST:
+        return Result({}, error=f"No run has used {directory} yet.")
     if one is None:
         hint = "stepcache report --list shows all"
         return Result({}, error=f"{directory} has no run {run!r}: {hint}.")

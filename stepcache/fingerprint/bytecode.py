@@ -17,7 +17,7 @@ _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # They stand between the instructions that matter, and change nothing about the value on the stack.
-_TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL"})
+TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL"})
 
 # Code that names one of these may read attributes that it does not name.
 DYNAMIC_ACCESS = frozenset(
@@ -113,9 +113,10 @@ def names_of(code: CodeType) -> Names:
 def _collect(code: CodeType, names: Names, outer_locals: set[str]) -> None:
     names.codes.append(code)
     own_cells = outer_locals | set(code.co_cellvars)
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in _TRANSPARENT]
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in TRANSPARENT]
     keywords = _keywords(code.co_consts, instructions)
-    names.attributes.update(code.co_names, *keywords)
+    compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
+    names.attributes.update({*code.co_names} - compared, *keywords)
     names.accessed.update(code.co_names)
     constants = tuple(each for each in code.co_consts if not any(each is k for k in keywords))
     _collect_constants(constants, names, own_cells)
@@ -162,6 +163,36 @@ def _keywords(constants: tuple, instructions: list[dis.Instruction]) -> list[tup
         is_call = instruction.opname == "KW_NAMES" or after == "CALL_KW"  # Until 3.12, and later.
         (keywords if is_call and isinstance(constant, tuple) else others).append(constant)
     return [each for each in keywords if not any(each is other for other in others)]
+
+
+_CLASS_OF = frozenset(("type", "__class__"))
+_SINGLE_LOADS = ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST_BORROW")
+
+
+def _only_compares(instructions: list[dis.Instruction], name: str) -> bool:
+    """Whether code asks for the class of objects only to compare or to name it.
+
+    As the methods that `dataclasses` generates do: `other.__class__ is self.__class__`. So no
+    instance is made of it.
+    """
+    for index, instruction in enumerate(instructions):
+        if instruction.argval != name or not instruction.opname.startswith("LOAD_"):
+            continue
+        following = instructions[index + 1 : index + 6]
+        if name == "type":  # The class is there when it has been called, with one variable.
+            called = [(i.opname, i.arg) for i in following[1:2]] == [("CALL", 1)]
+            if instruction.opname not in _GLOBAL or not called:
+                return False
+            following = following[2:]
+        if following and following[0].argval in ("__name__", "__qualname__"):
+            continue
+        if following and following[0].opname in _SINGLE_LOADS:  # What it is compared with.
+            following = following[1:]
+            if following and following[0].argval == "__class__":
+                following = following[1:]
+        if not following or following[0].opname not in ("IS_OP", "COMPARE_OP"):
+            return False
+    return True
 
 
 def _chain(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:

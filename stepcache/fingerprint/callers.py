@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import enum
 import functools
 import inspect
@@ -22,7 +23,7 @@ FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "e
 # Modules of Python that call functions written in C for their own ends alone.
 _CALL_FOR_THEMSELVES = frozenset(
     module.__file__
-    for module in (collections, contextlib, enum, functools, inspect, typing, weakref)
+    for module in (collections, contextlib, dataclasses, enum, functools, inspect, typing, weakref)
 )
 _BYSTANDERS = ("/logging", "/warnings.py", "/linecache.py", "/traceback.py", "/abc.py")
 _LISTENERS = ("/logging/__init__.py", "/jax/_src/monitoring.py", "/stepcache/events.py")

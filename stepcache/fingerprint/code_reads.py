@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 import threading
 import types
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from stepcache.fingerprint.bytecode import TRANSPARENT
 from stepcache.fingerprint.provenance import INSTALLED, origin_of_file
 
 
@@ -19,12 +22,26 @@ class Reads(NamedTuple):
         names: what it reads of these and of others, by module, with spaces between.
         attributes: all names and strings in it: what it may read of any object.
         asked_for: those that it may ask of objects which do not have them.
+        by_code: what each of them reads.
     """
 
     modules: list[str]
     names: dict[str, str]
     attributes: frozenset[str]
     asked_for: frozenset[str]
+    by_code: tuple[_Read, ...]
+
+    def of_others(self, names: Iterable[str]) -> set[str]:
+        """Those among some names that code may read of an object of the user's."""
+        return {
+            name
+            for name in names
+            if name in self.attributes
+            and any(
+                name in each.attributes and _may_be_of_the_users(each.code, each.module, name)
+                for each in self.by_code
+            )
+        }
 
 
 class _Read(NamedTuple):
@@ -70,7 +87,7 @@ def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType])
         return _together[key][1]
 
 
-_NOTHING = Reads([], {}, frozenset(), frozenset())
+_NOTHING = Reads([], {}, frozenset(), frozenset(), ())
 
 
 def _put_together(reads: list[_Read]) -> Reads:
@@ -83,6 +100,7 @@ def _put_together(reads: list[_Read]) -> Reads:
         {owner: " ".join(sorted(each)) for owner, each in sorted(names.items())},
         frozenset().union(*(read.attributes for read in reads)),
         frozenset().union(*(read.asked_for for read in reads)),
+        tuple(reads),
     )
 
 
@@ -103,6 +121,41 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
 
 
 _ASKING = frozenset(("getattr", "hasattr"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) -> bool:
+    """Whether code that has this name, or string, may read such an attribute of a user's object.
+
+    It does not where it reads a global, an attribute of an installed module, or one of `self` in a
+    class of JAX, such as the `start_time` with which JAX measures how long it traces: of an object
+    whose class inherits from JAX's, all attributes are noted.
+    """
+    if name in code.co_consts:
+        return True
+    space = vars(sys.modules[module]) if module in sys.modules else {}
+    owners = {each for each, value in space.items() if type(value) is types.ModuleType}
+    is_jax = module is not None and module.partition(".")[0] == "jax"
+    is_method = is_jax and code.co_varnames[: code.co_argcount][:1] == ("self",)
+    is_own = False
+    for instruction in dis.get_instructions(code):
+        operation, argument = instruction.opname, instruction.argval
+        if operation in TRANSPARENT:
+            continue
+        written = argument if isinstance(argument, tuple) else (argument,)  # Two in one.
+        if is_method and operation.startswith("STORE_FAST") and "self" in written:
+            return True
+        is_known = is_own and not instruction.is_jump_target  # As of `(it or self).name`.
+        if argument == name and operation not in _NO_ATTRIBUTE and not is_known:
+            return True
+        is_module = operation == "LOAD_GLOBAL" and argument in owners
+        is_own = is_module or (is_method and operation[:9] == "LOAD_FAST" and argument == "self")
+    return False
+
+
+_NO_ATTRIBUTE = frozenset(
+    "LOAD_GLOBAL LOAD_NAME STORE_ATTR STORE_GLOBAL IMPORT_NAME LOAD_FAST STORE_FAST".split()
+)
 
 
 def _modules_by_file() -> dict[str, str]:

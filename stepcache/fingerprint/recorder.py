@@ -239,7 +239,8 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         opened_files.watch_before_call(function, owner)
         suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
         if known.__module__ in suspects:
-            _call(function, frame)
+            if calls_matter(frame.f_code.co_filename):
+                _call(function, frame)
         else:
             see(known, known.__module__ in ("builtins", "jaxlib", "numpy"))
 

@@ -180,7 +180,7 @@ class Lookup:
         """What a trace used."""
         reads = reads_of(recording.entered.values(), recording.of_jax)
         waiting = self._walk().waiting(set(recording.entered.values()))
-        named = (waiting | self._attributes) & reads.attributes
+        named = reads.of_others(waiting) | (self._attributes & reads.attributes)
         return Used(
             sorted(reads.asked_for | named),
             reads.modules,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def read_leaves(
                 stored = _Stored(path, checkpointer.metadata(path), asked)
             heads = {name[0] for name in stored.kinds}
             found = [x for x in leaves if ":" not in x.name[0] or x.name[0] in heads]
-            _check_same(path, stored, found, partial)
+            _check_same(path, stored, found, partial, asked)
             with damage_as_error(path, *_UNREADABLE):
                 return stored.read(checkpointer, found), stored.about
 
@@ -136,7 +137,7 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
                 # Updates for an optimizer may be of other types than the value.
                 leaves[name, part] = [*map(stored.typed, found)] if part == "pending" else found
         every = [leaf for each in leaves.values() for leaf in each]
-        _check_same(path, stored, every, partial)
+        _check_same(path, stored, every, partial, items)
         with damage_as_error(path, *_UNREADABLE):
             read = stored.read(checkpointer, every)
     restored = dict(items)
@@ -228,7 +229,9 @@ class _Stored:
         }
 
 
-def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) -> None:
+def _check_same(
+    path: Path, stored: _Stored, leaves: list[Leaf], partial: bool, items: Collection[str]
+) -> None:
     """Raises `VariablesError` unless the leaves to restore are those that are stored."""
     what, hint = f"another value was stored in {path}", None
     names = {leaf.name for leaf in leaves}
@@ -242,6 +245,12 @@ def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], partial: bool) 
     if not rows and not partial:
         hint = "restore(..., partial=True) restores what both have"
         rows += [(leaf.path, f"{kind_of(leaf)}", "no such leaf") for leaf in absent]
+        others = dict.fromkeys(name[0] for name in more if name[0].partition(":")[0] not in items)
+        if others and not rows:
+            what = f"{path} holds more than is to be restored"
+            asked = ", ".join(f"{item}=" for item in others)
+            hint = f"name it too ({asked}), or restore(..., partial=True) leaves it out"
+            more = [name for name in more if name[0] in others]
         rows += [("/".join(name), "no such leaf", f"{stored.kinds[name]}") for name in more]
     for where, expected, got in rows:
         raise VariablesError(what, where=where, expected=expected, got=got, hint=hint)

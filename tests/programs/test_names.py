@@ -6,6 +6,7 @@ from types import CodeType
 import pytest
 
 from stepcache.fingerprint.bytecode import Read, code_digest, names_of
+from stepcache.fingerprint.code_reads import _may_be_of_the_users
 
 
 def compiled(source, name="f", filename="x.py"):
@@ -116,3 +117,41 @@ def test_the_order_of_a_constant_set_does_not_count():
     one = compiled("def f(x): return x in {'a', 'b', 'c', 'd'}")
     other = compiled("def f(x): return x in {'d', 'c', 'b', 'a'}")
     assert code_digest(one) == code_digest(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "makes"),
+    [
+        ("type(x) is n", False),
+        ("x.__class__ is n.__class__", False),
+        ("type(x).__name__, x.__class__.__qualname__", False),
+        ("n.type(x) is n", True),
+        ("type(x)(n)", True),
+        ("x.__class__(n) is n", True),
+        ("(type(x) is n, type(x))", True),
+        ("n(x.__class__, n.__name__)", True),
+        ("(x.__class__, n.__class__ is n)", True),
+    ],
+)
+def test_a_class_that_is_only_compared_or_named_makes_no_instance(text, makes):
+    found = names_of(compiled(f"def f(x, n): return {text}")).attributes
+    assert found.isdisjoint(("type", "__class__")) != makes
+
+
+@pytest.mark.parametrize(
+    ("text", "module", "may_be"),
+    [
+        ("self.rate", "jax._src.core", False),
+        ("self.rate", "optax", True),  # Its methods may have been put into a class of the user's.
+        ("x.rate", "jax._src.core", True),
+        ("(x or self).rate", "jax._src.core", True),
+        ("[self := x, self.rate]", "jax._src.core", True),
+        ("getattr(x, 'rate')", "jax._src.core", True),
+        ("rate(x)", "optax", False),
+        ("config.rate", "jax._src.core", False),
+    ],
+)
+def test_which_attributes_of_the_users_objects_installed_code_may_read(text, module, may_be):
+    body = compiled(f"class C:\n    def f(self, x): return {text}", "C")
+    (code,) = (each for each in body.co_consts if isinstance(each, CodeType))
+    assert _may_be_of_the_users(code, module, "rate") == may_be

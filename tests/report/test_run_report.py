@@ -257,7 +257,7 @@ def test_all_ranks_of_a_pod(tmp_path, form):
 def test_no_run(tmp_path, form):
     for directory in (tmp_path / "none", tmp_path):
         result = run("--dir", directory, "--format", form, code=1)
-        assert "has no run 'last'" in result.stderr and not result.stdout
+        assert "No run has used" in result.stderr and not result.stdout
     assert "No run has used" in run("--list", "--dir", tmp_path).stdout
 
 

@@ -434,6 +434,14 @@ def test_items_are_saved_and_restored_together(tmp_path):
     assert params.version == 2
 
 
+def test_an_item_that_is_not_asked_for_is_named(tmp_path):
+    state = {"w": np.ones(3, np.float32)}
+    sc.save(tmp_path / "saves", state=state, step=7, keep=2)
+    with pytest.raises(sc.VariablesError, match=r"holds more than(?s:.*)name it too \(step=\)"):
+        sc.restore(tmp_path / "saves", state=state)
+    same(sc.restore(tmp_path / "saves", state=state, partial=True), {"state": state})
+
+
 def test_a_restore_that_fails_changes_nothing(tmp_path):
     a, b = sc.Variables(np.ones(3)), sc.Variables(np.ones(3), write=ADAM)
     sc.save(tmp_path / "saved", a=a, b=np.ones(4))

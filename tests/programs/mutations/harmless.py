@@ -39,6 +39,39 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_name_of_an_attribute_of_jax",  # Of the one that measures how long it traces.
+        """
+        class Trainer:
+            def __init__(self): self.start_time, self.rate = «1.0¦2.0», 3.0
+            def run(self, x): return x * self.rate
+        step = Trainer().run
+        """,
+    ),
+    _kind(
+        "harmless_constructor_beside_a_dataclass",  # Whose methods compare classes, and name them.
+        """
+        import dataclasses, time
+        @dataclasses.dataclass(frozen=True)
+        class Config: rate: float = 3.0
+        class Trainer:
+            def __init__(self): self.config, self.started = Config(), [time.time(), «1¦2»]
+            def run(self, x): return x * self.config.rate
+        step = Trainer().run
+        """,
+    ),
+    _kind(
+        "harmless_repr_of_a_dataclass",  # Which asks for its thread, in case that it is in itself.
+        """
+        import dataclasses
+        @dataclasses.dataclass
+        class Config: rate: float = 3.0
+        config = Config()
+        def step(x):
+            f"{config}"
+            return x * «3¦(2 + 1)» / config.rate
+        """,
+    ),
+    _kind(
         "harmless_order_of_functions",
         """
         «def a(x): return x * 2
