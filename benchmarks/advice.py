@@ -143,11 +143,11 @@ def placed(devices: int, value: tuple[int, int], kind: str, steps: int) -> list[
 
         def loop(count: int) -> float:
             seconds = 0.0
-            for number in range(count):
-                if step is not train and number % between == between - 1:
-                    with writer:
-                        value.assign(tree)
-                with reader:
+            with reader:
+                for number in range(count):
+                    if step is not train and number % between == between - 1:
+                        with writer:
+                            value.assign(tree)
                     seconds += waited(step, value, x)
             return seconds / count
 

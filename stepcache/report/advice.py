@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import jax
 from stepcache.calls.residence import Use
 from stepcache.engine import Engine
 from stepcache.errors import OptionError
-from stepcache.report.policy_costs import PolicyCosts, Reads, costs_of
+from stepcache.report.explanation import explain
+from stepcache.report.policy_costs import PlacedCosts, PolicyCosts, Reads, costs_of
 from stepcache.sharding import current_reader
 from stepcache.units import counted, readable_bytes, readable_seconds
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
@@ -22,8 +24,9 @@ from stepcache.variables.policy import OnHost, Placement, Read, Write
 from stepcache.variables.variables import Variables
 from stepcache.variables.wire import ERROR_BOUNDS
 
-_RUNS, _RUN_SECONDS = 5, 1.0
+_RUNS, _LEAST_SECONDS = 6, 0.3
 _CLOSE = 1.02  # Predictions that differ by less are not told apart.
+_QUICK_SECONDS = 10.0
 _LEAST_SHARE = 0.05  # Of a step that is no transfer, whatever the links were measured to take.
 
 
@@ -126,8 +129,10 @@ def advise(
         print(sc.advise(train_step, params, batch))
 
     The links between host and devices are measured once for each machine, which takes some seconds,
-    and kept in the cache directory; a host of served variables is asked for the value a few times.
-    The step runs a few times on copies of its arguments: its callbacks run, too.
+    and kept in the cache directory; for served variables so are reads and pushes, on a server of
+    the same engine that is started for that.
+    The step runs a few times on copies of its arguments: its callbacks run, too. One that is built
+    in less than 10 s is built once more, for variables that are on the devices.
 
     Args:
         step: a step.
@@ -166,20 +171,14 @@ def advise(
         costs_of(each, Reads(number < use.carried, readers, writes_every))
         for number, each in enumerate(use.variables)
     ]
-    if step_seconds is None:
-        step_seconds = _seconds_of(step, args, kwargs)
-        # The copies of served variables are resident.
-        now = sum(each.now(0.0) for each in costs if not each.is_served)
-    else:
-        now = sum(each.now(0.0) for each in costs)
-    computing = max(step_seconds - now, _LEAST_SHARE * step_seconds)
-    step_seconds = computing + sum(each.now(computing) for each in costs)
+    computing, now = _measured(step, engine, args, kwargs, costs, step_seconds)
     choices = []
     for each in costs:
         others = computing + sum(other.now(computing) for other in costs if other is not each)
-        found = (_choice(each, *policies, others) for policies in each.policies())
+        found = [_choice(each, *policies, others) for policies in each.policies()]
+        found = [replace(choice, seconds=now) if choice.is_current else choice for choice in found]
         choices += sorted(found, key=lambda choice: choice.seconds)
-    return Advice(engine.spec.name, step_seconds, tuple(choices), _told(costs, readers))
+    return Advice(engine.spec.name, now, tuple(choices), _told(costs, readers))
 
 
 def _choice(
@@ -195,28 +194,71 @@ def _choice(
     return Choice(name, *policies, others + seconds, moved, held, lost, is_current=now)
 
 
-def _seconds_of(step: Any, args: tuple, kwargs: dict[str, Any]) -> float:
-    """The median time of calls on copies of the arguments."""
+# ---- what the step takes ------------------------------------------------------------------------
 
-    def copied(leaf: Any) -> Any:
-        return leaf.copy() if isinstance(leaf, jax.Array | Variables) else leaf
 
-    kept, times = jax.tree.map(copied, (args, kwargs)), []
-    for number in range(_RUNS):
+def _measured(
+    step: Any,
+    engine: Engine,
+    args: tuple,
+    kwargs: dict[str, Any],
+    costs: Sequence[PolicyCosts],
+    step_seconds: float | None,
+) -> tuple[float, float]:
+    """The seconds of a step that reads nothing, and of one as it is now.
+
+    If programs of the step are built quickly, one that takes its variables where they are is timed
+    too. Otherwise what reads take is subtracted.
+    """
+    served = sum(each.now(0.0) for each in costs if each.is_served)
+    placed = [each for each in costs if isinstance(each, PlacedCosts)]
+    if step_seconds is None:
+        now = _seconds_of(step, args, kwargs, Variables.copy)
+        built = sum(explain(engine, args, kwargs).build_seconds or (math.inf,))
+        if built < _QUICK_SECONDS and engine.scope().on_miss == "compile":
+            alone = _seconds_of(step, args, kwargs, _resident)
+            more = max(0.0, _seconds_of(step, args, kwargs, _kept) - alone)
+            for each in placed:
+                each.kept_seconds = more / len(placed)
+            return alone, now + served
+    else:
+        now = step_seconds - served
+    alone = max(now - sum(each.now(0.0) for each in placed), _LEAST_SHARE * now)
+    return alone, now + served
+
+
+def _resident(variables: Variables) -> Variables:
+    if not isinstance(variables.placement, OnHost):
+        return variables.copy()
+    return Variables(variables.value, placement=variables.placement.on_device)
+
+
+def _kept(variables: Variables) -> Variables:
+    on_device = variables.placement
+    there = on_device if isinstance(on_device, OnHost) else OnHost(on_device=on_device)
+    return Variables(variables.value, placement=there, read=Read(cache="device"))
+
+
+def _seconds_of(
+    step: Any, args: tuple, kwargs: dict[str, Any], copied: Callable[[Variables], Variables]
+) -> float:
+    """The mean time of calls on copies of the arguments."""
+
+    def copy_of(leaf: Any) -> Any:
+        return copied(leaf) if isinstance(leaf, Variables) else leaf
+
+    kept, times = jax.tree.map(copy_of, (args, kwargs)), []
+    is_alone = jax.process_count() == 1  # Processes of a pod run it as often as each other.
+    while len(times) < _RUNS or (is_alone and sum(times) < _LEAST_SECONDS):
         # Arrays may be donated; variables stay, and with them the copies that they keep.
         given, named = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, kept)
         jax.block_until_ready((given, named))
         started = time.perf_counter()
-        out = step(*given, **named)
-        jax.block_until_ready([x for x in jax.tree.leaves(out) if not isinstance(x, Variables)])
-        for each in jax.tree.leaves((given, named)):
-            if isinstance(each, Variables):
+        for each in jax.tree.leaves(step(*given, **named)):
+            if isinstance(each, jax.Array | Variables):
                 each.block_until_ready()
-        if number > 1:  # The first one may compile.
-            times.append(time.perf_counter() - started)
-        if sum(times) > _RUN_SECONDS and jax.process_count() == 1:
-            break  # Processes of a pod run it as often as each other.
-    return statistics.median(times)
+        times.append(time.perf_counter() - started)
+    return statistics.fmean(times[len(times) // 2 :])  # The first ones compile, and settle.
 
 
 def _told(costs: Sequence[PolicyCosts], readers: float) -> tuple[str, ...]:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import jax
-from jax.sharding import PartitionSpec
-
+from stepcache.serving.measuring import served_times
 from stepcache.serving.served import Served
-from stepcache.sharding import Rules, parts_along
 from stepcache.variables.link_measuring import link_times
 from stepcache.variables.link_times import ROUTES, LinkTimes
-from stepcache.variables.masters import InHostMemory, Reader
-from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
-from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Sharded, Write
+from stepcache.variables.masters import InHostMemory
+from stepcache.variables.plan import HOST_LINK, SERVER_LINK
+from stepcache.variables.policy import OnHost, Placement, Read, Write
 from stepcache.variables.routes import Route
 from stepcache.variables.shares import HostLayout, host_layout
-from stepcache.variables.transfer import Meter
 from stepcache.variables.variables import Variables
 
 Costs = tuple[float, dict[str, float]]
@@ -33,7 +27,6 @@ _WIRES: tuple[Literal["bf16", "int8"], ...] = ("bf16", "int8")
 _KEPT: tuple[Literal["device"] | None, ...] = (None, "device")
 _LATE, _EVERY = (1, 4, 16), (4, 16)
 _FEWEST_READS = 4  # After which past reads and writes say how often there are some.
-_PROBES = 5
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,12 @@ def _seen_between(variables: Variables) -> float:
 
 
 class PlacedCosts(PolicyCosts):
-    """Of variables whose master copy is on the devices, or in host memory of this process."""
+    """Of variables whose master copy is on the devices, or in host memory of this process.
+
+    Attributes:
+        kept_seconds: what a step takes longer that finds a copy on the devices, and writes what it
+            carries to the host, than one that takes the master copy; None if it was not measured.
+    """
 
     def __init__(self, variables: Variables, reads: Reads):
         super().__init__(variables, reads)
@@ -140,14 +138,12 @@ class PlacedCosts(PolicyCosts):
             else:
                 self._split += size
         self._devices = mesh.devices.size if mesh is not None else 1
+        self.kept_seconds: float | None = None
 
     def policies(self) -> Iterator[Policies]:
         placement, read, write = self.policies_now
         on_host = placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
         found = [(placement, read), (on_host.on_device, Read())]
-        if self._is_divisible() and isinstance(on_host.on_device, Replicated):
-            axes = tuple(self.variables._mesh.axis_names)  # type: ignore[union-attr]
-            found.append((Sharded(Rules([("", PartitionSpec(axes))])), Read()))
         reads = [Read(cache=cache, route=each) for cache in _KEPT for each in self._routes(cache)]
         reads.append(Read(prefetch=True))
         if not self._reads.carried:
@@ -170,40 +166,24 @@ class PlacedCosts(PolicyCosts):
         """What the master copy would be under another policy."""
         return InHostMemory(self.variables._master.packed, self._layout, read)
 
-    def _is_divisible(self) -> bool:
-        mesh = self.variables._mesh
-        if mesh is None or mesh.devices.size == 1:
-            return False
-        parts = parts_along(mesh, tuple(mesh.axis_names))
-        return all(
-            slot.shape and slot.shape[0] % parts == 0 for slot in self.variables._layout.slots
-        )
-
     def _between_fetches(self, late: int) -> float:
         # Each step compares versions, so that a copy is late from the first write on.
         return self.between * (late // self.between + 1)
 
     def held_bytes(self, placement: Placement, read: Read) -> int:
         split = -(-self._split // self._devices)
-        if isinstance(placement, Sharded) and not self._split:
-            return -(-self._whole // self._devices)
         kept = not isinstance(placement, OnHost) or read.cache or read.prefetch
         return self._whole + split if kept else 0
 
     def of(self, placement: Placement, read: Read, write: Write, computing: float) -> Costs:
-        readers, times, buffers = self._reads.readers, self._times, len(self._layout.on_device)
-        if isinstance(placement, Replicated) or (isinstance(placement, Sharded) and self._split):
+        carried, times, buffers = self._reads.carried, self._times, len(self._layout.on_device)
+        if not isinstance(placement, OnHost):
             return 0.0, {}
-        if isinstance(placement, Sharded):  # A program gathers what it takes.
-            gathers = readers * max(
-                0.0, times.of("gather", self._whole) - times.of("split", self._whole)
-            )
-            return gathers, {DEVICE_LINK: readers * (self._devices - 1) * self._whole}
         master = self._master(read)
         route: Route = master._exact_route if self._reads.carried else master._coded_route
         operation = route.name if route.wire is None else f"gather {route.wire}"
         if master._crosses_in_program:
-            operation = "program"
+            operation = "carry" if carried else "program"
         elif read.prefetch:
             operation = "ahead"
         fetch = times.of(operation, self._whole, buffers) if self._whole else 0.0
@@ -212,28 +192,29 @@ class PlacedCosts(PolicyCosts):
         fetches = self.fetches(read)
         seconds = fetches * fetch
         if read.prefetch:  # Where the value is written meanwhile, it is read again.
-            again = 0.0 if self._reads.carried else 1 / self.between
+            again = 0.0 if carried else 1 / self.between
             seconds = fetches * max(0.0, fetch - times.overlap * computing) + again * fetch
             fetches += again
         moved = {link: fetches * size for link, size in route.link_bytes}
-        if self._reads.carried:
-            seconds += times.of("write", self._whole + self._split, buffers)
+        if operation not in ("carry", "program"):
+            written = times.of("write", self._whole + self._split, buffers) if carried else 0.0
+            seconds += written if self.kept_seconds is None else self.kept_seconds
+        if carried:
             moved[HOST_LINK] = moved.get(HOST_LINK, 0) + self._layout.write_bytes
         return seconds, moved
 
 
 class ServedCosts(PolicyCosts):
-    """Of variables that another process holds. Its host is asked for the value a few times."""
+    """Of variables that another process holds."""
 
     is_served = True
 
     def __init__(self, variables: Variables, reads: Reads):
         super().__init__(variables, reads)
         self._probes = {wire: self._probe(Read(wire=wire)) for wire in (None, *_WIRES)}
-        self._fetch = {wire: _seconds(probe) for wire, probe in self._probes.items()}
-        self._check = _seconds(self._probe(Read(cache="device")))
-        self._place = max(0.0, _seconds(self._probe(Read(cache="host"))) - self._check)
-        self.measured = f"its host was asked {_PROBES} times under each policy"
+        self._times = served_times(variables._master._source.address)  # type: ignore[union-attr]
+        day = self._times.measured.partition("T")[0]
+        self.measured = f"{self._times.machine}, was measured on {day}"
 
     def _probe(self, read: Read) -> Served:
         """Another reader of the value, with a policy of its own."""
@@ -270,26 +251,21 @@ class ServedCosts(PolicyCosts):
         probe, readers = self._probes[read.wire], self._reads.readers
         fetches, size = self.fetches(read), probe._read_coding.size_bytes
         asks = readers / (read.max_staleness + 1)
-        seconds = fetches * self._fetch[read.wire] + max(0.0, asks - fetches) * self._check
+        checks = max(0.0, asks - fetches)
+        fetch = self._seconds("fetch", read.wire)
+        if read.prefetch:  # Each step starts a read, and waits for the rest of it.
+            seconds = readers * self._seconds("ahead") + fetches * max(0.0, fetch - computing)
+        else:
+            seconds = fetches * fetch + checks * self._seconds("check")
         placed = readers if read.cache == "host" else fetches
-        seconds += (placed - fetches) * self._place
-        if read.prefetch:
-            seconds = max(self._check, seconds - computing)
+        seconds += (placed - fetches) * self._seconds("place")
         moved = {SERVER_LINK: fetches * size, HOST_LINK: placed * probe._host_bytes}
         sent = 1.0 if self._reads.carried else 1 / write.every if self._pushes() else 0.0
-        # A write is taken to last as long as a read of as many bytes.
-        seconds += sent * self._fetch[write.wire]
+        seconds += sent * self._seconds("push", write.wire)
         moved[SERVER_LINK] += sent * self._probes[write.wire]._read_coding.size_bytes
         moved[HOST_LINK] += sent * self._probes[None]._read_coding.size_bytes
         return seconds, moved
 
-
-def _seconds(probe: Served) -> float:
-    """The median time of reads of a step."""
-    times, reader = [], Reader(None)
-    for _ in range(_PROBES + 1):
-        started = time.perf_counter()
-        probe._source.read_together([(probe, reader)], values=True)
-        jax.block_until_ready(probe.take(reader, Meter()).buffers)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    def _seconds(self, operation: str, wire: str | None = None) -> float:
+        name = f"{operation} {wire}" if wire else operation
+        return self._times.of(name, self.variables.nbytes)

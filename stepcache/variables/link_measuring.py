@@ -6,7 +6,6 @@ trivial program with the transfer, less that of the program alone.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import math
 import statistics
@@ -19,11 +18,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from stepcache.sharding import Placer, Rules, processes_of
-from stepcache.variables.link_times import ROUTES, LinkTimes, keep, kept_times, machine_of
+from stepcache.variables.link_times import ROUTES, LinkTimes, keep, kept_times, machine_of, today
 from stepcache.variables.masters import hold
 from stepcache.variables.packing import Packed
 from stepcache.variables.policy import OnHost, Placement, Read, Sharded
 from stepcache.variables.routes import Route
+from stepcache.variables.shares import HostLayout
 from stepcache.variables.transfer import Meter, write
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
@@ -87,8 +87,7 @@ def _measured(machine: str, placer: Placer | None, routes: Sequence[str] = ROUTE
         for size in SIZES
         for operation, took in _operations(placer, [size], routes, wires).items()
     }
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    times = LinkTimes(machine, now, seconds, {}, _overlap(placer))
+    times = LinkTimes(machine, today(), seconds, {}, _overlap(placer))
     several = _operations(placer, [_LEAF_BYTES] * _LEAVES, routes, wires)
     for operation, took in several.items():
         more = took - times.of(operation, _LEAVES * _LEAF_BYTES)
@@ -110,6 +109,7 @@ def _operations(
         for name, route in reads.items()
     }
     runs["program"] = lambda: layout.read(list(packed.buffers))
+    runs["carry"] = functools.partial(_carried, layout, list(packed.buffers))
     ahead = reads["fanout" if "fanout" in routes else "gather"]
     runs["ahead"] = lambda: _looked_at(ahead.read(packed, Meter(), ahead=True))
     if placer is not None:
@@ -125,6 +125,13 @@ def _operations(
 def _master(placer: Placer | None, sizes: Sequence[int], placement: Any = None) -> Any:
     tree = [np.ones(size // 4, np.float32) for size in sizes]
     return hold("links", tree, placement or OnHost(), placer, Read(), Meter())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _carried(layout: HostLayout, buffers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """A program that reads a value, changes it, and writes it back."""
+    leaves = layout.unpack(buffers)  # Returned, so that XLA reads all of it on each device.
+    return leaves, layout.pack([each * 2 for each in leaves])
 
 
 def _corners(buffers: Sequence[Any]) -> list[Any]:

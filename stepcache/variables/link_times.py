@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import json
@@ -21,7 +22,7 @@ from stepcache.storage.private_files import default_directory, make_directory, r
 from stepcache.units import readable_seconds
 
 ROUTES = ("each", "fanout", "gather")
-OPERATIONS = (*ROUTES, "gather bf16", "gather int8", "program", "split", "ahead", "write")
+OPERATIONS = (*ROUTES, "gather bf16", "gather int8", "program", "carry", "split", "ahead", "write")
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class LinkTimes:
         machine: name of the host, its cores, and platform, kind and number of the devices.
         measured: the date, as ISO 8601 has it.
         seconds: by operation and bytes of the value, such as `gather 65536`. Operations are
-            the routes of a read; `program`, a read inside the program that takes the value;
-            `split`, a read of shards without a gather; `gather bf16` and `gather int8`, coded
-            reads; `ahead`, a read beside a running step; `write`, from the devices.
+            the routes of a read; `program`, a read inside the program that takes the value, and
+            `carry`, the same with a write back; `split`, a read of shards without a gather;
+            `gather bf16` and `gather int8`, coded reads; `ahead`, a read beside a running step;
+            `write`, from the devices.
         leaf_seconds: by operation, what each leaf beyond the first adds.
         overlap: the share of a read ahead that a step which computes hides, from 0 to 1.
     """
@@ -68,27 +70,37 @@ class LinkTimes:
         """The operations that were measured."""
         return frozenset(key.rpartition(" ")[0] for key in self.seconds)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all operations between one host and its devices were measured."""
+    def has(self, operations: Iterable[str]) -> bool:
+        """Returns whether operations were measured, each for several sizes."""
         try:
-            return all(len(self._times(each)) > 1 for each in OPERATIONS)
+            return all(len(self._times(each)) > 1 for each in operations)
         except ValueError:
             return False
+
+
+def today() -> str:
+    """Returns the date and time, as ISO 8601 has it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 # ---- which are known ----------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=64)
-def kept_times(machine: str) -> list[LinkTimes]:
-    """Returns the times of a machine, if there are any: a list to which they may be added."""
+def kept_times(machine: str, operations: tuple[str, ...] = OPERATIONS) -> list[LinkTimes]:
+    """Returns the times of a machine, if there are any: a list to which they may be added.
+
+    Args:
+        machine: name of the machine.
+        operations: that have to be among them.
+    """
     file = _file(machine)
     try:
         found = record_of(LinkTimes, json.loads(file.read_bytes())) if file else None
     except (OSError, ValueError):
         return []
-    return [found] if found is not None and found.machine == machine and found.is_whole else []
+    is_it = found is not None and found.machine == machine and found.has(operations)
+    return [found] if found is not None and is_it else []
 
 
 def fastest_route(

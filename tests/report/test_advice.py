@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 
 import stepcache as sc
 from stepcache.events import Moved
+from stepcache.serving import measuring
 from stepcache.variables import link_measuring, link_times
 from stepcache.variables.link_times import OPERATIONS, ROUTES, LinkTimes
 from tests.cluster.pods import run_pod, succeeded
@@ -110,8 +111,6 @@ def test_the_bytes_of_each_policy_are_those_that_move(devices, step):
         advice = sc.advise(step, base, 1.0, writes_every=BETWEEN, step_seconds=1.0)
     assert len(advice.choices) > 3
     for choice in advice.choices:
-        if isinstance(choice.placement, sc.Sharded):
-            continue  # What a program gathers is not counted.
         with writer:
             value = sc.Variables(
                 base.value, placement=choice.placement, read=choice.read, name="value"
@@ -138,7 +137,7 @@ def test_a_call_is_as_it_was(session):
     now = next(each for each in advice.choices if each.is_current)
     assert now.seconds == pytest.approx(advice.seconds) and now.read == sc.Read()
     text = str(advice)
-    assert "decay: " in text and " a step now" in text and "now   Read()" in text
+    assert "decay: " in text and " a step now" in text and " best " in text
     assert "measured on 2026-01-02" in text
 
 
@@ -157,7 +156,7 @@ def test_resident_variables_are_compared_with_those_on_the_host(session):
     advice = sc.advise(decay, value, 1.0)
     assert advice.choices[0].placement == sc.Replicated() == advice.best("value").placement
     held_bytes = {str(each): each.held_bytes for each in advice.choices}
-    assert held_bytes["replicated"] == 8 * held_bytes["sharded by 1 rule"] == SIZE
+    assert held_bytes["replicated"] == held_bytes["Read(cache='device')"] == SIZE
     assert held_bytes["Read()"] == 0
 
 
@@ -168,7 +167,8 @@ def test_what_cannot_be_advised(session):
         sc.advise(total, {"w": np.ones(3)}, 1.0)
 
 
-def test_served_variables_are_asked_and_stay(tmp_path):
+def test_served_variables_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "SIZES", (1 << 10, 1 << 14))
     server = LocalServer(tmp_path / "server").start()
     try:
         with sc.connect(server.address) as connection:
@@ -184,6 +184,7 @@ def test_served_variables_are_asked_and_stay(tmp_path):
             assert served[cached, 4] == size / 4 + size / 4
             assert found[cached, 4].freshness == "updates up to 3 steps late"
             assert not advice.best("value").freshness
+            assert "a server by local, was measured on " in str(advice)
     finally:
         server.stop()
 
