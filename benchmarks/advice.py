@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,10 @@ WITHIN, ROUNDS, STEPS, BETWEEN = 0.25, 3, 48, 8
 
 @dataclass(frozen=True)
 class Case:
-    """A policy in a scenario: predicted and measured seconds of a step."""
+    """A policy, the contender, in a scenario: predicted and measured seconds of a step."""
 
-    scenario: str
-    policy: str
+    case: str
+    contender: str
     predicted: float
     measured: float
     is_exact: bool
@@ -213,8 +213,8 @@ def served(address: str, engine: str, value: tuple[int, int], kind: str, steps: 
 def regrets(cases: list[Case]) -> dict[str, float]:
     """By scenario, how much longer the chosen policy takes than the best exact one."""
     found = {}
-    for scenario in dict.fromkeys(each.scenario for each in cases):
-        exact = [each for each in cases if each.scenario == scenario and each.is_exact]
+    for scenario in dict.fromkeys(each.case for each in cases):
+        exact = [each for each in cases if each.case == scenario and each.is_exact]
         chosen = next(each.measured for each in exact if each.is_chosen)
         found[scenario] = chosen / min(each.measured for each in exact) - 1
     return found
@@ -276,11 +276,12 @@ def main() -> None:
     show(groups | {"all": every})
     worst = sorted(every, key=lambda each: -abs(each.error))[:12]
     for each in worst if not quick else ():
-        print(f"{each.scenario}, {each.policy}: {each.error:+.0%} of {each.measured * 1e3:.2f} ms")
+        print(f"{each.case}, {each.contender}: {each.error:+.0%} of {each.measured * 1e3:.2f} ms")
     if not quick and not options.only:
         figures = {name: summary(cases) for name, cases in (groups | {"all": every}).items()}
-        rows = [asdict(each) | {"error": each.error} for each in every]
-        print(f"written to {write('advice', [], {'groups': figures, 'cases': rows}, steps=steps)}")
+        rows: list[Any] = every
+        settings = {"rounds": ROUNDS, "steps": STEPS}
+        print(f"written to {write('advice', rows, {'groups': figures}, **settings)}")
 
 
 if __name__ == "__main__":

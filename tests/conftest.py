@@ -27,6 +27,7 @@ from jax.sharding import AxisType
 
 from stepcache.calls.context import DEFAULT_SCOPE
 from stepcache.programs.cache import ProgramCache
+from stepcache.variables.link_times import kept_times
 from tests.sampling import LEFT_OUT, slow_is_asked_for
 
 
@@ -45,6 +46,13 @@ def fresh_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(DEFAULT_SCOPE, "cache", cache)
     yield
     cache.flush()
+
+
+@pytest.fixture(autouse=True)
+def links_are_not_known():
+    """What one test has measured is no affair of the next one."""
+    yield
+    kept_times.cache_clear()
 
 
 @pytest.fixture

@@ -46,7 +46,15 @@ def test_the_language_model_explains_what_the_readme_says(tmp_path):
 
 
 # Each of these is a dozen fresh processes, and minutes.
-ROUNDS = {"restart": 5, "first_steps": 11, "pod_start": 7, "small_steps": 5, "pod_protocol": 5}
+ROUNDS = {
+    "communication": 5,
+    "advice": 3,
+    "restart": 5,
+    "first_steps": 11,
+    "pod_start": 7,
+    "small_steps": 5,
+    "pod_protocol": 5,
+}
 ROUNDS |= {"served": 7, "padding": 5, "remote_cache": 2, "remote": 15}
 
 

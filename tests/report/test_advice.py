@@ -45,13 +45,6 @@ def times_of(machine, **changed):
     return LinkTimes(machine, "2026-01-02T03:04:05", seconds, {}, 0.5)
 
 
-@pytest.fixture(autouse=True)
-def nothing_known():
-    link_times.kept_times.cache_clear()
-    yield
-    link_times.kept_times.cache_clear()
-
-
 @pytest.fixture
 def session():
     """On 8 devices, whose links were measured."""
