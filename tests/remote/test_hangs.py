@@ -89,6 +89,7 @@ def test_a_step_that_does_not_end_is_reported(on_hang, caplog):
     caplog.set_level(logging.WARNING, "stepcache")
     with sc.Session(target="local:1x1", hang_after=0.3, on_hang=on_hang) as session:
         state = sc.Variables(np.float32(0), name="state")
+        assert state.value == 0  # So run 1 is done, and known to be.
         made = endless(np.float32(1))
         match = r"nothing has moved for 0.3 s: task 0: run 2 of client \d+ \(2 are started, the"
         if on_hang == "error":
