@@ -16,7 +16,7 @@ from stepcache.calls.residence import Use
 from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.report.explanation import explain
-from stepcache.report.policy_costs import PlacedCosts, PolicyCosts, Reads, costs_of
+from stepcache.report.policy_costs import PlacedCosts, PolicyCosts, Reads, costs_of, on_host
 from stepcache.sharding import current_reader
 from stepcache.units import counted, readable_bytes, readable_seconds
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
@@ -55,7 +55,7 @@ class Choice:
     is_current: bool = False
 
     def __str__(self) -> str:
-        is_read = isinstance(self.placement, OnHost) or self.read != Read()
+        is_read = isinstance(self.placement, OnHost) or SERVER_LINK in self.link_bytes
         shown = [str(self.read if is_read else self.placement)]
         shown += [str(self.write)] if self.write.every > 1 else []
         return ", ".join(shown)
@@ -215,7 +215,8 @@ def _measured(
     if step_seconds is None:
         now = _seconds_of(step, args, kwargs, Variables.copy)
         built = sum(explain(engine, args, kwargs).build_seconds or (math.inf,))
-        if built < _QUICK_SECONDS and engine.scope().on_miss == "compile":
+        is_quick = built < _QUICK_SECONDS and jax.process_count() == 1  # Ranks would not agree.
+        if placed and is_quick and engine.scope().on_miss == "compile":
             alone = _seconds_of(step, args, kwargs, _resident)
             more = max(0.0, _seconds_of(step, args, kwargs, _kept) - alone)
             for each in placed:
@@ -228,15 +229,16 @@ def _measured(
 
 
 def _resident(variables: Variables) -> Variables:
-    if not isinstance(variables.placement, OnHost):
-        return variables.copy()
-    return Variables(variables.value, placement=variables.placement.on_device)
+    return _elsewhere(variables, on_host(variables.placement).on_device, Read())
 
 
 def _kept(variables: Variables) -> Variables:
-    on_device = variables.placement
-    there = on_device if isinstance(on_device, OnHost) else OnHost(on_device=on_device)
-    return Variables(variables.value, placement=there, read=Read(cache="device"))
+    return _elsewhere(variables, on_host(variables.placement), Read(cache="device"))
+
+
+def _elsewhere(variables: Variables, placement: Placement, read: Read) -> Variables:
+    about = {"name": variables._prefix or None, "pack": variables._pack}
+    return Variables(variables.value, placement=placement, read=read, **about)
 
 
 def _seconds_of(

@@ -103,6 +103,11 @@ def costs_of(variables: Variables, reads: Reads) -> PolicyCosts:
     return kind(variables, reads)
 
 
+def on_host(placement: Placement) -> OnHost:
+    """Returns the placement on the host from which a value is read to where it is now."""
+    return placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
+
+
 def _seen_between(variables: Variables) -> float:
     held = variables._held()
     is_known = held.reads >= _FEWEST_READS and held.version > 0
@@ -142,15 +147,15 @@ class PlacedCosts(PolicyCosts):
 
     def policies(self) -> Iterator[Policies]:
         placement, read, write = self.policies_now
-        on_host = placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
-        found = [(placement, read), (on_host.on_device, Read())]
+        there = on_host(placement)
+        found = [(placement, read), (there.on_device, Read())]
         reads = [Read(cache=cache, route=each) for cache in _KEPT for each in self._routes(cache)]
         reads.append(Read(prefetch=True))
         if not self._reads.carried:
             reads += [Read(cache="device", max_staleness=late) for late in _LATE]
             wires = _WIRES if "each" in self._times.operations else ()
             reads += [Read(cache=cache, wire=each) for cache in _KEPT for each in wires]
-        found += [(on_host, each) for each in reads]
+        found += [(there, each) for each in reads]
         yield from dict.fromkeys((*each, write) for each in found)
 
     def _routes(self, cache: Literal["device"] | None) -> Iterator[Any]:
@@ -180,7 +185,7 @@ class PlacedCosts(PolicyCosts):
         if not isinstance(placement, OnHost):
             return 0.0, {}
         master = self._master(read)
-        route: Route = master._exact_route if self._reads.carried else master._coded_route
+        route: Route = master._exact_route if carried else master._coded_route
         operation = route.name if route.wire is None else f"gather {route.wire}"
         if master._crosses_in_program:
             operation = "carry" if carried else "program"
@@ -241,11 +246,8 @@ class ServedCosts(PolicyCosts):
         return (late + 1) * math.ceil(self.between / (late + 1))  # It is compared after so many.
 
     def held_bytes(self, placement: Placement, read: Read) -> int:
-        return (
-            self._probes[None]._extent.held_bytes
-            // self._probes[None]._extent.devices
-            * (read.cache == "device")
-        )
+        extent = self._probes[None]._extent
+        return extent.held_bytes // extent.devices if read.cache == "device" else 0
 
     def of(self, placement: Placement, read: Read, write: Write, computing: float) -> Costs:
         probe, readers = self._probes[read.wire], self._reads.readers

@@ -91,7 +91,11 @@ def _server(engine: str) -> Iterator[str]:
             yield f"{engine}:{place}"
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(_START_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _measured(machine: str, address: str) -> LinkTimes:

@@ -116,8 +116,9 @@ def fastest_route(
     Returns:
         None if the times are not known.
     """
-    if (times := known_times(devices)) is None:
+    if not (kept := kept_times(machine_of(devices))):
         return None
+    times = kept[0]
     operations = {route: route for route in ROUTES} | ({"gather": "program"} if in_program else {})
     seconds = {route: times.of(operations[route], size_bytes, leaves) for route in ROUTES}
     best = min(seconds, key=seconds.__getitem__)
@@ -125,11 +126,6 @@ def fastest_route(
         f"{name} {readable_seconds(seconds[name])}" for name in ROUTES if name != best
     )
     return best, f"it takes {readable_seconds(seconds[best])} as measured here, {others}"
-
-
-def known_times(devices: Iterable[Any]) -> LinkTimes | None:
-    """Returns the times between this host and some devices, if they were measured before."""
-    return next(iter(kept_times(machine_of(devices))), None)
 
 
 def machine_of(devices: Iterable[Any]) -> str:

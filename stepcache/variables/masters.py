@@ -261,7 +261,7 @@ class InHostMemory(Master):
     @functools.cached_property
     def _exact_route(self) -> Route:
         policy, devices, measured = self._policy, self._devices, None
-        if policy.route == "auto" and self.is_here:
+        if policy.route == "auto" and self.is_here and len(devices) > 1:
             about = self.layout.size_bytes, len(self.layout.buffers), self._may_cross_in_program
             measured = fastest_route(devices, *about)
         ahead = policy.prefetch and self.is_here

@@ -1,6 +1,7 @@
 """`advise`, `Read(route="auto")` and `Variables(read="auto")` over links of known speeds."""
 
 import json
+import warnings
 from collections import Counter
 
 import jax
@@ -153,6 +154,17 @@ def test_resident_variables_are_compared_with_those_on_the_host(session):
     assert held_bytes["Read()"] == 0
 
 
+def test_rules_find_the_paths_of_the_copies_that_are_timed(session):
+    """Rules read the name, too."""
+    rules = sc.Rules([("^value/w", jax.P("data"))])
+    tree = {"w": np.ones((SIZE // 64, 16), np.float32)}
+    placement = sc.OnHost(on_device=sc.Sharded(rules))
+    value = sc.Variables(tree, placement=placement, name="value")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sc.advise(total, value, 1.0).best("value").placement == placement
+
+
 def test_what_cannot_be_advised(session):
     with pytest.raises(sc.OptionError, match="takes a step"):
         sc.advise(jax.jit(lambda x: x), 1.0)
@@ -235,6 +247,14 @@ def test_links_are_measured_once_for_a_machine(quick, tmp_path, monkeypatch):
         link_times.kept_times.cache_clear()
         with sc.Session(mesh_of(2)):
             assert "once" in total.explain(held(), 1.0).plan.transfers[0].why, data
+
+
+def test_the_default_device_is_measured_once_too(quick, tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPCACHE_DIR", str(tmp_path / "own"))
+    sc.advise(total, held(), 1.0)
+    link_times.kept_times.cache_clear()
+    monkeypatch.setattr(link_measuring, "_measured", None)
+    assert sc.advise(total, held(), 1.0).choices
 
 
 def test_a_directory_that_cannot_be_written_costs_nothing(quick, tmp_path, monkeypatch):
