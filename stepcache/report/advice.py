@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -16,13 +16,15 @@ from stepcache.calls.residence import Use
 from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.report.explanation import explain
-from stepcache.report.policy_costs import PlacedCosts, PolicyCosts, Reads, costs_of, on_host
 from stepcache.sharding import current_reader
 from stepcache.units import counted, readable_bytes, readable_seconds
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
-from stepcache.variables.policy import OnHost, Placement, Read, Write
+from stepcache.variables.policy import OnHost, Placement, Read, Write, on_host
 from stepcache.variables.variables import Variables
 from stepcache.variables.wire import ERROR_BOUNDS
+
+if TYPE_CHECKING:
+    from stepcache.report.policy_costs import PolicyCosts
 
 _RUNS, _LEAST_SECONDS = 6, 0.3
 _CLOSE = 1.02  # Predictions that differ by less are not told apart.
@@ -154,6 +156,8 @@ def advise(
     Reads, wires and staleness trade as in Parameter Server (Li et al., OSDI 2014) and SSP (Ho et
     al., NIPS 2013); here what each would cost is measured before it is chosen.
     """
+    from stepcache.report.policy_costs import Reads, costs_of  # It loads what serves variables.
+
     engine = getattr(step, "_engine", None)
     if not isinstance(engine, Engine):
         raise OptionError("advise takes a step", where="advise", got=repr(step))
@@ -211,7 +215,7 @@ def _measured(
     too. Otherwise what reads take is subtracted.
     """
     served = sum(each.now(0.0) for each in costs if each.is_served)
-    placed = [each for each in costs if isinstance(each, PlacedCosts)]
+    placed = [each for each in costs if not each.is_served]
     if step_seconds is None:
         now = _seconds_of(step, args, kwargs, Variables.copy)
         built = sum(explain(engine, args, kwargs).build_seconds or (math.inf,))

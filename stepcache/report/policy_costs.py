@@ -14,7 +14,7 @@ from stepcache.variables.link_measuring import link_times
 from stepcache.variables.link_times import ROUTES, LinkTimes
 from stepcache.variables.masters import InHostMemory
 from stepcache.variables.plan import HOST_LINK, SERVER_LINK
-from stepcache.variables.policy import OnHost, Placement, Read, Write
+from stepcache.variables.policy import OnHost, Placement, Read, Write, on_host
 from stepcache.variables.routes import Route
 from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.variables import Variables
@@ -52,9 +52,12 @@ class PolicyCosts(ABC):
         between: steps between two writes.
         measured: what the predictions rest on, in words.
         is_served: whether another process has the master copy.
+        kept_seconds: what a step takes longer that finds a copy on the devices, and writes what it
+            carries to the host, than one that takes the master copy; None if it was not measured.
     """
 
     is_served = False
+    kept_seconds: float | None = None
 
     def __init__(self, variables: Variables, reads: Reads):
         self.variables, self._reads = variables, reads
@@ -103,11 +106,6 @@ def costs_of(variables: Variables, reads: Reads) -> PolicyCosts:
     return kind(variables, reads)
 
 
-def on_host(placement: Placement) -> OnHost:
-    """Returns the placement on the host from which a value is read to where it is now."""
-    return placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
-
-
 def _seen_between(variables: Variables) -> float:
     held = variables._held()
     is_known = held.reads >= _FEWEST_READS and held.version > 0
@@ -115,12 +113,7 @@ def _seen_between(variables: Variables) -> float:
 
 
 class PlacedCosts(PolicyCosts):
-    """Of variables whose master copy is on the devices, or in host memory of this process.
-
-    Attributes:
-        kept_seconds: what a step takes longer that finds a copy on the devices, and writes what it
-            carries to the host, than one that takes the master copy; None if it was not measured.
-    """
+    """Of variables whose master copy is on the devices, or in host memory of this process."""
 
     def __init__(self, variables: Variables, reads: Reads):
         super().__init__(variables, reads)
@@ -143,7 +136,6 @@ class PlacedCosts(PolicyCosts):
             else:
                 self._split += size
         self._devices = mesh.devices.size if mesh is not None else 1
-        self.kept_seconds: float | None = None
 
     def policies(self) -> Iterator[Policies]:
         placement, read, write = self.policies_now

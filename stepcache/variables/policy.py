@@ -123,6 +123,11 @@ class OnHost:
 Placement = Replicated | Sharded | OnHost
 
 
+def on_host(placement: Placement) -> OnHost:
+    """Returns the placement on the host from which a value is read to where it is now."""
+    return placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """How a step gets the value of variables whose master copy lives in another memory.
