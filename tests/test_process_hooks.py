@@ -572,15 +572,19 @@ def test_the_tools_of_coverage_profilers_and_debuggers_are_not_taken():
 def test_threads_that_set_profiles_at_once_refuse_each_other_nothing():
     """Python 3.11 refuses one while a hook in Python is told of another: shown, and ended."""
     script = """
-        import sys, threading
+        import sys, threading, time
         from stepcache._process_hooks import ThreadProfile, set_profile
 
-        sys.addaudithook(lambda event, arguments: None)
-        sys.setswitchinterval(1e-6)
+        def audit(event, arguments):
+            if event == "sys.setprofile":
+                time.sleep(0.0002)  # Lets the other threads run, which set theirs meanwhile.
+
+        sys.addaudithook(audit)
         refused = {"plain": 0, "ours": 0}
 
         def run(name, set_one):
-            for _ in range(20_000):
+            start.wait()
+            for _ in range(200):
                 try:
                     set_one()
                 except RuntimeError:
@@ -594,6 +598,7 @@ def test_threads_that_set_profiles_at_once_refuse_each_other_nothing():
             assert profile.stop()
 
         for name, set_one in {"plain": lambda: sys.setprofile(None), "ours": ours}.items():
+            start = threading.Barrier(4)
             threads = [threading.Thread(target=run, args=(name, set_one)) for _ in range(4)]
             for thread in threads:
                 thread.start()
