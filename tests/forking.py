@@ -33,7 +33,7 @@ IMPORTS = """
     jax jax.numpy jax.experimental.multihost_utils jax.experimental.serialize_executable
     click msgpack platformdirs rich.console rich.live rich.progress rich.spinner rich.table
     rich.tree
-    flax.linen flax.nnx flax.training.train_state optax zmq
+    flax.linen flax.nnx flax.training.train_state optax
 """.split()
 READ_AT_START = ("JAX_", "XLA_", "PYTHON", "LD_", "OMP_", "OPENBLAS_")
 """Prefixes of variables that Python, JAX or their libraries read when they are imported."""

@@ -16,9 +16,9 @@ from typing import Any
 
 from stepcache.distributed.failure_detection import OnHang
 from stepcache.errors import DeadlineError, RankLostError, TaskError
-from stepcache.remote.channel import Channel
 from stepcache.remote.local_tasks import address
-from stepcache.remote.messages import MAX_MESSAGE_BYTES, RUNS, Kind, Message, packed
+from stepcache.remote.messages import MAX_MESSAGE_BYTES, RUNS, Kind, Message, decode, packed
+from stepcache.serving.channel import Channel
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.storage.load_markers import Process
 from stepcache.units import readable_bytes
@@ -70,7 +70,7 @@ class Link:
         self.lock = threading.RLock()
         self._has_received = threading.Condition(self.lock)
         self._receiver = 0  # The thread that receives; 0 for none.
-        self._channel: Channel | None = None
+        self._channel: Channel[Message] | None = None
         self._pid, self._heard = os.getpid(), time.monotonic()
         self._replies: dict[int, list[Message]] = {}  # That somebody waits for.
         self._failures: dict[int, str] = {}  # By run.
@@ -108,12 +108,12 @@ class Link:
             self._receive(0.2)
             self.raise_if_lost()
 
-    def _opened_channel(self) -> Channel | None:
+    def _opened_channel(self) -> Channel[Message] | None:
         found = self._find()
         key = found.get("key", b"") if found else b""
         self.shares = not key
         with contextlib.suppress(OSError):
-            return Channel.to(found["address"], key) if found else None
+            return Channel.to(found["address"], decode, key) if found else None
         return None
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Link:
 
     # ---- messages --------------------------------------------------------------------------------
 
-    def _used(self) -> Channel:
+    def _used(self) -> Channel[Message]:
         if self._channel is None:
             raise TaskError("the session with these tasks has been closed")
         if self._pid != os.getpid():
@@ -174,7 +174,7 @@ class Link:
                     self._receiver = 0
                     self._has_received.notify_all()
 
-    def _take_arrived(self, channel: Channel) -> bool:
+    def _take_arrived(self, channel: Channel[Message]) -> bool:
         """Takes the messages that have arrived. Returns whether there was one."""
         found = False
         with self.lock:

@@ -19,6 +19,7 @@ from typing import Any
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import StepCacheError
 from stepcache.remote.task_group import TaskGroup
+from stepcache.serving.channel import listen_at
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory, replace_file, socket_path
 
@@ -48,12 +49,8 @@ class LocalTasks(TaskGroup):
         self.directory, self._devices, self._owner = directory, devices, owner
         self.logs = str(directory)
         self._path = Path(socket_path(directory / ADDRESS_FILE))
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(self._path))
         self._popens: list[subprocess.Popen] = []
-        super().__init__(listener, tasks)
+        super().__init__(listen_at(str(self._path)), tasks)
         data = {"address": str(self._path), "process": str(Process.current()), "tasks": tasks}
         replace_file(directory / ADDRESS_FILE, json.dumps(data))
 

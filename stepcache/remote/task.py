@@ -28,11 +28,11 @@ import stepcache
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat.call_codec import decode_spec
-from stepcache.remote.channel import Channel
 from stepcache.remote.clients import MAX_FORMS
-from stepcache.remote.messages import Kind, Message, Values, packed, receive_array
+from stepcache.remote.messages import Kind, Message, Values, decode, packed, receive_array
 from stepcache.remote.task_arrays import Arrays, Failed, RunFailed
 from stepcache.remote.task_programs import Program
+from stepcache.serving.channel import Channel
 from stepcache.serving.shared_memory import Opened, Pool
 from stepcache.storage.load_markers import Process
 from stepcache.variables.packing import is_key_type
@@ -50,7 +50,7 @@ class Task:
         shares: whether values that are sent may be in shared memory.
     """
 
-    def __init__(self, channel: Channel, incarnation: int, shares: bool = True):
+    def __init__(self, channel: Channel[Message], incarnation: int, shares: bool = True):
         self._channel, self._incarnation = channel, incarnation
         self._arrays = Arrays()
         self._programs: dict[int, Any] = {}
@@ -333,7 +333,7 @@ def main(arguments: Sequence[str], key: bytes = b"") -> None:
         own = None if key else list(range(first, first + int(devices)))
         jax.distributed.initialize(pod, int(tasks), int(rank), local_device_ids=own)
     found = jax.devices()
-    channel = Channel.to(address, key)
+    channel = Channel.to(address, decode, key)
     about = packed(
         task=int(rank),
         process=str(Process.current()),

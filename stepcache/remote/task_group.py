@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from stepcache.remote.channel import Channel
 from stepcache.remote.coordinator import Coordinator, Output
-from stepcache.remote.messages import MAX_MESSAGE_BYTES, Kind, Message, packed
+from stepcache.remote.messages import MAX_MESSAGE_BYTES, Kind, Message, decode, packed
+from stepcache.serving.channel import Channel
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.serving.shared_memory import allow_many_files
 from stepcache.storage.load_markers import Process
@@ -132,7 +132,7 @@ class TaskGroup:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             made, _ = self._listener.accept()
-            peer = _Peer(Channel(made, self._key))
+            peer = _Peer(Channel(made, decode, self._key))
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
 
     def _serve(self, peer: _Peer) -> None:
@@ -325,7 +325,7 @@ class TaskGroup:
 class _Peer:
     """A connection, and who is at its other end: a client, a task, or nobody known."""
 
-    def __init__(self, channel: Channel):
+    def __init__(self, channel: Channel[Message]):
         self.channel = channel
         self.client = 0
         self.task: int | None = None

@@ -1,4 +1,4 @@
-"""The local engine: a host of variables for the processes of one machine, over ZeroMQ.
+"""The local engine: a host of variables for the processes of one machine, over a Unix socket.
 
 One thread serves the messages one after the other. Large values are not sent: a reader maps the
 memory in which the host holds them, and the host maps the memory of a writer. The server keeps the
@@ -10,25 +10,39 @@ from __future__ import annotations
 
 import contextlib
 import json
+import selectors
 import threading
 import time
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zmq
 
+from stepcache.serving.channel import Channel, listen_at
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
-from stepcache.serving.local_transport import ADDRESS_FILE, bytes_of
+from stepcache.serving.local_transport import ADDRESS_FILE, bytes_of, joined, splitter
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
 from stepcache.serving.shared_memory import CAN_SHARE, Opened, Place, Pool, allow_many_files
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import replace_file, socket_path
 
-MAX_FRAME_BYTES = 16 << 20 if CAN_SHARE else 4 << 30
+MAX_REQUEST_BYTES = 16 << 20 if CAN_SHARE else 4 << 30
+_WAITING_TO_CONNECT = 128
 _SWEEP_SECONDS = 2.0
+
+
+_Channel = Channel[list[bytes]]
+
+
+@dataclass(eq=False, slots=True)
+class _Reply:
+    """The last reply to a client: its number, its blocks, and where it was sent."""
+
+    number: int
+    blocks: list[Any]
+    channel: _Channel
 
 
 class LocalServer:
@@ -58,23 +72,16 @@ class LocalServer:
         )
         self.directory, self.host = self._durable.directory, self._durable.host
         self._counts = self._durable.counts
-        self._sent: dict[str, tuple[int, list[Any]]] = {}  # Number and blocks of the last reply.
+        self._sent: dict[str, _Reply] = {}  # The last one to each client.
         self._processes: dict[str, Process] = {}
         self._stopping = threading.Event()
         allow_many_files()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.SNDHWM, 64),
-            (zmq.RCVHWM, 1024),
-        ):
-            self._socket.setsockopt(option, value)
         address = socket_path(self.directory)
-        self._socket.bind(f"ipc://{address}")
-        self._path = Path(address)
+        self._path, self._listener = Path(address), listen_at(address)
+        self._listener.listen(_WAITING_TO_CONNECT)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
         _publish_address(self.directory, address, self.host.epoch)
 
     # ---- the loop ------------------------------------------------------------------------------
@@ -89,24 +96,26 @@ class LocalServer:
 
     def serve(self) -> None:
         """Serves until `stop`, then closes the socket. Clients wait for the next server."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
         swept = time.monotonic()
         try:
             while not self._stopping.is_set():
                 timeout = TEND_SECONDS if self._durable.is_waiting else self._idle_seconds
-                is_asked = poller.poll(int(timeout * 1000))
+                for key, _ in self._selector.select(timeout):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._attend(key.data)
                 with self.lock:
-                    if is_asked and not self._stopping.is_set():
-                        frames = self._socket.recv_multipart(copy=False)
-                        self._serve([frame.buffer for frame in frames])
                     self._durable.tend()
                 if time.monotonic() > swept + _SWEEP_SECONDS:
                     self._sweep()
                     swept = time.monotonic()
         finally:
-            self._socket.close()
-            self._context.term()
+            self._listener.close()
+            for key in list(self._selector.get_map().values()):
+                if key.data is not None:
+                    key.data.close()
+            self._selector.close()
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
@@ -114,42 +123,82 @@ class LocalServer:
         """Makes `run` and `serve` return. Signal handlers and other threads may call it."""
         self._stopping.set()
 
-    def _serve(self, frames: list[Any]) -> None:
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            made, _ = self._listener.accept()
+            channel = Channel(made, splitter(MAX_REQUEST_BYTES))
+            self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def _attend(self, channel: _Channel) -> None:
+        """Serves what a client has sent, and sends it what is left of a reply."""
+        try:
+            if channel.unsent_bytes and channel.flush():
+                self._selector.modify(channel, selectors.EVENT_READ, channel)
+            channel.read()
+            while (frames := channel.taken()) is not None:
+                with self.lock:
+                    if self._stopping.is_set():
+                        return
+                    self._serve(channel, frames)
+                    self._durable.tend()
+        except MalformedMessageError as error:
+            with self.lock:
+                self._durable.refuse_malformed(error)
+            self._close(channel)
+        except OSError:
+            self._close(channel)
+
+    def _close(self, channel: _Channel) -> None:
+        """Closes a connection, and releases the blocks that its client does not read any more."""
+        self._selector.unregister(channel)
+        channel.close()
+        with self.lock:
+            for client in [name for name, each in self._sent.items() if each.channel is channel]:
+                del self._sent[client]
+
+    def _serve(self, channel: _Channel, frames: list[bytes]) -> None:
         started = time.perf_counter()
-        self._counts["bytes received"] += sum(len(frame) for frame in frames)
+        self._counts["bytes received"] += sum(map(len, frames))
         number, client = 0, ""
         try:
             number, client, place, message = _envelope(frames)
-            if client in self._sent and number > self._sent[client][0]:
+            if client in self._sent and number > self._sent[client].number:
                 del self._sent[client]  # The client has locked the blocks that it still reads.
             payload = self._payload(place, frames)
         except (MalformedMessageError, OSError) as error:
             reply: Reply = self._durable.refuse_malformed(error)
-            self._send(bytes(frames[0]), number, client, reply, [])
+            self._send(channel, number, client, reply, [])
             return
         reply, blocks = self._durable.handle(client, message, payload)
         if hasattr(message, "process") and (process := Process.parse(message.process)):
             self._processes[client] = process
-        self._send(bytes(frames[0]), number, client, reply, blocks)
+        self._send(channel, number, client, reply, blocks)
         self._durable.seconds.append(time.perf_counter() - started)
 
-    def _payload(self, place: Any, frames: list[Any]) -> np.ndarray | None:
+    def _payload(self, place: Any, frames: list[bytes]) -> np.ndarray | None:
         if place is not None:
             return self._opened.open(Place(*place))
-        return bytes_of(frames[2]) if len(frames) > 2 else None
+        return bytes_of(frames[1]) if len(frames) > 1 else None
 
-    def _send(self, peer: bytes, number: int, client: str, reply: Reply, blocks: list[Any]) -> None:
+    def _send(
+        self, channel: _Channel, number: int, client: str, reply: Reply, blocks: list[Any]
+    ) -> None:
         places = [block.place and astuple(block.place) for block in blocks]
         if any(places):
-            self._sent.setdefault(client, (number, []))[1].extend(blocks)
+            sent = self._sent.setdefault(client, _Reply(number, [], channel))
+            sent.blocks.extend(blocks)
+            sent.channel = channel
         header = plain.pack([number, places, to_plain(reply)])
         inline = [block.data for block in blocks if block.place is None]
         self._counts["bytes sent"] += len(header) + sum(each.size for each in inline)
         self._counts["bytes shared"] += sum(each[-1] for each in places if each)
-        try:
-            self._socket.send_multipart([peer, header, *inline], zmq.NOBLOCK)
-        except zmq.ZMQError:  # The client has ended, or does not read; a live one asks again.
+        if channel.unsent_bytes:  # The client does not read; one that is alive asks again.
             self._counts["replies dropped"] += 1
+            return
+        channel.send(joined([header, *inline]))
+        if channel.unsent_bytes:
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE
+            self._selector.modify(channel, events, channel)
 
     def _sweep(self) -> None:
         """Releases the blocks of processes that have ended."""
@@ -160,16 +209,16 @@ class LocalServer:
                 self._opened.forget(process.pid)
 
 
-def _envelope(frames: list[Any]) -> tuple[int, str, Any, Any]:
+def _envelope(frames: list[bytes]) -> tuple[int, str, Any, Any]:
     """Decodes a request: its number, the client, the place of its block or None, and the message.
 
     Raises:
         MalformedMessageError: the frames are no request.
     """
-    if not 2 <= len(frames) <= 3:
-        raise MalformedMessageError(f"a request has 2 or 3 frames, not {len(frames)}")
+    if len(frames) > 2:
+        raise MalformedMessageError(f"a request has 1 or 2 frames, not {len(frames)}")
     try:
-        number, client, place, message = plain.unpack(bytes(frames[1]))
+        number, client, place, message = plain.unpack(frames[0])
     except Exception:
         raise MalformedMessageError("its header cannot be decoded") from None
     fits = (
@@ -187,5 +236,5 @@ def _envelope(frames: list[Any]) -> tuple[int, str, Any, Any]:
 
 
 def _publish_address(directory: Path, path: str, epoch: int) -> None:
-    data = {"address": f"ipc://{path}", "epoch": epoch, "process": str(Process.current())}
+    data = {"address": path, "epoch": epoch, "process": str(Process.current())}
     replace_file(directory / ADDRESS_FILE, json.dumps(data))

@@ -1,32 +1,32 @@
-"""`LocalTransport`: sends requests to the server of a directory over ZeroMQ; see `local_server`."""
+"""`LocalTransport`: sends requests to the server of a directory; see `local_server`."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import os
+import struct
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zmq
 
 from stepcache.errors import VariablesError
-from stepcache.serving.messages import StatusRequest, from_plain, to_plain
+from stepcache.serving.channel import Channel
+from stepcache.serving.messages import MAX_BLOCK_BYTES, MalformedMessageError, from_plain, to_plain
 from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
 from stepcache.serving.transport import Received
 from stepcache.storage import plain
-from stepcache.storage.load_markers import Process
 
 ADDRESS_FILE = "server.json"
 _SHORTEST_WAIT_SECONDS = 0.02
 _SILENCE_SECONDS = 2.0
 """Time without a reply after which a request is sent again; it doubles each time."""
-_LAST_REQUEST_MS = 100
+_MAX_FRAMES = 1 << 16
 
 
 def address(directory: Path) -> dict[str, Any] | None:
@@ -44,13 +44,45 @@ def bytes_of(frame: Any) -> np.ndarray:
     return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
 
 
-@functools.cache
-def _context_of(pid: int) -> zmq.Context:
-    """Returns the ZeroMQ context of this process.
+# ---- messages of several frames ----------------------------------------------------------------
 
-    It is never freed: the garbage collector would wait for open sockets.
+
+def joined(frames: Sequence[Any]) -> bytes:
+    """Returns a message of these frames: their number, their sizes, and their bytes."""
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    return b"".join([struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes), *frames])
+
+
+def splitter(max_bytes: int) -> Callable[[bytearray], list[bytes] | None]:
+    """Returns a function that takes the frames of the first message out of received bytes.
+
+    It returns None if the message has not arrived as a whole, and raises `MalformedMessageError` if
+    it has more than `max_bytes`.
     """
-    return zmq.Context()
+
+    def split(received: bytearray) -> list[bytes] | None:
+        if len(received) < 4:
+            return None
+        (count,) = struct.unpack_from("<I", received)
+        if not 0 < count <= _MAX_FRAMES:
+            raise MalformedMessageError(f"it has {count:,} frames")
+        start = 4 + 8 * count
+        if len(received) < start:
+            return None
+        sizes = struct.unpack_from(f"<{count}Q", received, 4)
+        if sum(sizes) > max_bytes:
+            raise MalformedMessageError(f"it has {sum(sizes):,} bytes")
+        if len(received) < start + sum(sizes):
+            return None
+        frames, view = [], memoryview(received)
+        for size in sizes:
+            frames.append(bytes(view[start : start + size]))
+            start += size
+        view.release()
+        del received[:start]
+        return frames
+
+    return split
 
 
 class LocalTransport:
@@ -63,8 +95,8 @@ class LocalTransport:
 
     def __init__(self, directory: Path, client: str):
         self._directory, self._client = directory.expanduser().resolve(), client
-        self._socket: Any = None
-        self._server: dict[str, Any] | None = None
+        self._channel: Channel[list[bytes]] | None = None
+        self._pid = os.getpid()
         self._number = 0
         self._opened = Opened()
         self._pool = Pool()
@@ -88,65 +120,83 @@ class LocalTransport:
         self._number += 1
         place = astuple(block.place) if block is not None and block.place is not None else None
         header = plain.pack([self._number, self._client, place, to_plain(message)])
-        frames: list[Any] = [header]
-        if block is not None and place is None:
-            frames.append(block.data)
+        data = joined([header] if block is None or place is not None else [header, block.data])
         is_sent, wait, silence = False, _SHORTEST_WAIT_SECONDS, _SILENCE_SECONDS
         again = time.monotonic() + silence
-        is_connected = self._socket is not None  # Look for another server only without a reply.
-        while True:
-            if not is_connected:
-                is_sent = self._follow_server() and is_sent
-            if not is_sent and self._socket is not None:
-                with contextlib.suppress(zmq.Again):
-                    self._socket.send_multipart(frames, zmq.NOBLOCK)
-                    is_sent = True
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            if self._socket is None:
-                time.sleep(min(wait, left))
-            else:
-                self._socket.rcvtimeo = int(min(wait, left) * 1000) + 1
-                with contextlib.suppress(zmq.Again):
-                    if (received := self._receive()) is not None:
-                        return received
-                    continue
-            is_connected, wait = False, min(wait * 2, 1.0)
-            if time.monotonic() > again:  # A broken connection loses replies.
-                is_sent, silence = False, silence * 2
-                again = time.monotonic() + silence
+        try:
+            while True:
+                is_sent = self._connect() and is_sent
+                if not is_sent:
+                    is_sent = self._sent(data)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                if (received := self._waited(min(wait, left))) is not None:
+                    return received
+                wait = min(wait * 2, 1.0)
+                if time.monotonic() > again:
+                    is_sent, silence = False, silence * 2
+                    again = time.monotonic() + silence
+        except BaseException:  # Ctrl-C may have lost a part of a message.
+            self.close_socket()
+            raise
 
-    def _follow_server(self) -> bool:
-        """Connects to the latest server. Returns False if that is a new connection, or none."""
-        if self._socket is not None and self._server is not None:
-            process = Process.parse(self._server["process"])
-            if process is not None and not process.has_ended():
-                return True
-        server = address(self._directory)
-        if server is None or server == self._server:
-            return self._socket is not None
-        self.close_socket()
-        self._socket = _context_of(os.getpid()).socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(server["address"])
-        self._server = server
+    def _connect(self) -> bool:
+        """Connects to the server, if it runs. Returns whether the connection was there before."""
+        if self._pid != os.getpid() and self._channel is not None:
+            self._channel.close(for_all=False)  # It is the parent's.
+            self._channel = None
+        if self._channel is not None:
+            return True
+        if (server := address(self._directory)) is not None:
+            with contextlib.suppress(OSError):
+                self._channel = Channel.to(server["address"], splitter(MAX_BLOCK_BYTES))
+                self._pid = os.getpid()
         return False
 
-    def _receive(self) -> Received | None:
-        frames = self._socket.recv_multipart(copy=False)
-        number, places, message = plain.unpack(bytes(frames[0].buffer))
+    def _sent(self, data: bytes) -> bool:
+        """Sends a request. Returns False where nobody takes it."""
+        if self._channel is None or self._channel.unsent_bytes:
+            return False
+        try:
+            self._channel.send(data)
+        except OSError:
+            self.close_socket()
+        return self._channel is not None
+
+    def _waited(self, seconds: float) -> Received | None:
+        """Waits for the reply to the last request. Returns None if it does not come in time."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self._channel is None:
+                time.sleep(left)
+                return None
+            try:
+                self._channel.wait(left)
+                self._channel.flush()
+                frames = self._channel.receive()
+            except (OSError, MalformedMessageError):  # The server has ended.
+                self.close_socket()
+                time.sleep(min(left, _SHORTEST_WAIT_SECONDS))
+                return None
+            if frames is not None and (received := self._received(frames)) is not None:
+                return received
+        return None
+
+    def _received(self, frames: list[bytes]) -> Received | None:
+        """Returns a reply; None if it is that to an earlier request, or the server has ended."""
+        number, places, message = plain.unpack(frames[0])
         if number != self._number:
-            return None  # The reply to an earlier request.
+            return None
         inline = iter(frames[1:])
         try:
             blocks = [
-                self._opened.locked(Place(*place)) if place else bytes_of(next(inline).buffer)
+                self._opened.locked(Place(*place)) if place else bytes_of(next(inline))
                 for place in places
             ]
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM):
-                return None  # The server has just ended.
+                return None
             raise VariablesError(
                 "the memory of the host's process cannot be mapped",
                 where=str(self._directory),
@@ -160,17 +210,11 @@ class LocalTransport:
         time.sleep(0.01)
 
     def close_socket(self) -> None:
-        """Closes the connection."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        """Closes the connection. The server then releases the blocks of its last reply."""
+        if self._channel is not None:
+            self._channel.close(for_all=self._pid == os.getpid())
+            self._channel = None
 
     def close(self) -> None:
-        """Releases the blocks of the last reply, and closes the connection."""
-        if self._socket is not None:
-            # The server keeps the blocks of its last reply until the next request.
-            self._socket.setsockopt(zmq.LINGER, _LAST_REQUEST_MS)
-            header = plain.pack([self._number + 1, self._client, None, to_plain(StatusRequest())])
-            with contextlib.suppress(zmq.Again):
-                self._socket.send(header, zmq.NOBLOCK)
+        """Closes the connection."""
         self.close_socket()

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import stepcache as sc
-from stepcache.remote.channel import Channel
 from stepcache.remote.coordinator import Coordinator
 from stepcache.remote.local_tasks import address
 from stepcache.remote.messages import (
@@ -26,6 +25,7 @@ from stepcache.remote.messages import (
     decode,
     packed,
 )
+from stepcache.serving.channel import Channel
 from stepcache.serving.messages import MalformedMessageError
 
 PROGRAM = b"a program"
@@ -438,11 +438,11 @@ def test_malformed_messages_are_counted_and_nothing_else(one_task):
     chance = random.Random(0)
     memory = []
     for _ in range(10):
-        channel, ends = Channel.to(found["address"]), False
+        channel, ends = Channel.to(found["address"], decode), False
         for _ in range(1000):
             if ends:
                 channel.close()
-                channel = Channel.to(found["address"])
+                channel = Channel.to(found["address"], decode)
             data, ends = noise(chance)
             channel.send(data)
             channel.wait(0.2)  # For the answer: nearly all of it is refused.

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import stepcache as sc
-from stepcache.remote.channel import Channel
-from stepcache.remote.messages import Kind, Message, packed
+from stepcache.remote.messages import Kind, Message, decode, packed
+from stepcache.serving.channel import Channel
 from stepcache.storage.load_markers import Process
 
 LIMIT_SECONDS = 120
@@ -94,7 +94,7 @@ def test_nobody_connects_without_the_key(pool):
     found = ray_tasks.find(pool)
     body = packed(name="", process=str(Process.current()), watch="")
     for key in (b"", b"x" * len(found["key"])):
-        stranger = Channel.to(found["address"], key)
+        stranger = Channel.to(found["address"], decode, key)
         with pytest.raises(OSError):
             stranger.send(Message(Kind.HELLO, body=body).encoded())
             stranger.wait(10)

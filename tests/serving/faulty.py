@@ -1,14 +1,15 @@
 """`FaultyNetwork`: stands between clients and a local server, and loses, doubles and delays."""
 
+import contextlib
 import heapq
 import json
 import random
+import selectors
 import threading
 import time
 
-import zmq
-
-from stepcache.serving.local_transport import ADDRESS_FILE
+from stepcache.serving.channel import Channel, listen_at
+from stepcache.serving.local_transport import ADDRESS_FILE, joined, splitter
 
 
 class FaultyNetwork(threading.Thread):
@@ -34,9 +35,10 @@ class FaultyNetwork(threading.Thread):
         self.address = f"local:{directory}"
 
     def __enter__(self):
-        self.context = zmq.Context()
-        self.front = self.context.socket(zmq.ROUTER)
-        self.front.bind(f"ipc://{self.directory}/s")
+        self.selector = selectors.DefaultSelector()
+        self.listener = listen_at(f"{self.directory}/s")
+        self.listener.listen()
+        self.selector.register(self.listener, selectors.EVENT_READ)
         self.publish()
         self.start()
         return self
@@ -44,38 +46,59 @@ class FaultyNetwork(threading.Thread):
     def __exit__(self, *exception):
         self.is_ended = True
         self.join()
-        self.context.destroy(linger=0)
+        for key in list(self.selector.get_map().values()):
+            key.fileobj.close()
+        self.selector.close()
 
     def publish(self):
         """Says that this is where the server listens."""
         row = json.loads((self.server.directory / ADDRESS_FILE).read_text())
-        self.upstream, row["address"] = row["address"], f"ipc://{self.directory}/s"
+        self.upstream, row["address"] = row["address"], f"{self.directory}/s"
         (self.directory / ADDRESS_FILE).write_text(json.dumps(row))
 
+    def accept(self):
+        """Connects a client with the server."""
+        front = Channel(self.listener.accept()[0], splitter(1 << 30))
+        try:
+            back = Channel.to(self.upstream, splitter(1 << 30))
+        except OSError:
+            front.close()
+            return
+        for one, other in ((front, back), (back, front)):
+            self.selector.register(one, selectors.EVENT_READ, (one, other, one is front))
+
+    def end(self, *ends):
+        """Ends a connection on both sides."""
+        for each in ends:
+            with contextlib.suppress(KeyError, ValueError):
+                self.selector.unregister(each)
+            each.close()
+
     def run(self):
-        poller, backs, due, number = zmq.Poller(), {}, [], 0
-        poller.register(self.front, zmq.POLLIN)
+        due, number = [], 0
         while not self.is_ended:
-            for socket, _ in poller.poll(1):
-                frames = socket.recv_multipart()
-                is_request = socket is self.front
-                client = frames.pop(0) if is_request else backs[socket]
-                if is_request and client not in backs.values():
-                    back = self.context.socket(zmq.DEALER)
-                    back.connect(self.upstream)
-                    backs[back] = client
-                    poller.register(back, zmq.POLLIN)
-                for _ in range(self.times(is_request)):
-                    at = time.monotonic() + self.random.uniform(0, self.delay)
-                    number += 1
-                    self.overtaken += bool(due) and at < max(due)[0]
-                    heapq.heappush(due, (at, number, is_request, client, frames))
+            for key, _ in self.selector.select(0.001):
+                if key.data is None:
+                    self.accept()
+                    continue
+                source, target, is_request = key.data
+                try:
+                    while (frames := source.receive()) is not None:
+                        for _ in range(self.times(is_request)):
+                            at = time.monotonic() + self.random.uniform(0, self.delay)
+                            number += 1
+                            self.overtaken += bool(due) and at < max(due)[0]
+                            heapq.heappush(due, (at, number, source, target, joined(frames)))
+                except OSError:
+                    self.end(source, target)
             while due and due[0][0] < time.monotonic():
-                _, _, is_request, client, frames = heapq.heappop(due)
-                if is_request:
-                    next(b for b, of in backs.items() if of == client).send_multipart(frames)
-                else:
-                    self.front.send_multipart([client, *frames])
+                _, _, source, target, data = heapq.heappop(due)
+                try:
+                    target.send(data)
+                    while not target.flush():
+                        target.wait(0.1)
+                except OSError:
+                    self.end(source, target)
 
     def times(self, is_request):
         """How often a message is delivered."""

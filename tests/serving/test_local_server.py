@@ -13,14 +13,26 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
-import zmq
 
 import stepcache as sc
-from stepcache.serving.local_transport import address
+from stepcache.serving.channel import Channel
+from stepcache.serving.local_transport import address, joined, splitter
 from stepcache.serving.shared_memory import Opened, Place
 from stepcache.serving.tables import TableType
 from stepcache.variables.policy import RowOptimizer
 from tests.serving.servers import LocalServer, run_command
+
+
+def channel_to(server):
+    return Channel.to(address(server.directory)["address"], splitter(1 << 30))
+
+
+def asked(channel, request):
+    """The header of the reply to a request."""
+    channel.send(joined([msgpack.packb(request)]))
+    while (frames := channel.receive()) is None:
+        channel.wait()
+    return frames[0]
 
 
 @pytest.fixture(scope="module")
@@ -44,28 +56,23 @@ def test_a_killed_client_leaves_nothing(server):
 def test_blocks_stay_until_the_next_request(server):
     """Also where a message comes twice, or late."""
     tree = {"w": np.ones(50_000, np.float32)}
-    context = zmq.Context()
     with server.connect() as connection:
         params = connection.variables("params", tree)
-        socket = context.socket(zmq.DEALER)
-        socket.connect(address(server.directory)["address"])
+        channel = channel_to(server)
         seen = []
         for number in (7, 7, 3):
             read = ["ReadRequest", {"names": ["params"], "known": [0], "values": True}]
-            socket.send(msgpack.packb([number, "me", None, read]))
-            _, (place,), _ = msgpack.unpackb(socket.recv())
+            _, (place,), _ = msgpack.unpackb(asked(channel, [number, "me", None, read]))
             seen.append(Opened().open(Place(*place)))
             for value in range(2, 8):
                 params.assign({"w": np.full(50_000, value, np.float32)})
         for data, value in zip(seen[:2], (1, 7), strict=True):
             assert (data.view(np.float32)[:50_000] == value).all()
-        socket.send(msgpack.packb([8, "me", None, ["StatusRequest", {}]]))
-        socket.recv()
+        asked(channel, [8, "me", None, ["StatusRequest", {}]])
         for value in range(10, 20):
             params.assign({"w": np.full(50_000, value, np.float32)})
         assert seen[0].view(np.float32)[0] >= 10  # Nobody has locked it: it was used again.
-        socket.close()
-        context.term()
+        channel.close()
 
 
 def test_closed_connections_leave_no_memory_with_the_server(server):
@@ -218,15 +225,13 @@ def hostile(rng, server, epoch):
     )
     packed = msgpack.packb(envelope)
     header = rng.choice([noise, packed, packed, packed[: rng.randrange(9)]])
-    return rng.choice(
-        [[header], [header, noise], [header, noise, noise], [b"", header], [header] * 9]
-    )
+    frames = [[header], [header, noise], [header, noise, noise], [b"", header], [header] * 9]
+    return noise if rng.random() < 0.1 else joined(rng.choice(frames))
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_messages_that_are_none_do_no_harm(server, count):
     rng, before_bytes = random.Random(3), 0
-    context = zmq.Context()
     with server.connect() as connection:
         params = connection.variables("params", {"w": np.ones(50_000, np.float32)})
         connection.table("rows", 10, (4,))
@@ -234,18 +239,23 @@ def test_messages_that_are_none_do_no_harm(server, count):
         join = [0, "me", None, ["JoinRequest", {"client": "me", "process": "x", "first": 1}]]
         for number in range(count):
             if number % 200 == 0:
-                socket = context.socket(zmq.DEALER)
-                socket.setsockopt(zmq.LINGER, 10_000)
-                socket.connect(address(server.directory)["address"])
-                socket.send(msgpack.packb(join))
+                channel = channel_to(server)
+                asked(channel, join)
                 if number == 200:
                     before_bytes = resident_bytes(server)
-            socket.send_multipart(hostile(rng, server, epoch))
+            try:
+                channel.send(hostile(rng, server, epoch))
+                while not channel.flush():
+                    channel.wait()
+                while channel.receive() is not None:
+                    pass
+            except OSError:  # What follows no message cannot be understood: the server ends it.
+                channel.close()
+                channel = channel_to(server)
             if number % 100 == 99:
                 assert params.value["w"].sum() == 50_000
             if number % 200 == 199:
-                socket.close()
-        context.term()  # All are sent.
+                channel.close()
         time.sleep(0.5)
         status = connection.status()
         assert status.counts["malformed messages"] > count / 3
@@ -260,16 +270,18 @@ def resident_bytes(server):
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_frame_that_is_too_large_ends_only_its_connection(server):
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(address(server.directory)["address"])
-    socket.send(bytes(40 << 20))
+@pytest.mark.parametrize("wrong", [joined([bytes(40 << 20)]), b"\0" * 4, b"\xff" * 12])
+def test_what_is_no_message_ends_only_its_connection(server, wrong):
+    channel = channel_to(server)
     with server.connect() as connection:
+        with pytest.raises(OSError):
+            channel.send(wrong)
+            while True:
+                channel.flush()
+                channel.wait()
+                channel.receive()
         assert connection.variables("params", {"w": np.ones(2)}).value["w"].sum() == 2
-    socket.close()
-    context.term()
+    channel.close()
 
 
 def test_a_connection_that_the_garbage_collector_frees_holds_nobody_up(server):

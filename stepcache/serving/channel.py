@@ -10,9 +10,13 @@ import contextlib
 import hmac
 import select
 import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
 
-from stepcache.remote.messages import Message, decode
 from stepcache.serving.messages import MalformedMessageError
+
+T = TypeVar("T")
 
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # Else SIGPIPE ends programs that do not ignore it.
 _CONNECT_SECONDS = 10.0
@@ -20,29 +24,45 @@ _CHUNK_BYTES = 1 << 16
 _MAX_CHUNK_BYTES = 1 << 22
 
 
-class Channel:
+def listen_at(path: str) -> socket.socket:
+    """Returns a Unix socket that is bound to a path, also where an earlier server has left one."""
+    with contextlib.suppress(FileNotFoundError):
+        Path(path).unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    return listener
+
+
+class Channel(Generic[T]):
     """One end of a connection. Nothing blocks but `wait`, which alone is thread-safe.
 
     Args:
         made: a connected stream socket, which the channel then owns.
+        decode: takes the first message out of the bytes that were received; returns None if it has
+            not arrived as a whole, and raises `MalformedMessageError` if it is no message.
         key: what the other end has to send first; empty where only its user can connect.
     """
 
-    def __init__(self, made: socket.socket, key: bytes = b""):
+    def __init__(
+        self, made: socket.socket, decode: Callable[[bytearray], T | None], key: bytes = b""
+    ):
         made.setblocking(False)
         if made.family != socket.AF_UNIX:
             _set_options(made)
-        self._key = key
+        self._decode, self._key = decode, key
         self._socket = made
         self._received, self._unsent = bytearray(), bytearray()
         self._chunk_bytes = _CHUNK_BYTES
 
     @classmethod
-    def to(cls, address: str, key: bytes = b"") -> Channel:
+    def to(
+        cls, address: str, decode: Callable[[bytearray], T | None], key: bytes = b""
+    ) -> Channel[T]:
         """Connects to a socket.
 
         Args:
             address: the path of a Unix socket, or `host:port`.
+            decode: see `Channel`.
             key: see `Channel`; sent to the other end.
 
         Raises:
@@ -52,14 +72,14 @@ class Channel:
         if not address.startswith("/"):
             made = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
             made.sendall(key)
-            return cls(made)
+            return cls(made, decode)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             made.connect(address)
         except OSError:
             made.close()
             raise
-        return cls(made)
+        return cls(made, decode)
 
     def fileno(self) -> int:
         """Returns the number of the socket, for selectors."""
@@ -95,7 +115,7 @@ class Channel:
                 del self._unsent[:sent]
         return not self._unsent
 
-    def receive(self) -> Message | None:
+    def receive(self) -> T | None:
         """Returns the next message; None if it has not arrived as a whole.
 
         Raises:
@@ -106,7 +126,7 @@ class Channel:
             pass
         return message
 
-    def taken(self) -> Message | None:
+    def taken(self) -> T | None:
         """Returns the next message of what was read; None if it was not read as a whole.
 
         Raises:
@@ -114,7 +134,7 @@ class Channel:
         """
         if self._key and not self._is_let_in():
             return None
-        return decode(self._received)
+        return self._decode(self._received)
 
     def _is_let_in(self) -> bool:
         """Whether the other end has sent the key."""
