@@ -116,7 +116,16 @@ class LocalTransport:
 
         Returns:
             The reply; None if none arrives in time.
+
+        Raises:
+            VariablesError: this process was forked from that of the client.
         """
+        if self._pid != os.getpid():  # The writes of both would have the same numbers.
+            raise VariablesError(
+                "this connection belongs to the process that this one was forked from",
+                where=str(self._directory),
+                hint="connect in this process",
+            )
         self._number += 1
         place = astuple(block.place) if block is not None and block.place is not None else None
         header = plain.pack([self._number, self._client, place, to_plain(message)])
@@ -143,15 +152,11 @@ class LocalTransport:
 
     def _connect(self) -> bool:
         """Connects to the server, if it runs. Returns whether the connection was there before."""
-        if self._pid != os.getpid() and self._channel is not None:
-            self._channel.close(for_all=False)  # It is the parent's.
-            self._channel = None
         if self._channel is not None:
             return True
         if (server := address(self._directory)) is not None:
             with contextlib.suppress(OSError):
                 self._channel = Channel.to(server["address"], splitter(MAX_BLOCK_BYTES))
-                self._pid = os.getpid()
         return False
 
     def _sent(self, data: bytes) -> bool:

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 import weakref
 from pathlib import Path
@@ -268,6 +269,28 @@ def test_messages_that_are_none_do_no_harm(server, count):
 def resident_bytes(server):
     pages = Path(f"/proc/{server.pid}/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_fork_of_a_client_cannot_write_in_its_name(server):
+    script = f"""
+        import os
+        import numpy as np
+        import stepcache as sc
+        with sc.connect("local:{server.directory}") as connection:
+            params = connection.variables("params", {{"w": np.zeros(2)}}, write=sc.Write("add"))
+            params.push({{"w": np.ones(2)}})
+            if (child := os.fork()) == 0:
+                try:
+                    params.push({{"w": np.ones(2)}})
+                except sc.VariablesError as error:
+                    os._exit(7 * ("forked" in str(error)))
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            params.push({{"w": np.ones(2)}})
+            assert params.value["w"].tolist() == [2, 2] and params.version == 2
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+    subprocess.run(command, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("wrong", [joined([bytes(40 << 20)]), b"\0" * 4, b"\xff" * 12])
