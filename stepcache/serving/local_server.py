@@ -131,21 +131,26 @@ class LocalServer:
 
     def _attend(self, channel: _Channel) -> None:
         """Serves what a client has sent, and sends it what is left of a reply."""
+        requests: list[list[bytes]] = []
+        failure: Exception | None = None
         try:
             if channel.unsent_bytes and channel.flush():
                 self._selector.modify(channel, selectors.EVENT_READ, channel)
             channel.read()
             while (frames := channel.taken()) is not None:
-                with self.lock:
-                    if self._stopping.is_set():
-                        return
-                    self._serve(channel, frames)
-                    self._durable.tend()
-        except MalformedMessageError as error:
+                requests.append(frames)
+        except (MalformedMessageError, OSError) as error:
+            failure = error
+        for frames in requests:
             with self.lock:
-                self._durable.refuse_malformed(error)
-            self._close(channel)
-        except OSError:
+                if self._stopping.is_set():
+                    return
+                self._serve(channel, frames)
+                self._durable.tend()
+        if isinstance(failure, MalformedMessageError):
+            with self.lock:
+                self._durable.refuse_malformed(failure)
+        if failure is not None:
             self._close(channel)
 
     def _close(self, channel: _Channel) -> None:
@@ -195,7 +200,8 @@ class LocalServer:
         if channel.unsent_bytes:  # The client does not read; one that is alive asks again.
             self._counts["replies dropped"] += 1
             return
-        channel.send(joined([header, *inline]))
+        with contextlib.suppress(OSError):  # It has ended, as is noted when its socket is read.
+            channel.send(joined([header, *inline]))
         if channel.unsent_bytes:
             events = selectors.EVENT_READ | selectors.EVENT_WRITE
             self._selector.modify(channel, events, channel)
