@@ -147,7 +147,7 @@ class LocalTransport:
                     is_sent, silence = False, silence * 2
                     again = time.monotonic() + silence
         except BaseException:  # Ctrl-C may have lost a part of a message.
-            self.close_socket()
+            self.close()
             raise
 
     def _connect(self) -> bool:
@@ -166,7 +166,7 @@ class LocalTransport:
         try:
             self._channel.send(data)
         except OSError:
-            self.close_socket()
+            self.close()
         return self._channel is not None
 
     def _waited(self, seconds: float) -> Received | None:
@@ -181,7 +181,7 @@ class LocalTransport:
                 self._channel.flush()
                 frames = self._channel.receive()
             except (OSError, MalformedMessageError):  # The server has ended.
-                self.close_socket()
+                self.close()
                 time.sleep(min(left, _SHORTEST_WAIT_SECONDS))
                 return None
             if frames is not None and (received := self._received(frames)) is not None:
@@ -214,12 +214,8 @@ class LocalTransport:
         """Sleeps before a request is repeated."""
         time.sleep(0.01)
 
-    def close_socket(self) -> None:
+    def close(self) -> None:
         """Closes the connection. The server then releases the blocks of its last reply."""
         if self._channel is not None:
             self._channel.close(for_all=self._pid == os.getpid())
             self._channel = None
-
-    def close(self) -> None:
-        """Closes the connection."""
-        self.close_socket()

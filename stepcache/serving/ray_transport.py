@@ -174,7 +174,7 @@ class RayTransport:
         received = self._local.request(message, block, silence)
         self._has_answered |= received is not None
         if received is None:
-            self._local.close_socket()
+            self._local.close()
             self._local = None
         return received
 
