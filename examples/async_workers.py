@@ -72,10 +72,11 @@ def main() -> None:
         command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
         serve = partial(subprocess.Popen, [*command, "--snapshot-every", "1s"])
         scripts = [[sys.executable, __file__, directory, str(rank)] for rank in range(WORKERS)]
-        server, workers = serve(), [subprocess.Popen(script) for script in scripts]
+        server = serve()
         with sc.connect(f"local:{directory}") as connection:
             params, pushes = variables(connection)
             first, _ = gradients(params, *data(7))
+            workers = [subprocess.Popen(script) for script in scripts]
             while pushes.value.sum() < WORKERS * PUSHES / 2:
                 time.sleep(0.05)
             for process in (server, workers[0]):
