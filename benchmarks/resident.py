@@ -70,7 +70,7 @@ def contenders(state, objects) -> dict:
     def fresh():
         return jax.tree.map(jnp.array, state)
 
-    step, plain = (sc.step(null_step, carry="state") for _ in range(2))
+    resident, packed, plain = (sc.step(null_step, carry="state") for _ in range(3))
 
     def call_nnx():
         nnx_null_step(*objects)
@@ -78,8 +78,8 @@ def contenders(state, objects) -> dict:
 
     return {
         "jax.jit": looping(jax.jit(null_step, donate_argnames="state"), fresh()),
-        "stepcache, resident": looping(step, sc.Variables(state)),
-        "stepcache, packed": looping(step, sc.Variables(state, pack=True)),
+        "stepcache, resident": looping(resident, sc.Variables(state)),
+        "stepcache, packed": looping(packed, sc.Variables(state, pack=True)),
         "stepcache, plain tree": looping(plain, fresh()),
         "nnx.jit": call_nnx,
     }

@@ -3,7 +3,7 @@
 Nearly all calls of a training loop pass the same `Variables` in the same places. A plan is a Python
 function written for these, as `dataclasses` writes methods: it checks that they are the same
 objects, gives their buffers to JAX's dispatcher, and puts back what comes out of it. A call costs
-about 0.5 µs more than that of `jax.jit`; to find the variables again would cost twenty times as
+about 0.4 µs more than that of `jax.jit`; to find the variables again would cost twenty times as
 much.
 """
 
@@ -13,7 +13,7 @@ import functools
 import keyword
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -26,8 +26,7 @@ from stepcache.variables.packing import Packed
 from stepcache.variables.variables import Variables
 
 _TEMPLATE = """
-def plan(*args, **kwargs):
-    {known}
+def plan({parameters}*args, **kwargs):
     if {checks}:
         {acquire}
         try:
@@ -37,15 +36,21 @@ def plan(*args, **kwargs):
                 {put}
                 return {outputs}
             if out is not NOT_A_HIT:
-                return put_back(out, carried(args, kwargs), write)
+                return put_back(out, carried(({given}), kwargs), write)
         except (RuntimeError, ValueError) as error:
             if "deleted" not in str(error):  # The usual way says what is.
                 raise
         finally:
             {release}
-    return other(*args, **kwargs)
+    return other(*given({given}), *args, **kwargs)
 """
 _PLANS_PER_STEP = 8
+_NOT_GIVEN = object()
+
+
+def _given(*args: Any) -> Iterator[Any]:
+    """The arguments of a call without defaults of a plan's parameters."""
+    return (each for each in args if each is not _NOT_GIVEN)
 
 
 class _Unplanned(Exception):
@@ -96,12 +101,13 @@ class CallPlans:
         if not all(each._master.is_resident for each in use.variables):
             return None
         names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT, "call": call}
-        names |= {"put_back": put_back, "write": _write}
+        names |= {"put_back": put_back, "write": _write, "given": _given, "NOT_GIVEN": _NOT_GIVEN}
         names |= {"carried": functools.partial(carried, self._spec), "form": form}
         for n, each in enumerate(use.variables):
-            # A master is found by a reference of its own: `each._master` would take 0.2 µs, as
-            # attributes of `Variables` are looked up in Python.
-            names[f"known{n}"], names[f"master{n}"] = map(weakref.ref, (each, each._master))
+            # A master has a name of its own: `each._master` would take 0.2 µs, as attributes of
+            # `Variables` are looked up in Python.
+            names[f"known{n}"] = weakref.ref(each, functools.partial(_forget, names, f"master{n}"))
+            names[f"master{n}"] = each._master
             names[f"type{n}"] = type(next(iter(each._master.arrays()), None))
             names[f"acquire{n}"], names[f"release{n}"] = each._lock.acquire, each._lock.release
         try:
@@ -128,6 +134,11 @@ def _compiled(source: str) -> CodeType:
     return compile(source, f"{__file__}:plan", "exec")
 
 
+def _forget(names: dict[str, Any], master: str, _: Any) -> None:
+    """Keeps a master no longer than its variables live."""
+    names.pop(master, None)
+
+
 def _write(each: Variables, buffers: tuple) -> None:
     each._master.write(Packed(each._layout, buffers))
 
@@ -137,35 +148,44 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
     (args, kwargs), numbers = use.given, range(len(use.variables))
     if not all(name.isidentifier() and not keyword.iskeyword(name) for name in kwargs):
         raise _Unplanned
-    checks = [*(f"v{n} is not None" for n in numbers), f"len(args) == {len(args)}"]
-    checks.append(f"len(kwargs) == {len(kwargs)}" if kwargs else "not kwargs")
+    positional = [f"a{position}" for position in range(len(args))]
+    checks = ["not args", f"len(kwargs) == {len(kwargs)}" if kwargs else "not kwargs"]
+    if args:
+        checks.append(f"{positional[-1]} is not NOT_GIVEN")
     number_of = {id(each): number for number, each in enumerate(use.variables)}
-    seen: set[int] = set()
+    local: dict[int, str] = {}  # The local name of each, once it is known that it is there.
 
     def taken(where: str, each: Variables) -> tuple[str, str]:
         number = number_of[id(each)]
-        again = number in seen
-        seen.add(number)
-        return f"{where} is v{number}", "()" if again else f"k{number}"
+        if number in local:
+            return f"{where} is {local[number]}", "()"
+        local[number] = where
+        if where not in positional:  # Somebody else may change the tree meanwhile.
+            local[number] = f"v{number}"
+            return (
+                f"(v{number} := known{number}()) is not None and {where} is v{number}",
+                f"k{number}",
+            )
+        # A reference to variables that are gone gives None.
+        return f"{where} is known{number}() and {where} is not None", f"k{number}"
 
     arguments: dict[int | str, str] = {}
     for key, argument in use.arguments_in_turn():
-        where = f"args[{key}]"
+        where = f"kwargs[{key!r}]" if isinstance(key, str) else positional[key]
         if isinstance(key, str):
-            where = f"kwargs[{key!r}]"
             checks.append(f"{key!r} in kwargs")
         arguments[key] = _rebuilt(where, argument, taken, checks, names)
-    positional = [arguments[position] for position in range(len(args))]
-    named = [f"{name}={arguments[name]}" for name in kwargs]
+    passed = [arguments[position] for position in range(len(args))]
+    passed += [f"{name}={arguments[name]}" for name in kwargs]
 
     put: list[str] = []
 
     def written(where: str, each: Variables) -> tuple[str, str]:
         number = number_of[id(each)]
-        put.append(f"p{number}.buffers = {where}; m{number}.version += 1")
+        put.append(f"p{number}.buffers = {where}; master{number}.version += 1")
         # Else it may be something else that is a tuple: the carry where it comes not alone.
         first = f"type({where}[0]) is type{number}" if each._layout.buffers else f"not {where}"
-        return f"type({where}) is tuple and {first}", f"v{number}"
+        return f"type({where}) is tuple and {first}", local[number]
 
     expected: list[str] = [] if use.carried else ["out is not NOT_A_HIT"]
     returned = "out"
@@ -173,16 +193,17 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
         returned = _returned(outputs, use.carry_arguments(), written, expected, names)
     locked = [number_of[id(each)] for each in use.in_order()]
     return _TEMPLATE.format(
-        known="; ".join(f"v{n} = known{n}()" for n in numbers),
+        parameters="".join(f"{name}=NOT_GIVEN, " for name in positional) + "/, " * bool(args),
+        given="".join(f"{name}, " for name in positional),
         checks=" and ".join(checks),
         acquire="; ".join(f"acquire{n}()" for n in locked),
         take="; ".join(
-            f"m{n} = master{n}(); p{n} = m{n}.packed; k{n} = p{n}.buffers"
+            f"p{n} = master{n}.packed; k{n} = p{n}.buffers"
             if n < use.carried
-            else f"k{n} = master{n}().packed.buffers"
+            else f"k{n} = master{n}.packed.buffers"
             for n in numbers
         ),
-        arguments=", ".join(positional + named),
+        arguments=", ".join(passed),
         expected=" and ".join(expected),
         put="; ".join(put) or "pass",
         outputs=returned,

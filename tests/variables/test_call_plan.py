@@ -2,7 +2,9 @@
 
 import gc
 import inspect
+import sys
 import threading
+import time
 import weakref
 
 import jax
@@ -309,6 +311,41 @@ def test_a_plan_keeps_no_variables_alive():
     assert dead() is None
     assert all(buffer() is None for buffer in buffers)
     assert step(None) is None
+
+
+def test_a_planned_step_takes_fewer_and_more_arguments():
+    step = sc.step(with_batch, carry="state")
+    state = sc.Variables(ramp(0))
+    for _ in range(2):
+        step(state, X)
+    with pytest.raises(TypeError, match="'x'"):
+        step(state)
+    with pytest.raises(TypeError, match="4"):
+        step(state, X, 1.0, 2.0)
+    with pytest.raises(TypeError, match="a0"):
+        step(a0=state, x=X)
+    for arguments in ((state, X, 2.0), (state,)):
+        step(*arguments, **({} if len(arguments) > 1 else {"x": X}))
+    assert float(state.value["b"]) == 3 + 3 + 6 + 3
+
+
+def test_a_dict_that_changes_during_a_call():
+    step = sc.step(lambda held: up(held), carry="held")
+    state, other = sc.Variables(ramp(0)), sc.Variables(ramp(100))
+    held, outputs = {"a": state}, []
+    for _ in range(2):
+        step(held)
+    thread = threading.Thread(target=lambda: outputs.append(step(held)))
+    with state._lock:
+        thread.start()
+        for _ in range(2):  # It waits for the lock, then.
+            while sys._current_frames()[thread.ident].f_code.co_name != "plan":
+                time.sleep(0.01)
+            time.sleep(0.01)
+        held["a"] = other
+    thread.join()
+    assert outputs[0]["a"] is state
+    assert (state.version, other.version) == (3, 0)
 
 
 def test_a_carry_that_is_lost_is_named():
