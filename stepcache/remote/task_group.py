@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import selectors
 import socket
 import subprocess
 import threading
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 
 from stepcache.remote.coordinator import Coordinator, Output
 from stepcache.remote.messages import MAX_MESSAGE_BYTES, Kind, Message, decode, packed
-from stepcache.serving.channel import Channel
+from stepcache.serving.channel import Channel, Channels
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.serving.shared_memory import allow_many_files
 from stepcache.storage.load_markers import Process
@@ -28,7 +27,6 @@ _STOP_SECONDS = 0.2  # After which `stop`, called by a signal handler, takes eff
 _SWEEP_SECONDS = 1.0
 _END_SECONDS = 2.0  # That a task may take to end after its connection.
 _ALONE_SECONDS = 10.0  # That other tasks may take to end a run which failed on one.
-_WAITING_TO_CONNECT = 1024
 _MAX_UNSENT_BYTES = 2 * MAX_MESSAGE_BYTES  # To one that does not read; then it is cut off.
 _MAX_RESTARTS_AT_ONCE = 5  # Tasks that end before they have joined are not started for ever.
 _log = logging.getLogger("stepcache")
@@ -65,11 +63,7 @@ class TaskGroup:
         allow_many_files()
         self.coordinator = Coordinator(tasks)
         self._stopping = threading.Event()
-        self._listener, self._key = listener, key
-        listener.listen(_WAITING_TO_CONNECT)
-        listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._peers = Channels(listener, lambda made: _Peer(made, decode, key))
         self._processes: Sequence[Launched] = ()
         self._clients: dict[int, _Peer] = {}
         self._tasks: dict[int, _Peer] = {}
@@ -106,11 +100,8 @@ class TaskGroup:
         swept = time.monotonic()
         try:
             while not self._stopping.is_set():
-                for key, _ in self._selector.select(_STOP_SECONDS):
-                    if key.data is None:
-                        self._accept()
-                    else:
-                        self._serve(key.data)
+                for peer, found in self._peers.received(_STOP_SECONDS):
+                    self._handle(peer, found)
                 if time.monotonic() > swept + _SWEEP_SECONDS:
                     self._sweep()
                     swept = time.monotonic()
@@ -124,34 +115,15 @@ class TaskGroup:
     def close(self) -> None:
         """Ends the tasks."""
         self._end_tasks()
-        for peer in list(self._clients.values()):
-            peer.channel.close()
-        self._listener.close()
-        self._selector.close()
+        self._peers.close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            made, _ = self._listener.accept()
-            peer = _Peer(Channel(made, decode, self._key))
-            self._selector.register(peer.channel, selectors.EVENT_READ, peer)
-
-    def _serve(self, peer: _Peer) -> None:
-        """Takes what a client or a task has sent, and sends it what is kept for it."""
-        channel = peer.channel
-        try:
-            if peer.is_behind and channel.flush():
-                peer.is_behind = False
-                self._selector.modify(channel, selectors.EVENT_READ, peer)
-            channel.read()
-            while channel.fileno() >= 0 and (message := channel.taken()) is not None:
-                self._handle(peer, message)
-        except MalformedMessageError as error:
-            self._malformed(peer, Message(Kind.HELLO), error)
+    def _handle(self, peer: _Peer, message: Message | Exception) -> None:
+        """Takes what a client or a task has sent; closes the connection after an error."""
+        if isinstance(message, Exception):
+            if isinstance(message, MalformedMessageError):
+                self._malformed(peer, Message(Kind.HELLO), message)
             self._close(peer)
-        except OSError:
-            self._close(peer)
-
-    def _handle(self, peer: _Peer, message: Message) -> None:
+            return
         try:
             if peer.task is not None:
                 self._send(self.coordinator.from_task(peer.task, message))
@@ -211,24 +183,14 @@ class TaskGroup:
                 self._lost(*output.lost)
 
     def _send_to(self, peer: _Peer, data: bytes) -> None:
-        channel = peer.channel
         peer.sent += 1
-        try:
-            channel.send(data)
-        except OSError:  # It has ended, as is noted when its socket is read.
-            return
-        if channel.unsent_bytes and not peer.is_behind:
-            peer.is_behind = True
-            events = selectors.EVENT_READ | selectors.EVENT_WRITE
-            self._selector.modify(channel, events, peer)
-        if channel.unsent_bytes > _MAX_UNSENT_BYTES:
+        self._peers.send(peer, data)
+        if peer.unsent_bytes > _MAX_UNSENT_BYTES:
             self._close(peer)
 
     def _close(self, peer: _Peer) -> None:
         """Closes a connection, and notes that the client or the task at its end has ended."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.channel)
-        peer.channel.close()
+        self._peers.close_one(peer)
         if self._clients.get(peer.client) is peer:
             del self._clients[peer.client]
             self._send(self.coordinator.left(peer.client))
@@ -311,8 +273,7 @@ class TaskGroup:
 
     def _end_tasks(self) -> None:
         for peer in self._tasks.values():
-            self._selector.unregister(peer.channel)
-            peer.channel.close()
+            self._peers.close_one(peer)
         self._tasks.clear()
         for each in self._processes:
             with contextlib.suppress(ProcessLookupError):
@@ -322,12 +283,11 @@ class TaskGroup:
         self._processes = ()
 
 
-class _Peer:
+class _Peer(Channel[Message]):
     """A connection, and who is at its other end: a client, a task, or nobody known."""
 
-    def __init__(self, channel: Channel[Message]):
-        self.channel = channel
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self.client = 0
         self.task: int | None = None
         self.sent = 0  # Messages.
-        self.is_behind = False  # Whether some of what was sent to it is kept.

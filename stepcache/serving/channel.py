@@ -1,4 +1,4 @@
-"""`Channel`: messages over a socket, sent and received by the thread that needs them.
+"""`Channel` and `Channels`: messages over sockets, sent and received by the thread that needs them.
 
 A start of a step passes four processes' threads. A library that has a thread of its own for its
 sockets, such as ZeroMQ, wakes eight, and a wake-up costs more than all else on the way.
@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import hmac
 import select
+import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from stepcache.serving.messages import MalformedMessageError
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Channel[Any]")
 
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # Else SIGPIPE ends programs that do not ignore it.
 _CONNECT_SECONDS = 10.0
+_WAITING_TO_CONNECT = 1024
 _CHUNK_BYTES = 1 << 16
 _MAX_CHUNK_BYTES = 1 << 22
 
@@ -185,6 +188,74 @@ class Channel(Generic[T]):
             if for_all:
                 self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+class Channels(Generic[C]):
+    """Accepts connections, and sends and receives for all of them. Not thread-safe.
+
+    Args:
+        listener: a bound stream socket, which this object then owns.
+        make: makes the channel of a socket that was accepted.
+    """
+
+    def __init__(self, listener: socket.socket, make: Callable[[socket.socket], C]):
+        listener.listen(_WAITING_TO_CONNECT)
+        listener.setblocking(False)
+        self._listener, self._make = listener, make
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def received(self, seconds: float) -> Iterator[tuple[C, Any]]:
+        """Waits for messages, and sends what is kept.
+
+        Args:
+            seconds: to wait at most.
+
+        Yields:
+            Each message with its channel. In place of a message an error, after which the channel
+            has to be closed: `MalformedMessageError`, or `OSError` where the other end is closed.
+        """
+        for key, _ in self._selector.select(seconds):
+            if key.data is not None:
+                yield from self._received(key.data)
+                continue
+            with contextlib.suppress(OSError):
+                channel = self._make(self._listener.accept()[0])
+                self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def _received(self, channel: C) -> Iterator[tuple[C, Any]]:
+        try:
+            if channel.unsent_bytes and channel.flush():
+                self._selector.modify(channel, selectors.EVENT_READ, channel)
+            channel.read()
+            # Who gets a message may close its channel.
+            while channel.fileno() >= 0 and (message := channel.taken()) is not None:
+                yield channel, message
+        except (MalformedMessageError, OSError) as error:
+            yield channel, error
+
+    def send(self, channel: C, data: bytes) -> None:
+        """Sends an encoded message, now or later. `received` says if the other end is closed."""
+        is_kept = channel.unsent_bytes > 0
+        with contextlib.suppress(OSError):
+            channel.send(data)
+        if channel.unsent_bytes and not is_kept:
+            both = selectors.EVENT_READ | selectors.EVENT_WRITE
+            self._selector.modify(channel, both, channel)
+
+    def close_one(self, channel: C) -> None:
+        """Closes a channel, if it is open."""
+        if channel.fileno() >= 0:
+            self._selector.unregister(channel)
+            channel.close()
+
+    def close(self) -> None:
+        """Closes all channels, and the socket that accepts them."""
+        self._listener.close()
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                key.data.close()
+        self._selector.close()
 
 
 def _set_options(made: socket.socket) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import selectors
 import threading
 import time
 from dataclasses import astuple, dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from stepcache.serving.channel import Channel, listen_at
+from stepcache.serving.channel import Channel, Channels, listen_at
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.local_transport import ADDRESS_FILE, bytes_of, joined, splitter
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
@@ -29,7 +28,6 @@ from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import replace_file, socket_path
 
 MAX_REQUEST_BYTES = 16 << 20 if CAN_SHARE else 4 << 30
-_WAITING_TO_CONNECT = 128
 _SWEEP_SECONDS = 2.0
 
 
@@ -77,11 +75,10 @@ class LocalServer:
         self._stopping = threading.Event()
         allow_many_files()
         address = socket_path(self.directory)
-        self._path, self._listener = Path(address), listen_at(address)
-        self._listener.listen(_WAITING_TO_CONNECT)
-        self._listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._path = Path(address)
+        self._channels: Channels[_Channel] = Channels(
+            listen_at(address), lambda made: Channel(made, splitter(MAX_REQUEST_BYTES))
+        )
         _publish_address(self.directory, address, self.host.epoch)
 
     # ---- the loop ------------------------------------------------------------------------------
@@ -100,22 +97,15 @@ class LocalServer:
         try:
             while not self._stopping.is_set():
                 timeout = TEND_SECONDS if self._durable.is_waiting else self._idle_seconds
-                for key, _ in self._selector.select(timeout):
-                    if key.data is None:
-                        self._accept()
-                    else:
-                        self._attend(key.data)
+                for channel, found in self._channels.received(timeout):
+                    self._attend(channel, found)
                 with self.lock:
                     self._durable.tend()
                 if time.monotonic() > swept + _SWEEP_SECONDS:
                     self._sweep()
                     swept = time.monotonic()
         finally:
-            self._listener.close()
-            for key in list(self._selector.get_map().values()):
-                if key.data is not None:
-                    key.data.close()
-            self._selector.close()
+            self._channels.close()
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
@@ -123,43 +113,21 @@ class LocalServer:
         """Makes `run` and `serve` return. Signal handlers and other threads may call it."""
         self._stopping.set()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            made, _ = self._listener.accept()
-            channel = Channel(made, splitter(MAX_REQUEST_BYTES))
-            self._selector.register(channel, selectors.EVENT_READ, channel)
-
-    def _attend(self, channel: _Channel) -> None:
-        """Serves what a client has sent, and sends it what is left of a reply."""
-        requests: list[list[bytes]] = []
-        failure: Exception | None = None
-        try:
-            if channel.unsent_bytes and channel.flush():
-                self._selector.modify(channel, selectors.EVENT_READ, channel)
-            channel.read()
-            while (frames := channel.taken()) is not None:
-                requests.append(frames)
-        except (MalformedMessageError, OSError) as error:
-            failure = error
-        for frames in requests:
-            with self.lock:
-                if self._stopping.is_set():
-                    return
-                self._serve(channel, frames)
-                self._durable.tend()
-        if isinstance(failure, MalformedMessageError):
-            with self.lock:
-                self._durable.refuse_malformed(failure)
-        if failure is not None:
-            self._close(channel)
-
-    def _close(self, channel: _Channel) -> None:
-        """Closes a connection, and releases the blocks that its client does not read any more."""
-        self._selector.unregister(channel)
-        channel.close()
+    def _attend(self, channel: _Channel, found: list[bytes] | Exception) -> None:
+        """Serves a request, or closes the connection that has ended with an error."""
         with self.lock:
+            if self._stopping.is_set():
+                return
+            if isinstance(found, list):
+                self._serve(channel, found)
+                self._durable.tend()
+                return
+            if isinstance(found, MalformedMessageError):
+                self._durable.refuse_malformed(found)
+            # Its client does not read the blocks of replies any more.
             for client in [name for name, each in self._sent.items() if each.channel is channel]:
                 del self._sent[client]
+        self._channels.close_one(channel)
 
     def _serve(self, channel: _Channel, frames: list[bytes]) -> None:
         started = time.perf_counter()
@@ -200,11 +168,7 @@ class LocalServer:
         if channel.unsent_bytes:  # The client does not read; one that is alive asks again.
             self._counts["replies dropped"] += 1
             return
-        with contextlib.suppress(OSError):  # It has ended, as is noted when its socket is read.
-            channel.send(joined([header, *inline]))
-        if channel.unsent_bytes:
-            events = selectors.EVENT_READ | selectors.EVENT_WRITE
-            self._selector.modify(channel, events, channel)
+        self._channels.send(channel, joined([header, *inline]))
 
     def _sweep(self) -> None:
         """Releases the blocks of processes that have ended."""
