@@ -1,9 +1,9 @@
-"""Whether JAX's code alone runs when a primitive is bound.
+"""Whether JAX's code alone runs when a primitive is bound, or a function such as `jnp.add` called.
 
-`sys.setprofile`, which recordings use on Python 3.11, more than doubles the time of a trace, and
-most of a long trace is spent below `Primitive.bind`. No code of the user's runs there if the
-primitive, its rules, the active traces and all that they are given are JAX's: a recording may then
-pause.
+`sys.setprofile`, which recordings use on Python 3.11, nearly doubles the time of a trace, and most
+of a long trace is spent below `Primitive.bind` and `ufunc.__call__`. No code of the user's runs
+there if the primitive, its rules, the active traces and all that they are given are JAX's: a
+recording may then pause.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import sys
 import threading
 import types
 from collections import Counter
+from itertools import chain
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from stepcache import jaxcompat
@@ -56,16 +58,21 @@ _seen: Counter[tuple[Any, type]] = Counter()
 def watch_binds() -> None:
     """Has the recording that this thread has just begun pause where JAX's code alone runs."""
     _thread.__init__()
-    _binds.start()
+    for each in _replaced:
+        each.start()
 
 
 def stop_watching() -> None:
     """Ends what `watch_binds` began."""
-    _binds.stop()
+    for each in _replaced:
+        each.stop()
 
 
 def runs_jax_alone(primitive: Any, arguments: tuple, parameters: dict[str, Any]) -> bool:
-    """Whether to bind a primitive now runs no code but JAX's, all of which has been seen before."""
+    """Whether to bind a primitive now runs no code but JAX's, all of which has been seen before.
+
+    So for a call of a `jax.numpy.ufunc`. Where that binds primitives, each is asked about again.
+    """
     _thread.binds += 1
     if _thread.binds < _BINDS_BEFORE_PAUSES:
         return False
@@ -92,6 +99,9 @@ def runs_jax_alone(primitive: Any, arguments: tuple, parameters: dict[str, Any])
 
 def _is_of_jax(primitive: Any) -> bool:
     """Whether a primitive and its rules are JAX's. Those of random keys call their generator's."""
+    if type(primitive) is jnp.ufunc:  # Users make some, too, by `jnp.frompyfunc`.
+        held = (each.values() for each in vars(primitive).values() if type(each) is dict)
+        return all(map(_is_known, chain.from_iterable(held)))
     if not _is_defined_in_jax(type(primitive)) or primitive.name.startswith("random_"):
         return False
     rules = [*jaxcompat.tracing_rules(primitive), *jaxcompat.lowering_rules(primitive)]
@@ -163,4 +173,4 @@ def _is_of_known_package(module: str) -> bool:
     return package in _PACKAGES or package in sys.stdlib_module_names
 
 
-_binds = jaxcompat.BindReplacement(runs_jax_alone)
+_replaced = [jaxcompat.CallReplacement(*each, runs_jax_alone) for each in jaxcompat.WATCHED_CALLS]

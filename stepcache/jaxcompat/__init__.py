@@ -43,7 +43,12 @@ from stepcache.jaxcompat.contexts import (
     setting,
     tracing_context,
 )
-from stepcache.jaxcompat.hooks import BindReplacement, call_on_clear_caches, hide_frames
+from stepcache.jaxcompat.hooks import (
+    WATCHED_CALLS,
+    CallReplacement,
+    call_on_clear_caches,
+    hide_frames,
+)
 from stepcache.jaxcompat.inspection import (
     active_traces,
     captured_arrays,

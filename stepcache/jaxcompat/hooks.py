@@ -1,7 +1,7 @@
 """Every change that stepcache makes inside JAX, and how it ends.
 
 docs/process.md lists them for users. Functions of JAX are replaced only while a program is compiled
-through `compiling_through`, and while a `BindReplacement` is in use; settings are hooked for as
+through `compiling_through`, and while a `CallReplacement` is in use; settings are hooked for as
 long as stepcache is imported.
 """
 
@@ -15,6 +15,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import jax
 
 from stepcache._process_hooks import Shared, set_profile
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
@@ -118,20 +120,24 @@ def _hash_over(found: Callable) -> Callable:
     return hash_accelerator_config
 
 
-class BindReplacement(_Replacement):
-    """Replaces `Primitive.bind` while it is in use; nothing where JAX lacks the private names.
+class CallReplacement(_Replacement):
+    """Replaces a method of JAX while it is in use; nothing where JAX lacks the private names.
 
     Args:
-        may_pause: given the primitive, and positional and keyword arguments of a bind, whether the
+        holder, name: of the method: one of `WATCHED_CALLS`.
+        may_pause: given the object, and positional and keyword arguments of a call, whether the
             profile of a recording may pause below it. It is not watched itself.
     """
 
-    def __init__(self, may_pause: Callable[[Any, tuple, dict], bool]):
-        over = functools.partial(_with_pauses, may_pause=may_pause)
-        super().__init__(core.Primitive if CAN_STORE else None, "bind", over)
+    def __init__(self, holder: Any, name: str, may_pause: Callable[[Any, tuple, dict], bool]):
+        super().__init__(holder, name, functools.partial(_with_pauses, may_pause=may_pause))
 
     def _make(self, users: int) -> bool:
         return CAN_STORE and super()._make(users)
+
+
+WATCHED_CALLS = ((core.Primitive, "bind"), (jax.numpy.ufunc, "__call__")) if CAN_STORE else ()
+"""Methods below which JAX spends most of a trace."""
 
 
 def _with_pauses(found: Callable, may_pause: Callable[[Any, tuple, dict], bool]) -> Callable:

@@ -1,5 +1,6 @@
 """In a long trace a recording pauses where JAX's code alone runs, and sees all other code."""
 
+import itertools
 import sys
 import time
 
@@ -66,6 +67,17 @@ ad.primitive_jvps[twice_p] = jvp_of_twice
 mlir.register_lowering(twice_p, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
 
 
+def late(x):
+    return x * 2
+
+
+def of_mine(x, y, calls=itertools.count()):
+    return late(x) if next(calls) > 4 else x * y
+
+
+mine = jnp.frompyfunc(of_mine, 2, 1)
+
+
 class Number:
     """Converts itself to an array, in code of the user's."""
 
@@ -101,6 +113,7 @@ X = np.ones(3, np.float32)
         (lambda x: jax.jvp(jax.jit(twice_p.bind), (x,), (x,)), [shape_of_twice, jvp_of_twice]),
         (lambda x: jax.lax.scan(lambda c, _: (custom(c), None), x, None, length=3)[0], [custom]),
         (lambda x: x + Number(), [Number.__jax_array__]),
+        (lambda x: [mine(jnp.ones(size), x[0]) for size in range(1, 9)], [late]),
     ],
 )
 def test_code_of_the_user_is_seen_in_a_long_trace(function, seen):
