@@ -381,7 +381,10 @@ def _held(found: Any) -> Rendered:
     if found.clients:
         names = ("client", "process", "writes", "in a snapshot")
         rows = [dict(zip(names, map(str, row), strict=True)) for row in found.clients]
-        yield _table([row | {"client": row["client"][:8]} for row in rows], right=names[2:])
+        for row in rows:
+            process = row["process"].partition(".")[0]
+            row |= {"client": row["client"][:8], "process": process}
+        yield _table(rows, right=names[2:])
     for name, value in sorted(found.counts.items()):
         shown = readable_bytes(int(value)) if name.startswith("bytes") else f"{value:g}"
         shown = f"{value * 1e3:.3f} ms" if name.endswith("seconds") else shown

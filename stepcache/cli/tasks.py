@@ -87,7 +87,9 @@ def stop(place: str, timeout: float) -> None:
     found: dict[str, Any] | None = address(_directory(place))
     process = Process.parse(found["process"]) if found else None
     if process is None or process.has_ended():
-        raise click.ClickException(f"no tasks run in {_directory(place)}")
+        raise click.ClickException(
+            f"no tasks run in {_directory(place)}; a server of variables ends with SIGTERM or Ctrl-C"
+        )
     process.signal(signal.SIGTERM)
     deadline = time.monotonic() + timeout
     while not process.has_ended():

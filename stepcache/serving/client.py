@@ -383,7 +383,7 @@ class Client:
         return ServerLostError(
             f"the host of the variables {what} {self._timeout:g} s{kept}",
             where=self.where,
-            hint="start it again with `stepcache serve`: writes that no snapshot has are repeated",
+            hint="start `stepcache serve` for this place; writes that no snapshot has are repeated",
         )
 
     def close(self) -> None:

@@ -57,12 +57,15 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
             got=repr(address),
         )
     for name, bound in (("timeout", timeout), ("max_unsaved_bytes", max_unsaved_bytes)):
-        if bound <= 0:
-            raise OptionError(f"{name} must be positive", where="connect", got=repr(bound))
+        if not isinstance(bound, int | float) or bound <= 0:
+            got = repr(bound)
+            raise OptionError(f"no {name}", where="connect", expected="a number > 0", got=got)
+
+    where = f"local:{Path(place).expanduser().absolute()}" if engine == "local" else address
 
     def client(host: int) -> Client:
         make = functools.partial(_ENGINES[engine], place_of(place, host))
-        return Client(make, place_of(address, host), timeout, max_unsaved_bytes)
+        return Client(make, place_of(where, host), timeout, max_unsaved_bytes)
 
     return Connection(address, Hosts(client))
 

@@ -84,6 +84,7 @@ class Connection:
             ServerLostError: the host did not answer in time.
         """
         check_not_tracing("variables cannot be made", name)
+        _check_name(name, "variables")
         _check_policies(placement, read, write)
         structure, leaves, slots = describe(name, tree, placement, current_placer(), name)
         _check_leaves(name, slots)
@@ -137,12 +138,15 @@ class Connection:
                 `Table.flush` sends fewer.
 
         Raises:
-            OptionError: `read` has an option without effect here; `cache_rows` or `every` is not
-                positive; or `every` is above 1 and the optimizer is "assign".
-            VariablesError: another table of this name exists, or there can be no such table.
+            OptionError: there can be no such table; `read` has an option without effect here;
+                `cache_rows` or `every` is not positive; or `every` is above 1 and the optimizer is
+                "assign".
+            VariablesError: another table of this name exists, or the host has no space for it.
             ServerLostError: the host did not answer in time.
         """
         check_not_tracing("a table cannot be made", name)
+        _check_name(name, "table")
+        _check_table_type(rows, shape, np.dtype(dtype), optimizer)
         _check_table_policy(read, cache_rows, np.dtype(dtype))
         _check_every(every, optimizer)
         sizes = [int(size) for size in shape]
@@ -267,6 +271,36 @@ def _check_policies(placement: object, read: object, write: object) -> None:
             hint='leave it out, or say mode="add" or "apply"',
         )
     _check_options("variables", ("read", "route", read.route, ("auto", "each")))
+
+
+def _check_name(name: object, where: str) -> None:
+    if not isinstance(name, str) or not name:
+        got = repr(name)
+        raise OptionError("no name", where=where, expected="a str that is not empty", got=got)
+
+
+def _check_table_type(rows: object, shape: object, dtype: np.dtype, optimizer: object) -> None:
+    def are_counts(sizes: Any, least: int) -> bool:
+        return all(isinstance(each, int | np.integer) and each >= least for each in sizes)
+
+    is_optimizer = isinstance(optimizer, RowOptimizer)
+    takes_gradients = is_optimizer and optimizer.learning_rate > 0
+    is_float = jax.dtypes.issubdtype(dtype, np.inexact)
+    numbers = "float32 or another type of floats" if takes_gradients else "a type of numbers"
+    is_shape = isinstance(shape, Sequence) and are_counts(shape, 0)
+    for argument, given, is_legal, expected in (
+        ("rows", rows, are_counts([rows], 1), "the number of rows, an int ≥ 1"),
+        ("shape", shape, is_shape, "the shape of one row, such as (64,)"),
+        ("optimizer", optimizer, is_optimizer, 'a RowOptimizer, such as RowOptimizer("adam", 0.1)'),
+        ("dtype", dtype, dtype.name in DTYPES and (is_float or not takes_gradients), numbers),
+    ):
+        if not is_legal:
+            raise OptionError(
+                f"there is no table with this {argument}",
+                where=f"table({argument}=...)",
+                expected=expected,
+                got=repr(given),
+            )
 
 
 def _check_every(every: object, optimizer: RowOptimizer) -> None:

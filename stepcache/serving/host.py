@@ -290,17 +290,17 @@ class Host:
         held = self._held.get(name)
         if held is not None:
             if held.layout != layout:
-                pairs = zip(held.layout.types, layout.types, strict=False)
-                other = next((a for a, b in pairs if a != b), "another number of leaves")
-                raise RefusalError("type", f"{name} already exists, and differs: {other}")
+                raise RefusalError(
+                    "type", f"{name} already exists, and {held.layout.difference(layout)}"
+                )
             if bool(held.rule) != bool(request.rule):
                 has = "has an optimizer" if held.rule else "has no optimizer"
                 raise RefusalError("type", f"{name} already exists, and {has}")
             return
-        if not name or name in self.tables.held or len(self._held) >= MAX_NAMES:
-            raise MalformedMessageError(
-                f"the name is empty or that of a table, or there are {MAX_NAMES:,} variables"
-            )
+        if name in self.tables.held:
+            raise RefusalError("type", f"{name} is the name of a table, not of variables")
+        if not name or len(self._held) >= MAX_NAMES:
+            raise MalformedMessageError(f"the name is empty, or there are {MAX_NAMES:,} variables")
         made = HeldVariables(
             layout, 0, _token(0, request), (0, 0), self._copy(payload), request.rule
         )

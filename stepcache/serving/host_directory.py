@@ -37,10 +37,11 @@ def lock(directory: Path) -> int:
         os.close(descriptor)
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
+        process = Process.parse(holder)
         raise VariablesError(
             "another process serves these variables already",
             where=str(directory),
-            got=f"process {holder or '?'}",
+            got=f"process {process.pid if process else '?'}",
             hint="connect to that process, or stop it first",
         ) from None
     return descriptor

@@ -164,8 +164,9 @@ class Hosts:
             return self.clients[host].create(*row, types=part.block.types, rule=rule)
 
         versions = self.together([functools.partial(opened, host) for host in others])
-        self._parts[name] = parts
-        return {first: opened(first), **dict(zip(others, versions, strict=True))}
+        versions = {first: opened(first), **dict(zip(others, versions, strict=True))}
+        self._parts[name] = parts  # Not before: variables of this name may be open already.
+        return versions
 
     def _parted(self, name: str, types: Sequence[LeafType], is_whole: bool) -> dict[int, Part]:
         """Divides variables among hosts that get leaves; `first_host` comes first."""

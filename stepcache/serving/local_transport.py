@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import struct
 import time
@@ -27,6 +28,8 @@ _SHORTEST_WAIT_SECONDS = 0.02
 _SILENCE_SECONDS = 2.0
 """Time without a reply after which a request is sent again; it doubles each time."""
 _MAX_FRAMES = 1 << 16
+
+_log = logging.getLogger("stepcache")
 
 
 def address(directory: Path) -> dict[str, Any] | None:
@@ -144,6 +147,8 @@ class LocalTransport:
                     return received
                 wait = min(wait * 2, 1.0)
                 if time.monotonic() > again:
+                    if self._channel is None:
+                        _log.warning("waiting for `stepcache serve` in %s", self._directory)
                     is_sent, silence = False, silence * 2
                     again = time.monotonic() + silence
         except BaseException:  # Ctrl-C may have lost a part of a message.

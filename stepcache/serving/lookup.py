@@ -183,15 +183,17 @@ class Table(Holder):
     def _different(self, ids: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns the different ids in order, and for each id its position among them."""
         array, count = np.asarray(ids), self._type.rows
-        is_legal = not array.size or array.dtype.kind in "iu"
-        if array.size and is_legal:
-            is_legal = bool(array.min() >= 0 and array.max() < count)
+        is_legal, got = not array.size, f"{array.dtype}{list(array.shape)}"
+        if array.size and array.dtype.kind in "iu":
+            least, most = array.min(), array.max()
+            is_legal = bool(least >= 0 and most < count)
+            got = f"{array.dtype} from {least} to {most}"
         if not is_legal:
             raise VariablesError(
                 "an id is out of range, or no integer",
                 where=self.name,
                 expected=f"integers from 0 to {count - 1}",
-                got=f"{array.dtype} from {array.min()} to {array.max()}",
+                got=got,
             )
         different, index = np.unique(array, return_inverse=True)
         return different.astype(np.int64), index.reshape(array.shape).astype(np.int32)
@@ -212,16 +214,25 @@ class Table(Holder):
             ServerLostError: the host did not answer in time.
         """
         check_not_tracing("rows cannot be pushed", self.name)
-        update = update.values if isinstance(update, Rows) else update
-        got = tuple(np.shape(update))
-        if rows.ids is None or got[1:] != tuple(self._type.shape) or len(update) < rows.ids.size:
+        if not isinstance(rows, Rows) or rows.ids is None:
+            raise VariablesError(
+                "the rows do not say which they are",
+                where=self.name,
+                expected="the result of lookup, which has their numbers; a step returns no numbers",
+                got=type(rows).__name__,
+            )
+        update = np.asarray(update.values if isinstance(update, Rows) else update)
+        shape = (padded_count(rows.ids.size), *self._type.shape)
+        if update.shape != shape or not np.can_cast(update.dtype, self.dtype, "same_kind"):
             raise VariablesError(
                 "the update does not match the rows",
                 where=self.name,
-                expected="the rows that lookup returned, and an update of their shape",
-                got=f"an update of shape {list(got)}",
+                expected=f"{self.dtype}{list(shape)}, as rows.values: one update for each "
+                "different row, not one for each id",
+                got=f"{update.dtype}{list(update.shape)}",
+                hint="differentiate with respect to rows.values",
             )
-        update = np.asarray(update)[: rows.ids.size]
+        update = update[: rows.ids.size]
         with self._lock:
             if self._every > 1:
                 update = update.copy()  # The caller may change it before it is sent.

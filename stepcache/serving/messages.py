@@ -94,6 +94,19 @@ class BlockLayout:
         for view, leaf in zip(self.views(data), leaves, strict=True):
             bulk.copy(leaf, view)
 
+    def difference(self, other: BlockLayout) -> str:
+        """Describes the first leaf that differs from the leaves of an unequal layout."""
+        held, given = (
+            {path: f"{dtype}{shape}" for path, shape, dtype in each.types} for each in (self, other)
+        )
+        for path in held | given:
+            there, here = held.get(path), given.get(path)
+            if there is None or here is None:
+                return f"has {'no' if there is None else 'a'} leaf {path!r}"
+            if there != here:
+                return f"its leaf {path!r} is {there}, not {here}"
+        return "has its leaves in another order"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockLayout) and self.types == other.types
 

@@ -120,6 +120,11 @@ class TableType:
             raise MalformedMessageError(f"a table of more than {MAX_TABLE_BYTES} bytes")
         return found
 
+    def difference(self, other: TableType) -> str:
+        """Describes the fields that differ from those of another type."""
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
+        return " and ".join(f"with {name}={a!r}, not {b!r}" for name, a, b in pairs if a != b)
+
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Returns shape and dtype of the rows, and of each array of the optimizer's state."""
         like = ((self.rows, *self.shape), DTYPES[self.dtype])
@@ -301,7 +306,7 @@ class Tables:
         """
         kind, known = TableType.unpacked(sent), self.held.get(name)
         if known is not None and known.type != kind:
-            raise RefusalError("type", f"{name} already exists, with another type: {known.type}")
+            raise RefusalError("type", f"{name} already exists, {known.type.difference(kind)}")
         if known is not None:
             return False
         if not name or len(self.held) >= MAX_NAMES:

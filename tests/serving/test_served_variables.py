@@ -402,10 +402,15 @@ def test_types(connection, name, dtype):
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-def test_another_tree_is_refused(connection, name):
-    two(connection, name)
-    with pytest.raises(VariablesError, match="already exists"):
+def test_another_tree_is_refused_and_open_variables_are_as_before(connection, name):
+    open_before, _ = two(connection, name)
+    with pytest.raises(VariablesError, match="already exist"):
         connection.variables(name, {"w": np.zeros(SIZE + 1, np.float32)})
+    with pytest.raises(VariablesError, match="already exist"):
+        connection.variables(name, {"a": np.zeros(2, np.int32), "w": np.zeros(SIZE, np.float32)})
+    assert np.array_equal(open_before.value["w"], np.ones(SIZE, np.float32))
+    with pytest.raises(OptionError, match="no name"):
+        connection.variables("", {"w": np.zeros(SIZE, np.float32)})
     with pytest.raises(VariablesError, match="has no optimizer"):
         write = sc.Write(mode="apply", optimizer=optax.sgd(0.1))
         connection.variables(name, {"w": np.zeros(SIZE, np.float32)}, write=write)

@@ -136,14 +136,34 @@ def test_what_is_no_row_is_refused(connection, name):
     for ids in ([10], [-1], [0.5], np.array([1 << 40])):
         with pytest.raises(VariablesError, match="out of range"):
             table.lookup(ids)
-    rows = table.lookup([1, 2])
-    with pytest.raises(VariablesError, match="does not match"):
-        table.push(rows, np.ones((8, 3)))
-    with pytest.raises(VariablesError, match="does not match"):
-        table.push(jax.tree.map(lambda leaf: leaf, rows), np.ones((8, 2)))
+    rows = table.lookup([1, 2, 2])
+    of_each_id = np.ones((3, 2))
+    for update in (np.ones((8, 3)), of_each_id, np.ones((8, 2), complex), None):
+        with pytest.raises(VariablesError, match="does not match"):
+            table.push(rows, update)
+    for no_rows in (jax.tree.map(lambda leaf: leaf, rows), [1, 2]):
+        with pytest.raises(VariablesError, match="which they are"):
+            table.push(no_rows, np.ones((8, 2)))
     with pytest.raises(VariablesError, match="transformation"):
         jax.jit(table.lookup)(np.arange(3))
     assert table.lookup([]).spread().shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "arguments"),
+    [
+        ("rows", {"rows": -1}),
+        ("rows", {"rows": 1.5}),
+        ("shape", {"rows": 10, "shape": 2}),
+        ("optimizer", {"rows": 10, "optimizer": "adam"}),
+        ("dtype", {"rows": 10, "dtype": str}),
+        ("dtype", {"rows": 10, "dtype": int, "optimizer": sc.RowOptimizer("sgd", 0.1)}),
+    ],
+)
+def test_what_is_no_table_is_refused_by_the_argument_that_says_so(argument, arguments):
+    with sc.connect("local:nowhere") as connection:  # It is never asked.
+        with pytest.raises(OptionError, match=f"no table with this {argument}"):
+            connection.table("users", **arguments)
 
 
 def test_a_table_and_variables_have_different_names(connection, name):
