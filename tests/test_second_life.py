@@ -286,6 +286,30 @@ def test_what_cannot_be_vouched_for_is_named_and_still_not_compiled(tmp_path):
     assert any("time.time" in text for text in second.last_miss.untrackable)
 
 
+NAMES_WHAT_IS_HELD = """
+@sc.step
+def step(x):
+    return x * held.{attribute}
+"""
+
+
+@pytest.mark.parametrize(("attribute", "traces"), [("nbytes", 0), ("version", 1)])
+def test_variables_within_reach_of_a_step_count_by_what_it_reads_of_them(
+    attribute, traces, tmp_path
+):
+    held = sc.Variables(np.zeros(3, np.float32), name="held")
+    source = NAMES_WHAT_IS_HELD.format(attribute=attribute) + "held.assign(np.ones(3, np.float32))"
+    _, steps = twice(source, lambda step: step(np.float32(2)), tmp_path, held=held)
+    assert steps[1].stats().traces == traces, steps[1].last_miss
+
+
+def test_a_connection_within_reach_of_a_step_costs_no_trace(tmp_path):
+    with sc.connect(f"local:{tmp_path}") as held:
+        source = NAMES_WHAT_IS_HELD.format(attribute="address.count('local')")
+        _, steps = twice(source, lambda step: step(np.float32(2)), tmp_path, held=held)
+    assert levels(steps[1].stats()) == WITHOUT_A_TRACE, steps[1].last_miss
+
+
 def test_outputs_that_cannot_be_stored_are_named(tmp_path):
     source = """
     def make():

@@ -379,7 +379,7 @@ def _held(found: Any) -> Rendered:
         texts = [{name: _field(name, value) for name, value in row.items()} for row in rows]
         yield _table(texts, right=names[1:], cut="name")
     if found.clients:
-        names = ("client", "process", "writes", "in a snapshot")
+        names = ("client", "process", "writes", "saved")
         rows = [dict(zip(names, map(str, row), strict=True)) for row in found.clients]
         for row in rows:
             process = row["process"].partition(".")[0]

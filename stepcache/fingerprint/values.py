@@ -249,6 +249,10 @@ def note_special(walk: Trail, path: str, value: Any) -> bool:
         walk.note(path, f"{kind.__name__} {inspection.sharding_text(value)}")
     elif isinstance(value, jax.tree_util.PyTreeDef):
         walk.tree(path, value)
+    elif (names := getattr(kind, "trace_attributes", None)) is not None:  # One of stepcache's own.
+        walk.note(path, kind.__name__)
+        for name in names:
+            walk.when_named(name, f"{path}.{name}", getattr(value, name))
     elif (jitted := inspection.jitted_parts(value)) is not None:
         note_jitted(walk, path, jitted)
     elif (state := _random_state(value)) is not None:

@@ -123,6 +123,13 @@ class Hosts:
             concurrent.futures.wait(futures)
         return results + [future.result() for future in futures]
 
+    def __reduce__(self):
+        raise VariablesError(
+            "a connection, its variables and its tables belong to one process, and are not pickled",
+            where=self._known[0].where,
+            hint="pass the address, and connect in the other process",
+        )
+
     # ---- variables -----------------------------------------------------------------------------
 
     def described(self, name: str) -> Described | None:

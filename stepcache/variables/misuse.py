@@ -24,6 +24,8 @@ class NoTree:
     """An object that is no tree: what only its tree can do raises `VariablesError`."""
 
     name: str
+    # What a trace can read of them, as `.value` raises there: a program depends on no more.
+    trace_attributes = ("name", "placement", "read", "write", "version", "nbytes", "moved_bytes")
     _settable = frozenset(("name", "placement", "read", "write"))
 
     @property

@@ -1,5 +1,7 @@
 """Tables of rows that a server holds."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,6 +148,10 @@ def test_what_is_no_row_is_refused(connection, name):
             table.push(no_rows, np.ones((8, 2)))
     with pytest.raises(VariablesError, match="transformation"):
         jax.jit(table.lookup)(np.arange(3))
+    with pytest.raises(VariablesError, match="connect in the other process"):
+        pickle.dumps(table)
+    keyed, _ = jax.tree_util.tree_flatten_with_path(rows)
+    assert [jax.tree_util.keystr(path) for path, _ in keyed] == [".values", ".index"]
     assert table.lookup([]).spread().shape == (0, 2)
 
 
