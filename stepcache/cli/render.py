@@ -380,11 +380,10 @@ def _held(found: Any) -> Rendered:
         yield _table(texts, right=names[1:], cut="name")
     if found.clients:
         names = ("client", "process", "writes", "saved")
-        rows = [dict(zip(names, map(str, row), strict=True)) for row in found.clients]
-        for row in rows:
-            process = row["process"].partition(".")[0]
-            row |= {"client": row["client"][:8], "process": process}
-        yield _table(rows, right=names[2:])
+        texts = [dict(zip(names, map(str, row), strict=True)) for row in found.clients]
+        for row in texts:
+            row["client"], row["process"] = row["client"][:8], row["process"].partition(".")[0]
+        yield _table(texts, right=names[2:])
     for name, value in sorted(found.counts.items()):
         shown = readable_bytes(int(value)) if name.startswith("bytes") else f"{value:g}"
         shown = f"{value * 1e3:.3f} ms" if name.endswith("seconds") else shown

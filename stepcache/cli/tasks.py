@@ -88,7 +88,7 @@ def stop(place: str, timeout: float) -> None:
     process = Process.parse(found["process"]) if found else None
     if process is None or process.has_ended():
         raise click.ClickException(
-            f"no tasks run in {_directory(place)}; a server of variables ends with SIGTERM or Ctrl-C"
+            f"no tasks run in {_directory(place)}; SIGTERM or Ctrl-C ends a server of variables"
         )
     process.signal(signal.SIGTERM)
     deadline = time.monotonic() + timeout

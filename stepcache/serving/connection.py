@@ -287,7 +287,7 @@ def _check_table_type(rows: object, shape: object, dtype: np.dtype, optimizer: o
 
     is_optimizer = isinstance(optimizer, RowOptimizer)
     takes_gradients = is_optimizer and optimizer.learning_rate > 0
-    is_float = jax.dtypes.issubdtype(dtype, np.inexact)
+    is_float = jax.numpy.issubdtype(dtype, np.inexact)
     numbers = "float32 or another type of floats" if takes_gradients else "a type of numbers"
     is_shape = isinstance(shape, Sequence) and are_counts(shape, 0)
     for argument, given, is_legal, expected in (
