@@ -380,7 +380,8 @@ def _held(found: Any) -> Rendered:
         yield _table(texts, right=names[1:], cut="name")
     if found.clients:
         names = ("client", "process", "writes", "saved")
-        texts = [dict(zip(names, map(str, row), strict=True)) for row in found.clients]
+        rows = (map(str, row) for row in found.clients)
+        texts: list[dict[str, str]] = [dict(zip(names, row, strict=True)) for row in rows]
         for row in texts:
             row["client"], row["process"] = row["client"][:8], row["process"].partition(".")[0]
         yield _table(texts, right=names[2:])
