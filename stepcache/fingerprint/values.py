@@ -249,7 +249,7 @@ def note_special(walk: Trail, path: str, value: Any) -> bool:
         walk.note(path, f"{kind.__name__} {inspection.sharding_text(value)}")
     elif isinstance(value, jax.tree_util.PyTreeDef):
         walk.tree(path, value)
-    elif (names := getattr(kind, "trace_attributes", None)) is not None:  # One of stepcache's own.
+    elif (names := getattr(kind, "_trace_attributes", None)) is not None:  # One of stepcache's own.
         walk.note(path, kind.__name__)
         for name in names:
             walk.when_named(name, f"{path}.{name}", getattr(value, name))

@@ -44,7 +44,7 @@ class Connection:
         hosts: sends the requests.
     """
 
-    trace_attributes = ("address",)
+    _trace_attributes = ("address",)
 
     def __init__(self, address: str, hosts: Hosts):
         self.address, self.hosts = address, hosts

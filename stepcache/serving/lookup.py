@@ -90,7 +90,7 @@ class Table(Holder):
         VariablesError: a host has another table, or variables, of this name.
     """
 
-    trace_attributes = ("name", "shape", "dtype")
+    _trace_attributes = ("name", "shape", "dtype")
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class NoTree:
 
     name: str
     # What a trace can read of them, as `.value` raises there: a program depends on no more.
-    trace_attributes = ("name", "placement", "read", "write", "version", "nbytes", "moved_bytes")
+    _trace_attributes = ("name", "placement", "read", "write", "version", "nbytes", "moved_bytes")
     _settable = frozenset(("name", "placement", "read", "write"))
 
     @property
