@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 
 import jax
@@ -580,6 +581,25 @@ def test_a_change_in_a_running_process_is_found_at_the_next_program(tmp_path):
         with pytest.warns(sc.StaleProgramWarning, match="RATE: 0.5 → 0.25"):
             assert module.step(np.ones(16))[0] == 0.25
         assert module.step(np.ones(24))[0] == 0.25, "and it is said once"
+    cache.flush()
+
+
+def test_an_earlier_program_whose_new_trace_raises_is_not_said_to_be_stale(tmp_path):
+    source = """
+    IS_OPEN = True
+    @sc.step
+    def step(x):
+        if not IS_OPEN and len(x) == 8:
+            raise ValueError("closed")
+        return x * 0.5
+    """
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache), warnings.catch_warnings():
+        warnings.simplefilter("error", sc.StaleProgramWarning)
+        module = life(source, cache, tmp_path)
+        module.step(np.ones(8))
+        module.IS_OPEN = False
+        assert module.step(np.ones(16))[0] == 0.5
     cache.flush()
 
 

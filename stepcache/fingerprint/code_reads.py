@@ -8,10 +8,10 @@ import sys
 import threading
 import types
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepcache.fingerprint.bytecode import TRANSPARENT
-from stepcache.fingerprint.provenance import INSTALLED, origin_of_file
+from stepcache.fingerprint.provenance import INSTALLED, origin_of, origin_of_file
 
 
 class Reads(NamedTuple):
@@ -127,19 +127,20 @@ _ASKING = frozenset(("getattr", "hasattr"))
 def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) -> bool:
     """Whether code that has this name, or string, may read such an attribute of a user's object.
 
-    It does not where it reads a global, an attribute of an installed module, or one of `self` in a
-    class of JAX, such as the `start_time` with which JAX measures how long it traces: of an object
-    whose class inherits from JAX's, all attributes are noted.
+    It does not where it reads a global, an attribute of an installed module or of a class in one
+    (`ir.Location.file`), or one of `self` in a class of JAX, such as the `start_time` with which
+    JAX measures how long it traces: of an object whose class inherits from JAX's, all attributes
+    are noted.
     """
     if name in code.co_consts:
         return True
     space = vars(sys.modules[module]) if module in sys.modules else {}
-    owners = {each for each, value in space.items() if type(value) is types.ModuleType}
     is_jax = module is not None and module.partition(".")[0] == "jax"
     is_method = is_jax and code.co_varnames[: code.co_argcount][:1] == ("self",)
-    is_own = False
+    is_own, owner = False, None
     for instruction in dis.get_instructions(code):
-        operation, argument = instruction.opname, instruction.argval
+        operation = instruction.opname
+        argument = instruction.argval
         if operation in TRANSPARENT:
             continue
         written = argument if isinstance(argument, tuple) else (argument,)  # Two in one.
@@ -148,11 +149,24 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
         is_known = is_own and not instruction.is_jump_target  # As of `(it or self).name`.
         if argument == name and operation not in _NO_ATTRIBUTE and not is_known:
             return True
-        is_module = operation == "LOAD_GLOBAL" and argument in owners
-        is_own = is_module or (is_method and operation[:9] == "LOAD_FAST" and argument == "self")
+        if operation == "LOAD_GLOBAL":
+            owner = _owner(space.get(str(argument)))
+        elif operation in _ATTRIBUTE and owner is not None and is_known:
+            owner = _owner(vars(owner).get(str(argument)))
+        else:
+            owner = None
+        is_self = is_method and operation[:9] == "LOAD_FAST" and argument == "self"
+        is_own = owner is not None or is_self
     return False
 
 
+def _owner(value: Any) -> types.ModuleType | type | None:
+    """Returns a value whose attributes are not those of a user's object, or None."""
+    is_class = isinstance(value, type) and origin_of(value) == INSTALLED
+    return value if is_class or type(value) is types.ModuleType else None
+
+
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _NO_ATTRIBUTE = frozenset(
     "LOAD_GLOBAL LOAD_NAME STORE_ATTR STORE_GLOBAL IMPORT_NAME LOAD_FAST STORE_FAST".split()
 )

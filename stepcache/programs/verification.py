@@ -130,7 +130,8 @@ class Checks:
             earlier = [each for each in self._latest if cache.peek(each.request.key) is not None]
         if resolution.changes and not self._warned:
             for each in reversed(earlier):
-                if self._retraced(each.request, each.out_tree).digest != each.digest:
+                found = self._retraced(each.request, each.out_tree)
+                if found.error is None and found.digest != each.digest:
                     self._warned = True
                     warn(
                         f"{self._spec.name} depends on what changed after it was traced; "

@@ -149,6 +149,9 @@ def test_a_class_that_is_only_compared_or_named_makes_no_instance(text, makes):
         ("getattr(x, 'rate')", "jax._src.core", True),
         ("rate(x)", "optax", False),
         ("config.rate", "jax._src.core", False),
+        ("ir.Location.rate", "jax._src.interpreters.mlir", False),
+        ("ir.Location.file.rate", "jax._src.interpreters.mlir", True),
+        ("(x or ir).Location.rate", "jax._src.interpreters.mlir", True),
     ],
 )
 def test_which_attributes_of_the_users_objects_installed_code_may_read(text, module, may_be):
