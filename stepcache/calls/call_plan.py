@@ -103,13 +103,6 @@ class CallPlans:
         names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT, "call": call}
         names |= {"put_back": put_back, "write": _write, "given": _given, "NOT_GIVEN": _NOT_GIVEN}
         names |= {"carried": functools.partial(carried, self._spec), "form": form}
-        for n, each in enumerate(use.variables):
-            # A master has a name of its own: `each._master` would take 0.2 µs, as attributes of
-            # `Variables` are looked up in Python.
-            names[f"known{n}"] = weakref.ref(each, functools.partial(_forget, names, f"master{n}"))
-            names[f"master{n}"] = each._master
-            names[f"type{n}"] = type(next(iter(each._master.arrays()), None))
-            names[f"acquire{n}"], names[f"release{n}"] = each._lock.acquire, each._lock.release
         try:
             source = _source(use, outputs, names)
         except _Unplanned:
@@ -123,6 +116,7 @@ class CallPlans:
                 self._known, self._newest = set(), self._dispatch
             self._known.add(key)
             names["other"] = self._newest
+            _add_variables(names, use.variables)
             exec(_compiled(source), names)
             self._newest = functools.update_wrapper(names.pop("plan"), self._newest)
             return self._newest
@@ -132,6 +126,17 @@ class CallPlans:
 def _compiled(source: str) -> CodeType:
     # Named as a file of this package, whose frames JAX hides.
     return compile(source, f"{__file__}:plan", "exec")
+
+
+def _add_variables(names: dict[str, Any], variables: Sequence[Variables]) -> None:
+    """Adds what a plan uses of its variables."""
+    for n, each in enumerate(variables):
+        # A master has a name of its own: `each._master` would take 0.2 µs, as attributes of
+        # `Variables` are looked up in Python.
+        names[f"known{n}"] = weakref.ref(each, functools.partial(_forget, names, f"master{n}"))
+        names[f"master{n}"] = each._master
+        names[f"type{n}"] = type(next(iter(each._master.arrays()), None))
+        names[f"acquire{n}"], names[f"release{n}"] = each._lock.acquire, each._lock.release
 
 
 def _forget(names: dict[str, Any], master: str, _: Any) -> None:
