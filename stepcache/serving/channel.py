@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import select
 import selectors
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -23,6 +25,8 @@ C = TypeVar("C", bound="Channel[Any]")
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # Else SIGPIPE ends programs that do not ignore it.
 _CONNECT_SECONDS = 10.0
 _WAITING_TO_CONNECT = 1024
+_SPIN_SECONDS = 200e-6
+"""How long who expects a message asks for it before it sleeps, for to be woken takes about as long."""
 _CHUNK_BYTES = 1 << 16
 _MAX_CHUNK_BYTES = 1 << 22
 
@@ -176,7 +180,8 @@ class Channel(Generic[T]):
         waiting = select.poll()
         mask = select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
         waiting.register(self._socket, mask)
-        waiting.poll(None if seconds is None else 1000 * seconds)
+        if not _spun(lambda: waiting.poll(0)):
+            waiting.poll(None if seconds is None else 1000 * seconds)
 
     def close(self, *, for_all: bool = True) -> None:
         """Closes the socket.
@@ -204,6 +209,7 @@ class Channels(Generic[C]):
         self._listener, self._make = listener, make
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
+        self._is_busy = False
 
     def received(self, seconds: float) -> Iterator[tuple[C, Any]]:
         """Waits for messages, and sends what is kept.
@@ -215,7 +221,10 @@ class Channels(Generic[C]):
             Each message with its channel. In place of a message an error, after which the channel
             has to be closed: `MalformedMessageError`, or `OSError` where the other end is closed.
         """
-        for key, _ in self._selector.select(seconds):
+        found = _spun(lambda: self._selector.select(0)) if self._is_busy else []
+        found = found or self._selector.select(seconds)
+        self._is_busy = bool(found)
+        for key, _ in found:
             if key.data is not None:
                 yield from self._received(key.data)
                 continue
@@ -256,6 +265,14 @@ class Channels(Generic[C]):
             if key.data is not None:
                 key.data.close()
         self._selector.close()
+
+
+def _spun(poll: Callable[[], list[Any]]) -> list[Any]:
+    """Polls for a short time, and lets others run meanwhile. Returns what was found."""
+    until = time.perf_counter() + _SPIN_SECONDS
+    while not (found := poll()) and time.perf_counter() < until:
+        os.sched_yield()
+    return found
 
 
 def _set_options(made: socket.socket) -> None:
