@@ -1,9 +1,9 @@
 """Whether JAX's code alone runs when a primitive is bound, or a function such as `jnp.add` called.
 
 `sys.setprofile`, which recordings use on Python 3.11, nearly doubles the time of a trace, and most
-of a long trace is spent below `Primitive.bind` and `ufunc.__call__`. No code of the user's runs
-there if the primitive, its rules, the active traces and all that they are given are JAX's: a
-recording may then pause.
+of a long trace is spent below `Primitive.bind`, `ufunc.__call__` and calls of functions under
+`jax.jit`. No code of the user's runs there if the primitive, its rules, the active traces and all
+that they are given are JAX's: a recording may then pause.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class _Thread(threading.local):
         self.binds = 0
         self.jax_is_whole: bool | None = None
         self.primitives: dict[Any, bool] = {}  # Which of them are JAX's.
+        self.calls: Counter[Any] = Counter()  # Of functions under `jax.jit`.
 
 
 _thread = _Thread()
@@ -74,31 +75,112 @@ def runs_jax_alone(primitive: Any, arguments: tuple, parameters: dict[str, Any])
     So for a call of a `jax.numpy.ufunc`. Where that binds primitives, each is asked about again.
     """
     _thread.binds += 1
-    if _thread.binds < _BINDS_BEFORE_PAUSES:
-        return False
-    is_of_jax = _thread.primitives.get(primitive)
-    if is_of_jax is None:
-        is_of_jax = _thread.primitives[primitive] = _is_of_jax(primitive)
-    if not (
-        is_of_jax
+    return (
+        _thread.binds >= _BINDS_BEFORE_PAUSES
+        and _calls_nothing(primitive, parameters)
         and all(map(_holds_numbers, map(type, arguments)))
-        and all(map(_holds_no_function, parameters.values()))
-    ):
-        return False
-    traces = jaxcompat.active_traces()
-    if not all(map(_is_defined_in_jax, map(type, traces))):
-        return False
-    key = primitive, type(traces[0])
+        and _traces_in_jax()
+        and _was_watched(primitive)
+        and _jax_is_whole()
+    )
+
+
+def stays_in_jax(primitive: Any, arguments: tuple, parameters: dict[str, Any]) -> bool:
+    """As `runs_jax_alone`, where JAX's own code binds a primitive in a pause.
+
+    What a function under `jax.jit` binds is asked about one by one.
+    """
+    given = parameters if primitive.name not in ("jit", "pjit") else {}
+    return _calls_nothing(primitive, given) and _was_watched(primitive)
+
+
+def _was_watched(primitive: Any) -> bool:
+    """Whether enough binds of a primitive were watched; counts one more if not."""
+    key = primitive, type(jaxcompat.active_traces()[0])
     if _seen[key] < _WATCHED:
         _seen[key] += 1
         return False
+    return True
+
+
+def jit_runs_jax_alone(first: Any, arguments: tuple, parameters: dict[str, Any]) -> bool:
+    """Whether a call of a function under `jax.jit` runs no code but JAX's, and what it ran before.
+
+    Args:
+        first, arguments: of a function of JAX's, among them that under `jax.jit`, and its
+            arguments.
+    """
+    if _thread.binds < _BINDS_BEFORE_PAUSES or not _traces_in_jax():
+        return False
+    function = first if callable(first) else arguments[1]
+    if type(function) is not types.FunctionType or code_of_rule(function) is None:
+        return False
+    try:
+        key = function, type(jaxcompat.active_traces()[0]), *map(_told, arguments[-2:])
+    except _Unknown:
+        return False
+    _thread.calls[key] += 1
+    return _thread.calls[key] > _WATCHED and _jax_is_whole()
+
+
+class _Unknown(Exception):
+    """A function may be in an argument."""
+
+
+def _told(value: Any) -> Any:
+    """What of an argument may decide which code of JAX's runs."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, *map(_told, value)
+    if kind is dict:
+        return *value, *map(_told, value.values())
+    if issubclass(kind, jaxcompat.Tracer) and _is_defined_in_jax(kind):
+        return value.aval
+    is_function_of_jax = kind is types.FunctionType and code_of_rule(value) is not None
+    if not is_function_of_jax and not _holds_no_function(value):
+        raise _Unknown
+    return kind, value
+
+
+def ends_in_jax(frame: Any, arguments: tuple, parameters: dict[str, Any]) -> bool:
+    """Whether to collect the equations of a trace runs no code but JAX's."""
+    return _thread.binds >= _BINDS_BEFORE_PAUSES and _traces_in_jax() and _jax_is_whole()
+
+
+def _stays(first: Any, arguments: tuple, parameters: dict[str, Any]) -> bool:
+    """Whether a pause may go on below a function that itself calls nobody's code but JAX's.
+
+    Functions of others would be in parameters of primitives, which are asked about one by one.
+    """
+    return True
+
+
+def _calls_nothing(primitive: Any, parameters: dict[str, Any]) -> bool:
+    """Whether a primitive and its rules are JAX's, and are given no function to call."""
+    return _is_of_jax(primitive) and all(map(_holds_no_function, parameters.values()))
+
+
+def _traces_in_jax() -> bool:
+    """Whether the active traces are JAX's."""
+    return all(map(_is_defined_in_jax, map(type, jaxcompat.active_traces())))
+
+
+def _jax_is_whole() -> bool:
     if _thread.jax_is_whole is None:
         _thread.jax_is_whole = jax_is_whole()
     return _thread.jax_is_whole
 
 
 def _is_of_jax(primitive: Any) -> bool:
-    """Whether a primitive and its rules are JAX's. Those of random keys call their generator's."""
+    """Whether a primitive and its rules are JAX's."""
+    known = _thread.primitives.get(primitive)
+    if known is None:
+        known = _thread.primitives[primitive] = _has_rules_of_jax(primitive)
+    return known
+
+
+def _has_rules_of_jax(primitive: Any) -> bool:
+    """See `_is_of_jax`. The rules of random keys call their generator's."""
     if type(primitive) is jnp.ufunc:  # Users make some, too, by `jnp.frompyfunc`.
         held = (each.values() for each in vars(primitive).values() if type(each) is dict)
         return all(map(_is_known, chain.from_iterable(held)))
@@ -173,4 +255,12 @@ def _is_of_known_package(module: str) -> bool:
     return package in _PACKAGES or package in sys.stdlib_module_names
 
 
-_replaced = [jaxcompat.CallReplacement(*each, runs_jax_alone) for each in jaxcompat.WATCHED_CALLS]
+_replaced = [
+    jaxcompat.CallReplacement(holder, name, may_pause, may_stay)
+    for places, may_pause, may_stay in (
+        (jaxcompat.WATCHED_BINDS, runs_jax_alone, stays_in_jax),
+        (jaxcompat.WATCHED_JITS, jit_runs_jax_alone, _stays),
+        (jaxcompat.WATCHED_ENDS, ends_in_jax, _stays),
+    )
+    for holder, name in places
+]

@@ -44,10 +44,13 @@ from stepcache.jaxcompat.contexts import (
     tracing_context,
 )
 from stepcache.jaxcompat.hooks import (
-    WATCHED_CALLS,
+    WATCHED_BINDS,
+    WATCHED_ENDS,
+    WATCHED_JITS,
     CallReplacement,
     call_on_clear_caches,
     hide_frames,
+    recording_paused,
 )
 from stepcache.jaxcompat.inspection import (
     active_traces,

@@ -24,7 +24,8 @@ from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 if PRIVATE_API:
     from jax._src import source_info_util, traceback_util, util
 if CAN_STORE:
-    from jax._src import cache_key, compiler, core
+    from jax._src import cache_key, compiler, core, pjit
+    from jax._src.interpreters import partial_eval
 
 # ---- compiling, with a store in between --------------------------------------------------------
 
@@ -121,63 +122,100 @@ def _hash_over(found: Callable) -> Callable:
 
 
 class CallReplacement(_Replacement):
-    """Replaces a method of JAX while it is in use; nothing where JAX lacks the private names.
+    """Replaces a function of JAX while it is in use; nothing where JAX lacks the private names.
 
     Args:
-        holder, name: of the method: one of `WATCHED_CALLS`.
-        may_pause: given the object, and positional and keyword arguments of a call, whether the
-            profile of a recording may pause below it. It is not watched itself.
+        holder, name: of the function: one of `WATCHED_BINDS` and its kind.
+        may_pause: given the first argument of a call, and the other positional and keyword ones,
+            whether the profile of a recording may pause below it.
+        may_stay: given the same of a call in a pause, whether that may go on below it. Neither is
+            watched itself.
     """
 
-    def __init__(self, holder: Any, name: str, may_pause: Callable[[Any, tuple, dict], bool]):
-        super().__init__(holder, name, functools.partial(_with_pauses, may_pause=may_pause))
+    def __init__(
+        self,
+        holder: Any,
+        name: str,
+        may_pause: Callable[[Any, tuple, dict], bool],
+        may_stay: Callable[[Any, tuple, dict], bool],
+    ):
+        over = functools.partial(_with_pauses, may_pause=may_pause, may_stay=may_stay)
+        super().__init__(holder, name, over)
 
     def _make(self, users: int) -> bool:
         return CAN_STORE and super()._make(users)
 
 
-WATCHED_CALLS = ((core.Primitive, "bind"), (jax.numpy.ufunc, "__call__")) if CAN_STORE else ()
-"""Methods below which JAX spends most of a trace."""
+def _those_of_jax(*places: tuple[Any, str]) -> tuple[tuple[Any, str], ...]:
+    return tuple((holder, name) for holder, name in places if hasattr(holder, name))
 
 
-def _with_pauses(found: Callable, may_pause: Callable[[Any, tuple, dict], bool]) -> Callable:
-    """A method in the place of another one, below which the profile of a recording may pause.
+WATCHED_BINDS = WATCHED_JITS = WATCHED_ENDS = ()
+if CAN_STORE:
+    WATCHED_BINDS = ((core.Primitive, "bind"), (jax.numpy.ufunc, "__call__"))
+    WATCHED_JITS = _those_of_jax((pjit, "_infer_params"), (pjit, "_run_python_pjit"))
+    WATCHED_ENDS = _those_of_jax((partial_eval.JaxprStackFrame, "to_jaxpr"))
+"""Functions below which JAX spends most of a trace: what binds primitives, what calls a function
+under `jax.jit`, and what collects the equations of a trace."""
 
-    Args:
-        found: the method.
-        may_pause: given the object and the arguments of a call, whether nothing below it need be
-            seen. It is not watched itself.
-    """
-    paused = threading.local()
+_paused = threading.local()
+"""Of this thread: `profile`, that of a recording which has paused below a watched call."""
+
+
+def _profile_to_pause() -> Any:
+    """The profile of a recording in this thread; None where there is none but beside the user's."""
+    profile = sys.getprofile()
+    return None if getattr(profile, "_stepcache_users", profile) is not None else profile
+
+
+@contextlib.contextmanager
+def recording_paused() -> Iterator[None]:
+    """Context manager for stepcache's own work in a trace, which a recording need not see."""
+    profile = _profile_to_pause()
+    if profile is not None:
+        set_profile(None)
+    try:
+        yield
+    finally:
+        if profile is not None:
+            set_profile(profile)
+
+
+def _with_pauses(
+    found: Callable,
+    may_pause: Callable[[Any, tuple, dict], bool],
+    may_stay: Callable[[Any, tuple, dict], bool],
+) -> Callable:
+    """A function in the place of another one; see `CallReplacement`."""
 
     @functools.wraps(found)
-    def method(self: Any, *args: Any, **named: Any) -> Any:
-        profile = getattr(paused, "profile", None)
+    def function(first: Any, *args: Any, **named: Any) -> Any:
+        profile = getattr(_paused, "profile", None)
         if profile is None:
-            profile = sys.getprofile()
-            if profile is None or getattr(profile, "_stepcache_users", profile) is not None:
-                return found(self, *args, **named)  # No recording, or one beside the user's.
+            profile = _profile_to_pause()
+            if profile is None:
+                return found(first, *args, **named)
             set_profile(None)
-            if not may_pause(self, args, named):
+            if not may_pause(first, args, named):
                 set_profile(profile)
-                return found(self, *args, **named)
-            paused.profile = profile
+                return found(first, *args, **named)
+            _paused.profile = profile
             try:
-                return found(self, *args, **named)
+                return found(first, *args, **named)
             finally:
-                paused.profile = None
+                _paused.profile = None
                 set_profile(profile)
-        if may_pause(self, args, named):
-            return found(self, *args, **named)
-        paused.profile = None
+        if may_stay(first, args, named):
+            return found(first, *args, **named)
+        _paused.profile = None
         set_profile(profile)
         try:
-            return found(self, *args, **named)
+            return found(first, *args, **named)
         finally:
             set_profile(None)
-            paused.profile = profile
+            _paused.profile = profile
 
-    return method
+    return function
 
 
 REPLACED = frozenset(

@@ -71,10 +71,11 @@ class RecordedTrace:
 
     def is_lowered_by_jax(self, staged: jaxcompat.Staged) -> bool:
         """Whether the recording may end before the trace is lowered: JAX's own code does that."""
-        codes = code_of_lowering(staged.jaxpr)
-        if codes is not None:
-            count_in(codes)
-        return codes is not None
+        with jaxcompat.recording_paused():
+            codes = code_of_lowering(staged.jaxpr)
+            if codes is not None:
+                count_in(codes)
+            return codes is not None
 
     @contextlib.contextmanager
     def compiling(self, staged: jaxcompat.Staged) -> Iterator[None]:

@@ -26,7 +26,7 @@ _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # Else SIGPIPE ends programs th
 _CONNECT_SECONDS = 10.0
 _WAITING_TO_CONNECT = 1024
 _SPIN_SECONDS = 200e-6
-"""How long who expects a message asks for it before it sleeps, for to be woken takes about as long."""
+"""Time for which a reader polls before it sleeps: to be woken would take about as long."""
 _CHUNK_BYTES = 1 << 16
 _MAX_CHUNK_BYTES = 1 << 22
 
