@@ -167,10 +167,9 @@ class Hosts:
 
         def opened(host: int) -> Version:
             there, part = found[host], parts[host]
-            is_there = there is not None and BlockLayout(there.types) == part.block
-            if is_there and (there.has_rule or not rule):
-                is_saved = there.is_saved or self.clients[host].is_saved_at_last(name)
-                if is_saved:
+            if there is not None and BlockLayout(there.types) == part.block:
+                is_like = there.has_rule or not rule  # Otherwise the host refuses to create it.
+                if is_like and (there.is_saved or self.clients[host].is_saved_at_last(name)):
                     return Version(there.number, 0)
             value = [np.asarray(leaves[number]) for number in part.leaves]
             row = (name, "create", part.block, value)
