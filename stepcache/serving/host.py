@@ -234,6 +234,9 @@ class Host:
                     "type", f"{request.name} is the name of variables, not of a table"
                 )
             case "create table" | "alter table":
+                is_repeat = any(request.stamp) and self.waiting_for
+                if is_repeat and not self._repeats.are_latest(request, np.array([-1])).all():
+                    return  # A later optimizer of the table has come before. (-1 is no row.)
                 row = (request.name, request.rule, _token(0, request))
                 if self.tables.create(*row, may_alter=request.mode == "alter table"):
                     self.unsaved.add(request.name)

@@ -1,5 +1,8 @@
 """The state machine and its clients, over a network that loses, doubles, delays and reorders."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -512,3 +515,20 @@ def test_rows_that_are_assigned_again_keep_the_latest_values(order):
         clients[index].keep(1e6)
     _, data = clients[0].rows("table", np.arange(3))
     assert kind.layout(3).views(data)[0][:, 0].tolist() == [1, 2, 2]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_the_last_optimizer_of_a_table_counts_in_whatever_order_writes_come_again(order, caplog):
+    network = Network(0, faults=0.0)
+    clients = [client(network) for _ in range(3)]
+    modes = ["create table", "alter table", "alter table"]
+    for each, mode, rate in zip(clients, modes, [0.0, 1.0, 2.0], strict=True):
+        kind = replace(TABLE, optimizer=RowOptimizer("sgd", rate) if rate else TABLE.optimizer)
+        each.write("table", mode, BlockLayout([]), [], rule=kind.packed())
+    network.crash()
+    for index in order:
+        clients[index].keep(1e6)
+    types = TABLE.update_types(1)
+    clients[0].write("table", "rows", BlockLayout(types), [[3], np.ones((1, 2))], types=types)
+    _, data = clients[0].rows("table", np.array([3]))
+    assert TABLE.layout(1).views(data)[0].tolist() == [[-2, -2]] and not caplog.records
