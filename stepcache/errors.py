@@ -163,6 +163,10 @@ class StaleProgramWarning(StepCacheWarning):
     """
 
 
+class OptimizerWarning(StepCacheWarning):
+    """Served variables have another optimizer than the one that they are opened with."""
+
+
 class UnmatchedRuleWarning(StepCacheWarning):
     """A rule of a session matches no leaf of the step's arguments."""
 

@@ -59,6 +59,7 @@ class Connection:
         placement: Placement = Replicated(),
         read: Read = Read(cache="device"),
         write: Write = Write(),
+        replace_optimizer: bool = False,
     ) -> Variables:
         """Opens variables that the host holds; creates them from `tree` if they do not exist.
 
@@ -77,7 +78,9 @@ class Connection:
                 that is the newest version; to find out costs a message of a few bytes for each
                 call. `max_staleness` and `max_age` save that too.
             write: what `push` does. An optimizer is exported as a program, and runs on the host's
-                CPU.
+                CPU. If the variables exist, theirs goes on: another one is an `OptimizerWarning`.
+            replace_optimizer: the optimizer of `write` replaces that of existing variables. The
+                value is kept, and the optimizer's state if its leaves have the same types.
 
         Raises:
             VariablesError: variables of this name exist with other leaves; or a leaf or the
@@ -87,17 +90,18 @@ class Connection:
         """
         check_not_tracing("variables cannot be made", name)
         _check_name(name, "variables")
-        _check_policies(placement, read, write)
+        _check_policies(placement, read, write, replace_optimizer)
         structure, leaves, slots = describe(name, tree, placement, current_placer(), name)
         _check_leaves(name, slots)
         _check_alone(name)
         layout = layout_of(structure, slots)
         types = types_of([(slot.path, slot) for slot in slots])
         known = self.hosts.described(name)
-        rule = b""
-        if write.mode == "apply" and not (known and known.has_rule and known.is_saved):
-            rule = export_rule(name, write.optimizer, structure, slots)
+        is_applied = write.mode == "apply"
+        rule = export_rule(name, write.optimizer, structure, slots) if is_applied else b""
         version = self.hosts.open(name, types, leaves, known, rule)
+        if rule:
+            version = self.hosts.compare_optimizer(name, rule, replace_optimizer) or version
         master = Served(self, self.hosts, name, layout, read, write, version)
         made = Variables._over(master, name, placement, read, write)
         if write.every > 1:
@@ -117,6 +121,7 @@ class Connection:
         read: Read = Read(),
         cache_rows: int = CACHE_ROWS,
         every: int = 1,
+        replace_optimizer: bool = False,
     ) -> Table:
         """Opens a table of rows that the host holds; creates it if it does not exist.
 
@@ -138,6 +143,9 @@ class Connection:
             cache_rows: maximal number of these copies. A lookup of more rows does not use them.
             every: how many updates this process adds up before it sends them as one, each row once.
                 `Table.flush` sends fewer.
+            replace_optimizer: the optimizer replaces that of an existing table, which keeps its
+                rows and its state. Its state must have the same arrays: those of "adagrad", of
+                "adam", or none.
 
         Raises:
             OptionError: there can be no such table; `read` has an option without effect here;
@@ -157,7 +165,7 @@ class Connection:
         cache = None
         if read.cache is not None:
             cache = RowCache(read, max(min(cache_rows, kind.rows), 1), sizes, np.dtype(dtype))
-        table = Table(self.hosts, name, kind, cache, every)
+        table = Table(self.hosts, name, kind, cache, every, replace_optimizer)
         if every > 1:
             self._summing.append(table)
         return table
@@ -256,7 +264,7 @@ def _are_of_one_moment(versions: Iterable[Versions]) -> bool:
     return len(moments) == len({host for host, _ in rows})
 
 
-def _check_policies(placement: object, read: object, write: object) -> None:
+def _check_policies(placement: object, read: object, write: object, replaces: bool) -> None:
     check_kinds(placement, read, write)
     assert isinstance(read, Read) and isinstance(write, Write)
     if isinstance(placement, OnHost):
@@ -271,6 +279,12 @@ def _check_policies(placement: object, read: object, write: object) -> None:
             f"wire={write.wire!r} would do nothing: only updates are coded in transit",
             where="variables(write=...)",
             hint='leave it out, or say mode="add" or "apply"',
+        )
+    if replaces and write.mode != "apply":
+        raise OptionError(
+            "replace_optimizer=True would do nothing: `write` has no optimizer",
+            where="variables(write=...)",
+            got=repr(write),
         )
     _check_options("variables", ("read", "route", read.route, ("auto", "each")))
 

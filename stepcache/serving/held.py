@@ -20,9 +20,15 @@ class Block(Protocol):
 
 
 class Rule(Protocol):
-    """An optimizer."""
+    """An optimizer.
+
+    Attributes:
+        state_types: types of the leaves of its state.
+        identity: equal for equal optimizers, as `optimizers.differ` compares it; empty if unknown.
+    """
 
     state_types: list[LeafType]
+    identity: str
 
     def init(self, value: Sequence[np.ndarray]) -> Sequence[Any]:
         """Returns the leaves of the initial state for a value."""

@@ -168,7 +168,8 @@ class Host:
         if (table := self.tables.held.get(name)) is not None:
             return Described(self.epoch, table.number, [], True, is_saved)
         held = self._find(name)
-        return Described(self.epoch, held.number, held.layout.types, bool(held.rule), is_saved)
+        row = (self.epoch, held.number, held.layout.types, bool(held.rule), is_saved)
+        return Described(*row, self._rule(held.rule).identity if held.rule else "")
 
     # ---- writes --------------------------------------------------------------------------------
 
@@ -228,12 +229,16 @@ class Host:
             case "create":
                 self._create(request, payload)
                 return
-            case "create table" | "rows" if request.name in self._held:
+            case "create table" | "alter table" | "rows" if request.name in self._held:
                 raise RefusalError(
                     "type", f"{request.name} is the name of variables, not of a table"
                 )
-            case "create table":
-                if self.tables.create(request.name, request.rule, _token(0, request)):
+            case "create table" | "alter table":
+                is_repeat = any(request.stamp) and self.waiting_for
+                if is_repeat and not self._repeats.are_latest(request, np.array([-1])).all():
+                    return  # A later optimizer of the table has come before. (-1 is no row.)
+                row = (request.name, request.rule, _token(0, request))
+                if self.tables.create(*row, may_alter=request.mode == "alter table"):
                     self.unsaved.add(request.name)
                 return
             case "rows":
@@ -244,11 +249,12 @@ class Host:
                 table.token = _token(table.token, request)
                 return
         held = self._find(request.name)
-        coding = held.coding(request.wire)
-        if payload.size != (expected := coding.layout.size_bytes):
+        is_value = request.mode != "replace optimizer"
+        expected = held.coding(request.wire).layout.size_bytes if is_value else 0
+        if payload.size != expected:
             raise RefusalError("type", f"{request.name} has {expected} bytes, not {payload.size}")
         stamp = (request.stamp[0], request.stamp[1])  # Unpacking makes lists.
-        if (0, 0) < stamp < held.assigned:
+        if is_value and (0, 0) < stamp < held.assigned:
             return  # A later assignment has overwritten the repeated write.
         if request.base not in (0, held.token):
             raise RefusalError(
@@ -277,6 +283,9 @@ class Host:
                     bulk.add(old, update, new)
             case "apply":
                 value, state = self._updated(request.name, held, coding.decode(payload))
+            case "replace optimizer" if held.rule:
+                held = self._with_rule(request.name, held, request.rule)
+                value, state = held.value, held.state
             case _:
                 raise MalformedMessageError(f"unknown mode {request.mode!r}")
         token = _token(token, request)
@@ -301,13 +310,8 @@ class Host:
             raise RefusalError("type", f"{name} is the name of a table, not of variables")
         if not name or len(self._held) >= MAX_NAMES:
             raise MalformedMessageError(f"the name is empty, or there are {MAX_NAMES:,} variables")
-        made = HeldVariables(
-            layout, 0, _token(0, request), (0, 0), self._copy(payload), request.rule
-        )
-        if request.rule:
-            rule = self._rule(made)
-            made.state = self._filled(rule.state_types, rule.init(layout.views(made.value.data)))
-        self._held[name] = made
+        made = HeldVariables(layout, 0, _token(0, request), (0, 0), self._copy(payload))
+        self._held[name] = self._with_rule(name, made, request.rule) if request.rule else made
         self.unsaved.add(name)
 
     # ---- optimizers ----------------------------------------------------------------------------
@@ -317,7 +321,7 @@ class Host:
     ) -> tuple[Block, Block]:
         if held.state is None:
             raise RefusalError("type", f"{name} was created without an optimizer")
-        rule = self._rule(held)
+        rule = self._rule(held.rule)
         old_state = BlockLayout(rule.state_types).views(held.state.data)
         try:
             value, state = rule.update(held.layout.views(held.value.data), old_state, update)
@@ -325,9 +329,27 @@ class Host:
             raise RefusalError("failed", f"the optimizer of {name} failed: {error}") from None
         return self._filled(held.layout.types, value), self._filled(rule.state_types, state)
 
-    def _rule(self, held: HeldVariables) -> Rule:
+    def _with_rule(self, name: str, held: HeldVariables, sent: bytes) -> HeldVariables:
+        """Returns variables with this optimizer.
+
+        The state of an optimizer before it is kept if the types are the same, except for leaves
+        that begin with another value: a learning rate may be one.
+        """
+        rule, value = self._rule(sent), held.layout.views(held.value.data)
         try:
-            return self._load_rule(held.rule)
+            leaves = rule.init(value)
+            before = self._rule(held.rule) if held.rule else None
+            if held.state and before and before.state_types == rule.state_types:
+                kept = BlockLayout(rule.state_types).views(held.state.data)
+                rows = zip(kept, before.init(value), leaves, strict=True)
+                leaves = [old if np.array_equal(was, new) else new for old, was, new in rows]
+        except Exception as error:
+            raise RefusalError("failed", f"the optimizer of {name} failed: {error}") from None
+        return replace(held, rule=sent, state=self._filled(rule.state_types, leaves))
+
+    def _rule(self, sent: bytes) -> Rule:
+        try:
+            return self._load_rule(sent)
         except Exception as error:
             raise MalformedMessageError(f"the optimizer cannot be loaded: {error}") from None
 

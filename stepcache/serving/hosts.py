@@ -12,16 +12,18 @@ import concurrent.futures
 import functools
 import hashlib
 import heapq
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from stepcache.errors import VariablesError
+from stepcache.errors import OptimizerWarning, VariablesError, warn
 from stepcache.serving.client import Client
 from stepcache.serving.coding import Coding
 from stepcache.serving.messages import BlockLayout, Described, LeafType
+from stepcache.serving.optimizers import ExportedRule, differ
 from stepcache.serving.transport import Version
 from stepcache.variables.describing import joined
 
@@ -31,6 +33,8 @@ Versions = dict[int, Version]
 """The version of served variables: the version of the part on each host, by the host's number."""
 
 T = TypeVar("T")
+
+_log = logging.getLogger("stepcache")
 
 
 def _token(version: Versions | None, host: int) -> int:
@@ -151,7 +155,8 @@ class Hosts:
             types: types of all leaves.
             leaves: initial values of the leaves.
             known: result of `described`.
-            rule: the optimizer to create them with; one host then has all leaves.
+            rule: the optimizer to create them with; one host then has all leaves. Variables that
+                exist keep theirs.
 
         Raises:
             VariablesError: variables of this name exist, and have other leaves.
@@ -162,9 +167,9 @@ class Hosts:
 
         def opened(host: int) -> Version:
             there, part = found[host], parts[host]
-            if there is not None and BlockLayout(there.types) == part.block and not rule:
-                is_saved = there.is_saved or self.clients[host].is_saved_at_last(name)
-                if is_saved:
+            if there is not None and BlockLayout(there.types) == part.block:
+                is_like = there.has_rule or not rule  # Otherwise the host refuses to create it.
+                if is_like and (there.is_saved or self.clients[host].is_saved_at_last(name)):
                     return Version(there.number, 0)
             value = [np.asarray(leaves[number]) for number in part.leaves]
             row = (name, "create", part.block, value)
@@ -174,6 +179,35 @@ class Hosts:
         versions = {first: opened(first), **dict(zip(others, versions, strict=True))}
         self._parts[name] = parts  # Not before: variables of this name may be open already.
         return versions
+
+    def compare_optimizer(self, name: str, rule: bytes, replaces: bool) -> Versions | None:
+        """Compares the optimizer of open variables with an exported one.
+
+        Args:
+            name: name of the variables.
+            rule: the exported optimizer.
+            replaces: replace an optimizer that may be another one. Otherwise, one that surely is
+                another one is an `OptimizerWarning`.
+
+        Returns:
+            The version after it was replaced; None if it was not.
+        """
+        ((host, _),), stored = self._parts[name].items(), self.described(name)
+        given, kept = ExportedRule(rule).identity, stored.optimizer if stored else ""
+        if given == kept:
+            return None
+        if replaces:
+            row = (name, "replace optimizer", BlockLayout([]), [])
+            return {host: self.clients[host].write(*row, rule=rule)}
+        if differ(given, kept):
+            text = (
+                f"The variables {name!r} of {self.clients[host].where} have another optimizer than "
+                "the one given, for example another learning rate. They keep theirs. Open them "
+                "with replace_optimizer=True to replace it."
+            )
+            _log.warning("%s", text)
+            warn(text, OptimizerWarning)
+        return None
 
     def _parted(self, name: str, types: Sequence[LeafType], is_whole: bool) -> dict[int, Part]:
         """Divides variables among hosts that get leaves; `first_host` comes first."""

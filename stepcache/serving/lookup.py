@@ -85,6 +85,7 @@ class Table(Holder):
         name, kind: name and type of the table.
         cache: copies of rows; None for none.
         every: how many updates are added up before they are sent as one.
+        replaces_optimizer: the optimizer of `kind` replaces that of a table that exists.
 
     Raises:
         VariablesError: a host has another table, or variables, of this name.
@@ -99,22 +100,23 @@ class Table(Holder):
         kind: TableType,
         cache: RowCache | None = None,
         every: int = 1,
+        replaces_optimizer: bool = False,
     ):
         self._hosts, self.name, self._type = hosts, name, kind
         self._cache, self._lock = cache, threading.Lock()
         self._every = every
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []  # Row numbers, and their updates.
-        self._create()
+        self._create("alter table" if replaces_optimizer else "create table")
         activity_log.watch(self)
 
-    def _create(self) -> None:
+    def _create(self, mode: str) -> None:
         """Creates the table on all hosts, where it does not exist yet."""
         kind, hosts = self._type, len(self._hosts.clients)
 
         def create(host: int) -> None:
             rows = len(range(host, kind.rows, hosts))
             part = replace(kind, rows=rows, seed=kind.seed + (host << 32))
-            row = (self.name, "create table", BlockLayout([]), [])
+            row = (self.name, mode, BlockLayout([]), [])
             self._hosts.clients[host].create(*row, rule=part.packed())
 
         first = first_host(self.name, hosts)  # It would have variables of this name.

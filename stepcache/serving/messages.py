@@ -139,12 +139,14 @@ class WriteRequest:
         sequence: number of the write.
         epoch: epoch of the host that the client has joined.
         name: name of the variables or of the table.
-        mode: for variables, "create" (does nothing if they exist), "assign", "add" or "apply"; for
-            tables, "create table" or "rows" (updates some rows).
+        mode: for variables, "create" (does nothing if they exist), "assign", "add", "apply" or
+            "replace optimizer"; for tables, "create table", "alter table" (creates it, or replaces
+            its optimizer) or "rows" (updates some rows).
         base: token of the version that the value was computed from; 0 accepts any version.
         types: types of the leaves; of "create" and "rows" only.
-        rule: of "create", the optimizer, as `optimizers.export_rule` returns it; of "create table",
-            the type of the table, as `TableType.packed` returns it.
+        rule: of "create" and "replace optimizer", the optimizer, as `optimizers.export_rule`
+            returns it; of "create table" and "alter table", the type of the table, as
+            `TableType.packed` returns it.
         stamp: of a repeated write, epoch and moment of the host when it was first applied.
         wire: coding of the update in its block, for "add" and "apply"; empty for none.
         serial: number among all writes of the client, refused ones included. The next write after a
@@ -297,6 +299,7 @@ class Described:
         types: types of the leaves; empty for a table.
         has_rule: whether they have an optimizer.
         is_saved: whether a snapshot or an image holds them.
+        optimizer: `Rule.identity` of their optimizer; empty if it has none or for a table.
     """
 
     epoch: int
@@ -304,6 +307,7 @@ class Described:
     types: list[LeafType]
     has_rule: bool
     is_saved: bool
+    optimizer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ on its CPU.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +21,7 @@ from stepcache.storage import plain
 from stepcache.variables.describing import named_leaves
 
 _PLATFORM = "cpu"
+_LOCATIONS = re.compile(r'^#loc.*\n| loc\((?:"(?:[^"\\]|\\.)*"|[^()"]*)\)', re.MULTILINE)
 
 
 def types_of(named: Sequence[tuple[str, Any]]) -> list[LeafType]:
@@ -59,11 +63,15 @@ def export_rule(name: str, optimizer: Any, tree: Any, leaves: Sequence[Any]) -> 
     try:
         state = jax.eval_shape(init, given)
         rows = zip(structures[0][1], state, strict=True)
+        types = types_of(list(rows))
         programs = [
-            jax.export.export(jax.jit(function), platforms=[_PLATFORM])(*arguments).serialize()
+            jax.export.export(jax.jit(function), platforms=[_PLATFORM])(*arguments)
             for function, arguments in ((init, [given]), (update, [given, state, given]))
         ]
-        return plain.pack([types_of(list(rows)), *map(bytes, programs)])
+        texts = [_LOCATIONS.sub("", program.mlir_module()) for program in programs]
+        digest = hashlib.blake2b(plain.pack([types, *texts]), digest_size=16).hexdigest()
+        identity = f"jax {jax.__version__}, optax {optax.__version__}, {digest}"
+        return plain.pack([types, *(bytes(each.serialize()) for each in programs), identity])
     except Exception as error:
         raise VariablesError(
             "the optimizer cannot be sent to the host of the variables",
@@ -73,22 +81,41 @@ def export_rule(name: str, optimizer: Any, tree: Any, leaves: Sequence[Any]) -> 
         ) from error
 
 
+def differ(identity: str, other: str) -> bool:
+    """Returns whether two optimizers surely differ, given their identities.
+
+    Other versions of jax or optax may write the same optimizer as another program.
+    """
+    (versions, _, digest), (others, _, its_digest) = (
+        each.rpartition(", ") for each in (identity, other)
+    )
+    return versions == others and digest != its_digest
+
+
 class ExportedRule:
     """An optimizer loaded from the result of `export_rule`.
 
     Attributes:
         state_types: types of the leaves of its state.
+        identity: the versions of jax and optax that wrote it, and a digest of its programs without
+            the lines of source code that they come from. Empty if an earlier version exported it.
 
     Raises:
         ValueError: the data is not an exported optimizer.
     """
 
     def __init__(self, sent: bytes):
-        types, *programs = plain.unpack(sent)
+        types, *self._programs = plain.unpack(sent)
+        self.identity: str = self._programs.pop() if len(self._programs) > 2 else ""
         self.state_types: list[LeafType] = [tuple(each) for each in types]
-        self._init, self._update = (
-            jax.jit(jax.export.deserialize(bytearray(program)).call) for program in programs
-        )
+
+    @functools.cached_property
+    def _init(self) -> Any:
+        return _loaded(self._programs[0])
+
+    @functools.cached_property
+    def _update(self) -> Any:
+        return _loaded(self._programs[1])
 
     def init(self, value: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Returns the leaves of the initial state for a value."""
@@ -104,3 +131,7 @@ class ExportedRule:
     def _run(program: Any, *leaves: list[Any]) -> Any:
         with jax.default_device(jax.local_devices(backend=_PLATFORM)[0]):
             return jax.tree.map(np.asarray, program(*leaves))
+
+
+def _loaded(program: bytes) -> Any:
+    return jax.jit(jax.export.deserialize(bytearray(program)).call)

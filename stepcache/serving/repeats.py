@@ -48,7 +48,8 @@ class Repeats:
     def applied(self, held: HeldVariables, write: Repeat, apply: Apply) -> HeldVariables:
         """Returns variables after one more write.
 
-        Updates come in any order. An assignment goes before the updates that followed it.
+        Updates come in any order. An assignment goes before the updates that followed it, and an
+        optimizer applies those that followed it alone.
 
         Args:
             held: the variables, which do not change.
@@ -59,7 +60,8 @@ class Repeats:
         before, writes = self._before.setdefault(name, held), self._writes.setdefault(name, [])
         place = bisect.bisect(writes, write.stamp, key=lambda each: each.stamp)
         missed = [write]
-        if write.request.mode == "assign" and place < len(writes):
+        modes = {each.request.mode for each in (write, *writes[place:])}
+        if place < len(writes) and (write.request.mode == "assign" or "replace optimizer" in modes):
             held, missed = before, [*writes[:place], write, *writes[place:]]
         for each in missed:
             held = apply(held, each.request, each.block.data)

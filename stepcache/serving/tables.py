@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -292,13 +292,14 @@ class Tables:
             raise RefusalError("unknown", f"it has no table {name!r}; it has {known}")
         return self.held[name]
 
-    def create(self, name: str, sent: bytes, token: int) -> bool:
+    def create(self, name: str, sent: bytes, token: int, *, may_alter: bool = False) -> bool:
         """Creates a table unless it exists. Returns whether it is new.
 
         Args:
             name: name of the table.
             sent: its type, as `TableType.packed` encodes it.
             token: token of its first version.
+            may_alter: another optimizer with the same arrays of state replaces that of the table.
 
         Raises:
             RefusalError: a table of this name has another type; there is no space; or there can be
@@ -306,8 +307,14 @@ class Tables:
         """
         kind, known = TableType.unpacked(sent), self.held.get(name)
         if known is not None and known.type != kind:
-            raise RefusalError("type", f"{name} already exists, {known.type.difference(kind)}")
+            is_alterable = replace(known.type, optimizer=kind.optimizer) == kind
+            is_alterable &= known.type.arrays() == kind.arrays()
+            if not (is_alterable and may_alter):
+                hint = "; replace_optimizer=True replaces it" if is_alterable else ""
+                why = f"{name} already exists, {known.type.difference(kind)}{hint}"
+                raise RefusalError("type", why)
         if known is not None:
+            known.type = kind
             return False
         if not name or len(self.held) >= MAX_NAMES:
             raise MalformedMessageError(f"the name is empty, or there are {MAX_NAMES:,} tables")

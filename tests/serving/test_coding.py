@@ -21,7 +21,7 @@ from stepcache.serving.messages import (
     Written,
 )
 from stepcache.variables.wire import BLOCK
-from tests.serving.network import Block, MemoryTables, Network, client, no_rule
+from tests.serving.network import Block, MemoryTables, Network, Weighted, client
 
 SIZE = 3 * BLOCK + 40
 TYPES = [("w", [SIZE], "float32"), ("few", [3], "float32"), ("count", [2], "int32")]
@@ -42,7 +42,7 @@ def block_of(coding, leaves):
 
 @pytest.fixture
 def host():
-    host, raw = Host(1, Block, no_rule, MemoryTables()), Coding(TYPES)
+    host, raw = Host(1, Block, Weighted, MemoryTables()), Coding(TYPES)
     host.handle(JoinRequest("me", "", 1), None)
     create = WriteRequest("me", next_number(host), 1, "params", "create", types=TYPES)
     assert isinstance(host.handle(create, block_of(raw, value()))[0], Written)

@@ -1,5 +1,8 @@
 """The state machine and its clients, over a network that loses, doubles, delays and reorders."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -123,6 +126,58 @@ def test_what_was_flushed_is_there_after_a_loss_of_power(seed):
             each.flush()
             network.lose_power()
             assert counts(each, "a")[0].sum() == number + 1
+
+
+def check_replaced_once(network):
+    """Updates that follow the replacement have the weight of the new optimizer, earlier ones not.
+
+    The state has counted each update once.
+    """
+    random = network.random
+    clients = [client(network) for _ in range(3)]
+    for each in clients:
+        each.create("a", "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types, rule=b"1")
+    begun, acknowledged, replaced = set(), {}, random.randrange(WRITES)
+    for number in range(WRITES):
+        if number == replaced:
+            row = ("a", "replace optimizer", BlockLayout([]), [])
+            clients[0].write(*row, rule=b"2")
+        index = random.randrange(len(clients))
+        clients[index]._transport.is_killed = index > 0 and random.random() < 0.1
+        begun.add(number)
+        try:
+            clients[index].write("a", "apply", LAYOUT, [one_hot(number)])
+            acknowledged[number], clients[index]._transport.is_killed = index, False
+            if random.random() < 0.5:
+                counts(clients[index], "a")
+        except Killed:
+            acknowledged = {key: other for key, other in acknowledged.items() if other != index}
+            clients[index] = client(network)
+    network.faults = 0.0
+    for each in clients:  # Each has its writes repeated if the host does not have them.
+        each.write("a", "apply", LAYOUT, [np.zeros(WRITES)])
+    found, _ = counts(clients[0], "a")
+    done = {int(number) for number in np.flatnonzero(found)}
+    assert acknowledged.keys() <= done <= begun
+    for number in done:  # What was never confirmed may have come late.
+        weight = 1 if number < replaced else 2
+        assert found[number] == weight or (number < replaced and number not in acknowledged)
+    count = network.host.state().variables["a"].state.data[:8].view(np.int64)
+    assert count == len(done) + len(clients)
+    check_reads(network)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_an_optimizer_is_replaced_once(block):
+    for seed in range(block * 25, block * 25 + 25):
+        check_replaced_once(Network(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(20))
+def test_an_optimizer_is_replaced_once_for_2_000_seeds(block):
+    for seed in range(1000 + block * 100, 1000 + block * 100 + 100):
+        check_replaced_once(Network(seed))
 
 
 TABLE = TableType(WRITES, [2], "float64", 0.0, 0, RowOptimizer())
@@ -389,6 +444,24 @@ def test_an_assignment_that_comes_again_keeps_the_updates_that_followed_it(first
     assert again.token == version.token
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_assignment_does_not_undo_that_an_optimizer_was_replaced(first):
+    network = Network(0, faults=0.0)
+    clients = replacing, assigning = client(network), client(network)
+    for each in clients:
+        each.create("a", "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types, rule=b"1")
+    assigning.write("a", "apply", LAYOUT, [one_hot(0)])
+    replacing.write("a", "replace optimizer", BlockLayout([]), [], rule=b"2")
+    assigning.write("a", "assign", LAYOUT, [one_hot(1)])
+    assigning.write("a", "apply", LAYOUT, [one_hot(2)])
+    expected = one_hot(1) + 2 * one_hot(2)
+    for _ in range(2):
+        assert counts(assigning, "a")[0].tolist() == expected.tolist()
+        network.crash()
+        for index in (first, 1 - first):
+            clients[index].keep(1e6)
+
+
 def test_a_new_write_is_not_taken_for_one_before_the_crash():
     network = Network(0, faults=0.0)
     assigning, pushing = client(network), client(network)
@@ -442,3 +515,20 @@ def test_rows_that_are_assigned_again_keep_the_latest_values(order):
         clients[index].keep(1e6)
     _, data = clients[0].rows("table", np.arange(3))
     assert kind.layout(3).views(data)[0][:, 0].tolist() == [1, 2, 2]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_the_last_optimizer_of_a_table_counts_in_whatever_order_writes_come_again(order, caplog):
+    network = Network(0, faults=0.0)
+    clients = [client(network) for _ in range(3)]
+    modes = ["create table", "alter table", "alter table"]
+    for each, mode, rate in zip(clients, modes, [0.0, 1.0, 2.0], strict=True):
+        kind = replace(TABLE, optimizer=RowOptimizer("sgd", rate) if rate else TABLE.optimizer)
+        each.write("table", mode, BlockLayout([]), [], rule=kind.packed())
+    network.crash()
+    for index in order:
+        clients[index].keep(1e6)
+    types = TABLE.update_types(1)
+    clients[0].write("table", "rows", BlockLayout(types), [[3], np.ones((1, 2))], types=types)
+    _, data = clients[0].rows("table", np.array([3]))
+    assert TABLE.layout(1).views(data)[0].tolist() == [[-2, -2]] and not caplog.records
