@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What was stored under a name, whole and authentic.
-
-    Attributes:
-        header: the description given when it was stored.
-        payload: its bytes.
-        size_bytes: size of its file.
-        created_time: when it was stored, in seconds since the epoch.
-        used_time: when it was last used before, likewise, to the minute.
-    """
-
-    header: dict[str, Any]
-    payload: bytes
-    size_bytes: int
-    created_time: float
-    used_time: float
-
-
-@dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """A stored entry as a list shows it.
+    """A stored entry.
 
     Attributes:
         kind: what sort of thing it is.
@@ -35,8 +16,9 @@ class EntryInfo:
         header: the description given when it was stored; None for a damaged entry.
         size_bytes: size of its file.
         created_time: when it was stored, in seconds since the epoch; None for a damaged entry.
-        used_time: when it was last used, likewise, to the minute.
+        used_time: when it was last used before, likewise, to the minute.
         problem: what is wrong with it, or None.
+        payload: its bytes; empty where it is damaged, or was only listed.
     """
 
     kind: str
@@ -46,6 +28,7 @@ class EntryInfo:
     created_time: float | None
     used_time: float
     problem: str | None = None
+    payload: bytes = field(default=b"", repr=False)
 
 
 class Refusal(NamedTuple):
