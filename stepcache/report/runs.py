@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stepcache.programs.archive import Archive
 from stepcache.report.inventory import means
@@ -199,8 +200,8 @@ def in_order(stages: Iterable[str]) -> list[str]:
     return sorted(stages, key=lambda stage: (known.get(stage, len(known)), stage))
 
 
-def change_in_words(change: dict[str, str]) -> str:
-    """Returns a change as text, such as "`model.py:Block.__call__` its code changed"."""
+def change_in_words(change: Any) -> str:
+    """Returns a named change as text, such as "`model.py:Block.__call__` its code changed"."""
     part, path = change.get("part", ""), change.get("path", "")
     before, after = change.get("before", ""), change.get("after", "")
     if part == "code" and "absent" in (before, after):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from stepcache.events import Captured
@@ -71,7 +71,7 @@ class Traced:
     untrackable: tuple[str, ...] = ()
 
     def packed(self) -> dict[str, Any]:
-        return _packed(self)
+        return plain.fields_of(self) | {"used": plain.fields_of(self.used)}
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> Traced:
@@ -80,9 +80,8 @@ class Traced:
         Raises:
             TypeError, KeyError: the data is malformed.
         """
-        return cls(
-            **{**data, "used": Used(**data["used"]), "untrackable": tuple(data["untrackable"])}
-        )
+        used, untrackable = Used(**data["used"]), tuple(data["untrackable"])
+        return cls(**{**data, "used": used, "untrackable": untrackable})
 
 
 @dataclass(slots=True)
@@ -116,7 +115,7 @@ class DependencyRecord:
     outline: bytes = b""
 
     def packed(self) -> dict[str, Any]:
-        return _packed(self)
+        return plain.fields_of(self) | {"used": plain.fields_of(self.used)}
 
     @property
     def traced(self) -> Traced:
@@ -124,13 +123,7 @@ class DependencyRecord:
         return Traced(self.dependencies, self.used, self.tree)
 
     def assembled(self, data: bytes, address: Address, in_tree: Any) -> Runnable:
-        """The program, of an executable that is at hand.
-
-        Args:
-            data: the executable.
-            address: of the lookup.
-            in_tree: the tree of the call's arguments.
-        """
+        """The program, of an executable that is at hand and the tree of the call's arguments."""
         devices = tuple(address.devices[position] for position in self.devices)
         tree = storing.decode_tree(self.tree, in_tree)
         return storing.assemble(storing.load_executable(data, devices), self.call, tree, devices)
@@ -193,15 +186,6 @@ class Publication:
             created_time,
             zlib.compress(self.outline().encode(), 1),
         )
-
-
-def _packed(build: Traced | DependencyRecord) -> dict[str, Any]:
-    return _shallow(build) | {"used": _shallow(build.used)}
-
-
-def _shallow(record: Any) -> dict[str, Any]:
-    """Fields by name. `asdict` would copy, and by recursion, what may be large and deep."""
-    return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 # ---- stored and read back ---------------------------------------------------------------------
