@@ -28,15 +28,7 @@ _PUBLISHES_UNSEEN = 256
 
 
 class Found(NamedTuple):
-    """A file that lies where an entry should.
-
-    Attributes:
-        kind: kind of the entry, by its place.
-        digest: its digest, likewise.
-        path: where it is.
-        size_bytes: size of the file.
-        used_time: when it was last used, in seconds since the epoch.
-    """
+    """A file that lies where an entry should; kind and digest are those of its place."""
 
     kind: str
     digest: str
@@ -176,12 +168,7 @@ class EntryDirectory:
     ) -> None:
         """Writes an entry, whole or not at all, over one of the same name.
 
-        Args:
-            kind: its kind.
-            digest: its digest.
-            pieces: the content, one after the other.
-            used_time: when it was last used, in seconds since the epoch.
-            reached: told each stage.
+        `reached` is told each stage.
 
         Raises:
             OSError: it could not be written.
@@ -229,10 +216,7 @@ class EntryDirectory:
     def make_room(self, max_bytes: int, before: Any, keep: tuple[str, str]) -> None:
         """Removes what has to leave for the bound to hold; looks through all only where it may not.
 
-        Args:
-            max_bytes: the bound.
-            before: the stamp of the entries before this one was stored.
-            keep: this one.
+        `before` is the stamp of the entries before the one to `keep` was stored.
         """
         if before == self._seen.stamp and self._seen.publishes < _PUBLISHES_UNSEEN:
             with contextlib.suppress(OSError):
@@ -261,13 +245,8 @@ class EntryDirectory:
     def set_aside(self, kind: str, digest: str, seen: os.stat_result | None = None) -> bool:
         """Moves an entry to quarantine, and removes there what is too much.
 
-        Args:
-            kind: its kind.
-            digest: its digest.
-            seen: the file that was looked at. Another one, published since, is left where it is.
-
-        Returns:
-            Whether what was looked at is out of the way.
+        If it is not the file that was `seen`, but was published since, it is left where it is.
+        Returns whether what was seen is out of the way.
         """
         path = self.path(kind, digest)
         number = f"{round(self._clock() * 1e6):020d}"  # So that names sort by age.

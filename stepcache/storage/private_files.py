@@ -181,7 +181,7 @@ def ensure_key(path: Path, temporary: Path, length_bytes: int) -> bytes:
         if key is not None:
             return key
         try:
-            _write_key(temporary, secrets.token_bytes(length_bytes))
+            _create(temporary, secrets.token_bytes(length_bytes))
             try:
                 os.link(temporary, path)  # Unlike a rename, it leaves the key of a faster process.
             except OSError:
@@ -193,13 +193,12 @@ def ensure_key(path: Path, temporary: Path, length_bytes: int) -> bytes:
     raise OSError(errno.EIO, "the key cannot be read back", str(path))
 
 
-def _write_key(path: Path, key: bytes) -> None:
-    descriptor = os.open(path, CREATE_FLAGS, 0o600)
-    try:
-        os.write(descriptor, key)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _create(path: Path, data: bytes) -> None:
+    """Makes a private file, which is on the disk afterwards."""
+    with os.fdopen(os.open(path, CREATE_FLAGS, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def listed(directory: Path) -> list[Path]:
@@ -234,10 +233,7 @@ def sync(path: Path) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Writes a private file so that all of it is seen or none, also after the machine crashed."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    with os.fdopen(os.open(new, CREATE_FLAGS, 0o600), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    _create(new, text.encode())
     new.replace(path)
     sync(path.parent)
 
