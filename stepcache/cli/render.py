@@ -27,7 +27,7 @@ from stepcache.report.runs import (
     in_order,
     slowest_seconds,
 )
-from stepcache.report.shared import Removed, Shared
+from stepcache.report.shared import Shared
 from stepcache.storage.run_log import Row
 from stepcache.units import counted, readable_bytes, readable_time, terminal_width
 
@@ -113,8 +113,14 @@ def _table(
 
 def records(rows: Sequence[Any]) -> Table:
     """Makes a table of records of one class, with a column for each field."""
-    texts = [{name: _field(name, value) for name, value in asdict(row).items()} for row in rows]
-    return _table(texts, wrap=texts[0])
+    cells = [asdict(row) for row in rows]
+    return _named(cells[0], (row.values() for row in cells), wrap=cells[0])
+
+
+def _named(names: Collection[str], rows: Iterable[Iterable[Any]], **options: Any) -> Table:
+    """Makes a table of rows of values, which `_field` formats by their names."""
+    cells = (zip(names, row, strict=True) for row in rows)
+    return _table([{name: _field(name, value) for name, value in row} for row in cells], **options)
 
 
 def _outline(fields: Mapping[str, Any], limit: int | None, indent: str = "") -> Iterator[str]:
@@ -327,11 +333,11 @@ def shared(result: Shared, how: str) -> Rendered:
     yield from (f"left out: {each}" for each in result.left_out)
 
 
-def removed(result: Removed) -> Rendered:
-    """Renders `prune --remote`."""
+def removed(count: int, freed_bytes: int, left_bytes: int, place: str) -> Rendered:
+    """Renders `prune` and `clear`."""
     yield (
-        f"{counted(len(result.removed), 'entry')} removed, {readable_bytes(result.freed_bytes)} "
-        f"freed; {readable_bytes(result.left_bytes)} left in {result.remote}."
+        f"{counted(count, 'entry')} removed, {readable_bytes(freed_bytes)} freed; "
+        f"{readable_bytes(left_bytes)} left in {place}."
     )
 
 
@@ -358,34 +364,29 @@ def tasks(found: dict[str, Any]) -> Rendered:
         ("clients", ("client", "name", "process", "runs done", "messages", "size_bytes")),
     ):
         if found[title]:
-            rows = [dict(zip(names, row, strict=True)) for row in found[title]]
-            texts = [{name: _field(name, value) for name, value in row.items()} for row in rows]
-            yield _table(texts, right=names[2:], cut=names[1])
-    for name, value in sorted(found["counts"].items()):
-        yield f"{name}: {readable_bytes(value) if name == 'bytes' else value}"
+            yield _named(names, found[title], right=names[2:], cut=names[1])
+    yield from _counts(found["counts"])
 
 
 def served(found: dict[str, Any]) -> Rendered:
     """Renders `status`: the `Status` of each host of variables, by address."""
     for address, status in found.items():
         yield f"{address}: epoch {status.epoch}; last snapshot: {status.snapshot or 'none'}"
-        yield from _held(status)
+        if status.variables:
+            names = ("name", "version", "size_bytes", "optimizer_bytes", "leaves")
+            yield _named(names, status.variables, right=names[1:], cut="name")
+        if status.clients:
+            names = ("client", "process", "writes", "saved")
+            rows = ((name[:8], by.partition(".")[0], *more) for name, by, *more in status.clients)
+            yield _named(names, rows, right=names[2:])
+        yield from _counts(status.counts)
 
 
-def _held(found: Any) -> Rendered:
-    if found.variables:
-        names = ("name", "version", "size_bytes", "optimizer_bytes", "leaves")
-        rows = [dict(zip(names, row, strict=True)) for row in found.variables]
-        texts = [{name: _field(name, value) for name, value in row.items()} for row in rows]
-        yield _table(texts, right=names[1:], cut="name")
-    if found.clients:
-        names = ("client", "process", "writes", "saved")
-        rows = (map(str, row) for row in found.clients)
-        texts: list[dict[str, str]] = [dict(zip(names, row, strict=True)) for row in rows]
-        for row in texts:
-            row["client"], row["process"] = row["client"][:8], row["process"].partition(".")[0]
-        yield _table(texts, right=names[2:])
-    for name, value in sorted(found.counts.items()):
-        shown = readable_bytes(int(value)) if name.startswith("bytes") else f"{value:g}"
-        shown = f"{value * 1e3:.3f} ms" if name.endswith("seconds") else shown
-        yield f"{name.removesuffix(' seconds')}: {shown}"
+def _counts(counts: Mapping[str, float]) -> Iterator[str]:
+    for name, value in sorted(counts.items()):
+        if name.startswith("bytes"):
+            yield f"{name}: {readable_bytes(int(value))}"
+        elif name.endswith(" seconds"):
+            yield f"{name.removesuffix(' seconds')}: {value * 1e3:.3f} ms"
+        else:
+            yield f"{name}: {value}"

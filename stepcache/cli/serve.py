@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -11,11 +10,14 @@ from typing import Any
 
 import click
 
-from stepcache._process_hooks import signals_handled
-from stepcache.cli.directories import DURATION, Result
+from stepcache.cli.directories import DURATION, Result, shown_errors
 from stepcache.cli.render import served
-from stepcache.cli.tasks import serve_tasks, serve_tasks_on_ray, show_tasks
-from stepcache.errors import StepCacheError
+from stepcache.cli.tasks import (
+    run_until_signalled,
+    serve_tasks,
+    serve_tasks_on_ray,
+    show_tasks,
+)
 from stepcache.units import counted
 
 _DIRECTORY = click.Path(path_type=Path, file_okay=False)
@@ -48,6 +50,7 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
     show_default=True,
     help="Number of Ray actors that share the variables; the same at each start.",
 )
+@shown_errors()
 def serve(
     directory: Path | None,
     size: str | None,
@@ -92,37 +95,24 @@ def serve(
 def _serve_here(directory: Path, options: dict[str, Any]) -> None:
     from stepcache.serving.local_server import LocalServer
 
-    try:
-        server = LocalServer(directory, **options)
-    except StepCacheError as error:
-        raise click.ClickException(str(error)) from error
+    server = LocalServer(directory, **options)
     held = server.host.status().variables
-    with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: server.stop()):
-        click.echo(f"serving {directory} ({len(held)} variables, epoch {server.host.epoch})")
-        try:
-            server.run()
-        except StepCacheError as error:
-            raise click.ClickException(str(error)) from error
+    what = f"serving {directory} ({len(held)} variables, epoch {server.host.epoch})"
+    run_until_signalled(what, server.run, server.stop)
     click.echo(f"stopped; {server.host.moment} writes are in the last snapshot")
 
 
 def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
-    try:
-        from stepcache.serving import ray_engine
+    from stepcache.serving import ray_engine
 
-        ray_engine.initialise(log_to_driver=True)  # The actor's errors are shown here.
-        stopping = threading.Event()
-        first, *others = found = ray_engine.start(name, directory, **options)
-        held = f"{max(about.variables for about in found)} variables, epoch {first.epoch}"
-        held += f", {counted(len(found), 'host')}" if others else ""
-        # Ray handles SIGTERM too, and gets it back: a second one does not wait.
-        with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: stopping.set()):
-            click.echo(f"serving {directory} as ray:{name} ({held})")
-            stopping.wait()
-        moment = ray_engine.stop(name)
-    except StepCacheError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(f"stopped; {moment} writes are in the last snapshot")
+    ray_engine.initialise(log_to_driver=True)  # The actor's errors are shown here.
+    first, *others = found = ray_engine.start(name, directory, **options)
+    held = f"{max(about.variables for about in found)} variables, epoch {first.epoch}"
+    held += f", {counted(len(found), 'host')}" if others else ""
+    stopping = threading.Event()
+    what = f"serving {directory} as ray:{name} ({held})"
+    run_until_signalled(what, stopping.wait, stopping.set)
+    click.echo(f"stopped; {ray_engine.stop(name)} writes are in the last snapshot")
 
 
 @click.command("status")
@@ -131,6 +121,7 @@ def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
 @click.option("--tasks", metavar="NAME|DIRECTORY|ray:NAME", help="Where the tasks are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=5.0, show_default=True)
+@shown_errors()
 def status(
     directory: Path | None, name: str | None, tasks: str | None, as_json: bool, timeout: float
 ) -> None:
@@ -146,11 +137,8 @@ def status(
     from stepcache.serving.transport import place_of
 
     address = f"ray:{name}" if name else f"local:{directory}"
-    try:
-        with connect(address, timeout=timeout) as server:
-            found = {address: server.status()}
-            for host in range(1, found[address].hosts):
-                found[place_of(address, host)] = server.status(host)
-    except StepCacheError as error:
-        raise click.ClickException(str(error)) from error
+    with connect(address, timeout=timeout) as server:
+        found = {address: server.status()}
+        for host in range(1, found[address].hosts):
+            found[place_of(address, host)] = server.status(host)
     Result({each: asdict(found[each]) for each in found}, served(found)).show(as_json)

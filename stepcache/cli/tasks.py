@@ -6,15 +6,22 @@ import functools
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from stepcache._process_hooks import signals_handled
-from stepcache.cli.directories import Result
+from stepcache.cli.directories import Result, shown_errors
 from stepcache.cli.render import tasks
-from stepcache.errors import OptionError, StepCacheError
+
+
+def run_until_signalled(what: str, run: Callable[[], object], stop: Callable[[], None]) -> None:
+    """Says `what` runs, and runs it; SIGTERM or Ctrl-C stops it. A second signal does not wait."""
+    with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: stop()):
+        click.echo(what)
+        run()
 
 
 def serve_tasks(size: str, directory: Path) -> None:
@@ -22,36 +29,20 @@ def serve_tasks(size: str, directory: Path) -> None:
     from stepcache.remote.local_tasks import LocalTasks
     from stepcache.remote.starting import size_of
 
-    try:
-        count, devices = size_of(size)
-        served = LocalTasks(directory, count, devices)
-    except OptionError as error:
-        raise click.UsageError(str(error)) from error
-    except StepCacheError as error:
-        raise click.ClickException(str(error)) from error
-    with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: served.stop()):
-        click.echo(f"running {size} tasks in {directory}")
-        served.run()
+    served = LocalTasks(directory, *size_of(size))
+    run_until_signalled(f"running {size} tasks in {directory}", served.run, served.stop)
     click.echo("stopped")
 
 
 def serve_tasks_on_ray(size: str, name: str) -> None:
     """Runs tasks in actors of Ray, until SIGTERM or Ctrl-C."""
+    from stepcache.remote import ray_tasks
     from stepcache.remote.starting import size_of
 
+    ray_tasks.start(name, *size_of(size))
     stopping = threading.Event()
-    try:
-        from stepcache.remote import ray_tasks
-
-        ray_tasks.start(name, *size_of(size))
-        with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: stopping.set()):
-            click.echo(f"running {size} tasks as ray:{name}")
-            stopping.wait()
-        ray_tasks.stop(name)
-    except OptionError as error:
-        raise click.UsageError(str(error)) from error
-    except StepCacheError as error:
-        raise click.ClickException(str(error)) from error
+    run_until_signalled(f"running {size} tasks as ray:{name}", stopping.wait, stopping.set)
+    ray_tasks.stop(name)
     click.echo("stopped")
 
 
@@ -59,28 +50,29 @@ def show_tasks(place: str, as_json: bool, timeout: float) -> None:
     """Shows programs, variables and clients of tasks."""
     from stepcache.remote.connection import Connection
 
-    try:
-        if place.startswith("ray:"):
-            from stepcache.remote import ray_tasks
+    if place.startswith("ray:"):
+        from stepcache.remote import ray_tasks
 
-            find = functools.partial(ray_tasks.find, place[4:])
-            connection = Connection(place, timeout=timeout, find=find)
-        else:
-            connection = Connection(_directory(place), timeout=timeout)
-        found = connection.status()
-        connection.close()
-    except StepCacheError as error:
-        raise click.ClickException(str(error)) from error
+        find = functools.partial(ray_tasks.find, place[4:])
+        connection = Connection(place, timeout=timeout, find=find)
+    else:
+        connection = Connection(_directory(place), timeout=timeout)
+    found = connection.status()
+    connection.close()
     Result(found, tasks(found)).show(as_json)
 
 
 @click.command("stop")
 @click.argument("place", metavar="NAME|DIRECTORY|ray:NAME")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=20.0, show_default=True)
+@shown_errors()
 def stop(place: str, timeout: float) -> None:
     """Ends the tasks of a name, of a directory, or in Ray. Their arrays and variables are lost."""
     if place.startswith("ray:"):
-        return _stop_on_ray(place[4:], timeout)
+        from stepcache.remote import ray_tasks
+
+        ray_tasks.stop(place[4:], timeout)
+        return click.echo(f"stopped the tasks {place}")
     from stepcache.remote.local_tasks import address
     from stepcache.storage.load_markers import Process
 
@@ -97,16 +89,6 @@ def stop(place: str, timeout: float) -> None:
             raise click.ClickException(f"process {process.pid} has not ended in {timeout:g} s")
         time.sleep(0.02)
     click.echo(f"stopped the tasks in {_directory(place)}")
-
-
-def _stop_on_ray(name: str, timeout: float) -> None:
-    try:
-        from stepcache.remote import ray_tasks
-
-        ray_tasks.stop(name, timeout)
-    except StepCacheError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(f"stopped the tasks ray:{name}")
 
 
 def _directory(place: str) -> Path:
