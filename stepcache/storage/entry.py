@@ -69,11 +69,11 @@ class Header:
     kind: str
     digest: str
     created_time: float
-    encoding: str
+    encoding: Literal["raw", "zlib"]
     stored_bytes: int
     payload_bytes: int
     sha256: bytes
-    about: dict[str, Any]
+    about: dict[Any, Any]
 
 
 def store(payload: bytes) -> Stored:
@@ -93,18 +93,10 @@ def encode_head(
         OptionError: msgpack cannot hold `about`.
         HeaderTooLargeError: the header has more than `MAX_HEADER_BYTES`.
     """
-    fields = {
-        "kind": kind,
-        "digest": digest,
-        "created_time": float(created_time),
-        "encoding": stored.encoding,
-        "stored_bytes": len(stored.payload),
-        "payload_bytes": stored.payload_bytes,
-        "sha256": stored.sha256,
-        "about": about,
-    }
+    sizes = len(stored.payload), stored.payload_bytes
+    header = Header(kind, digest, created_time, stored.encoding, *sizes, stored.sha256, about)
     try:
-        packed = plain.pack(fields)
+        packed = plain.pack(plain.fields_of(header))
     except (TypeError, ValueError, OverflowError) as error:
         raise OptionError(
             "The header of a stored entry cannot be written",
@@ -158,12 +150,10 @@ def _decode(packed: bytes) -> Header:
         header = Header(**plain.unpack(packed))
     except (TypeError, ValueError) as error:
         raise DamagedEntryError(f"its header cannot be decoded ({error})") from error
-    sizes = (header.stored_bytes, header.payload_bytes)
     sensible = (
-        all(isinstance(size, int) and size >= 0 for size in sizes)
-        and (header.encoding == "zlib" or (header.encoding == "raw" and sizes[0] == sizes[1]))
-        and isinstance(header.created_time, float)
-        and isinstance(header.about, dict)
+        plain.fits(header, Header)
+        and min(header.stored_bytes, header.payload_bytes) >= 0
+        and (header.encoding == "zlib" or header.stored_bytes == header.payload_bytes)
     )
     if not sensible:  # Whoever wrote it has the key, but may be another version of us.
         raise DamagedEntryError("its header makes no sense")
@@ -179,8 +169,7 @@ def read_stored(file: BinaryIO, header: Header) -> Stored:
     stored = file.read(header.stored_bytes)
     if hashlib.sha256(stored).digest() != header.sha256:
         raise DamagedEntryError("its payload does not have the checksum of what was stored")
-    encoding = "zlib" if header.encoding == "zlib" else "raw"
-    return Stored(stored, encoding, header.payload_bytes, header.sha256)
+    return Stored(stored, header.encoding, header.payload_bytes, header.sha256)
 
 
 def read_payload(file: BinaryIO, header: Header) -> bytes:
