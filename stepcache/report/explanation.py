@@ -133,12 +133,12 @@ class Explanation:
             ```
         """
         from stepcache.report.picture import draw
-        from stepcache.report.svg import printable
+        from stepcache.report.svg import html_page, printable
 
         picture = draw(self.step, self.mesh, self.plan, self.moved_bytes)
-        text = "\n".join(map(printable, str(self).splitlines()))
-        title = escape(printable(self.step))
-        page = _PAGE.format(title=title, picture=picture, text=escape(text))
+        text = escape("\n".join(map(printable, str(self).splitlines())))
+        body = f"<figure>\n{picture}\n</figure>\n<pre>{text}</pre>"
+        page = html_page(f"{self.step}: what one call moves", _STYLE, body)
         pathlib.Path(path).write_text(page, encoding="utf-8")
 
     def _headline(self) -> str:
@@ -208,30 +208,12 @@ class Explanation:
             )
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}: what one call moves</title>
-<style>
-body {{ margin: 0 auto; padding: 1rem; max-width: 1076px; }}
-figure {{ margin: 0; overflow-x: auto; }}
-pre {{ padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }}
-@media (prefers-color-scheme: dark) {{ body {{ background: #0d1117; color: #e6edf3; }} }}
-</style>
-</head>
-<body>
-<figure>
-{picture}
-</figure>
-<pre>{text}</pre>
-</body>
-</html>
+_STYLE = """
+body { margin: 0 auto; padding: 1rem; max-width: 1076px; }
+figure { margin: 0; overflow-x: auto; }
+pre { padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }
+@media (prefers-color-scheme: dark) { body { background: #0d1117; color: #e6edf3; } }
 """
-
-
 _UNIT = re.compile(r"(\d) ([kMGT]?B|s)\b")
 
 

@@ -163,31 +163,24 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
                 if record.program in known.programs:
                     there.add(record.program)
                 elif record.program not in sent:
-                    info, data = disk.peek("program", record.program)
-                    if info is None or info.problem:
+                    entry, _ = disk.peek("program", record.program)
+                    if entry is None or entry.problem:
                         left_out.append(f"{label}: its program {record.program[:12]} is not there")
                         continue
-                    _write(store, place, "program", record.program, info.header or {}, data)
+                    about, path = entry.header or {}, program_path(record.program)
+                    _write(store, place, path, "program", record.program, about, entry.payload)
                     sent.add(record.program)
                 name = Name.of(digest, record, run)
                 if all(each[:3] != name[:3] for each in known.steps.get(digest, [])):
                     about, packed = pack_records(label, [record])
-                    _write(store, place, "step", digest, about, packed, name.path)
+                    _write(store, place, name.path, "step", digest, about, packed)
             labels.append(label)
     return Shared(place.url, tuple(labels), len(sent), len(there), tuple(left_out))
 
 
-def _write(
-    store: ObjectStore,
-    place: Place,
-    kind: str,
-    digest: str,
-    about: dict[str, Any],
-    payload: bytes,
-    path: str = "",
-) -> None:
-    make = partial(signed, place.key, kind, digest, about, payload)
-    store.put(path or program_path(digest), make).result()
+def _write(store: ObjectStore, place: Place, path: str, *entry: Any) -> None:
+    """Writes an entry, as `signed` takes it."""
+    store.put(path, partial(signed, place.key, *entry)).result()
 
 
 def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
