@@ -29,7 +29,7 @@ from stepcache.report.runs import (
 )
 from stepcache.report.shared import Shared
 from stepcache.storage.run_log import Row
-from stepcache.units import counted, readable_bytes, readable_time, terminal_width
+from stepcache.units import counted, readable_bytes, readable_time, shortened, terminal_width
 
 Rendered = Iterator[str | Text | Table]
 
@@ -37,6 +37,7 @@ _ROWS_SHOWN = 4
 _CUT_WIDTH = 16
 _CHANGES_SHOWN = 12
 _LEAST_SECONDS = 0.005
+_UNTRACKABLE = "every run must trace the step, because these cannot be fingerprinted:"
 _COLORS = {"ok": "green", "warning": "yellow", "fault": "red"}
 _EVENTS = {
     "built": "built: traced, lowered and compiled",
@@ -246,15 +247,14 @@ def _happening(each: Row) -> Iterator[str]:
     yield f"{sum(each.seconds.values()):.2f} s: {_stages(each.seconds)}"
     if each.changes or each.event != "loaded":
         yield from each.reason.splitlines()
-    yield from (f"  {change_in_words(change)}" for change in each.changes[:_CHANGES_SHOWN])
-    if len(each.changes) > _CHANGES_SHOWN:
-        yield f"  … and {counted(len(each.changes) - _CHANGES_SHOWN, 'more change')}"
-    if each.stored:
-        yield "since an earlier run these have changed:"
-        yield from (f"  {change_in_words(change)}" for change in each.stored[:_CHANGES_SHOWN])
-    if each.untrackable:
-        yield "every run must trace the step, because these cannot be fingerprinted:"
-        yield from (f"  {name}" for name in each.untrackable[:_CHANGES_SHOWN])
+    for title, lines in (
+        ("", [*map(change_in_words, each.changes)]),
+        ("since an earlier run these have changed:", [*map(change_in_words, each.stored)]),
+        (_UNTRACKABLE, each.untrackable),
+    ):
+        if title and lines:
+            yield title
+        yield from (f"  {line}" for line in shortened(lines, _CHANGES_SHOWN))
 
 
 def startup_ledger(runs: Sequence[Run]) -> Rendered:

@@ -55,13 +55,11 @@ def _of_values(run: Run) -> Iterator[list[str]]:
     versions: dict[Labels, float] = {}
     sizes: dict[Labels, float] = {}
     for rank in run.ranks:
-        if rank.activity is None:
-            continue
-        for each in rank.activity.moved:
+        for each in rank.moved:
             labels = _labels(mover=each.mover, link=each.link, rank=rank.rank)
             transfers[labels] += each.transfers
             moved[labels] += each.size_bytes
-        for held in rank.activity.held:
+        for held in rank.held:
             about = {"variable": held.name, "rank": rank.rank}
             versions[_labels(**about)] = held.version
             sizes[_labels(**about)] = held.size_bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 from stepcache.programs.archive import Archive
 from stepcache.report.inventory import means
-from stepcache.storage.run_activity import Activity
+from stepcache.storage.run_activity import Activity, Held, Series
 from stepcache.storage.run_log import Logged, Row
 
 STAGES = tuple(
@@ -34,6 +34,16 @@ class Rank:
     total_seconds: float  # Their sum, without background verification.
     events: dict[str, int]  # Number of events of each kind.
     activity: Activity | None = None  # What it moved and held; None if that is unknown.
+
+    @property
+    def moved(self) -> tuple[Series, ...]:
+        """What it moved; empty if that is unknown."""
+        return self.activity.moved if self.activity is not None else ()
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """Variables and tables that it held; empty if they are unknown."""
+        return self.activity.held if self.activity is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +83,11 @@ def find_run(archive: Archive | None, wanted: str) -> Run | None:
 
 def summaries(archive: Archive | None) -> list[Summary]:
     """Lists the runs, the latest first."""
-    return [
-        Summary(
-            number,
-            run.script,
-            run.started_time,
-            len(run.ranks),
-            events_in_words(counts(run)),
-            run.name,
-        )
-        for number, run in enumerate(latest_runs(archive))
-    ]
+    found = []
+    for number, run in enumerate(latest_runs(archive)):
+        about = len(run.ranks), events_in_words(counts(run)), run.name
+        found.append(Summary(number, run.script, run.started_time, *about))
+    return found
 
 
 def slowest_seconds(run: Run) -> dict[str, float]:
