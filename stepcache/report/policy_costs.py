@@ -31,17 +31,11 @@ _FEWEST_READS = 4  # After which past reads and writes say how often there are s
 
 @dataclass(frozen=True)
 class Reads:
-    """How often a value is read and written.
+    """How often a value is read and written."""
 
-    Attributes:
-        carried: whether the step writes it.
-        readers: how many calls read it in the time of a step.
-        writes_every: how many steps lie between two writes; None for what was seen until now.
-    """
-
-    carried: bool
-    readers: float = 1
-    writes_every: float | None = None
+    carried: bool  # Whether the step writes it.
+    readers: float = 1  # How many calls read it in the time of a step.
+    writes_every: float | None = None  # Steps between two writes; None for those seen until now.
 
 
 class PolicyCosts(ABC):

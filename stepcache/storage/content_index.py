@@ -17,12 +17,7 @@ _log = logging.getLogger("stepcache")
 
 
 class ContentIndex:
-    """The rows of `fingerprint/module_contents.py`, by path.
-
-    Args:
-        path: of the file.
-        writable: whether `write` does anything.
-    """
+    """The rows of `fingerprint/module_contents.py`, by path."""
 
     def __init__(self, path: Path, writable: bool = True):
         self._path, self._writable = path, writable

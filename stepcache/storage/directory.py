@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from stepcache.errors import CacheDirectoryError, OptionError
 from stepcache.storage import private_files
-from stepcache.storage.entry import KEY_BYTES
 from stepcache.storage.load_markers import LoadMarkers, author, unique_name
 
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,23}")
@@ -48,10 +47,7 @@ class _Seen(NamedTuple):
 class EntryDirectory:
     """The directory of a disk store.
 
-    Args:
-        directory: where.
-        max_quarantined_bytes: bound on what is in quarantine, beside that of 32 files.
-        clock: tells the time in seconds since the epoch.
+    What is in quarantine is bounded by bytes, and by 32 files.
 
     Attributes:
         key: authenticates the entries; None until it is read.
@@ -81,7 +77,7 @@ class EntryDirectory:
         for name in ("entries", "tmp", "loading", "quarantine"):
             (self._root / name).mkdir(mode=0o700, exist_ok=True)
         temporary = self._tmp / unique_name()
-        self.key = private_files.ensure_key(self._root / "key", temporary, KEY_BYTES)
+        self.key = private_files.ensure_key(self._root / "key", temporary)
         return self.key
 
     def try_to_write(self) -> None:
@@ -101,7 +97,7 @@ class EntryDirectory:
             private_files.check_directory(self._root)
         except OSError:
             return None
-        key = private_files.load_key(self._root / "key", KEY_BYTES)
+        key = private_files.load_key(self._root / "key")
         self.key = key or self.key
         return key
 

@@ -65,7 +65,8 @@ class DiskStore:
         CacheDirectoryError: another user owns the directory or can write to it.
         OptionError: `max_bytes` is not positive.
 
-    A directory that cannot be written serves reads, and no read attempts to write to it.
+    A directory that cannot be written serves reads, and no read attempts to write to it. Methods
+    raise `OptionError` where `kind` or `digest` cannot be a name.
     """
 
     def __init__(
@@ -108,9 +109,6 @@ class DiskStore:
 
         A bad one is moved to quarantine, and so is one whose last loader has not survived it. Put
         `loading` around this and the use of what it returns.
-
-        Raises:
-            OptionError: `kind` or `digest` cannot be a name.
         """
         known = self.holds(kind, digest) and (kind, digest) not in self._shunned
         if not known or self._has_killed(kind, digest):
@@ -119,11 +117,7 @@ class DiskStore:
         return info if info is not None and info.problem is None else None
 
     def peek(self, kind: str, digest: str) -> tuple[EntryInfo | None, bytes]:
-        """An entry, or None, and its payload: it is not used, nor moved if it is bad.
-
-        Raises:
-            OptionError: `kind` or `digest` cannot be a name.
-        """
+        """An entry, or None, and its payload: it is not used, nor moved if it is bad."""
         info = self._examine(kind, digest, whole=True, refuse=False)
         return info, info.payload if info is not None else b""
 
@@ -221,16 +215,13 @@ class DiskStore:
 
     def _read_header(self, file: BinaryIO, file_bytes: int, kind: str, digest: str) -> Header:
         try:
-            header = read_header(file, file_bytes, self._key())
+            return read_header(file, file_bytes, self._key(), kind, digest)
         except ForeignEntryError:
             # Another process may have put a new key there.
             if not self._files.reload_key():
                 raise
             file.seek(0)
-            header = read_header(file, file_bytes, self._key())
-        if (header.kind, header.digest) != (kind, digest):
-            raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
-        return header
+            return read_header(file, file_bytes, self._key(), kind, digest)
 
     def publish(self, kind: str, digest: str, header: dict, payload: bytes | Stored) -> bool:
         """Stores an entry, in the place of one of the same name.
@@ -250,7 +241,7 @@ class DiskStore:
             is warned of once, and nothing is written from then on.
 
         Raises:
-            OptionError: `kind` or `digest` cannot be a name, or `header` cannot be packed.
+            OptionError: `header` cannot be packed.
         """
         self._files.path(kind, digest)
         if not self.writable:

@@ -53,27 +53,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an entry says of itself.
+    """What an entry says of itself. The file holds these fields by their names."""
 
-    Attributes:
-        kind: what sort of thing is stored.
-        digest: the name of the thing, in hex.
-        created_time: when it was stored, in seconds since the epoch.
-        encoding: "raw", or "zlib" for a compressed payload.
-        stored_bytes: size of the payload as stored.
-        payload_bytes: size of the payload as given.
-        sha256: of the payload as stored.
-        about: what the one who stored it had to say.
-    """
-
-    kind: str
-    digest: str
-    created_time: float
-    encoding: Literal["raw", "zlib"]
-    stored_bytes: int
-    payload_bytes: int
-    sha256: bytes
-    about: dict[Any, Any]
+    kind: str  # What sort of thing is stored.
+    digest: str  # The name of the thing, in hex.
+    created_time: float  # When it was stored, in seconds since the epoch.
+    encoding: Literal["raw", "zlib"]  # The second for a compressed payload.
+    stored_bytes: int  # Size of the payload as stored.
+    payload_bytes: int  # Size of the payload as given.
+    sha256: bytes  # Of the payload as stored.
+    about: dict[Any, Any]  # What the one who stored it had to say.
 
 
 def store(payload: bytes) -> Stored:
@@ -110,16 +99,17 @@ def encode_head(
     return signed + hmac.digest(key, signed, "sha256")
 
 
-def read_header(file: BinaryIO, file_bytes: int, key: bytes) -> Header:
+def read_header(file: BinaryIO, file_bytes: int, key: bytes, kind: str, digest: str) -> Header:
     """Reads and authenticates the header of an entry, and leaves `file` at the payload.
 
     Args:
         file: at the begin of the entry.
         file_bytes: size of the whole file.
         key: the key that the entry must have been stored under.
+        kind, digest: the name that it must have.
 
     Raises:
-        DamagedEntryError: it is not an entry, or not whole, or not under this key.
+        DamagedEntryError: it is not an entry, or not whole, or not under this key and name.
     """
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
@@ -142,6 +132,8 @@ def read_header(file: BinaryIO, file_bytes: int, key: bytes) -> Header:
     if head_bytes + header.stored_bytes != file_bytes:
         expected = head_bytes + header.stored_bytes
         raise DamagedEntryError(f"it has {file_bytes:,} bytes where {expected:,} were written")
+    if (header.kind, header.digest) != (kind, digest):
+        raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
     return header
 
 

@@ -8,27 +8,16 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """A stored entry.
+    """A stored entry. Where it is damaged, header and `created_time` are None."""
 
-    Attributes:
-        kind: what sort of thing it is.
-        digest: its name.
-        header: the description given when it was stored; None for a damaged entry.
-        size_bytes: size of its file.
-        created_time: when it was stored, in seconds since the epoch; None for a damaged entry.
-        used_time: when it was last used before, likewise, to the minute.
-        problem: what is wrong with it, or None.
-        payload: its bytes; empty where it is damaged, or was only listed.
-    """
-
-    kind: str
-    digest: str
-    header: dict[str, Any] | None
-    size_bytes: int
-    created_time: float | None
-    used_time: float
-    problem: str | None = None
-    payload: bytes = field(default=b"", repr=False)
+    kind: str  # What sort of thing it is.
+    digest: str  # Its name.
+    header: dict[str, Any] | None  # The description given when it was stored.
+    size_bytes: int  # Size of its file.
+    created_time: float | None  # When it was stored, in seconds since the epoch.
+    used_time: float  # When it was last used before, likewise, to the minute.
+    problem: str | None = None  # What is wrong with it.
+    payload: bytes = field(default=b"", repr=False)  # Empty if it is damaged, or only listed.
 
 
 class Refusal(NamedTuple):

@@ -91,11 +91,7 @@ class Holder:
 
 
 class ActivityLog:
-    """Adds up what this process does, and writes it to the files of its run logs.
-
-    Args:
-        clock: returns seconds since the epoch.
-    """
+    """Adds up what this process does, and writes it to the files of its run logs."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock

@@ -66,17 +66,11 @@ class Row:
 
 
 class Logged(NamedTuple):
-    """The log of one process.
+    """The log of one process."""
 
-    Attributes:
-        name: name of its file, which begins with the time of its first row.
-        rows: in the order in which they were written; never empty.
-        activity: what it moved and held; None if that is unknown.
-    """
-
-    name: str
-    rows: list[Row]
-    activity: Activity | None
+    name: str  # Name of its file, which begins with the time of its first row.
+    rows: list[Row]  # In the order in which they were written; never empty.
+    activity: Activity | None  # What it moved and held; None if that is unknown.
 
 
 @functools.cache  # At the end of the process `__main__` may be gone.
