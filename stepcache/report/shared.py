@@ -6,6 +6,7 @@ They wait for the store without a limit, and report its failures as errors.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -55,11 +56,13 @@ class Removed:
 
 
 @contextlib.contextmanager
-def _asking(place: Place) -> Iterator[ObjectStore]:
-    """Opens the store. Its errors are raised as `SharedCacheError`."""
+def _opened(place: Place, *, to_write: bool = False) -> Iterator[tuple[ObjectStore, Catalogue]]:
+    """Opens and lists the store. Its errors are raised as `SharedCacheError`."""
+    if to_write and not place.writable:
+        raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
     store = ObjectStore(place)
     try:
-        yield store
+        yield store, store.listed(ROOT, Catalogue.of).result()
     except OSError as error:
         raise SharedCacheError(
             f"The shared cache cannot be used: {error}",
@@ -99,16 +102,15 @@ def _unless_gone(future: Future[T]) -> T | None:
 
 def take_inventory(place: Place) -> Inventory:
     """Lists the steps, and the programs that no step names."""
-    with _asking(place) as store:
-        catalogue = store.listed(ROOT, Catalogue.of).result()
+    with _opened(place) as (store, catalogue):
         names = [name for each in catalogue.steps.values() for name in each]
         read = _read(store, place, names)
     programs = catalogue.programs
-    by_lookup: dict[str, list[tuple[Name, Step | None, str]]] = {}
-    for each in read:
-        by_lookup.setdefault(each[0].lookup, []).append(each)
-    items = [_item(lookup, found, catalogue) for lookup, found in by_lookup.items()]
-    named = {name.program for name in names}
+    items = [
+        _item(lookup, list(found), catalogue)
+        for lookup, found in itertools.groupby(read, key=lambda each: each[0].lookup)
+    ]
+    steps, named = len(items), {name.program for name in names}
     items += [
         Item("program", digest, "", 0, (), (), each.size_bytes, None, each.time, None, None)
         for digest, each in programs.items()
@@ -117,7 +119,7 @@ def take_inventory(place: Place) -> Inventory:
     size_bytes = sum(name.size_bytes for name in names)
     size_bytes += sum(each.size_bytes for each in programs.values())
     damaged = sum(bool(problem) for _, _, problem in read)
-    return Inventory(place.url, tuple(items), len(by_lookup), len(programs), damaged, size_bytes)
+    return Inventory(place.url, tuple(items), steps, len(programs), damaged, size_bytes)
 
 
 def _item(
@@ -151,13 +153,10 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
     Raises:
         SharedCacheError: the store fails, or is read only.
     """
-    if not place.writable:
-        raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
     disk, left_out = archive.disk, list[str]()
     chosen = chosen_entries(list(disk.entries("step")), wanted)
     labels, sent, there, run = [], set[str](), set[str](), secrets.token_hex(4)
-    with _asking(place) as store:
-        known = store.listed(ROOT, Catalogue.of).result()
+    with _opened(place, to_write=True) as (store, known):
         for digest, label, records in sound_steps(disk, chosen, left_out):
             for record in records:
                 if record.program in known.programs:
@@ -192,8 +191,7 @@ def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
     """
     disk, left_out = open_archive(directory, None, "off", 0.0).disk, list[str]()
     labels, stored, there = [], set[str](), set[str]()
-    with _asking(place) as store:
-        catalogue = store.listed(ROOT, Catalogue.of).result()
+    with _opened(place) as (store, catalogue):
         names = [name for each in catalogue.steps.values() for name in reversed(each)]
         for name, step, problem in _read(store, place, names):
             if step is None:
@@ -243,10 +241,8 @@ def prune(place: Place, max_bytes: int | None, written_before: float | None) -> 
     Raises:
         SharedCacheError: the store fails, or is read only.
     """
-    if not place.writable:
-        raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
-    with _asking(place) as store:
-        together = _together(store.listed(ROOT, Catalogue.of).result())
+    with _opened(place, to_write=True) as (store, catalogue):
+        together = _together(catalogue)
         left_bytes = sum(each.size_bytes for group in together for each in group)
         removed, freed_bytes = list[str](), 0
         for group in sorted(together, key=_latest):
