@@ -47,20 +47,27 @@ class _Seen(NamedTuple):
 class EntryDirectory:
     """The directory of a disk store.
 
-    What is in quarantine is bounded by bytes, and by 32 files.
+    What is in quarantine is bounded by bytes, and by 32 files. `reached` is told each stage of a
+    write.
 
     Attributes:
         key: authenticates the entries; None until it is read.
         markers: who is loading what.
     """
 
-    def __init__(self, directory: Path, max_quarantined_bytes: int, clock: Callable[[], float]):
+    def __init__(
+        self,
+        directory: Path,
+        max_quarantined_bytes: int,
+        clock: Callable[[], float],
+        reached: Callable[[str], None],
+    ):
         # Absolute, for the process may change its directory.
         self._root = Path(os.path.abspath(directory)) / "v1"
         self._entries, self._tmp = self._root / "entries", self._root / "tmp"
         self._quarantine = self._root / "quarantine"
         self._max_quarantined_bytes = max_quarantined_bytes
-        self._clock = clock
+        self._clock, self._reached = clock, reached
         self.key: bytes | None = None
         self._seen = _Seen()
         self.markers = LoadMarkers(self._root / "loading", clock)
@@ -154,24 +161,15 @@ class EntryDirectory:
                         name = (directory.name, path.name)
                         yield Found(*name, path, seen.st_size, seen.st_mtime)
 
-    def put(
-        self,
-        kind: str,
-        digest: str,
-        pieces: Iterable[bytes],
-        used_time: float,
-        reached: Callable[[str], None],
-    ) -> None:
+    def put(self, kind: str, digest: str, pieces: Iterable[bytes], used_time: float) -> None:
         """Writes an entry, whole or not at all, over one of the same name.
-
-        `reached` is told each stage.
 
         Raises:
             OSError: it could not be written.
         """
         path, temporary = self.path(kind, digest), self._tmp / unique_name()
         try:
-            self._write(temporary, pieces, used_time, reached)
+            self._write(temporary, pieces, used_time)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             for killer in self.markers.killers(kind, digest):
                 self.markers.unmark(killer.path)  # What it died of is about to be replaced.
@@ -180,32 +178,26 @@ class EntryDirectory:
             except IsADirectoryError:
                 self.set_aside(kind, digest)
                 temporary.replace(path)
-            reached("renamed")
+            self._reached("renamed")
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
         # The directory is not synced: a power cut may undo the rename, which is a miss.
 
-    def _write(
-        self,
-        temporary: Path,
-        pieces: Iterable[bytes],
-        used_time: float,
-        reached: Callable[[str], None],
-    ) -> None:
+    def _write(self, temporary: Path, pieces: Iterable[bytes], used_time: float) -> None:
         descriptor = os.open(temporary, private_files.CREATE_FLAGS, 0o600)
         try:
-            reached("opened")
+            self._reached("opened")
             for piece in pieces:
                 view = memoryview(piece)
                 while view:
                     view = view[os.write(descriptor, view) :]
-                    reached("written in part")
+                    self._reached("written in part")
             os.utime(descriptor, (used_time, used_time))
-            reached("written")
+            self._reached("written")
             os.fsync(descriptor)
-            reached("synced")
+            self._reached("synced")
         finally:
             os.close(descriptor)
 

@@ -83,7 +83,7 @@ class DiskStore:
         self._max_bytes = max_bytes
         self._clock = clock
         quarantine_bytes = _MAX_QUARANTINED_BYTES if max_bytes is None else max_bytes // 4
-        self._files = EntryDirectory(directory, quarantine_bytes, clock)
+        self._files = EntryDirectory(directory, quarantine_bytes, clock, self._reached)
         self._not_written_because: str | None = None
         self._read_only = False
         # Bad entries that could not be moved away.
@@ -272,7 +272,7 @@ class DiskStore:
                 known = None if attempt else self._files.current_key()
                 key, now = known or self._files.prepare(), self._clock()
                 head = encode_head(key, kind, digest, now, header, stored)
-                return self._files.put(kind, digest, (head, stored.payload), now, self._reached)
+                return self._files.put(kind, digest, (head, stored.payload), now)
             except FileNotFoundError:
                 # Somebody removed the directory meanwhile: it is made anew.
                 if attempt == _ATTEMPTS - 1:
