@@ -51,7 +51,7 @@ class Result(NamedTuple):
     """The result of a command, to be printed as JSON or as text."""
 
     data: Any
-    text: Iterable[Any] = ()
+    text: str | Iterable[Any] = ()  # As it is, or parts for `render.show`.
     error: str = ""
     failed: bool = False
 
@@ -64,7 +64,10 @@ class Result(NamedTuple):
         else:
             if self.error:
                 click.echo(self.error, err=True)
-            render.show(self.text)
+            if isinstance(self.text, str):
+                click.echo(self.text, nl=False)
+            else:
+                render.show(self.text)
         if self.error or self.failed:
             sys.exit(1)
 

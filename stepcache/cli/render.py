@@ -310,11 +310,7 @@ def exported(result: Exported) -> Rendered:
 
 def imported(result: Imported) -> Rendered:
     """Renders `import`: what was stored, and the settings of processes that can load it."""
-    there = f" ({result.already_there} more were there)" if result.already_there else ""
-    yield (
-        f"{counted(len(result.steps), 'step')} and {counted(result.programs, 'program')} "
-        f"imported{there}."
-    )
+    yield _copied(result, "imported")
     if result.foreign:
         refused = f"refused: {counted(len(result.refused), 'step')}"
         what = refused if result.refused else "stored, although"
@@ -327,10 +323,14 @@ def imported(result: Imported) -> Rendered:
 
 def shared(result: Shared, how: str) -> Rendered:
     """Renders `push` and `pull`; `how` is "pushed to" or "pulled from"."""
+    yield _copied(result, f"{how} {result.remote}")
+    yield from (f"left out: {each}" for each in result.left_out)
+
+
+def _copied(result: Imported | Shared, how: str) -> str:
     there = f" ({result.already_there} more were there)" if result.already_there else ""
     steps, programs = counted(len(result.steps), "step"), counted(result.programs, "program")
-    yield f"{steps} and {programs} {how} {result.remote}{there}."
-    yield from (f"left out: {each}" for each in result.left_out)
+    return f"{steps} and {programs} {how}{there}."
 
 
 def removed(count: int, freed_bytes: int, left_bytes: int, place: str) -> Rendered:
