@@ -74,18 +74,16 @@ def _opened(place: Place, *, to_write: bool = False) -> Iterator[tuple[ObjectSto
         store.writes.stop()
 
 
-def _read(
-    store: ObjectStore, place: Place, names: Iterable[Name]
-) -> list[tuple[Name, Step | None, str]]:
-    """Reads the records of these names. Returns each as a step or None, and its problem or ""."""
+def _read(store: ObjectStore, place: Place, names: Iterable[Name]) -> list[tuple[Name, Step | str]]:
+    """Reads the records of these names. Returns each as a step, or what is wrong with it."""
 
-    def read(name: Name, data: bytes) -> tuple[Name, Step | None, str]:
+    def read(name: Name, data: bytes) -> tuple[Name, Step | str]:
         try:
             header, file = opened(place.key, "step", name.lookup, data)
             records = unpack_records(read_payload(file, header))
         except (DamagedEntryError, ValueError) as error:
-            return name, None, str(error)
-        return name, Step(name.lookup, str(header.about.get("label", "")), records), ""
+            return name, str(error)
+        return name, Step(name.lookup, str(header.about.get("label", "")), records)
 
     asked = [store.get(name.path, partial(read, name)) for name in names]
     return [found for found in map(_unless_gone, asked) if found is not None]
@@ -118,29 +116,29 @@ def take_inventory(place: Place) -> Inventory:
     ]
     size_bytes = sum(name.size_bytes for name in names)
     size_bytes += sum(each.size_bytes for each in programs.values())
-    damaged = sum(bool(problem) for _, _, problem in read)
+    damaged = sum(isinstance(step, str) for _, step in read)
     return Inventory(place.url, tuple(items), steps, len(programs), damaged, size_bytes)
 
 
-def _item(
-    lookup: str, found: Sequence[tuple[Name, Step | None, str]], catalogue: Catalogue
-) -> Item:
-    records = [record for _, step, _ in found if step is not None for record in step.records]
-    problems = [problem for _, _, problem in found if problem]
-    programs = tuple(dict.fromkeys(name.program for name, _, _ in found))
+def _item(lookup: str, found: Sequence[tuple[Name, Step | str]], catalogue: Catalogue) -> Item:
+    names, steps = zip(*found, strict=True)
+    problem = next((each for each in steps if isinstance(each, str)), None)
+    steps = [each for each in steps if isinstance(each, Step)]
+    records = [record for step in steps for record in step.records]
+    programs = tuple(dict.fromkeys(name.program for name in names))
     there = [catalogue.programs[each] for each in programs if each in catalogue.programs]
     return Item(
         "step",
         lookup,
-        next((step.label for _, step, _ in found if step is not None), ""),
+        steps[0].label if steps else "",
         len(found),
         programs,
         tuple(each for each in programs if each not in catalogue.programs),
-        sum(name.size_bytes for name, _, _ in found) + sum(each.size_bytes for each in there),
+        sum(each.size_bytes for each in (*names, *there)),
         max((record.created_time for record in records), default=None),
-        max(name.time for name, _, _ in found),
+        max(name.time for name in names),
         sum(records[0].seconds.values()) if records else None,
-        problems[0] if problems else None,
+        problem,
     )
 
 
@@ -193,9 +191,9 @@ def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
     labels, stored, there = [], set[str](), set[str]()
     with _opened(place) as (store, catalogue):
         names = [name for each in catalogue.steps.values() for name in reversed(each)]
-        for name, step, problem in _read(store, place, names):
-            if step is None:
-                left_out.append(f"step {name.lookup[:12]}: {problem}")
+        for name, step in _read(store, place, names):
+            if isinstance(step, str):
+                left_out.append(f"step {name.lookup[:12]}: {step}")
                 continue
             if wanted and not any(means(step.label, each) for each in wanted):
                 continue
