@@ -239,11 +239,7 @@ class Checked:
 
 
 def verify(archive: Archive | None) -> tuple[int, list[Checked]]:
-    """Reads and checks every entry, and quarantines damaged ones.
-
-    Returns:
-        The number of entries, and the problems.
-    """
+    """Checks all entries, and quarantines damaged ones. Returns their number, and the problems."""
     if archive is None:
         return 0, []
     entries = entries_of(archive, whole=True)

@@ -39,26 +39,18 @@ class Reads:
 
 
 class PolicyCosts(ABC):
-    """Predicted costs of some variables.
+    """Predicted costs of some variables."""
 
-    Attributes:
-        variables: the variables.
-        between: steps between two writes.
-        measured: what the predictions rest on, in words.
-        is_served: whether another process has the master copy.
-        kept_seconds: what a step takes longer that finds a copy on the devices, and writes what it
-            carries to the host, than one that takes the master copy; None if it was not measured.
-    """
-
-    is_served = False
+    is_served = False  # Whether another process has the master copy.
+    # What a step takes longer that finds a copy on the devices, and writes what it carries to the
+    # host, than one that takes the master copy; None if it was not measured.
     kept_seconds: float | None = None
+    measured = ""  # What the predictions rest on, in words.
 
     def __init__(self, variables: Variables, reads: Reads):
         self.variables, self._reads = variables, reads
-        self.between = reads.writes_every or _seen_between(variables)
-        if reads.carried:
-            self.between = 1.0
-        self.measured = ""
+        # Steps between two writes.
+        self.between = 1.0 if reads.carried else reads.writes_every or _seen_between(variables)
 
     @property
     def policies_now(self) -> Policies:

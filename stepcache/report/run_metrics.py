@@ -11,12 +11,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def metrics_text(run: Run, program_bytes: Mapping[str, int]) -> str:
-    """Returns the counts of a run.
-
-    Args:
-        run: the run.
-        program_bytes: size of each program on disk, by its digest.
-    """
+    """Returns the counts of a run; `program_bytes` are sizes of programs on disk, by digest."""
     families = (*_of_run(run), *_of_programs(run, program_bytes), *_of_values(run))
     return "\n".join([*(line for family in families for line in family), "# EOF", ""])
 

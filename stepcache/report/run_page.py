@@ -24,7 +24,6 @@ Cells = Mapping[str, str | Sequence[str]]
 _ROWS_SHOWN, _LINES_SHOWN = 500, 12
 _CHART, _LABEL, _COLUMNS = 340.0, 78.0, 68
 _PROGRAM_EVENTS = {"built": "built", "loaded": "loaded", "relinked": "traced and loaded"}
-_VERIFIED = {"verified": "verified", "stale": "stale"}
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2328; --quiet: #57606a;
@@ -63,12 +62,7 @@ ul { margin: 2px 0; padding-left: 18px; }
 
 
 def page(run: Run, program_bytes: Mapping[str, int]) -> str:
-    """Returns the page of a run.
-
-    Args:
-        run: the run.
-        program_bytes: size of each program on disk, by its digest.
-    """
+    """Returns the page of a run; `program_bytes` are sizes of programs on disk, by digest."""
     sections = {
         "Start-up ledger": _ledger(run),
         "Misses": _misses(run),
@@ -161,8 +155,8 @@ def _programs(run: Run, program_bytes: Mapping[str, int]) -> Iterator[str]:
     for row in run.happenings:
         if row.event in _PROGRAM_EVENTS:
             groups.setdefault((row.label, row.program), []).append(row)
-        elif row.event in _VERIFIED:
-            verified[row.label] = _VERIFIED[row.event]
+        elif row.event in ("verified", "stale"):
+            verified[row.label] = row.event
     rows = []
     for (label, program), found in groups.items():
         size = program_bytes.get(program)

@@ -114,9 +114,10 @@ def counts(run: Run) -> dict[str, int]:
 def latest_runs(archive: Archive | None, step: str | None = None) -> Iterator[Run]:
     """Yields runs, the latest first; given a step, only runs of it and only its events."""
     for pod in _pods(archive.run_log.runs() if archive is not None else ()):
-        rows = [row for row in _by_time(pod) if step in (None, row.step) or means(row.label, step)]
+        rows = itertools.chain.from_iterable(logged.rows for logged in pod)
+        rows = [row for row in rows if step in (None, row.step) or means(row.label, step)]
         if rows:
-            yield _run(pod, rows)
+            yield _run(pod, sorted(rows, key=lambda row: row.time))
 
 
 def steps_known(archive: Archive | None) -> list[str]:
@@ -147,11 +148,6 @@ def _belongs(row: Row, pod: list[Logged]) -> bool:
         and row.rank not in {logged.rows[0].rank for logged in pod}
         and abs(row.time - first.time) < _POD_SECONDS
     )
-
-
-def _by_time(pod: list[Logged]) -> list[Row]:
-    rows = itertools.chain.from_iterable(logged.rows for logged in pod)
-    return sorted(rows, key=lambda row: row.time)
 
 
 def _run(pod: list[Logged], rows: list[Row]) -> Run:
