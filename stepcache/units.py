@@ -50,6 +50,12 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else "".join(names)
 
 
+def shortened(lines: Sequence[str], most: int) -> list[str]:
+    """The first lines, and after them how many more there are."""
+    more = len(lines) - most
+    return [*lines[:most], f"… and {more} more"] if more > 0 else [*lines]
+
+
 def readable_ranks(ranks: Iterable[int]) -> str:
     """Processes of a pod: "rank 3", "ranks 0–2, 5"."""
     spans = spans_of(ranks)

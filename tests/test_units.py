@@ -1,6 +1,6 @@
 import pytest
 
-from stepcache.units import counted
+from stepcache.units import counted, shortened
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,11 @@ from stepcache.units import counted
 )
 def test_counted(count, noun, text):
     assert counted(count, noun) == text
+
+
+def test_shortened():
+    assert shortened("abc", 3) == ["a", "b", "c"]
+    assert shortened("abcd", 2) == ["a", "b", "… and 2 more"]
 
 
 def test_stats_are_read_as_a_table():

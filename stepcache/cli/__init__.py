@@ -17,8 +17,7 @@ from stepcache.cli.cache import cache
 from stepcache.cli.directories import SIZE, Result, on_directory
 from stepcache.cli.render import diagnosis
 from stepcache.cli.report import report
-from stepcache.cli.serve import serve, status
-from stepcache.cli.tasks import stop
+from stepcache.cli.serve import serve, status, stop
 from stepcache.distributed.launch import GRACE_SECONDS
 from stepcache.distributed.launch import launch as launch_pod
 from stepcache.errors import StepCacheError

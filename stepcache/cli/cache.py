@@ -130,8 +130,9 @@ def prune_command(
         raise click.UsageError("Say how much to keep: --max-bytes 2GB or --older-than 30d.")
     since = None if older_than is None else time.time() - older_than
     if remote is not None:
-        removed = shared.prune(place_of(remote), max_bytes, since)
-        return Result(removed, render.removed(removed))
+        found = shared.prune(place_of(remote), max_bytes, since)
+        sizes = found.freed_bytes, found.left_bytes
+        return Result(found, render.removed(len(found.removed), *sizes, found.remote))
     archive = inventories.open_existing(directory)
     return _freed(archive, directory, archive.disk.prune(max_bytes, since) if archive else [])
 
@@ -147,11 +148,8 @@ def _freed(
         "freed_bytes": freed_bytes,
         "left_bytes": left_bytes,
     }
-    text = (
-        f"{counted(len(removed), 'entry')} removed, {readable_bytes(freed_bytes)} freed; "
-        f"{readable_bytes(left_bytes)} left in {directory}."
-    )
-    return Result(data, [text], failed=failed)
+    text = render.removed(len(removed), freed_bytes, left_bytes, str(directory))
+    return Result(data, text, failed=failed)
 
 
 @cache.command("clear")

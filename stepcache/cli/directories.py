@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import click
 
 import stepcache.cli.render as render
-from stepcache.errors import CacheDirectoryError, StepCacheError, refuse_url
+from stepcache.errors import CacheDirectoryError, OptionError, StepCacheError, refuse_url
 from stepcache.programs.opening import place_in_environment
 from stepcache.report.moving import ForeignBundleError
 from stepcache.storage.private_files import default_directory
@@ -51,7 +51,7 @@ class Result(NamedTuple):
     """The result of a command, to be printed as JSON or as text."""
 
     data: Any
-    text: Iterable[Any] = ()
+    text: str | Iterable[Any] = ()  # As it is, or parts for `render.show`.
     error: str = ""
     failed: bool = False
 
@@ -64,7 +64,10 @@ class Result(NamedTuple):
         else:
             if self.error:
                 click.echo(self.error, err=True)
-            render.show(self.text)
+            if isinstance(self.text, str):
+                click.echo(self.text, nl=False)
+            else:
+                render.show(self.text)
         if self.error or self.failed:
             sys.exit(1)
 
@@ -96,6 +99,17 @@ def on_directory(function: Callable[..., Result]) -> Callable[..., None]:
         result.show(as_json)
 
     return run
+
+
+@contextlib.contextmanager
+def shown_errors() -> Iterator[None]:
+    """Shows errors of stepcache without a traceback. Also a decorator of commands."""
+    try:
+        yield
+    except OptionError as error:
+        raise click.UsageError(str(error)) from error
+    except StepCacheError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _default_directory() -> Path:

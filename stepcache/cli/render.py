@@ -27,9 +27,9 @@ from stepcache.report.runs import (
     in_order,
     slowest_seconds,
 )
-from stepcache.report.shared import Removed, Shared
+from stepcache.report.shared import Shared
 from stepcache.storage.run_log import Row
-from stepcache.units import counted, readable_bytes, readable_time, terminal_width
+from stepcache.units import counted, readable_bytes, readable_time, shortened, terminal_width
 
 Rendered = Iterator[str | Text | Table]
 
@@ -37,6 +37,7 @@ _ROWS_SHOWN = 4
 _CUT_WIDTH = 16
 _CHANGES_SHOWN = 12
 _LEAST_SECONDS = 0.005
+_UNTRACKABLE = "every run must trace the step, because these cannot be fingerprinted:"
 _COLORS = {"ok": "green", "warning": "yellow", "fault": "red"}
 _EVENTS = {
     "built": "built: traced, lowered and compiled",
@@ -113,8 +114,14 @@ def _table(
 
 def records(rows: Sequence[Any]) -> Table:
     """Makes a table of records of one class, with a column for each field."""
-    texts = [{name: _field(name, value) for name, value in asdict(row).items()} for row in rows]
-    return _table(texts, wrap=texts[0])
+    cells = [asdict(row) for row in rows]
+    return _named(cells[0], (row.values() for row in cells), wrap=cells[0])
+
+
+def _named(names: Collection[str], rows: Iterable[Iterable[Any]], **options: Any) -> Table:
+    """Makes a table of rows of values, which `_field` formats by their names."""
+    cells = (zip(names, row, strict=True) for row in rows)
+    return _table([{name: _field(name, value) for name, value in row} for row in cells], **options)
 
 
 def _outline(fields: Mapping[str, Any], limit: int | None, indent: str = "") -> Iterator[str]:
@@ -240,15 +247,14 @@ def _happening(each: Row) -> Iterator[str]:
     yield f"{sum(each.seconds.values()):.2f} s: {_stages(each.seconds)}"
     if each.changes or each.event != "loaded":
         yield from each.reason.splitlines()
-    yield from (f"  {change_in_words(change)}" for change in each.changes[:_CHANGES_SHOWN])
-    if len(each.changes) > _CHANGES_SHOWN:
-        yield f"  … and {counted(len(each.changes) - _CHANGES_SHOWN, 'more change')}"
-    if each.stored:
-        yield "since an earlier run these have changed:"
-        yield from (f"  {change_in_words(change)}" for change in each.stored[:_CHANGES_SHOWN])
-    if each.untrackable:
-        yield "every run must trace the step, because these cannot be fingerprinted:"
-        yield from (f"  {name}" for name in each.untrackable[:_CHANGES_SHOWN])
+    for title, lines in (
+        ("", [*map(change_in_words, each.changes)]),
+        ("since an earlier run these have changed:", [*map(change_in_words, each.stored)]),
+        (_UNTRACKABLE, each.untrackable),
+    ):
+        if title and lines:
+            yield title
+        yield from (f"  {line}" for line in shortened(lines, _CHANGES_SHOWN))
 
 
 def startup_ledger(runs: Sequence[Run]) -> Rendered:
@@ -304,11 +310,7 @@ def exported(result: Exported) -> Rendered:
 
 def imported(result: Imported) -> Rendered:
     """Renders `import`: what was stored, and the settings of processes that can load it."""
-    there = f" ({result.already_there} more were there)" if result.already_there else ""
-    yield (
-        f"{counted(len(result.steps), 'step')} and {counted(result.programs, 'program')} "
-        f"imported{there}."
-    )
+    yield _copied(result, "imported")
     if result.foreign:
         refused = f"refused: {counted(len(result.refused), 'step')}"
         what = refused if result.refused else "stored, although"
@@ -321,17 +323,21 @@ def imported(result: Imported) -> Rendered:
 
 def shared(result: Shared, how: str) -> Rendered:
     """Renders `push` and `pull`; `how` is "pushed to" or "pulled from"."""
-    there = f" ({result.already_there} more were there)" if result.already_there else ""
-    steps, programs = counted(len(result.steps), "step"), counted(result.programs, "program")
-    yield f"{steps} and {programs} {how} {result.remote}{there}."
+    yield _copied(result, f"{how} {result.remote}")
     yield from (f"left out: {each}" for each in result.left_out)
 
 
-def removed(result: Removed) -> Rendered:
-    """Renders `prune --remote`."""
+def _copied(result: Imported | Shared, how: str) -> str:
+    there = f" ({result.already_there} more were there)" if result.already_there else ""
+    steps, programs = counted(len(result.steps), "step"), counted(result.programs, "program")
+    return f"{steps} and {programs} {how}{there}."
+
+
+def removed(count: int, freed_bytes: int, left_bytes: int, place: str) -> Rendered:
+    """Renders `prune` and `clear`."""
     yield (
-        f"{counted(len(result.removed), 'entry')} removed, {readable_bytes(result.freed_bytes)} "
-        f"freed; {readable_bytes(result.left_bytes)} left in {result.remote}."
+        f"{counted(count, 'entry')} removed, {readable_bytes(freed_bytes)} freed; "
+        f"{readable_bytes(left_bytes)} left in {place}."
     )
 
 
@@ -358,34 +364,29 @@ def tasks(found: dict[str, Any]) -> Rendered:
         ("clients", ("client", "name", "process", "runs done", "messages", "size_bytes")),
     ):
         if found[title]:
-            rows = [dict(zip(names, row, strict=True)) for row in found[title]]
-            texts = [{name: _field(name, value) for name, value in row.items()} for row in rows]
-            yield _table(texts, right=names[2:], cut=names[1])
-    for name, value in sorted(found["counts"].items()):
-        yield f"{name}: {readable_bytes(value) if name == 'bytes' else value}"
+            yield _named(names, found[title], right=names[2:], cut=names[1])
+    yield from _counts(found["counts"])
 
 
 def served(found: dict[str, Any]) -> Rendered:
     """Renders `status`: the `Status` of each host of variables, by address."""
     for address, status in found.items():
         yield f"{address}: epoch {status.epoch}; last snapshot: {status.snapshot or 'none'}"
-        yield from _held(status)
+        if status.variables:
+            names = ("name", "version", "size_bytes", "optimizer_bytes", "leaves")
+            yield _named(names, status.variables, right=names[1:], cut="name")
+        if status.clients:
+            names = ("client", "process", "writes", "saved")
+            rows = ((name[:8], by.partition(".")[0], *more) for name, by, *more in status.clients)
+            yield _named(names, rows, right=names[2:])
+        yield from _counts(status.counts)
 
 
-def _held(found: Any) -> Rendered:
-    if found.variables:
-        names = ("name", "version", "size_bytes", "optimizer_bytes", "leaves")
-        rows = [dict(zip(names, row, strict=True)) for row in found.variables]
-        texts = [{name: _field(name, value) for name, value in row.items()} for row in rows]
-        yield _table(texts, right=names[1:], cut="name")
-    if found.clients:
-        names = ("client", "process", "writes", "saved")
-        rows = (map(str, row) for row in found.clients)
-        texts: list[dict[str, str]] = [dict(zip(names, row, strict=True)) for row in rows]
-        for row in texts:
-            row["client"], row["process"] = row["client"][:8], row["process"].partition(".")[0]
-        yield _table(texts, right=names[2:])
-    for name, value in sorted(found.counts.items()):
-        shown = readable_bytes(int(value)) if name.startswith("bytes") else f"{value:g}"
-        shown = f"{value * 1e3:.3f} ms" if name.endswith("seconds") else shown
-        yield f"{name.removesuffix(' seconds')}: {shown}"
+def _counts(counts: Mapping[str, float]) -> Iterator[str]:
+    for name, value in sorted(counts.items()):
+        if name.startswith("bytes"):
+            yield f"{name}: {readable_bytes(int(value))}"
+        elif name.endswith(" seconds"):
+            yield f"{name.removesuffix(' seconds')}: {value * 1e3:.3f} ms"
+        else:
+            yield f"{name}: {value}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def report(
     if one is None:
         hint = "stepcache report --list shows all"
         return Result({}, error=f"{directory} has no run {run!r}: {hint}.")
-    return Result(one, [f"{out}: {one.script}, run {one.name}"] if out else _printed(text))
+    return Result(one, [f"{out}: {one.script}, run {one.name}"] if out else text)
 
 
 def _made(directory: Path, wanted: str, form: str) -> tuple[runs.Run | None, str]:
@@ -83,12 +83,6 @@ def _made(directory: Path, wanted: str, form: str) -> tuple[runs.Run | None, str
     entries = inventory.entries_of(archive)
     sizes = {each.digest: each.size_bytes for each in entries if each.digest in named}
     return run, _FORMATS[form](run, sizes)
-
-
-def _printed(text: str) -> Iterator[str]:
-    """Prints a text as it is, when its lines are asked for; not with `--json`."""
-    click.echo(text, nl=False)
-    yield from ()
 
 
 def _write(file: Path, text: str) -> None:

@@ -1,21 +1,22 @@
-"""`stepcache serve` and `stepcache status`."""
+"""`stepcache serve`, `stepcache status` and `stepcache stop`."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+import stepcache.cli.render as render
 from stepcache._process_hooks import signals_handled
-from stepcache.cli.directories import DURATION, Result
-from stepcache.cli.render import served
-from stepcache.cli.tasks import serve_tasks, serve_tasks_on_ray, show_tasks
-from stepcache.errors import StepCacheError
+from stepcache.cli.directories import DURATION, Result, shown_errors
 from stepcache.units import counted
 
 _DIRECTORY = click.Path(path_type=Path, file_okay=False)
@@ -48,6 +49,7 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
     show_default=True,
     help="Number of Ray actors that share the variables; the same at each start.",
 )
+@shown_errors()
 def serve(
     directory: Path | None,
     size: str | None,
@@ -74,9 +76,9 @@ def serve(
     """
     if size is not None or place is not None:
         if size and place and not (name or directory):
-            return serve_tasks(size, place)
+            return _serve_tasks(size, place)
         if size and name and not (place or directory):
-            return serve_tasks_on_ray(size, name)
+            return _serve_tasks_on_ray(size, name)
         raise click.UsageError("--tasks needs --directory or --ray, and excludes --variables")
     if directory is None:
         raise click.UsageError("give --variables DIRECTORY, or --tasks 2x4 --directory DIRECTORY")
@@ -92,37 +94,53 @@ def serve(
 def _serve_here(directory: Path, options: dict[str, Any]) -> None:
     from stepcache.serving.local_server import LocalServer
 
-    try:
-        server = LocalServer(directory, **options)
-    except StepCacheError as error:
-        raise click.ClickException(str(error)) from error
+    server = LocalServer(directory, **options)
     held = server.host.status().variables
-    with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: server.stop()):
-        click.echo(f"serving {directory} ({len(held)} variables, epoch {server.host.epoch})")
-        try:
-            server.run()
-        except StepCacheError as error:
-            raise click.ClickException(str(error)) from error
+    what = f"serving {directory} ({len(held)} variables, epoch {server.host.epoch})"
+    _run_until_signalled(what, server.run, server.stop)
     click.echo(f"stopped; {server.host.moment} writes are in the last snapshot")
 
 
 def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
-    try:
-        from stepcache.serving import ray_engine
+    from stepcache.serving import ray_engine
 
-        ray_engine.initialise(log_to_driver=True)  # The actor's errors are shown here.
-        stopping = threading.Event()
-        first, *others = found = ray_engine.start(name, directory, **options)
-        held = f"{max(about.variables for about in found)} variables, epoch {first.epoch}"
-        held += f", {counted(len(found), 'host')}" if others else ""
-        # Ray handles SIGTERM too, and gets it back: a second one does not wait.
-        with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: stopping.set()):
-            click.echo(f"serving {directory} as ray:{name} ({held})")
-            stopping.wait()
-        moment = ray_engine.stop(name)
-    except StepCacheError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(f"stopped; {moment} writes are in the last snapshot")
+    ray_engine.initialise(log_to_driver=True)  # The actor's errors are shown here.
+    first, *others = found = ray_engine.start(name, directory, **options)
+    held = f"{max(about.variables for about in found)} variables, epoch {first.epoch}"
+    held += f", {counted(len(found), 'host')}" if others else ""
+    stopping = threading.Event()
+    what = f"serving {directory} as ray:{name} ({held})"
+    _run_until_signalled(what, stopping.wait, stopping.set)
+    click.echo(f"stopped; {ray_engine.stop(name)} writes are in the last snapshot")
+
+
+def _serve_tasks(size: str, directory: Path) -> None:
+    """Runs tasks in a directory, until SIGTERM or Ctrl-C."""
+    from stepcache.remote.local_tasks import LocalTasks
+    from stepcache.remote.starting import size_of
+
+    served = LocalTasks(directory, *size_of(size))
+    _run_until_signalled(f"running {size} tasks in {directory}", served.run, served.stop)
+    click.echo("stopped")
+
+
+def _serve_tasks_on_ray(size: str, name: str) -> None:
+    """Runs tasks in actors of Ray, until SIGTERM or Ctrl-C."""
+    from stepcache.remote import ray_tasks
+    from stepcache.remote.starting import size_of
+
+    ray_tasks.start(name, *size_of(size))
+    stopping = threading.Event()
+    _run_until_signalled(f"running {size} tasks as ray:{name}", stopping.wait, stopping.set)
+    ray_tasks.stop(name)
+    click.echo("stopped")
+
+
+def _run_until_signalled(what: str, run: Callable[[], object], stop: Callable[[], None]) -> None:
+    """Prints what runs, and runs it; SIGTERM or Ctrl-C stops it. A second signal does not wait."""
+    with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: stop()):
+        click.echo(what)
+        run()
 
 
 @click.command("status")
@@ -131,6 +149,7 @@ def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
 @click.option("--tasks", metavar="NAME|DIRECTORY|ray:NAME", help="Where the tasks are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=5.0, show_default=True)
+@shown_errors()
 def status(
     directory: Path | None, name: str | None, tasks: str | None, as_json: bool, timeout: float
 ) -> None:
@@ -141,16 +160,65 @@ def status(
     if [directory, name, tasks].count(None) != 2:
         raise click.UsageError("give either --variables DIRECTORY, --ray NAME or --tasks PLACE")
     if tasks is not None:
-        return show_tasks(tasks, as_json, timeout)
+        return _show_tasks(tasks, as_json, timeout)
     from stepcache.serving.connecting import connect
     from stepcache.serving.transport import place_of
 
     address = f"ray:{name}" if name else f"local:{directory}"
-    try:
-        with connect(address, timeout=timeout) as server:
-            found = {address: server.status()}
-            for host in range(1, found[address].hosts):
-                found[place_of(address, host)] = server.status(host)
-    except StepCacheError as error:
-        raise click.ClickException(str(error)) from error
-    Result({each: asdict(found[each]) for each in found}, served(found)).show(as_json)
+    with connect(address, timeout=timeout) as server:
+        found = {address: server.status()}
+        for host in range(1, found[address].hosts):
+            found[place_of(address, host)] = server.status(host)
+    Result({each: asdict(found[each]) for each in found}, render.served(found)).show(as_json)
+
+
+def _show_tasks(place: str, as_json: bool, timeout: float) -> None:
+    """Shows programs, variables and clients of tasks."""
+    from stepcache.remote.connection import Connection
+
+    if place.startswith("ray:"):
+        from stepcache.remote import ray_tasks
+
+        find = functools.partial(ray_tasks.find, place[4:])
+        connection = Connection(place, timeout=timeout, find=find)
+    else:
+        connection = Connection(_directory(place), timeout=timeout)
+    found = connection.status()
+    connection.close()
+    Result(found, render.tasks(found)).show(as_json)
+
+
+@click.command("stop")
+@click.argument("place", metavar="NAME|DIRECTORY|ray:NAME")
+@click.option("--timeout", type=click.FloatRange(min=0.1), default=20.0, show_default=True)
+@shown_errors()
+def stop(place: str, timeout: float) -> None:
+    """Ends the tasks of a name, of a directory, or in Ray. Their arrays and variables are lost."""
+    if place.startswith("ray:"):
+        from stepcache.remote import ray_tasks
+
+        ray_tasks.stop(place[4:], timeout)
+        return click.echo(f"stopped the tasks {place}")
+    from stepcache.remote.local_tasks import address
+    from stepcache.storage.load_markers import Process
+
+    found: dict[str, Any] | None = address(_directory(place))
+    process = Process.parse(found["process"]) if found else None
+    if process is None or process.has_ended():
+        raise click.ClickException(
+            f"no tasks run in {_directory(place)}; SIGTERM or Ctrl-C ends a server of variables"
+        )
+    process.signal(signal.SIGTERM)
+    deadline = time.monotonic() + timeout
+    while not process.has_ended():
+        if time.monotonic() > deadline:
+            raise click.ClickException(f"process {process.pid} has not ended in {timeout:g} s")
+        time.sleep(0.02)
+    click.echo(f"stopped the tasks in {_directory(place)}")
+
+
+def _directory(place: str) -> Path:
+    from stepcache.remote.starting import named_directory
+
+    is_name = "/" not in place and not Path(place).is_dir()
+    return named_directory(place) if is_name else Path(place)

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -221,8 +222,9 @@ def _measured(
         built = sum(explain(engine, args, kwargs).build_seconds or (math.inf,))
         is_quick = built < _QUICK_SECONDS and jax.process_count() == 1  # Ranks would not agree.
         if placed and is_quick and engine.scope().on_miss == "compile":
-            alone = _seconds_of(step, args, kwargs, _resident)
-            more = max(0.0, _seconds_of(step, args, kwargs, _kept) - alone)
+            alone = _seconds_of(step, args, kwargs, partial(_moved, to_devices=True))
+            kept = _seconds_of(step, args, kwargs, partial(_moved, to_devices=False))
+            more = max(0.0, kept - alone)
             for each in placed:
                 each.kept_seconds = more / len(placed)
             return alone, now + served
@@ -232,15 +234,10 @@ def _measured(
     return alone, now + served
 
 
-def _resident(variables: Variables) -> Variables:
-    return _elsewhere(variables, on_host(variables.placement).on_device, Read())
-
-
-def _kept(variables: Variables) -> Variables:
-    return _elsewhere(variables, on_host(variables.placement), Read(cache="device"))
-
-
-def _elsewhere(variables: Variables, placement: Placement, read: Read) -> Variables:
+def _moved(variables: Variables, to_devices: bool) -> Variables:
+    """A copy of variables on the devices, or on the host and kept by the devices."""
+    there = on_host(variables.placement)
+    placement, read = (there.on_device, Read()) if to_devices else (there, Read(cache="device"))
     about = {"name": variables._prefix or None, "pack": variables._pack}
     return Variables(variables.value, placement=placement, read=read, **about)
 

@@ -144,17 +144,17 @@ class Bundle:
                     why = f"it has format {version}; this stepcache reads {_FORMAT}"
                     raise DamagedEntryError(why)
                 continue
-            header = entries.read_header(self._file, size_bytes, _SHARED_KEY)
+            kind, _, digest = name.partition("/")
+            header = entries.read_header(self._file, size_bytes, _SHARED_KEY, kind, digest)
             possible = (
                 _NAME.fullmatch(name)
-                and [header.kind, header.digest] == name.split("/")
-                and header.payload_bytes <= _MAX_BYTES[header.kind]
+                and header.payload_bytes <= _MAX_BYTES[kind]
                 and isinstance(header.about.get("label"), str)
-                and (header.kind, header.digest) not in self.headers
+                and (kind, digest) not in self.headers
             )
             if not possible:
                 raise DamagedEntryError(f"its entry {name!r:.40} is malformed, or there twice")
-            self.headers[header.kind, header.digest] = (header, self._file.tell())
+            self.headers[kind, digest] = (header, self._file.tell())
         if not self.headers:
             raise DamagedEntryError("it has no entries")
 

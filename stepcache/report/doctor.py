@@ -23,7 +23,6 @@ from stepcache.fingerprint.provenance import distribution_of
 from stepcache.jaxcompat import PRIVATE_API, storing
 from stepcache.report.inventory import entries_of, open_existing
 from stepcache.storage import private_files
-from stepcache.storage.entry import KEY_BYTES
 from stepcache.units import counted, readable_bytes
 
 Status = Literal["ok", "warning", "fault"]
@@ -145,7 +144,7 @@ def _directory(directory: Path) -> Iterator[Check]:
     if not (directory / "v1" / "entries").is_dir():
         return
     # Checked before anything opens the directory, because that would create a missing key.
-    if private_files.load_key(directory / "v1" / "key", KEY_BYTES) is not None:
+    if private_files.load_key(directory / "v1" / "key") is not None:
         yield Check("key", "ok", "present, and writable by this user only")
     else:
         detail = "it is missing, or others can write it: no stored program can be used"

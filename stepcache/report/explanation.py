@@ -6,7 +6,7 @@ import os
 import pathlib
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -133,12 +133,12 @@ class Explanation:
             ```
         """
         from stepcache.report.picture import draw
-        from stepcache.report.svg import printable
+        from stepcache.report.svg import html_page, printable
 
         picture = draw(self.step, self.mesh, self.plan, self.moved_bytes)
-        text = "\n".join(map(printable, str(self).splitlines()))
-        title = escape(printable(self.step))
-        page = _PAGE.format(title=title, picture=picture, text=escape(text))
+        text = escape("\n".join(map(printable, str(self).splitlines())))
+        body = f"<figure>\n{picture}\n</figure>\n<pre>{text}</pre>"
+        page = html_page(f"{self.step}: what one call moves", _STYLE, body)
         pathlib.Path(path).write_text(page, encoding="utf-8")
 
     def _headline(self) -> str:
@@ -208,30 +208,12 @@ class Explanation:
             )
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}: what one call moves</title>
-<style>
-body {{ margin: 0 auto; padding: 1rem; max-width: 1076px; }}
-figure {{ margin: 0; overflow-x: auto; }}
-pre {{ padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }}
-@media (prefers-color-scheme: dark) {{ body {{ background: #0d1117; color: #e6edf3; }} }}
-</style>
-</head>
-<body>
-<figure>
-{picture}
-</figure>
-<pre>{text}</pre>
-</body>
-</html>
+_STYLE = """
+body { margin: 0 auto; padding: 1rem; max-width: 1076px; }
+figure { margin: 0; overflow-x: auto; }
+pre { padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }
+@media (prefers-color-scheme: dark) { body { background: #0d1117; color: #e6edf3; } }
 """
-
-
 _UNIT = re.compile(r"(\d) ([kMGT]?B|s)\b")
 
 
@@ -274,8 +256,8 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         miss,
         dict(scope.mesh.shape) if scope.mesh is not None else None,
         tuple(arguments),
-        tuple((static.name, repr(static.value)) for static in request.call.signature.statics),
-        program and tuple(program.seconds.get(stage, 0.0) for stage in _STAGES),
+        _statics(request),
+        _by_stage(program.seconds if program else None),
         program.captured if program else (),
         stored=result.record is not None,
         remote=result.remote,
@@ -289,32 +271,36 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
 
 def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     """Explains a call that other processes run."""
-    scope, spec = engine.scope(), engine.spec
+    scope = engine.scope()
     planned = scope.target.planned(engine, scope, args, kwargs)
-    request = planned.request
-    statics = request.call.signature.statics
+    request, seconds, arguments = planned.request, planned.seconds, []
+    leaves = zip(request.call.paths, request.leaves, request.placed, planned.sources, strict=True)
+    for path, leaf, placed, source in leaves:
+        place, moved = ("client", leaf.size_bytes) if source is None else ("tasks", 0)
+        why = placed.why if placed else "it lives there"
+        arguments.append(_argument(path, leaf, place, _spec(leaf.sharding), why, moved))
     return Explanation(
-        spec.name,
-        planned.seconds is not None,
-        None if planned.seconds is not None else engine.miss_log.why(request),
+        engine.spec.name,
+        seconds is not None,
+        None if seconds is not None else engine.miss_log.why(request),
         dict(scope.target.mesh.shape),
-        tuple(
-            Argument(
-                *(path.argument, path.slashed, str(leaf), leaf.size_bytes),
-                *(
-                    "client" if source is None else "tasks",
-                    _spec(leaf.sharding),
-                    placed.why if placed else "it lives there",
-                    leaf.size_bytes if source is None else 0,
-                ),
-            )
-            for path, leaf, placed, source in zip(
-                *(request.call.paths, request.leaves, request.placed, planned.sources), strict=True
-            )
-        ),
-        tuple((static.name, repr(static.value)) for static in statics),
-        planned.seconds and tuple(planned.seconds.get(stage, 0.0) for stage in _STAGES),
+        tuple(arguments),
+        _statics(request),
+        _by_stage(seconds),
     )
+
+
+def _statics(request: Request) -> tuple[tuple[str, str], ...]:
+    return tuple((each.name, repr(each.value)) for each in request.call.signature.statics)
+
+
+def _by_stage(seconds: Mapping[str, float] | None) -> tuple[float, ...] | None:
+    return None if seconds is None else tuple(seconds.get(stage, 0.0) for stage in _STAGES)
+
+
+def _argument(path: Any, leaf: Any, *rest: Any) -> Argument:
+    """The row of a leaf; `rest` begins with its source."""
+    return Argument(path.argument, path.slashed, str(leaf), leaf.size_bytes, *rest)
 
 
 def _leaves_of(use: Use, parameters: Parameters, shown: Call) -> Iterable[Argument]:
@@ -324,11 +310,8 @@ def _leaves_of(use: Use, parameters: Parameters, shown: Call) -> Iterable[Argume
         if not path.holder.startswith(HELD):
             continue
         name = next(name for place, name in places if f"{path.slashed}/".startswith(place))
-        role = parameters.role_of(path.argument)
-        yield Argument(
-            *(path.argument, path.slashed, str(leaf), leaf.size_bytes),
-            *("variables", _spec(leaf.sharding), role or "read", 0, name),
-        )
+        role = parameters.role_of(path.argument) or "read"
+        yield _argument(path, leaf, "variables", _spec(leaf.sharding), role, 0, name)
 
 
 def _arguments(parameters: Parameters, request: Request) -> Iterable[Argument]:
@@ -359,8 +342,7 @@ def _arguments(parameters: Parameters, request: Request) -> Iterable[Argument]:
         if role and placed is None:
             why = f"{role}, {why}"
         moved = moved_bytes(value, given, placed, asked)
-        size = given.size_bytes
-        yield Argument(path.argument, path.slashed, str(leaf), size, source, target, why, moved)
+        yield _argument(path, leaf, source, target, why, moved)
 
 
 def _spec(sharding: Sharding | None) -> str:

@@ -173,9 +173,8 @@ def means(label: str, wanted: str) -> bool:
 
 def details(archive: Archive, entry: EntryInfo) -> Details:
     """Reads one entry."""
-    info, payload = archive.disk.peek(entry.kind, entry.digest)
-    info = info or entry
-    records, problem = _records(info, payload)
+    info = archive.disk.peek(entry.kind, entry.digest)[0] or entry
+    records, problem = _records(info)
     sizes = {each.digest: each.size_bytes for each in archive.disk.entries("program")}
     steps = archive.disk.entries("step") if info.kind == "program" else ()
     return Details(
@@ -191,12 +190,12 @@ def details(archive: Archive, entry: EntryInfo) -> Details:
     )
 
 
-def _records(info: EntryInfo, payload: bytes) -> tuple[list[DependencyRecord], str | None]:
+def _records(info: EntryInfo) -> tuple[list[DependencyRecord], str | None]:
     """Returns the builds in a step's entry, and the problem of the entry or None."""
     if info.kind != "step" or info.problem is not None:
         return [], info.problem
     try:
-        return unpack_records(payload), None
+        return unpack_records(info.payload), None
     except ValueError as error:
         return [], f"it is malformed: {error}"
 
@@ -240,11 +239,7 @@ class Checked:
 
 
 def verify(archive: Archive | None) -> tuple[int, list[Checked]]:
-    """Reads and checks every entry, and quarantines damaged ones.
-
-    Returns:
-        The number of entries, and the problems.
-    """
+    """Checks all entries, and quarantines damaged ones. Returns their number, and the problems."""
     if archive is None:
         return 0, []
     entries = entries_of(archive, whole=True)
@@ -253,10 +248,10 @@ def verify(archive: Archive | None) -> tuple[int, list[Checked]]:
     for each in entries:
         problem, state = each.problem, "damaged"
         if each.kind == "step" and problem is None:
-            info, payload = archive.disk.peek("step", each.digest)
+            info, _ = archive.disk.peek("step", each.digest)
             if info is None:  # It was removed in the meantime.
                 continue
-            records, problem = _records(info, payload)
+            records, problem = _records(info)
             missing = {record.program for record in records} - programs
             if problem is not None:
                 archive.disk.discard("step", each.digest, problem)

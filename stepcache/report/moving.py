@@ -148,8 +148,8 @@ def _add_entries(
     steps = list(sound_steps(disk, chosen, left_out))
     named = _digests(entries, "program") & (_programs(steps) | _digests(chosen, "program"))
     added, labels = set(), []
-    for entry, payload in _sound_entries(disk, "program", named, left_out):
-        add_entry(tar, "program", entry.digest, entry.header or {}, payload)
+    for entry in _sound_entries(disk, "program", named, left_out):
+        add_entry(tar, "program", entry.digest, entry.header or {}, entry.payload)
         added.add(entry.digest)
     for digest, label, records in steps:
         sound = [each for each in records if each.program in added]
@@ -175,21 +175,21 @@ def sound_steps(
     disk: DiskStore, entries: Iterable[EntryInfo], left_out: list[str]
 ) -> Iterator[Step]:
     """Yields the steps among some entries. Adds damaged or missing ones to `left_out`."""
-    for entry, payload in _sound_entries(disk, "step", _digests(entries, "step"), left_out):
+    for entry in _sound_entries(disk, "step", _digests(entries, "step"), left_out):
         try:
-            yield Step(entry.digest, label_of(entry), unpack_records(payload))
+            yield Step(entry.digest, label_of(entry), unpack_records(entry.payload))
         except ValueError as error:
             left_out.append(f"{label_of(entry)}: it is malformed: {error}")
 
 
 def _sound_entries(
     disk: DiskStore, kind: str, digests: Iterable[str], left_out: list[str]
-) -> Iterator[tuple[EntryInfo, bytes]]:
-    """Yields entries and their payloads. Adds damaged or missing ones to `left_out`."""
+) -> Iterator[EntryInfo]:
+    """Yields entries. Adds damaged or missing ones to `left_out`."""
     for digest in sorted(digests):
-        info, payload = disk.peek(kind, digest)
+        info, _ = disk.peek(kind, digest)
         if info is not None and info.problem is None:
-            yield info, payload
+            yield info
         else:
             problem = info.problem if info is not None else "it is gone"
             left_out.append(f"{kind} {digest[:12]}: {problem}")

@@ -31,40 +31,26 @@ _FEWEST_READS = 4  # After which past reads and writes say how often there are s
 
 @dataclass(frozen=True)
 class Reads:
-    """How often a value is read and written.
+    """How often a value is read and written."""
 
-    Attributes:
-        carried: whether the step writes it.
-        readers: how many calls read it in the time of a step.
-        writes_every: how many steps lie between two writes; None for what was seen until now.
-    """
-
-    carried: bool
-    readers: float = 1
-    writes_every: float | None = None
+    carried: bool  # Whether the step writes it.
+    readers: float = 1  # How many calls read it in the time of a step.
+    writes_every: float | None = None  # Steps between two writes; None for those seen until now.
 
 
 class PolicyCosts(ABC):
-    """Predicted costs of some variables.
+    """Predicted costs of some variables."""
 
-    Attributes:
-        variables: the variables.
-        between: steps between two writes.
-        measured: what the predictions rest on, in words.
-        is_served: whether another process has the master copy.
-        kept_seconds: what a step takes longer that finds a copy on the devices, and writes what it
-            carries to the host, than one that takes the master copy; None if it was not measured.
-    """
-
-    is_served = False
+    is_served = False  # Whether another process has the master copy.
+    # What a step takes longer that finds a copy on the devices, and writes what it carries to the
+    # host, than one that takes the master copy; None if it was not measured.
     kept_seconds: float | None = None
+    measured = ""  # What the predictions rest on, in words.
 
     def __init__(self, variables: Variables, reads: Reads):
         self.variables, self._reads = variables, reads
-        self.between = reads.writes_every or _seen_between(variables)
-        if reads.carried:
-            self.between = 1.0
-        self.measured = ""
+        # Steps between two writes.
+        self.between = 1.0 if reads.carried else reads.writes_every or _seen_between(variables)
 
     @property
     def policies_now(self) -> Policies:

@@ -32,15 +32,10 @@ class _Running:
 
 @dataclass(slots=True)
 class BuildProgress:
-    """A subscriber of the recorder that shows long builds.
+    """A subscriber of the recorder that shows long builds."""
 
-    Attributes:
-        after_seconds: a build is shown after this time.
-        console: the console to show it on; by default standard error.
-    """
-
-    after_seconds: float = 2.0
-    console: Console | None = None
+    after_seconds: float = 2.0  # A build is shown after this time.
+    console: Console | None = None  # To show it on; by default standard error.
     _running: dict[int, _Running] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _watcher: threading.Thread | None = None

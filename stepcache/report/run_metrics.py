@@ -11,12 +11,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def metrics_text(run: Run, program_bytes: Mapping[str, int]) -> str:
-    """Returns the counts of a run.
-
-    Args:
-        run: the run.
-        program_bytes: size of each program on disk, by its digest.
-    """
+    """Returns the counts of a run; `program_bytes` are sizes of programs on disk, by digest."""
     families = (*_of_run(run), *_of_programs(run, program_bytes), *_of_values(run))
     return "\n".join([*(line for family in families for line in family), "# EOF", ""])
 
@@ -55,13 +50,11 @@ def _of_values(run: Run) -> Iterator[list[str]]:
     versions: dict[Labels, float] = {}
     sizes: dict[Labels, float] = {}
     for rank in run.ranks:
-        if rank.activity is None:
-            continue
-        for each in rank.activity.moved:
+        for each in rank.moved:
             labels = _labels(mover=each.mover, link=each.link, rank=rank.rank)
             transfers[labels] += each.transfers
             moved[labels] += each.size_bytes
-        for held in rank.activity.held:
+        for held in rank.held:
             about = {"variable": held.name, "rank": rank.rank}
             versions[_labels(**about)] = held.version
             sizes[_labels(**about)] = held.size_bytes

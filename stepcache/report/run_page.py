@@ -7,17 +7,16 @@ from html import escape
 
 from stepcache.report.run_trace import began, called_at
 from stepcache.report.runs import (
-    Rank,
     Run,
     change_in_words,
     counts,
     events_in_words,
     slowest_seconds,
 )
-from stepcache.report.svg import Canvas, printable, wrapped
+from stepcache.report.svg import Canvas, html_page, printable, wrapped
 from stepcache.storage.run_activity import Activity
 from stepcache.storage.run_log import Row
-from stepcache.units import counted, readable_bytes, readable_ranks, readable_time
+from stepcache.units import readable_bytes, readable_ranks, readable_time, shortened
 
 Cells = Mapping[str, str | Sequence[str]]
 """A row of a table: text by column. Of several texts the first is the heading of a list."""
@@ -25,7 +24,6 @@ Cells = Mapping[str, str | Sequence[str]]
 _ROWS_SHOWN, _LINES_SHOWN = 500, 12
 _CHART, _LABEL, _COLUMNS = 340.0, 78.0, 68
 _PROGRAM_EVENTS = {"built": "built", "loaded": "loaded", "relinked": "traced and loaded"}
-_VERIFIED = {"verified": "verified", "stale": "stale"}
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2328; --quiet: #57606a;
@@ -64,12 +62,7 @@ ul { margin: 2px 0; padding-left: 18px; }
 
 
 def page(run: Run, program_bytes: Mapping[str, int]) -> str:
-    """Returns the page of a run.
-
-    Args:
-        run: the run.
-        program_bytes: size of each program on disk, by its digest.
-    """
+    """Returns the page of a run; `program_bytes` are sizes of programs on disk, by digest."""
     sections = {
         "Start-up ledger": _ledger(run),
         "Misses": _misses(run),
@@ -81,31 +74,22 @@ def page(run: Run, program_bytes: Mapping[str, int]) -> str:
     body = [f"<h1>{_html(run.script)}</h1>", _head(run)]
     for title, parts in sections.items():
         body += [f"<section><h2>{title}</h2>", *parts, "</section>"]
-    return "\n".join(
-        (
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_html(run.script)}: stepcache run report</title>",
-            f"<style>{_STYLE}</style></head><body>",
-            *body,
-            "</body></html>\n",
-        )
-    )
+    return html_page(f"{run.script}: stepcache run report", _STYLE, *body)
 
 
 # ---- sections -----------------------------------------------------------------------------------
 
 
 def _head(run: Run) -> str:
-    ended = [_state(rank.activity) for rank in run.ranks]
-    state = ended[0] if len(set(ended)) == 1 else "the processes differ: see below"
-    moved = sum(each.size_bytes for rank in run.ranks for each in _moved(rank))
+    state, *others = {_state(rank.activity) for rank in run.ranks}
+    state = "the processes differ: see below" if others else state
+    moved = sum(each.size_bytes for rank in run.ranks for each in rank.moved)
     tiles = {
         "duration": _seconds(_duration(run)),
         "start-up": _seconds(max(rank.total_seconds for rank in run.ranks)),
         "programs": events_in_words(counts(run)),
         "bytes of variables moved": readable_bytes(moved),
-        "variables": str(sum(len(_held(rank)) for rank in run.ranks)),
+        "variables": str(sum(len(rank.held) for rank in run.ranks)),
         "processes": str(len(run.ranks)),
     }
     shown = "".join(
@@ -135,18 +119,15 @@ def _ledger(run: Run) -> Iterator[str]:
 def _misses(run: Run) -> Iterator[str]:
     started = began(run)
     rows = [
-        _for_pods(
-            run,
-            row.rank,
-            {
-                "at": f"{max(0.0, called_at(row) - started):.2f} s",
-                "step": row.step,
-                "miss": str(row.number or ""),
-                "program": _PROGRAM_EVENTS[row.event],
-                "took": _seconds(sum(row.seconds.values())),
-                "why": list(_why(row)),
-            },
-        )
+        {
+            "rank": _rank(run, row.rank),
+            "at": f"{max(0.0, called_at(row) - started):.2f} s",
+            "step": row.step,
+            "miss": str(row.number or ""),
+            "program": _PROGRAM_EVENTS[row.event],
+            "took": _seconds(sum(row.seconds.values())),
+            "why": list(_why(row)),
+        }
         for row in sorted(run.happenings, key=called_at)
         if row.event in _PROGRAM_EVENTS
     ]
@@ -159,11 +140,13 @@ def _misses(run: Run) -> Iterator[str]:
 
 def _why(row: Row) -> Iterator[str]:
     yield row.reason.splitlines()[0] if row.reason else "unknown"
-    yield from _some([change_in_words(change) for change in row.changes])
-    stored = [change_in_words(change) for change in row.stored]
-    yield from (f"since an earlier run: {text}" for text in _some(stored))
-    yield from (f"hint: {text}" for text in _some(row.advice))
-    yield from (f"cannot be fingerprinted: {text}" for text in _some(row.untrackable))
+    for what, lines in (
+        ("", [*map(change_in_words, row.changes)]),
+        ("since an earlier run: ", [*map(change_in_words, row.stored)]),
+        ("hint: ", row.advice),
+        ("cannot be fingerprinted: ", row.untrackable),
+    ):
+        yield from (f"{what}{text}" for text in shortened(lines, _LINES_SHOWN))
 
 
 def _programs(run: Run, program_bytes: Mapping[str, int]) -> Iterator[str]:
@@ -172,8 +155,8 @@ def _programs(run: Run, program_bytes: Mapping[str, int]) -> Iterator[str]:
     for row in run.happenings:
         if row.event in _PROGRAM_EVENTS:
             groups.setdefault((row.label, row.program), []).append(row)
-        elif row.event in _VERIFIED:
-            verified[row.label] = _VERIFIED[row.event]
+        elif row.event in ("verified", "stale"):
+            verified[row.label] = row.event
     rows = []
     for (label, program), found in groups.items():
         size = program_bytes.get(program)
@@ -202,14 +185,11 @@ def _obtained(run: Run, rows: Sequence[Row]) -> Iterator[str]:
 
 def _transfers(run: Run) -> Iterator[str]:
     rows, by_link = [], dict[str, list[float]]()
-    started = began(run)
-    duration = _duration(run)
-    for rank in run.ranks:
-        for each in _moved(rank):
+    started, duration = began(run), _duration(run)
+    for rank, activity in _activities(run):
+        first, width = activity.period.started_time - started, activity.period.width_seconds
+        for each in activity.moved:
             columns = by_link.setdefault(each.link, [0.0] * _COLUMNS)
-            assert rank.activity is not None
-            period = rank.activity.period
-            first, width = period.started_time - started, period.width_seconds
             for index, _, size in each.buckets:
                 ends = (first + (index + end) * width for end in (0, 1))
                 low, high = (
@@ -217,10 +197,15 @@ def _transfers(run: Run) -> Iterator[str]:
                 )
                 for column in range(low, high + 1):  # A bucket may be wider than a column.
                     columns[column] += size / (high + 1 - low)
-            cells = {"what": each.mover, "link": each.link, "calls": f"{each.transfers:,}"}
-            cells["bytes"] = readable_bytes(each.size_bytes)
-            cells["a call"] = readable_bytes(round(each.size_bytes / max(1, each.transfers)))
-            rows.append((each.size_bytes, _for_pods(run, rank.rank, cells)))
+            cells = {
+                "rank": _rank(run, rank),
+                "what": each.mover,
+                "link": each.link,
+                "calls": f"{each.transfers:,}",
+                "bytes": readable_bytes(each.size_bytes),
+                "a call": readable_bytes(round(each.size_bytes / max(1, each.transfers))),
+            }
+            rows.append((each.size_bytes, cells))
     if not rows:
         yield _paragraph("No values of variables were moved, or the counts were lost.")
         return
@@ -237,38 +222,34 @@ def _transfers(run: Run) -> Iterator[str]:
 def _duration(run: Run) -> float:
     """Returns how many seconds after its start a run was last seen."""
     ends = [row.time for row in run.happenings]
-    for period, each in (
-        (rank.activity.period, rank.activity) for rank in run.ranks if rank.activity
-    ):
+    for _, each in _activities(run):
         last = max((bucket[0] + 1 for series in each.moved for bucket in series.buckets), default=0)
-        ends += [period.written_time, period.started_time + last * period.width_seconds]
+        moved_until = each.period.started_time + last * each.period.width_seconds
+        ends += [each.period.written_time, moved_until]
     return max(1e-3, max(ends) - began(run))
 
 
 def _variables(run: Run) -> Iterator[str]:
     rows = [
-        _for_pods(
-            run,
-            rank.rank,
-            {
-                "name": held.name,
-                "version": f"{held.version:,}",
-                "size": readable_bytes(held.size_bytes),
-                "placement": held.placement,
-                "read": held.read,
-                "reads": f"{held.reads:,}" if held.reads else "",
-                "served by a copy": f"{held.hits / held.reads:.1%}" if held.reads else "",
-            },
-        )
+        {
+            "rank": _rank(run, rank.rank),
+            "name": held.name,
+            "version": f"{held.version:,}",
+            "size": readable_bytes(held.size_bytes),
+            "placement": held.placement,
+            "read": held.read,
+            "reads": f"{held.reads:,}" if held.reads else "",
+            "served by a copy": f"{held.hits / held.reads:.1%}" if held.reads else "",
+        }
         for rank in run.ranks
-        for held in _held(rank)
+        for held in rank.held
     ]
     yield _paragraph(
         "The version is the number of writes. Steps take values that live on their devices as they "
         "are; reads are counted where the master copy is elsewhere, in a table row by row."
     )
     yield from _table(rows, right={"version", "size", "reads", "served by a copy"})
-    more = sum(rank.activity.period.more_held for rank in run.ranks if rank.activity)
+    more = sum(activity.period.more_held for _, activity in _activities(run))
     if more:
         yield _paragraph(f"… and {more} that were deleted earlier.")
 
@@ -281,7 +262,7 @@ def _processes(run: Run) -> Iterator[str]:
             "programs": events_in_words(rank.events),
             **{each: f"{rank.seconds.get(each, 0.0):.2f}" for each in stages},
             "sum": f"{rank.total_seconds:.2f}",
-            "moved": readable_bytes(sum(each.size_bytes for each in _moved(rank))),
+            "moved": readable_bytes(sum(each.size_bytes for each in rank.moved)),
             "state": _state(rank.activity),
         }
         for rank in run.ranks
@@ -290,17 +271,14 @@ def _processes(run: Run) -> Iterator[str]:
     yield from _table(rows, right={*stages, "sum", "moved"})
 
 
-def _for_pods(run: Run, rank: int, cells: Cells) -> Cells:
-    """Adds the rank to a row, in a run of several processes."""
-    return {"rank": str(rank), **cells} if len(run.ranks) > 1 else cells
+def _rank(run: Run, rank: int) -> str:
+    """The cell of a process; empty in a run of one, whose tables then have no such column."""
+    return str(rank) if len(run.ranks) > 1 else ""
 
 
-def _moved(rank: Rank):
-    return rank.activity.moved if rank.activity is not None else ()
-
-
-def _held(rank: Rank):
-    return rank.activity.held if rank.activity is not None else ()
+def _activities(run: Run) -> list[tuple[int, Activity]]:
+    """What each process moved and held, where it is known."""
+    return [(rank.rank, rank.activity) for rank in run.ranks if rank.activity is not None]
 
 
 # ---- text, tables and charts --------------------------------------------------------------------
@@ -308,11 +286,6 @@ def _held(rank: Rank):
 
 def _seconds(value: float) -> str:
     return f"{value:,.2f} s" if value >= 0.1 or not value else f"{value * 1e3:.1f} ms"
-
-
-def _some(lines: Sequence[str]) -> list[str]:
-    more = len(lines) - _LINES_SHOWN
-    return [*lines[:_LINES_SHOWN], *([f"… and {counted(more, 'more')}"] if more > 0 else [])]
 
 
 def _html(text: str) -> str:

@@ -9,10 +9,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stepcache.programs.archive import Archive
 from stepcache.report.inventory import means
-from stepcache.storage.run_activity import Activity
+from stepcache.storage.run_activity import Activity, Held, Series
 from stepcache.storage.run_log import Logged, Row
 
 STAGES = tuple(
@@ -33,6 +34,16 @@ class Rank:
     total_seconds: float  # Their sum, without background verification.
     events: dict[str, int]  # Number of events of each kind.
     activity: Activity | None = None  # What it moved and held; None if that is unknown.
+
+    @property
+    def moved(self) -> tuple[Series, ...]:
+        """What it moved; empty if that is unknown."""
+        return self.activity.moved if self.activity is not None else ()
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """Variables and tables that it held; empty if they are unknown."""
+        return self.activity.held if self.activity is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +83,11 @@ def find_run(archive: Archive | None, wanted: str) -> Run | None:
 
 def summaries(archive: Archive | None) -> list[Summary]:
     """Lists the runs, the latest first."""
-    return [
-        Summary(
-            number,
-            run.script,
-            run.started_time,
-            len(run.ranks),
-            events_in_words(counts(run)),
-            run.name,
-        )
-        for number, run in enumerate(latest_runs(archive))
-    ]
+    found = []
+    for number, run in enumerate(latest_runs(archive)):
+        about = len(run.ranks), events_in_words(counts(run)), run.name
+        found.append(Summary(number, run.script, run.started_time, *about))
+    return found
 
 
 def slowest_seconds(run: Run) -> dict[str, float]:
@@ -109,9 +114,10 @@ def counts(run: Run) -> dict[str, int]:
 def latest_runs(archive: Archive | None, step: str | None = None) -> Iterator[Run]:
     """Yields runs, the latest first; given a step, only runs of it and only its events."""
     for pod in _pods(archive.run_log.runs() if archive is not None else ()):
-        rows = [row for row in _by_time(pod) if step in (None, row.step) or means(row.label, step)]
+        rows = itertools.chain.from_iterable(logged.rows for logged in pod)
+        rows = [row for row in rows if step in (None, row.step) or means(row.label, step)]
         if rows:
-            yield _run(pod, rows)
+            yield _run(pod, sorted(rows, key=lambda row: row.time))
 
 
 def steps_known(archive: Archive | None) -> list[str]:
@@ -142,11 +148,6 @@ def _belongs(row: Row, pod: list[Logged]) -> bool:
         and row.rank not in {logged.rows[0].rank for logged in pod}
         and abs(row.time - first.time) < _POD_SECONDS
     )
-
-
-def _by_time(pod: list[Logged]) -> list[Row]:
-    rows = itertools.chain.from_iterable(logged.rows for logged in pod)
-    return sorted(rows, key=lambda row: row.time)
 
 
 def _run(pod: list[Logged], rows: list[Row]) -> Run:
@@ -199,8 +200,8 @@ def in_order(stages: Iterable[str]) -> list[str]:
     return sorted(stages, key=lambda stage: (known.get(stage, len(known)), stage))
 
 
-def change_in_words(change: dict[str, str]) -> str:
-    """Returns a change as text, such as "`model.py:Block.__call__` its code changed"."""
+def change_in_words(change: Any) -> str:
+    """Returns a named change as text, such as "`model.py:Block.__call__` its code changed"."""
     part, path = change.get("part", ""), change.get("path", "")
     before, after = change.get("before", ""), change.get("after", "")
     if part == "code" and "absent" in (before, after):

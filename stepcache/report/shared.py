@@ -6,6 +6,7 @@ They wait for the store without a limit, and report its failures as errors.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -55,11 +56,13 @@ class Removed:
 
 
 @contextlib.contextmanager
-def _asking(place: Place) -> Iterator[ObjectStore]:
-    """Opens the store. Its errors are raised as `SharedCacheError`."""
+def _opened(place: Place, *, to_write: bool = False) -> Iterator[tuple[ObjectStore, Catalogue]]:
+    """Opens and lists the store. Its errors are raised as `SharedCacheError`."""
+    if to_write and not place.writable:
+        raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
     store = ObjectStore(place)
     try:
-        yield store
+        yield store, store.listed(ROOT, Catalogue.of).result()
     except OSError as error:
         raise SharedCacheError(
             f"The shared cache cannot be used: {error}",
@@ -71,18 +74,16 @@ def _asking(place: Place) -> Iterator[ObjectStore]:
         store.writes.stop()
 
 
-def _read(
-    store: ObjectStore, place: Place, names: Iterable[Name]
-) -> list[tuple[Name, Step | None, str]]:
-    """Reads the records of these names. Returns each as a step or None, and its problem or ""."""
+def _read(store: ObjectStore, place: Place, names: Iterable[Name]) -> list[tuple[Name, Step | str]]:
+    """Reads the records of these names. Returns each as a step, or what is wrong with it."""
 
-    def read(name: Name, data: bytes) -> tuple[Name, Step | None, str]:
+    def read(name: Name, data: bytes) -> tuple[Name, Step | str]:
         try:
             header, file = opened(place.key, "step", name.lookup, data)
             records = unpack_records(read_payload(file, header))
         except (DamagedEntryError, ValueError) as error:
-            return name, None, str(error)
-        return name, Step(name.lookup, str(header.about.get("label", "")), records), ""
+            return name, str(error)
+        return name, Step(name.lookup, str(header.about.get("label", "")), records)
 
     asked = [store.get(name.path, partial(read, name)) for name in names]
     return [found for found in map(_unless_gone, asked) if found is not None]
@@ -99,16 +100,15 @@ def _unless_gone(future: Future[T]) -> T | None:
 
 def take_inventory(place: Place) -> Inventory:
     """Lists the steps, and the programs that no step names."""
-    with _asking(place) as store:
-        catalogue = store.listed(ROOT, Catalogue.of).result()
+    with _opened(place) as (store, catalogue):
         names = [name for each in catalogue.steps.values() for name in each]
         read = _read(store, place, names)
     programs = catalogue.programs
-    by_lookup: dict[str, list[tuple[Name, Step | None, str]]] = {}
-    for each in read:
-        by_lookup.setdefault(each[0].lookup, []).append(each)
-    items = [_item(lookup, found, catalogue) for lookup, found in by_lookup.items()]
-    named = {name.program for name in names}
+    items = [
+        _item(lookup, list(found), catalogue)
+        for lookup, found in itertools.groupby(read, key=lambda each: each[0].lookup)
+    ]
+    steps, named = len(items), {name.program for name in names}
     items += [
         Item("program", digest, "", 0, (), (), each.size_bytes, None, each.time, None, None)
         for digest, each in programs.items()
@@ -116,29 +116,29 @@ def take_inventory(place: Place) -> Inventory:
     ]
     size_bytes = sum(name.size_bytes for name in names)
     size_bytes += sum(each.size_bytes for each in programs.values())
-    damaged = sum(bool(problem) for _, _, problem in read)
-    return Inventory(place.url, tuple(items), len(by_lookup), len(programs), damaged, size_bytes)
+    damaged = sum(isinstance(step, str) for _, step in read)
+    return Inventory(place.url, tuple(items), steps, len(programs), damaged, size_bytes)
 
 
-def _item(
-    lookup: str, found: Sequence[tuple[Name, Step | None, str]], catalogue: Catalogue
-) -> Item:
-    records = [record for _, step, _ in found if step is not None for record in step.records]
-    problems = [problem for _, _, problem in found if problem]
-    programs = tuple(dict.fromkeys(name.program for name, _, _ in found))
+def _item(lookup: str, found: Sequence[tuple[Name, Step | str]], catalogue: Catalogue) -> Item:
+    names, steps = zip(*found, strict=True)
+    problem = next((each for each in steps if isinstance(each, str)), None)
+    steps = [each for each in steps if isinstance(each, Step)]
+    records = [record for step in steps for record in step.records]
+    programs = tuple(dict.fromkeys(name.program for name in names))
     there = [catalogue.programs[each] for each in programs if each in catalogue.programs]
     return Item(
         "step",
         lookup,
-        next((step.label for _, step, _ in found if step is not None), ""),
+        steps[0].label if steps else "",
         len(found),
         programs,
         tuple(each for each in programs if each not in catalogue.programs),
-        sum(name.size_bytes for name, _, _ in found) + sum(each.size_bytes for each in there),
+        sum(each.size_bytes for each in (*names, *there)),
         max((record.created_time for record in records), default=None),
-        max(name.time for name, _, _ in found),
+        max(name.time for name in names),
         sum(records[0].seconds.values()) if records else None,
-        problems[0] if problems else None,
+        problem,
     )
 
 
@@ -151,43 +151,33 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
     Raises:
         SharedCacheError: the store fails, or is read only.
     """
-    if not place.writable:
-        raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
     disk, left_out = archive.disk, list[str]()
     chosen = chosen_entries(list(disk.entries("step")), wanted)
     labels, sent, there, run = [], set[str](), set[str](), secrets.token_hex(4)
-    with _asking(place) as store:
-        known = store.listed(ROOT, Catalogue.of).result()
+    with _opened(place, to_write=True) as (store, known):
         for digest, label, records in sound_steps(disk, chosen, left_out):
             for record in records:
                 if record.program in known.programs:
                     there.add(record.program)
                 elif record.program not in sent:
-                    info, data = disk.peek("program", record.program)
-                    if info is None or info.problem:
+                    entry, _ = disk.peek("program", record.program)
+                    if entry is None or entry.problem:
                         left_out.append(f"{label}: its program {record.program[:12]} is not there")
                         continue
-                    _write(store, place, "program", record.program, info.header or {}, data)
+                    about, path = entry.header or {}, program_path(record.program)
+                    _write(store, place, path, "program", record.program, about, entry.payload)
                     sent.add(record.program)
                 name = Name.of(digest, record, run)
                 if all(each[:3] != name[:3] for each in known.steps.get(digest, [])):
                     about, packed = pack_records(label, [record])
-                    _write(store, place, "step", digest, about, packed, name.path)
+                    _write(store, place, name.path, "step", digest, about, packed)
             labels.append(label)
     return Shared(place.url, tuple(labels), len(sent), len(there), tuple(left_out))
 
 
-def _write(
-    store: ObjectStore,
-    place: Place,
-    kind: str,
-    digest: str,
-    about: dict[str, Any],
-    payload: bytes,
-    path: str = "",
-) -> None:
-    make = partial(signed, place.key, kind, digest, about, payload)
-    store.put(path or program_path(digest), make).result()
+def _write(store: ObjectStore, place: Place, path: str, *entry: Any) -> None:
+    """Writes an entry, as `signed` takes it."""
+    store.put(path, partial(signed, place.key, *entry)).result()
 
 
 def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
@@ -199,12 +189,11 @@ def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
     """
     disk, left_out = open_archive(directory, None, "off", 0.0).disk, list[str]()
     labels, stored, there = [], set[str](), set[str]()
-    with _asking(place) as store:
-        catalogue = store.listed(ROOT, Catalogue.of).result()
+    with _opened(place) as (store, catalogue):
         names = [name for each in catalogue.steps.values() for name in reversed(each)]
-        for name, step, problem in _read(store, place, names):
-            if step is None:
-                left_out.append(f"step {name.lookup[:12]}: {problem}")
+        for name, step in _read(store, place, names):
+            if isinstance(step, str):
+                left_out.append(f"step {name.lookup[:12]}: {step}")
                 continue
             if wanted and not any(means(step.label, each) for each in wanted):
                 continue
@@ -250,10 +239,8 @@ def prune(place: Place, max_bytes: int | None, written_before: float | None) -> 
     Raises:
         SharedCacheError: the store fails, or is read only.
     """
-    if not place.writable:
-        raise SharedCacheError("The shared cache is read only", where=f"{MODE}=read")
-    with _asking(place) as store:
-        together = _together(store.listed(ROOT, Catalogue.of).result())
+    with _opened(place, to_write=True) as (store, catalogue):
+        together = _together(catalogue)
         left_bytes = sum(each.size_bytes for group in together for each in group)
         removed, freed_bytes = list[str](), 0
         for group in sorted(together, key=_latest):

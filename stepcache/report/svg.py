@@ -56,6 +56,21 @@ _STYLE = f"""<style>
 </style>"""
 
 
+def html_page(title: str, style: str, *body: str) -> str:
+    """An HTML page, which like a picture refers to nothing outside itself."""
+    return "\n".join(
+        (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{escape(printable(title))}</title>",
+            f"<style>{style}</style></head><body>",
+            *body,
+            "</body></html>\n",
+        )
+    )
+
+
 # ---- text ---------------------------------------------------------------------------------------
 
 

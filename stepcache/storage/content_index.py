@@ -11,17 +11,13 @@ from stepcache.storage import plain, private_files
 
 Rows = dict[str, list[Any]]
 
+_ROW = tuple[int, int, int, int, str, list[str]]
 _MOST_ROWS = 8192
 _log = logging.getLogger("stepcache")
 
 
 class ContentIndex:
-    """The rows of `fingerprint/module_contents.py`, by path.
-
-    Args:
-        path: of the file.
-        writable: whether `write` does anything.
-    """
+    """The rows of `fingerprint/module_contents.py`, by path."""
 
     def __init__(self, path: Path, writable: bool = True):
         self._path, self._writable = path, writable
@@ -32,9 +28,8 @@ class ContentIndex:
             rows = json.loads(self._path.read_bytes())
         except (OSError, ValueError):
             return {}
-        if not plain.fits(rows, dict[str, list[Any]]):
-            return {}
-        return {path: row for path, row in rows.items() if _is_row(row)}
+        found = rows.items() if isinstance(rows, dict) else ()
+        return {path: row for path, row in found if plain.fits(row, _ROW)}
 
     def write(self, rows: Rows) -> None:
         """Writes all rows, in the place of those that are there."""
@@ -46,12 +41,3 @@ class ContentIndex:
         except (OSError, ValueError) as error:
             self._writable = False
             _log.info("stepcache does not keep what modules hold: %s", error)
-
-
-def _is_row(row: list[Any]) -> bool:
-    return (
-        len(row) == 6
-        and all(type(each) is int for each in row[:4])
-        and isinstance(row[4], str)
-        and plain.fits(row[5], list[str])
-    )

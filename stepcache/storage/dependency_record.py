@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from stepcache.events import Captured
@@ -21,57 +21,40 @@ _FORMAT = 3  # Of the payload of a step's entry.
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the records for one lookup are kept.
+    """Where the records for one lookup are kept."""
 
-    Attributes:
-        label: the step, by its file and name.
-        digest: of what all records of the lookup have in common.
-        devices: all devices, those of the call first: executables name theirs by position here.
-    """
-
-    label: str
-    digest: str
+    label: str  # The step, by its file and name.
+    digest: str  # Of what all records of the lookup have in common.
+    # All devices, those of the call first: executables name theirs by position here.
     devices: tuple[Any, ...]
 
 
 @dataclass(slots=True)
 class Used:
-    """What a trace used beyond what the code shows.
+    """What a trace used beyond what the code shows."""
 
-    Attributes:
-        attributes: attributes of the user's objects that libraries read.
-        modules: installed modules entered.
-        names: what their code reads of modules, by module, with spaces between.
-        files: files read, each as (base, path, path as it was): relative to the "source", to the
-            "directory" that the process runs in, or "absolute".
-        variables: environment variables read.
-    """
-
+    # Attributes of the user's objects that libraries read.
     attributes: list[str] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)  # Installed modules entered.
+    # What their code reads of modules, by module, with spaces between.
     names: dict[str, str] = field(default_factory=dict)
+    # Files read, each as (base, path, path as it was): relative to the "source", to the "directory"
+    # that the process runs in, or "absolute".
     files: list[tuple[str, str, str]] = field(default_factory=list)
-    variables: list[str] = field(default_factory=list)
+    variables: list[str] = field(default_factory=list)  # Environment variables read.
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a trace revealed about its program, before it is compiled.
+    """What a trace revealed about its program, before it is compiled."""
 
-    Attributes:
-        dependencies: all that it depends on.
-        used: what the trace used.
-        tree: the tree of the outputs, encoded; None where a later process has to trace the step.
-        untrackable: why it has to.
-    """
-
-    dependencies: dict[str, str]
-    used: Used
-    tree: Any
-    untrackable: tuple[str, ...] = ()
+    dependencies: dict[str, str]  # All that it depends on, by name.
+    used: Used  # What the trace used.
+    tree: Any  # Of the outputs, encoded; None where a later process has to trace the step.
+    untrackable: tuple[str, ...] = ()  # Why it has to.
 
     def packed(self) -> dict[str, Any]:
-        return _packed(self)
+        return plain.fields_of(self) | {"used": plain.fields_of(self.used)}
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> Traced:
@@ -80,43 +63,28 @@ class Traced:
         Raises:
             TypeError, KeyError: the data is malformed.
         """
-        return cls(
-            **{**data, "used": Used(**data["used"]), "untrackable": tuple(data["untrackable"])}
-        )
+        used, untrackable = Used(**data["used"]), tuple(data["untrackable"])
+        return cls(**{**data, "used": used, "untrackable": untrackable})
 
 
 @dataclass(slots=True)
 class DependencyRecord:
-    """One build that a lookup may find.
+    """One build that a lookup may find."""
 
-    Attributes:
-        program: the digest of its executable.
-        digest: of all dependencies.
-        dependencies: what it depends on, by name.
-        used: what its trace used.
-        devices: of its executable, in order, as positions among the lookup's devices.
-        call: what JAX knows of arguments and results.
-        tree: the tree of the outputs, encoded.
-        captured: name, type and bytes of the large arrays in it.
-        seconds: what each stage took when it was built.
-        created_time: seconds since the epoch.
-        outline: the lowered module as text, compressed.
-    """
-
-    program: str
-    digest: str
-    dependencies: dict[str, str]
-    used: Used
-    devices: list[int]
-    call: dict[str, Any]
-    tree: Any
-    captured: list[tuple[str, str, int]]
-    seconds: dict[str, float]
-    created_time: float
-    outline: bytes = b""
+    program: str  # The digest of its executable.
+    digest: str  # Of all dependencies.
+    dependencies: dict[str, str]  # What it depends on, by name.
+    used: Used  # What its trace used.
+    devices: list[int]  # Of its executable, in order, as positions among the lookup's devices.
+    call: dict[str, Any]  # What JAX knows of arguments and results.
+    tree: Any  # Of the outputs, encoded.
+    captured: list[tuple[str, str, int]]  # Name, type and bytes of the large arrays in it.
+    seconds: dict[str, float]  # What each stage took when it was built.
+    created_time: float  # Seconds since the epoch.
+    outline: bytes = b""  # The lowered module as text, compressed.
 
     def packed(self) -> dict[str, Any]:
-        return _packed(self)
+        return plain.fields_of(self) | {"used": plain.fields_of(self.used)}
 
     @property
     def traced(self) -> Traced:
@@ -124,13 +92,7 @@ class DependencyRecord:
         return Traced(self.dependencies, self.used, self.tree)
 
     def assembled(self, data: bytes, address: Address, in_tree: Any) -> Runnable:
-        """The program, of an executable that is at hand.
-
-        Args:
-            data: the executable.
-            address: of the lookup.
-            in_tree: the tree of the call's arguments.
-        """
+        """The program, of an executable that is at hand and the tree of the call's arguments."""
         devices = tuple(address.devices[position] for position in self.devices)
         tree = storing.decode_tree(self.tree, in_tree)
         return storing.assemble(storing.load_executable(data, devices), self.call, tree, devices)
@@ -147,26 +109,16 @@ class DependencyRecord:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A program that is to be stored. It holds on to nothing of the step that it came from.
+    """A program that is to be stored. It holds on to nothing of the step that it came from."""
 
-    Attributes:
-        address: of the lookup that it answers.
-        digest: of its executable.
-        run: the program.
-        traced: what its trace revealed.
-        captured: the large arrays in it.
-        seconds: what each stage took; with "compile", XLA made the executable just now.
-        outline: gives the lowered module, as text.
-        data: the executable, where it has been serialized already, here or by another process.
-    """
-
-    address: Address
-    digest: str
+    address: Address  # Of the lookup that it answers.
+    digest: str  # Of its executable.
     run: Runnable
-    traced: Traced
-    captured: tuple[Captured, ...]
-    seconds: dict[str, float]
-    outline: Callable[[], str]
+    traced: Traced  # What its trace revealed.
+    captured: tuple[Captured, ...]  # The large arrays in it.
+    seconds: dict[str, float]  # Of each stage; with "compile", XLA made the executable just now.
+    outline: Callable[[], str]  # Gives the lowered module, as text.
+    # The executable, where it has been serialized already, here or by another process.
     data: bytes = b""
 
     def serialized(self) -> bytes:
@@ -193,15 +145,6 @@ class Publication:
             created_time,
             zlib.compress(self.outline().encode(), 1),
         )
-
-
-def _packed(build: Traced | DependencyRecord) -> dict[str, Any]:
-    return _shallow(build) | {"used": _shallow(build.used)}
-
-
-def _shallow(record: Any) -> dict[str, Any]:
-    """Fields by name. `asdict` would copy, and by recursion, what may be large and deep."""
-    return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 # ---- stored and read back ---------------------------------------------------------------------

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from stepcache.errors import CacheDirectoryError, OptionError
 from stepcache.storage import private_files
-from stepcache.storage.entry import KEY_BYTES
 from stepcache.storage.load_markers import LoadMarkers, author, unique_name
 
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,23}")
@@ -28,15 +27,7 @@ _PUBLISHES_UNSEEN = 256
 
 
 class Found(NamedTuple):
-    """A file that lies where an entry should.
-
-    Attributes:
-        kind: kind of the entry, by its place.
-        digest: its digest, likewise.
-        path: where it is.
-        size_bytes: size of the file.
-        used_time: when it was last used, in seconds since the epoch.
-    """
+    """A file that lies where an entry should; kind and digest are those of its place."""
 
     kind: str
     digest: str
@@ -56,23 +47,27 @@ class _Seen(NamedTuple):
 class EntryDirectory:
     """The directory of a disk store.
 
-    Args:
-        directory: where.
-        max_quarantined_bytes: bound on what is in quarantine, beside that of 32 files.
-        clock: tells the time in seconds since the epoch.
+    What is in quarantine is bounded by bytes, and by 32 files. `reached` is told each stage of a
+    write.
 
     Attributes:
         key: authenticates the entries; None until it is read.
         markers: who is loading what.
     """
 
-    def __init__(self, directory: Path, max_quarantined_bytes: int, clock: Callable[[], float]):
+    def __init__(
+        self,
+        directory: Path,
+        max_quarantined_bytes: int,
+        clock: Callable[[], float],
+        reached: Callable[[str], None],
+    ):
         # Absolute, for the process may change its directory.
         self._root = Path(os.path.abspath(directory)) / "v1"
         self._entries, self._tmp = self._root / "entries", self._root / "tmp"
         self._quarantine = self._root / "quarantine"
         self._max_quarantined_bytes = max_quarantined_bytes
-        self._clock = clock
+        self._clock, self._reached = clock, reached
         self.key: bytes | None = None
         self._seen = _Seen()
         self.markers = LoadMarkers(self._root / "loading", clock)
@@ -89,7 +84,7 @@ class EntryDirectory:
         for name in ("entries", "tmp", "loading", "quarantine"):
             (self._root / name).mkdir(mode=0o700, exist_ok=True)
         temporary = self._tmp / unique_name()
-        self.key = private_files.ensure_key(self._root / "key", temporary, KEY_BYTES)
+        self.key = private_files.ensure_key(self._root / "key", temporary)
         return self.key
 
     def try_to_write(self) -> None:
@@ -109,7 +104,7 @@ class EntryDirectory:
             private_files.check_directory(self._root)
         except OSError:
             return None
-        key = private_files.load_key(self._root / "key", KEY_BYTES)
+        key = private_files.load_key(self._root / "key")
         self.key = key or self.key
         return key
 
@@ -166,29 +161,15 @@ class EntryDirectory:
                         name = (directory.name, path.name)
                         yield Found(*name, path, seen.st_size, seen.st_mtime)
 
-    def put(
-        self,
-        kind: str,
-        digest: str,
-        pieces: Iterable[bytes],
-        used_time: float,
-        reached: Callable[[str], None],
-    ) -> None:
+    def put(self, kind: str, digest: str, pieces: Iterable[bytes], used_time: float) -> None:
         """Writes an entry, whole or not at all, over one of the same name.
-
-        Args:
-            kind: its kind.
-            digest: its digest.
-            pieces: the content, one after the other.
-            used_time: when it was last used, in seconds since the epoch.
-            reached: told each stage.
 
         Raises:
             OSError: it could not be written.
         """
         path, temporary = self.path(kind, digest), self._tmp / unique_name()
         try:
-            self._write(temporary, pieces, used_time, reached)
+            self._write(temporary, pieces, used_time)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             for killer in self.markers.killers(kind, digest):
                 self.markers.unmark(killer.path)  # What it died of is about to be replaced.
@@ -197,42 +178,33 @@ class EntryDirectory:
             except IsADirectoryError:
                 self.set_aside(kind, digest)
                 temporary.replace(path)
-            reached("renamed")
+            self._reached("renamed")
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
         # The directory is not synced: a power cut may undo the rename, which is a miss.
 
-    def _write(
-        self,
-        temporary: Path,
-        pieces: Iterable[bytes],
-        used_time: float,
-        reached: Callable[[str], None],
-    ) -> None:
+    def _write(self, temporary: Path, pieces: Iterable[bytes], used_time: float) -> None:
         descriptor = os.open(temporary, private_files.CREATE_FLAGS, 0o600)
         try:
-            reached("opened")
+            self._reached("opened")
             for piece in pieces:
                 view = memoryview(piece)
                 while view:
                     view = view[os.write(descriptor, view) :]
-                    reached("written in part")
+                    self._reached("written in part")
             os.utime(descriptor, (used_time, used_time))
-            reached("written")
+            self._reached("written")
             os.fsync(descriptor)
-            reached("synced")
+            self._reached("synced")
         finally:
             os.close(descriptor)
 
     def make_room(self, max_bytes: int, before: Any, keep: tuple[str, str]) -> None:
         """Removes what has to leave for the bound to hold; looks through all only where it may not.
 
-        Args:
-            max_bytes: the bound.
-            before: the stamp of the entries before this one was stored.
-            keep: this one.
+        `before` is the stamp of the entries before the one to `keep` was stored.
         """
         if before == self._seen.stamp and self._seen.publishes < _PUBLISHES_UNSEEN:
             with contextlib.suppress(OSError):
@@ -261,13 +233,8 @@ class EntryDirectory:
     def set_aside(self, kind: str, digest: str, seen: os.stat_result | None = None) -> bool:
         """Moves an entry to quarantine, and removes there what is too much.
 
-        Args:
-            kind: its kind.
-            digest: its digest.
-            seen: the file that was looked at. Another one, published since, is left where it is.
-
-        Returns:
-            Whether what was looked at is out of the way.
+        If it is not the file that was `seen`, but was published since, it is left where it is.
+        Returns whether what was seen is out of the way.
         """
         path = self.path(kind, digest)
         number = f"{round(self._clock() * 1e6):020d}"  # So that names sort by age.

@@ -15,6 +15,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +33,7 @@ from stepcache.storage.entry import (
     read_payload,
     store,
 )
-from stepcache.storage.entry_info import Entry, EntryInfo, Refusal
+from stepcache.storage.entry_info import EntryInfo, Refusal
 
 _ATTEMPTS = 3
 _TOUCH_SECONDS = 60
@@ -64,7 +65,8 @@ class DiskStore:
         CacheDirectoryError: another user owns the directory or can write to it.
         OptionError: `max_bytes` is not positive.
 
-    A directory that cannot be written serves reads, and no read attempts to write to it.
+    A directory that cannot be written serves reads, and no read attempts to write to it. Methods
+    raise `OptionError` where `kind` or `digest` cannot be a name.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class DiskStore:
         self._max_bytes = max_bytes
         self._clock = clock
         quarantine_bytes = _MAX_QUARANTINED_BYTES if max_bytes is None else max_bytes // 4
-        self._files = EntryDirectory(directory, quarantine_bytes, clock)
+        self._files = EntryDirectory(directory, quarantine_bytes, clock, self._reached)
         self._not_written_because: str | None = None
         self._read_only = False
         # Bad entries that could not be moved away.
@@ -102,33 +104,22 @@ class DiskStore:
         """Whether `publish` still tries to store anything."""
         return self._not_written_because is None
 
-    def read(self, kind: str, digest: str) -> Entry | None:
+    def read(self, kind: str, digest: str) -> EntryInfo | None:
         """The entry of a name, or None where there is none that can be trusted.
 
         A bad one is moved to quarantine, and so is one whose last loader has not survived it. Put
         `loading` around this and the use of what it returns.
-
-        Raises:
-            OptionError: `kind` or `digest` cannot be a name.
         """
         known = self.holds(kind, digest) and (kind, digest) not in self._shunned
         if not known or self._has_killed(kind, digest):
             return None
-        info, payload = self._examine(kind, digest, whole=True, use=True)
-        if info is None or info.header is None or info.created_time is None:
-            return None
-        return Entry(info.header, payload, info.size_bytes, info.created_time, info.used_time)
+        info = self._examine(kind, digest, whole=True, use=True)
+        return info if info is not None and info.problem is None else None
 
     def peek(self, kind: str, digest: str) -> tuple[EntryInfo | None, bytes]:
-        """An entry and its payload, for a look at it: it is not used, nor moved if it is bad.
-
-        Returns:
-            None where there is none; one with a `problem` has no payload.
-
-        Raises:
-            OptionError: `kind` or `digest` cannot be a name.
-        """
-        return self._examine(kind, digest, whole=True, refuse=False)
+        """An entry, or None, and its payload: it is not used, nor moved if it is bad."""
+        info = self._examine(kind, digest, whole=True, refuse=False)
+        return info, info.payload if info is not None else b""
 
     def vouch(self, what: bytes) -> bytes:
         """The HMAC of bytes under this directory's key. `what` begins with their purpose.
@@ -181,18 +172,16 @@ class DiskStore:
         whole: bool = False,
         use: bool = False,
         refuse: bool = True,
-    ) -> tuple[EntryInfo | None, bytes]:
+    ) -> EntryInfo | None:
         """Examines an entry: None if absent, else with a `problem` if it is bad.
 
         Args:
-            kind: kind of the entry.
-            digest: its digest.
+            kind, digest: its name.
             whole: read the payload too.
             use: note that it is used now.
             refuse: put it in quarantine if the whole of it was read and is bad.
         """
-        path = self._files.path(kind, digest)
-        found, header, payload, problem, refused = None, None, b"", None, whole and refuse
+        path, found, refused = self._files.path(kind, digest), None, whole and refuse
         with contextlib.ExitStack() as stack:
             try:
                 found = path.lstat()
@@ -204,22 +193,19 @@ class DiskStore:
                 payload = read_payload(file, header) if whole else b""
                 if use:
                     self._touch(file, found)
+                size_bytes, times = found.st_size, (header.created_time, found.st_mtime)
+                return EntryInfo(kind, digest, header.about, size_bytes, *times, payload=payload)
             except (FileNotFoundError, NotADirectoryError):
-                return None, b""
+                return None
             except DamagedEntryError as damage:
                 problem = str(damage)
             except OSError as error:
                 problem = f"it cannot be read ({error.strerror})"
                 refused = refused and error.errno not in _PASSING
-            if problem is not None and refused:
-                # While the file is open, so that no other one can have its inode.
+            if refused:  # While the file is open, so that no other one can have its inode.
                 self._refuse(kind, digest, problem, found)
         size_bytes, used_time = (found.st_size, found.st_mtime) if found else (0, 0.0)
-        about, created_time = None, None
-        if header is not None and problem is None:
-            about, created_time = header.about, header.created_time
-        info = EntryInfo(kind, digest, about, size_bytes, created_time, used_time, problem)
-        return info, b"" if problem else payload
+        return EntryInfo(kind, digest, None, size_bytes, None, used_time, problem)
 
     def _touch(self, file: BinaryIO, found: os.stat_result) -> None:
         now = self._clock()
@@ -229,16 +215,13 @@ class DiskStore:
 
     def _read_header(self, file: BinaryIO, file_bytes: int, kind: str, digest: str) -> Header:
         try:
-            header = read_header(file, file_bytes, self._key())
+            return read_header(file, file_bytes, self._key(), kind, digest)
         except ForeignEntryError:
             # Another process may have put a new key there.
             if not self._files.reload_key():
                 raise
             file.seek(0)
-            header = read_header(file, file_bytes, self._key())
-        if (header.kind, header.digest) != (kind, digest):
-            raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
-        return header
+            return read_header(file, file_bytes, self._key(), kind, digest)
 
     def publish(self, kind: str, digest: str, header: dict, payload: bytes | Stored) -> bool:
         """Stores an entry, in the place of one of the same name.
@@ -248,7 +231,7 @@ class DiskStore:
         is loading.
 
         Args:
-            kind: what sort of thing it is: a short lower-case identifier.
+            kind: a short lower-case identifier.
             digest: its name, in lower-case hex.
             header: what to say of it, for msgpack; at most 16 MiB.
             payload: its bytes, or as they were stored elsewhere.
@@ -258,7 +241,7 @@ class DiskStore:
             is warned of once, and nothing is written from then on.
 
         Raises:
-            OptionError: `kind` or `digest` cannot be a name, or `header` cannot be packed.
+            OptionError: `header` cannot be packed.
         """
         self._files.path(kind, digest)
         if not self.writable:
@@ -289,7 +272,7 @@ class DiskStore:
                 known = None if attempt else self._files.current_key()
                 key, now = known or self._files.prepare(), self._clock()
                 head = encode_head(key, kind, digest, now, header, stored)
-                return self._files.put(kind, digest, (head, stored.payload), now, self._reached)
+                return self._files.put(kind, digest, (head, stored.payload), now)
             except FileNotFoundError:
                 # Somebody removed the directory meanwhile: it is made anew.
                 if attempt == _ATTEMPTS - 1:
@@ -318,16 +301,14 @@ class DiskStore:
         )
 
     def entries(self, kind: str | None = None, *, whole: bool = False) -> Iterator[EntryInfo]:
-        """What is stored, in no order. Damaged entries have a `problem`.
+        """What is stored, of one kind or all, in no order. Damaged entries have a `problem`.
 
-        Args:
-            kind: what sort of thing; None for all.
-            whole: read and check the payloads too, and put damaged entries in quarantine.
+        With `whole`, the payloads are checked too, and damaged entries put in quarantine.
         """
         for found in self._files.found(kind):
-            info, _ = self._examine(found.kind, found.digest, whole=whole)
+            info = self._examine(found.kind, found.digest, whole=whole)
             if info is not None:
-                yield info
+                yield replace(info, payload=b"")
 
     def holds(self, kind: str, digest: str | None = None) -> bool:
         """Whether there is an entry of a kind, or the one of a digest, whatever its worth."""
@@ -345,11 +326,8 @@ class DiskStore:
         """Removes entries, the least recently used first. What a live process is loading stays.
 
         Args:
-            max_bytes: remove until no more than that is left; None for no bound.
+            max_bytes: remove until no more than that is left.
             unused_since: remove what was not used after that, in seconds since the epoch.
-
-        Returns:
-            What was removed.
         """
         idle: list[Found] = []
         if unused_since is not None:
@@ -362,7 +340,7 @@ class DiskStore:
         return removed
 
     def _removed(self, victims: Iterable[Found]) -> list[EntryInfo]:
-        seen = ((each, self._examine(each.kind, each.digest)[0]) for each in victims)
+        seen = ((each, self._examine(each.kind, each.digest)) for each in victims)
         return [info for each, info in seen if private_files.remove(each.path) and info is not None]
 
     def clear(self) -> int:
@@ -373,12 +351,7 @@ class DiskStore:
     def discard(self, kind: str, digest: str, reason: str, quarantine: bool = True) -> None:
         """Removes an entry which only its user can tell to be bad.
 
-        Args:
-            kind: its kind.
-            digest: its digest.
-            reason: what is wrong with it.
-            quarantine: refuse it as a damaged one is, and keep the file for a look; else it just
-                goes.
+        It is refused as a damaged one is, and its file kept in quarantine, or else just goes.
         """
         path = self._files.path(kind, digest)
         if quarantine:

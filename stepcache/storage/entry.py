@@ -53,27 +53,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an entry says of itself.
+    """What an entry says of itself. The file holds these fields by their names."""
 
-    Attributes:
-        kind: what sort of thing is stored.
-        digest: the name of the thing, in hex.
-        created_time: when it was stored, in seconds since the epoch.
-        encoding: "raw", or "zlib" for a compressed payload.
-        stored_bytes: size of the payload as stored.
-        payload_bytes: size of the payload as given.
-        sha256: of the payload as stored.
-        about: what the one who stored it had to say.
-    """
-
-    kind: str
-    digest: str
-    created_time: float
-    encoding: str
-    stored_bytes: int
-    payload_bytes: int
-    sha256: bytes
-    about: dict[str, Any]
+    kind: str  # What sort of thing is stored.
+    digest: str  # The name of the thing, in hex.
+    created_time: float  # When it was stored, in seconds since the epoch.
+    encoding: Literal["raw", "zlib"]  # The second for a compressed payload.
+    stored_bytes: int  # Size of the payload as stored.
+    payload_bytes: int  # Size of the payload as given.
+    sha256: bytes  # Of the payload as stored.
+    about: dict[Any, Any]  # What the one who stored it had to say.
 
 
 def store(payload: bytes) -> Stored:
@@ -93,18 +82,10 @@ def encode_head(
         OptionError: msgpack cannot hold `about`.
         HeaderTooLargeError: the header has more than `MAX_HEADER_BYTES`.
     """
-    fields = {
-        "kind": kind,
-        "digest": digest,
-        "created_time": float(created_time),
-        "encoding": stored.encoding,
-        "stored_bytes": len(stored.payload),
-        "payload_bytes": stored.payload_bytes,
-        "sha256": stored.sha256,
-        "about": about,
-    }
+    sizes = len(stored.payload), stored.payload_bytes
+    header = Header(kind, digest, created_time, stored.encoding, *sizes, stored.sha256, about)
     try:
-        packed = plain.pack(fields)
+        packed = plain.pack(plain.fields_of(header))
     except (TypeError, ValueError, OverflowError) as error:
         raise OptionError(
             "The header of a stored entry cannot be written",
@@ -118,16 +99,17 @@ def encode_head(
     return signed + hmac.digest(key, signed, "sha256")
 
 
-def read_header(file: BinaryIO, file_bytes: int, key: bytes) -> Header:
+def read_header(file: BinaryIO, file_bytes: int, key: bytes, kind: str, digest: str) -> Header:
     """Reads and authenticates the header of an entry, and leaves `file` at the payload.
 
     Args:
         file: at the begin of the entry.
         file_bytes: size of the whole file.
         key: the key that the entry must have been stored under.
+        kind, digest: the name that it must have.
 
     Raises:
-        DamagedEntryError: it is not an entry, or not whole, or not under this key.
+        DamagedEntryError: it is not an entry, or not whole, or not under this key and name.
     """
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
@@ -150,6 +132,8 @@ def read_header(file: BinaryIO, file_bytes: int, key: bytes) -> Header:
     if head_bytes + header.stored_bytes != file_bytes:
         expected = head_bytes + header.stored_bytes
         raise DamagedEntryError(f"it has {file_bytes:,} bytes where {expected:,} were written")
+    if (header.kind, header.digest) != (kind, digest):
+        raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
     return header
 
 
@@ -158,12 +142,10 @@ def _decode(packed: bytes) -> Header:
         header = Header(**plain.unpack(packed))
     except (TypeError, ValueError) as error:
         raise DamagedEntryError(f"its header cannot be decoded ({error})") from error
-    sizes = (header.stored_bytes, header.payload_bytes)
     sensible = (
-        all(isinstance(size, int) and size >= 0 for size in sizes)
-        and (header.encoding == "zlib" or (header.encoding == "raw" and sizes[0] == sizes[1]))
-        and isinstance(header.created_time, float)
-        and isinstance(header.about, dict)
+        plain.fits(header, Header)
+        and min(header.stored_bytes, header.payload_bytes) >= 0
+        and (header.encoding == "zlib" or header.stored_bytes == header.payload_bytes)
     )
     if not sensible:  # Whoever wrote it has the key, but may be another version of us.
         raise DamagedEntryError("its header makes no sense")
@@ -179,8 +161,7 @@ def read_stored(file: BinaryIO, header: Header) -> Stored:
     stored = file.read(header.stored_bytes)
     if hashlib.sha256(stored).digest() != header.sha256:
         raise DamagedEntryError("its payload does not have the checksum of what was stored")
-    encoding = "zlib" if header.encoding == "zlib" else "raw"
-    return Stored(stored, encoding, header.payload_bytes, header.sha256)
+    return Stored(stored, header.encoding, header.payload_bytes, header.sha256)
 
 
 def read_payload(file: BinaryIO, header: Header) -> bytes:

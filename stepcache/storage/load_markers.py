@@ -24,17 +24,12 @@ _MAX_HOST_LETTERS = 48
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, distinct from earlier and later ones with the same number.
-
-    Attributes:
-        pid: its number.
-        start: when it started, in clock ticks since boot (field 22 of /proc/<pid>/stat); "0" where
-            the system does not say.
-        host: its host, and there its space of process numbers: containers may share a host's name.
-    """
+    """A process, distinct from earlier and later ones with the same number."""
 
     pid: int
+    # In clock ticks since boot (field 22 of /proc/<pid>/stat); "0" where the system does not say.
     start: str
+    # Its host, and there its space of process numbers: containers may share a host's name.
     host: str
 
     @classmethod
@@ -143,12 +138,7 @@ def take_own_away() -> None:
 
 
 class LoadMarkers:
-    """The markers in a directory.
-
-    Args:
-        directory: where they are.
-        clock: tells the time in seconds since the epoch.
-    """
+    """The markers in a directory."""
 
     def __init__(self, directory: Path, clock: Callable[[], float]):
         self._directory = directory
@@ -189,11 +179,7 @@ class LoadMarkers:
         }
 
     def sweep(self, is_stored: Callable[[str, str], bool]) -> None:
-        """Removes obsolete markers: of forgotten processes, or of entries that no longer exist.
-
-        Args:
-            is_stored: whether there is an entry of a kind and digest.
-        """
+        """Removes obsolete markers: of forgotten processes, or of entries that are not stored."""
         for marker in self._markers():
             orphaned = _is_dead(marker) and not is_stored(marker.kind, marker.digest)
             if orphaned or self._is_forgotten(marker):

@@ -38,26 +38,15 @@ T = TypeVar("T")
 
 
 class Object(NamedTuple):
-    """An object as a listing shows it.
+    """An object as a listing shows it."""
 
-    Attributes:
-        name: below the URL of the store.
-        size_bytes: its size.
-        time: when it was written, in seconds since the epoch.
-    """
-
-    name: str
+    name: str  # Below the URL of the store.
     size_bytes: int
-    time: float
+    time: float  # When it was written, in seconds since the epoch.
 
 
 class Requests:
-    """Runs requests in threads, which are there while there are requests.
-
-    Args:
-        name: of the threads.
-        threads: at most so many.
-    """
+    """Runs requests in so many threads at most, which are there while there are requests."""
 
     def __init__(self, name: str, threads: int):
         self._name, self._limit = name, threads
@@ -146,17 +135,10 @@ class ObjectStore:
     """Named bytes below a URL. Every request runs in a thread, and gives a future.
 
     Its exceptions: `FileNotFoundError`, `PermissionError` where the store refuses, else `OSError`.
-
-    Args:
-        place: where it is.
-
-    Attributes:
-        url: of the place.
-        reads, writes: the requests.
     """
 
     def __init__(self, place: Place):
-        self.url, self._place = place.url, place
+        self._place = place
         self.reads = Requests("stepcache get", _READERS)
         self.writes = Requests("stepcache put", _WRITERS)
         self._opening = threading.Lock()
@@ -166,28 +148,23 @@ class ObjectStore:
         self, name: str, then: Callable[[bytes], T] = lambda data: data, *, first: bool = False
     ) -> Future[T]:
         """The bytes of a name, or what `then` makes of them in the thread."""
-
-        def work() -> T:
-            with self._errors() as client:
-                data = bytes(client.get(name).bytes())
-            return then(data)
-
-        return self.reads.submit(work, first=first)
+        return self._read(lambda client: bytes(client.get(name).bytes()), then, first)
 
     def listed(self, prefix: str, then: Callable[[list[Object]], T]) -> Future[T]:
         """What is there below a prefix, or what `then` makes of it in the thread."""
 
+        def read(client: Any) -> list[Object]:
+            return [_object(each) for chunk in client.list(prefix) for each in chunk]
+
+        return self._read(read, then, first=True)
+
+    def _read(self, read: Callable[[Any], Any], then: Callable[[Any], T], first: bool) -> Future[T]:
         def work() -> T:
             with self._errors() as client:
-                found = [each for chunk in client.list(prefix) for each in chunk]
-            return then(
-                [
-                    Object(each["path"], each["size"], each["last_modified"].timestamp())
-                    for each in found
-                ]
-            )
+                data = read(client)
+            return then(data)
 
-        return self.reads.submit(work, first=True)
+        return self.reads.submit(work, first=first)
 
     def put(self, name: str, make: Callable[[], bytes]) -> Future[bool]:
         """Writes what `make` gives, whole, if the name is free; else False."""
@@ -253,7 +230,11 @@ class ObjectStore:
                 "backoff": wait | {"base": 2},
             },
         }
-        return from_url(self.url, **options)
+        return from_url(self._place.url, **options)
+
+
+def _object(found: Any) -> Object:
+    return Object(found["path"], found["size"], found["last_modified"].timestamp())
 
 
 def _in_short(error: Exception) -> str:

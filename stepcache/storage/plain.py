@@ -8,9 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
+
+T = TypeVar("T")
+
+_LARGEST = 1e18  # Of the numbers in a record.
 
 
 def pack(data: Any) -> bytes:
@@ -71,3 +75,33 @@ def _check_of(kind: Any) -> Callable[[Any], bool]:
     if origin is float:
         return lambda value: type(value) in (float, int)
     return lambda value: type(value) is origin
+
+
+def record_of(kind: type[T], found: Any) -> T:
+    """Makes a record, a dataclass, of a decoded JSON object. Fields that are unknown are left out.
+
+    Raises:
+        ValueError: it is no object, a field is missing, or one has another type.
+    """
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    try:
+        record = kind(**{name: found[name] for name in names if name in found})
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if not fits(record, kind) or not _are_bounded(fields_of(record)):
+        raise ValueError(f"a field has another type than that of {kind.__name__}")
+    return record
+
+
+def _are_bounded(value: Any) -> bool:
+    """Whether the numbers in data can be summed up and shown."""
+    if isinstance(value, list | dict):
+        return all(map(_are_bounded, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float | int) or abs(value) < _LARGEST  # NaN is not.
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass. `asdict` would copy, and by recursion, what may be large."""
+    return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}

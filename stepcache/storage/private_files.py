@@ -15,6 +15,7 @@ from pathlib import Path
 import platformdirs
 
 from stepcache.errors import CacheDirectoryError, refuse_url
+from stepcache.storage.entry import KEY_BYTES
 
 _ATTEMPTS = 3
 _MAX_SOCKET_PATH = 100  # Of 107 that the system allows.
@@ -99,7 +100,7 @@ def check_directory(path: Path) -> None:
             )
 
 
-def load_key(path: Path, length_bytes: int) -> bytes | None:
+def load_key(path: Path) -> bytes | None:
     """The key in a file, or None where there is none or it is not one that this user wrote."""
     try:
         descriptor = os.open(path, READ_FLAGS)
@@ -112,21 +113,19 @@ def load_key(path: Path, length_bytes: int) -> bytes | None:
             and found.st_uid == os.geteuid()
             and not found.st_mode & _WRITABLE_BY_OTHERS
         )
-        key = os.read(descriptor, length_bytes + 1) if trusted else b""
+        key = os.read(descriptor, KEY_BYTES + 1) if trusted else b""
     except OSError:
         return None
     finally:
         os.close(descriptor)
-    return key if len(key) == length_bytes else None
+    return key if len(key) == KEY_BYTES else None
 
 
-def secret_in(path: Path, where: str, least_bytes: int) -> bytes:
+def secret_in(path: Path, where: str) -> bytes:
     """What a user's file holds that nobody else can read, without white space around it.
 
-    Args:
-        path: of the file; it may be a link, and belong to root where only root's group reads it.
-        where: the option or variable that names it.
-        least_bytes: it has to have so many.
+    It may be a link, and belong to root where only root's group reads it. `where` is the option or
+    variable that names it.
 
     Raises:
         CacheDirectoryError: there is none, or others can read or change it, or it is too short.
@@ -152,40 +151,36 @@ def secret_in(path: Path, where: str, least_bytes: int) -> bytes:
             got=f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}",
             hint=f"chmod 600 {path}; if others have read it, make a new one",
         )
-    if len(secret) < least_bytes:
+    if len(secret) < KEY_BYTES:
         raise CacheDirectoryError(
             "The key of the shared cache is too short to be secret",
             where=f"{where}={path}",
-            expected=f"at least {least_bytes} bytes",
+            expected=f"at least {KEY_BYTES} bytes",
             got=f"{len(secret)} bytes",
             hint=hint,
         )
     return secret
 
 
-def ensure_key(path: Path, temporary: Path, length_bytes: int) -> bytes:
+def ensure_key(path: Path, temporary: Path) -> bytes:
     """The key in a file, made where there is none and replaced where it is damaged.
 
-    Several processes may do this at once; all get the same key.
-
-    Args:
-        path: of the key.
-        temporary: a path beside it, on the same file system, that no other process uses.
-        length_bytes: length of the key.
+    Several processes may do this at once; all get the same key. `temporary` is a path on the same
+    file system that no other process uses.
 
     Raises:
         OSError: the key cannot be written.
     """
     for _ in range(_ATTEMPTS):
-        key = load_key(path, length_bytes)
+        key = load_key(path)
         if key is not None:
             return key
         try:
-            _write_key(temporary, secrets.token_bytes(length_bytes))
+            _create(temporary, secrets.token_bytes(KEY_BYTES))
             try:
                 os.link(temporary, path)  # Unlike a rename, it leaves the key of a faster process.
             except OSError:
-                if load_key(path, length_bytes) is None:  # Damaged, or there are no hard links.
+                if load_key(path) is None:  # Damaged, or there are no hard links.
                     temporary.replace(path)
         finally:
             with contextlib.suppress(OSError):
@@ -193,13 +188,12 @@ def ensure_key(path: Path, temporary: Path, length_bytes: int) -> bytes:
     raise OSError(errno.EIO, "the key cannot be read back", str(path))
 
 
-def _write_key(path: Path, key: bytes) -> None:
-    descriptor = os.open(path, CREATE_FLAGS, 0o600)
-    try:
-        os.write(descriptor, key)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _create(path: Path, data: bytes) -> None:
+    """Makes a private file, which is on the disk afterwards."""
+    with os.fdopen(os.open(path, CREATE_FLAGS, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def listed(directory: Path) -> list[Path]:
@@ -234,10 +228,7 @@ def sync(path: Path) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Writes a private file so that all of it is seen or none, also after the machine crashed."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    with os.fdopen(os.open(new, CREATE_FLAGS, 0o600), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    _create(new, text.encode())
     new.replace(path)
     sync(path.parent)
 

@@ -15,12 +15,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stepcache.events import Event, Moved, recorder
-from stepcache.storage.json_records import record_of
+from stepcache.storage.plain import fields_of, record_of
 from stepcache.weak_objects import WeakObjects
 
 _BUCKETS, _FIRST_WIDTH_SECONDS = 128, 0.01
@@ -91,11 +91,7 @@ class Holder:
 
 
 class ActivityLog:
-    """Adds up what this process does, and writes it to the files of its run logs.
-
-    Args:
-        clock: returns seconds since the epoch.
-    """
+    """Adds up what this process does, and writes it to the files of its run logs."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
@@ -243,9 +239,9 @@ class ActivityLog:
 
 
 def _plain(record: Any) -> dict[str, Any]:
-    """The fields of a record. `dataclasses.asdict` would copy each number by itself."""
-    found = {each.name: getattr(record, each.name) for each in fields(record)}
-    return {k: v[:_LETTERS] if isinstance(v, str) else v for k, v in found.items()}
+    """The fields of a record; texts only as far as they are of use."""
+    found = fields_of(record).items()
+    return {name: v[:_LETTERS] if isinstance(v, str) else v for name, v in found}
 
 
 def read_activity(file: Path) -> Activity | None:

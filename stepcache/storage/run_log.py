@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from stepcache.storage.json_records import record_of
+from stepcache.storage.plain import record_of
 from stepcache.storage.run_activity import Activity, activity_log, read_activity
 
 _RUNS_KEPT = 64
@@ -53,7 +53,7 @@ class Row:
     seconds: dict[str, float] = field(default_factory=dict)
     reason: str = ""  # Why the call missed.
     # Part, path, before and after of each change since an earlier run.
-    changes: list[Any] = field(default_factory=list)
+    changes: list[list[str]] = field(default_factory=list)
     # Untrackable dependencies, because of which every run must trace the step.
     untrackable: list[str] = field(default_factory=list)
     rank: int = 0  # Index of the process in its pod.
@@ -62,21 +62,15 @@ class Row:
     called_time: float = 0.0  # Time of the call that missed, in seconds since the epoch.
     advice: list[str] = field(default_factory=list)  # Hints for the user.
     # As `changes`: what has changed beside these since an earlier run, so that it had to be traced.
-    stored: list[Any] = field(default_factory=list)
+    stored: list[list[str]] = field(default_factory=list)
 
 
 class Logged(NamedTuple):
-    """The log of one process.
+    """The log of one process."""
 
-    Attributes:
-        name: name of its file, which begins with the time of its first row.
-        rows: in the order in which they were written; never empty.
-        activity: what it moved and held; None if that is unknown.
-    """
-
-    name: str
-    rows: list[Row]
-    activity: Activity | None
+    name: str  # Name of its file, which begins with the time of its first row.
+    rows: list[Row]  # In the order in which they were written; never empty.
+    activity: Activity | None  # What it moved and held; None if that is unknown.
 
 
 @functools.cache  # At the end of the process `__main__` may be gone.

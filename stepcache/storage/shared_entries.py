@@ -30,12 +30,7 @@ from stepcache.storage.dependency_record import (
     unpack_records,
 )
 from stepcache.storage.disk_store import DiskStore
-from stepcache.storage.entry import (
-    DamagedEntryError,
-    Header,
-    read_payload,
-    read_stored,
-)
+from stepcache.storage.entry import DamagedEntryError, Header, read_payload, read_stored
 from stepcache.storage.entry_info import Refusal
 from stepcache.storage.object_store import ObjectStore
 from stepcache.storage.shared_names import ROOT, Catalogue, Name, opened, program_path, signed
@@ -50,6 +45,7 @@ _AHEAD, _AHEAD_BYTES = 256, 256 << 20
 _END_SECONDS = 2.0
 
 T = TypeVar("T")
+_Read = Callable[[Header, io.BytesIO], T]
 
 _log = logging.getLogger("stepcache")
 
@@ -175,55 +171,40 @@ class SharedEntries:
     def is_verified(self, lookup: str, record: DependencyRecord) -> bool:
         """Whether a start has verified a record. Asks the store, so not to be called by a call."""
         name = Name.of(lookup, record)
-        listing = self._listing
-        known = listing.result() if listing and _succeeded(listing) else Catalogue()
-        if not self.is_on or name[:3] not in known.verified:
+        if not self.is_on or name[:3] not in self._known().verified:
             return False
-        check = partial(self._opened, "verified", lookup)
+        check = partial(self._checked, "verified", lookup, lambda header, _: header.about)
         try:
-            found = self._objects.get(name.verified_path, check).result(_END_SECONDS)
+            about = self._objects.get(name.verified_path, check).result(_END_SECONDS)
         except Exception as error:
             _log.info("%s: %s cannot be read: %s", self.url, name.verified_path, error)
             return False
-        return found is not None and found[0].about.get("name") == list(name[:3])
+        return about is not None and about.get("name") == list(name[:3])
+
+    def _known(self) -> Catalogue:
+        """What the latest listing has shown; nothing where there is none yet."""
+        listing = self._listing
+        return listing.result() if listing and _succeeded(listing) else Catalogue()
 
     def _record(self, name: Name, *, first: bool = False) -> Future[DependencyRecord | None]:
-        return self._once(name.path, name.size_bytes, partial(self._read_record, name), first)
-
-    def _read_record(self, name: Name, data: bytes) -> DependencyRecord | None:
-        opened = self._opened("step", name.lookup, data)
-        if opened is None:
-            return None
-        header, file = opened
-        try:
+        def read(header: Header, file: io.BytesIO) -> DependencyRecord:
             (record,) = unpack_records(read_payload(file, header))
-        except (DamagedEntryError, ValueError) as error:
-            return self._refuse("step", name.lookup, str(error))
-        if Name.of(name.lookup, record)[:3] != name[:3]:
-            return self._refuse("step", name.lookup, "it has the name of another one")
-        return record
+            if Name.of(name.lookup, record)[:3] != name[:3]:
+                raise DamagedEntryError("it has the name of another one")
+            return record
+
+        return self._once(name.path, name.size_bytes, read, first)
 
     def _program(self, digest: str, *, first: bool = False) -> Future[bool | None]:
-        there = self._catalogue().programs.get(digest)
-        size = there.size_bytes if there is not None else 0
-        path = program_path(digest)
-        return self._once(path, size, partial(self._keep_program, digest), first)
-
-    def _keep_program(self, digest: str, data: bytes) -> bool | None:
-        opened = self._opened("program", digest, data)
-        if opened is None:
-            return None
-        header, file = opened
-        try:
+        def keep(header: Header, file: io.BytesIO) -> bool:
             stored = read_stored(file, header)
-        except DamagedEntryError as error:
-            return self._refuse("program", digest, str(error))
-        self.received[digest] = len(data)
-        return self._disk.publish("program", digest, header.about, stored)
+            self.received[digest] = file.tell()
+            return self._disk.publish("program", digest, header.about, stored)
 
-    def _once(
-        self, path: str, size_bytes: int, read: Callable[[bytes], T], first: bool
-    ) -> Future[T]:
+        there = self._catalogue().programs.get(digest)
+        return self._once(program_path(digest), there.size_bytes if there else 0, keep, first)
+
+    def _once(self, path: str, size_bytes: int, read: _Read[T], first: bool) -> Future[T | None]:
         """Asks for an object, once in the life of the process."""
         with self._lock:
             asked = self._asked.get(path)
@@ -233,18 +214,19 @@ class SharedEntries:
                     asked = Future()
                     asked.set_result(self._refuse(kind, digest, f"it has {size_bytes:,} bytes"))
                 else:
-                    asked = self._objects.get(path, read, first=first)
+                    checked = partial(self._checked, kind, digest, read)
+                    asked = self._objects.get(path, checked, first=first)
                 self._asked[path] = asked
             elif first:
                 self._objects.reads.hurry(asked)
         return asked
 
-    def _opened(self, kind: str, digest: str, data: bytes) -> tuple[Header, io.BytesIO] | None:
-        """The header of an entry, and the file at its payload; None if it is refused."""
+    def _checked(self, kind: str, digest: str, read: _Read[T], data: bytes) -> T | None:
+        """What `read` makes of an entry; None if it is refused."""
         try:
-            return opened(self._key, kind, digest, data)
-        except DamagedEntryError as damage:
-            return self._refuse(kind, digest, str(damage))
+            return read(*opened(self._key, kind, digest, data))
+        except (DamagedEntryError, ValueError) as error:
+            return self._refuse(kind, digest, str(error))
 
     def _refuse(self, kind: str, digest: str, reason: str) -> None:
         self.refused.append(Refusal(kind, digest, reason))
@@ -293,42 +275,33 @@ class SharedEntries:
             record: what the build depends on; None where every start has to trace it.
             data: the executable; empty where it is there.
         """
-        listing = self._listing
-        if listing and _succeeded(listing) and digest in listing.result().programs:
-            data = b""
-        if not data:
-            if record is not None:
-                self.upload_record(address, record)
-            return
-        done = self.upload_program(digest, {"label": address.label}, data)
-        if record is not None:
-            # After the executable: a reader looks for it as soon as it sees the record.
-            done.add_done_callback(
-                lambda done: _succeeded(done) and self.upload_record(address, record)
-            )
 
-    def upload_program(self, digest: str, about: dict[str, Any], data: bytes) -> Future[bool]:
-        """Writes an executable in the background; False where it is there."""
-        make = partial(signed, self._key, "program", digest, about, data)
-        return self._put(program_path(digest), make)
+        def put_record(program: Future[bool] | None = None) -> None:
+            if record is not None and (program is None or _succeeded(program)):
+                path = Name.of(address.digest, record, self._run).path
+                about, payload = pack_records(address.label, [record])
+                self._put(path, "step", address.digest, about, payload)
 
-    def upload_record(self, address: Address, record: DependencyRecord) -> Future[bool]:
-        """Writes what a build depends on, likewise. Its executable is to be there before."""
-        about, payload = pack_records(address.label, [record])
-        make = partial(signed, self._key, "step", address.digest, about, payload)
-        return self._put(Name.of(address.digest, record, self._run).path, make)
+        if not data or digest in self._known().programs:
+            return put_record()
+        program = self._put(program_path(digest), "program", digest, {"label": address.label}, data)
+        # After the executable: a reader looks for it as soon as it sees the record.
+        program.add_done_callback(put_record)
 
     def upload_verified(self, lookup: str, record: DependencyRecord) -> None:
         """Writes that a start has verified a record."""
         name = Name.of(lookup, record)
-        make = partial(signed, self._key, "verified", lookup, {"name": list(name[:3])}, b"")
-        self._put(name.verified_path, make)
+        self._put(name.verified_path, "verified", lookup, {"name": list(name[:3])}, b"")
 
-    def _put(self, path: str, make: Callable[[], bytes]) -> Future[bool]:
+    def _put(
+        self, path: str, kind: str, digest: str, about: dict[str, Any], payload: bytes
+    ) -> Future[bool]:
+        """Writes an entry in the background, if its path is free."""
         if not self.is_on or not self._writable:
             dropped: Future[bool] = Future()
             dropped.cancel()
             return dropped
+        make = partial(signed, self._key, kind, digest, about, payload)
         future = self._objects.put(path, make)
         future.add_done_callback(self._has_put)
         return future

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from stepcache.storage.dependency_record import DependencyRecord
-from stepcache.storage.entry import DamagedEntryError, Header, encode_head, read_header, store
+from stepcache.storage.entry import Header, encode_head, read_header, store
 from stepcache.storage.object_store import Object
 
 ROOT = "stepcache-1/"
@@ -45,10 +45,7 @@ def opened(key: bytes, kind: str, digest: str, data: bytes) -> tuple[Header, io.
         DamagedEntryError: it is not whole, or was not written under this key and name.
     """
     file = io.BytesIO(data)
-    header = read_header(file, len(data), key)
-    if (header.kind, header.digest) != (kind, digest):
-        raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
-    return header, file
+    return read_header(file, len(data), key, kind, digest), file
 
 
 class Name(NamedTuple):
@@ -76,18 +73,13 @@ class Name(NamedTuple):
 
 @dataclass(slots=True)
 class Catalogue:
-    """What a listing has shown.
+    """What a listing has shown."""
 
-    Attributes:
-        steps: the names of records by their lookup, the newest first.
-        runs: the same by run, the oldest first.
-        programs: the executables, by digest.
-        verified: the names of what a start has verified, without run.
-    """
-
+    # The names of records by their lookup, the newest first; by run, the oldest first.
     steps: dict[str, list[Name]] = field(default_factory=dict)
     runs: dict[str, list[Name]] = field(default_factory=dict)
-    programs: dict[str, Object] = field(default_factory=dict)
+    programs: dict[str, Object] = field(default_factory=dict)  # The executables, by digest.
+    # The names of what a start has verified, without run.
     verified: set[tuple[str, str, str]] = field(default_factory=set)
 
     @classmethod

@@ -11,33 +11,23 @@ from pathlib import Path
 
 from stepcache.errors import CacheDirectoryError, OptionError
 from stepcache.storage import private_files
-from stepcache.storage.entry import KEY_BYTES
 from stepcache.storage.load_markers import unique_name
 
 KEY_FILE, MODE, SECONDS = "STEPCACHE_KEY_FILE", "STEPCACHE_REMOTE_MODE", "STEPCACHE_REMOTE_SECONDS"
 _MODES = ("write", "read")
 _URL = re.compile(r"(s3|gs)://[^/?#]+(/[^?#]*)?|file:///[^?#]+")
 _WAIT_SECONDS = 2.0
-_LEAST_KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A shared cache.
+    """A shared cache."""
 
-    Attributes:
-        url: of the object store or directory, without a slash at its end.
-        directory: the one that it names, or None.
-        writable: whether anything is to be written.
-        wait_seconds: how long the calls of a process may wait for the store, in sum.
-        key: signs the entries.
-    """
-
-    url: str
-    directory: Path | None
-    writable: bool
-    wait_seconds: float
-    key: bytes = field(repr=False)
+    url: str  # Of the object store or directory, without a slash at its end.
+    directory: Path | None  # The one that the URL names.
+    writable: bool  # Whether anything is to be written.
+    wait_seconds: float  # How long the calls of a process may wait for the store, in sum.
+    key: bytes = field(repr=False)  # Signs the entries.
 
     @classmethod
     def of(cls, url: str, where: str) -> Place:
@@ -79,7 +69,7 @@ def _key(url: str, where: str, directory: Path | None, writable: bool) -> bytes:
     """The key of `STEPCACHE_KEY_FILE`, or one that is kept in a directory of the user's own."""
     file = os.environ.get(KEY_FILE, "")
     if file:
-        secret = private_files.secret_in(Path(file).expanduser(), KEY_FILE, _LEAST_KEY_BYTES)
+        secret = private_files.secret_in(Path(file).expanduser(), KEY_FILE)
         return hmac.digest(secret, b"shared cache of stepcache", "sha256")
     if directory is None:
         raise CacheDirectoryError(
@@ -92,9 +82,9 @@ def _key(url: str, where: str, directory: Path | None, writable: bool) -> bytes:
         if writable:
             private_files.make_directory(directory)
             temporary = directory / unique_name()
-            return private_files.ensure_key(directory / "key", temporary, KEY_BYTES)
+            return private_files.ensure_key(directory / "key", temporary)
         private_files.check_directory(directory)
-        key = private_files.load_key(directory / "key", KEY_BYTES)
+        key = private_files.load_key(directory / "key")
     except OSError as error:
         why = error.strerror or str(error)
         raise CacheDirectoryError(f"The shared cache cannot be opened: {why}", where=url) from None

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from stepcache.errors import CacheDirectoryError
-from stepcache.storage.json_records import record_of
+from stepcache.storage.plain import record_of
 from stepcache.storage.private_files import default_directory, make_directory, replace_file
 from stepcache.units import readable_seconds
 
