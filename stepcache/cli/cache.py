@@ -133,11 +133,12 @@ def prune_command(
         removed = shared.prune(place_of(remote), max_bytes, since)
         return Result(removed, render.removed(removed))
     archive = inventories.open_existing(directory)
-    return _freed(archive, directory, archive.disk.prune(max_bytes, since) if archive else [])
+    removed = archive.disk.prune(max_bytes, since) if archive else []
+    return _freed(archive, directory, removed, max_bytes)
 
 
 def _freed(
-    archive: Archive | None, directory: Path, removed: list[EntryInfo], failed: bool = False
+    archive: Archive | None, directory: Path, removed: list[EntryInfo], max_bytes: int | None
 ) -> Result:
     freed_bytes = sum(each.size_bytes for each in removed)
     left_bytes = sum(each.size_bytes for each in inventories.entries_of(archive))
@@ -151,7 +152,9 @@ def _freed(
         f"{counted(len(removed), 'entry')} removed, {readable_bytes(freed_bytes)} freed; "
         f"{readable_bytes(left_bytes)} left in {directory}."
     )
-    return Result(data, [text], failed=failed)
+    too_many = max_bytes is not None and left_bytes > max_bytes
+    why = "What is left cannot be removed, or is being loaded: see stepcache doctor."
+    return Result(data, [text, why] if too_many else [text], failed=too_many)
 
 
 @cache.command("clear")
@@ -169,7 +172,7 @@ def clear_command(directory: Path, yes: bool) -> Result:
         archive.disk.clear()
     left = {(each.kind, each.digest) for each in inventories.entries_of(archive)}
     gone = [each for each in entries if (each.kind, each.digest) not in left]
-    return _freed(archive, directory, gone, failed=bool(left))
+    return _freed(archive, directory, gone, 0)
 
 
 # ---- moving -------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ HARMLESS = [
         class Trainer:
             def __init__(self):
                 self.key, self.params, self.rate = jax.random.key(«1¦2»), jnp.ones(2) * «1¦2», 3.0
-            def loss(self, x): return jax.random.normal(jax.random.PRNGKey(0), x.shape) @ x * self.rate
+            def loss(self, x): return jax.random.normal(jax.random.PRNGKey(0), (8,)) @ x * self.rate
             def run(self, x): return jax.grad(self.loss)(x)
         step = Trainer().run
         """,
