@@ -132,12 +132,12 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
     which JAX measures how long it traces: of an object whose class inherits from theirs, all
     attributes are noted. Nor does JAX read `params` of others than its equations and the like.
     """
-    if name in code.co_consts:
-        return True
-    space = vars(sys.modules[module]) if module in sys.modules else {}
     package = (module or "").partition(".")[0]
     if package == "jax" and name == "params":
         return False
+    if name in code.co_consts:
+        return True
+    space = vars(sys.modules[module]) if module in sys.modules else {}
     is_method = package in ("jax", "numpy")
     is_method = is_method and code.co_varnames[: code.co_argcount][:1] == ("self",)
     is_own, owner = False, None
