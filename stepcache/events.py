@@ -47,6 +47,8 @@ class Change:
     sizes: tuple[tuple[int, int, int], ...] = ()
 
     def __str__(self) -> str:
+        if self.part == "code" and self.note:  # Both sides are digests.
+            return f"{self.path}: {self.note}"
         text = f"{self.path}: {self.before} → {self.after}"
         return f"{text} ({self.note})" if self.note else text
 

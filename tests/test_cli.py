@@ -126,6 +126,14 @@ def test_a_directory_that_others_can_write_is_refused(directory):
     assert "Others can write" in run_json("cache", "ls", "--dir", directory, code=1)["error"]
 
 
+def test_a_file_is_no_directory(tmp_path, monkeypatch):
+    place = tmp_path / "file"
+    place.touch()
+    monkeypatch.setenv("STEPCACHE_DIR", str(place))
+    assert "not a directory" in run("cache", "ls", code=1).output
+    assert f"not a directory ({place})" in run("doctor", "--no-round-trip", code=1).output
+
+
 # ---- ls and show --------------------------------------------------------------------------------
 
 
@@ -389,6 +397,8 @@ def test_prune_spares_what_is_being_loaded(directory):
     os.utime(program, (0, 0))
     with tier.loading("program", program.name):
         run("cache", "prune", "--older-than", "1d", "--dir", directory)
+        result = run("cache", "prune", "--max-bytes", "1", "--dir", directory, code=1)
+    assert "cannot be removed" in result.output
     assert program.exists()
 
 

@@ -134,11 +134,12 @@ def prune_command(
         sizes = found.freed_bytes, found.left_bytes
         return Result(found, render.removed(len(found.removed), *sizes, found.remote))
     archive = inventories.open_existing(directory)
-    return _freed(archive, directory, archive.disk.prune(max_bytes, since) if archive else [])
+    removed = archive.disk.prune(max_bytes, since) if archive else []
+    return _freed(archive, directory, removed, max_bytes)
 
 
 def _freed(
-    archive: Archive | None, directory: Path, removed: list[EntryInfo], failed: bool = False
+    archive: Archive | None, directory: Path, removed: list[EntryInfo], max_bytes: int | None
 ) -> Result:
     freed_bytes = sum(each.size_bytes for each in removed)
     left_bytes = sum(each.size_bytes for each in inventories.entries_of(archive))
@@ -148,8 +149,11 @@ def _freed(
         "freed_bytes": freed_bytes,
         "left_bytes": left_bytes,
     }
-    text = render.removed(len(removed), freed_bytes, left_bytes, str(directory))
-    return Result(data, text, failed=failed)
+    text = [*render.removed(len(removed), freed_bytes, left_bytes, str(directory))]
+    too_many = max_bytes is not None and left_bytes > max_bytes
+    if too_many:
+        text.append("What is left cannot be removed, or is being loaded: see stepcache doctor.")
+    return Result(data, text, failed=too_many)
 
 
 @cache.command("clear")
@@ -167,7 +171,7 @@ def clear_command(directory: Path, yes: bool) -> Result:
         archive.disk.clear()
     left = {(each.kind, each.digest) for each in inventories.entries_of(archive)}
     gone = [each for each in entries if (each.kind, each.digest) not in left]
-    return _freed(archive, directory, gone, failed=bool(left))
+    return _freed(archive, directory, gone, 0)
 
 
 # ---- moving -------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def inventory(found: Inventory) -> Rendered:
     for item in found.items:
         if item.problem:
             yield Text(f"{item.kind} {item.digest[:12]} is damaged: {item.problem}", "red")
-    if found.damaged:
+    if found.damaged and "://" not in found.directory:  # As that of a shared cache.
         yield "stepcache cache verify puts damaged entries in quarantine."
 
 

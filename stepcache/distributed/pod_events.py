@@ -137,7 +137,8 @@ class PodEvents:
         """Leaves a broken pod.
 
         Args:
-            wait_for_others_but: waits until all other ranks but these have left; None does not.
+            wait_for_others_but: waits until all other ranks but these have left or ended; None does
+                not wait.
             seconds: the time limit.
         """
         self._service.put(f"{_LEFT}/{self._rank}", b"1")
@@ -146,7 +147,10 @@ class PodEvents:
         processes = self._processes()
         others = processes.keys() - wait_for_others_but - {self._rank}
         deadline = time.monotonic() + seconds
-        while not others <= {int(rank) for rank in self._service.listed(f"{_LEFT}/")}:
+        while silent := others - {int(rank) for rank in self._service.listed(f"{_LEFT}/")}:
+            # One that failed, too, takes this rank for lost, and does not say that it leaves.
+            if all(self._ended_here(*processes[rank]) for rank in silent):
+                break
             if time.monotonic() > deadline:
                 return
             time.sleep(0.1)

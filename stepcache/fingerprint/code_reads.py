@@ -128,15 +128,18 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
     """Whether code that has this name, or string, may read such an attribute of a user's object.
 
     It does not where it reads a global, an attribute of an installed module or of a class in one
-    (`ir.Location.file`), or one of `self` in a class of JAX, such as the `start_time` with which
-    JAX measures how long it traces: of an object whose class inherits from JAX's, all attributes
-    are noted.
+    (`ir.Location.file`), or one of `self` in a class of JAX or numpy, such as the `start_time` with
+    which JAX measures how long it traces: of an object whose class inherits from theirs, all
+    attributes are noted. Nor does JAX read `params` of others than its equations and the like.
     """
+    package = (module or "").partition(".")[0]
+    if package == "jax" and name == "params":
+        return False
     if name in code.co_consts:
         return True
     space = vars(sys.modules[module]) if module in sys.modules else {}
-    is_jax = module is not None and module.partition(".")[0] == "jax"
-    is_method = is_jax and code.co_varnames[: code.co_argcount][:1] == ("self",)
+    is_method = package in ("jax", "numpy")
+    is_method = is_method and code.co_varnames[: code.co_argcount][:1] == ("self",)
     is_own, owner = False, None
     for instruction in dis.get_instructions(code):
         operation = instruction.opname

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import sys
@@ -68,6 +69,16 @@ def pytree_functions(cls: type) -> tuple[Callable, ...]:
     return (entry.to_iter, entry.from_iter, *more)
 
 
+def devices_text(devices: Iterable[tuple[str, int]]) -> str:
+    """Platforms and numbers of devices, in order: "cpu:0…3,cpu:7"."""
+    runs = itertools.groupby(enumerate(devices), lambda each: (each[1][0], each[1][1] - each[0]))
+    bounds = ((kind, [number for _, (_, number) in run]) for (kind, _), run in runs)
+    return ",".join(
+        f"{kind}:{numbers[0]}" + (f"…{numbers[-1]}" if numbers[1:] else "")
+        for kind, numbers in bounds
+    )
+
+
 def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> str:
     """A sharding or a mesh as text that is the same in every process.
 
@@ -77,12 +88,12 @@ def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> st
     """
 
     def devices_of(devices: Iterable[Any]) -> str:
-        return ",".join(
-            f"{device.platform}:{numbers[device] if numbers else device.id}" for device in devices
+        return devices_text(
+            (device.platform, numbers[device] if numbers else device.id) for device in devices
         )
 
     if isinstance(sharding, Mesh):
-        kinds = ",".join(str(kind) for kind in sharding.axis_types)
+        kinds = ",".join(map(str, sharding.axis_types))
         return f"{dict(sharding.shape)} ({kinds}) over {devices_of(sharding.devices.flat)}"
     kind = getattr(sharding, "memory_kind", None)
     if isinstance(sharding, NamedSharding):

@@ -125,7 +125,7 @@ class Lookup:
 
     def _call_dependencies(self, tokens: Sequence[str]) -> dict[str, str]:
         dependencies = _setting_texts(self._key.environment) | inspection.process_environment()
-        dependencies["mesh"] = repr(_renumbered(self._key.mesh, self._devices))
+        dependencies["mesh"] = _mesh_text(self._key.mesh, self._devices)
         paths = (path.text for path in self._paths)
         dependencies.update(
             (f"argument {path}", token) for path, token in zip(paths, tokens, strict=True)
@@ -288,11 +288,14 @@ def _devices_in_order(key: Key) -> tuple[Any, ...]:
     return (*ordered, *(device for device in everything if device not in ours))
 
 
-def _renumbered(mesh: tuple, devices: Sequence[Any]) -> tuple:
+def _mesh_text(mesh: tuple, devices: Sequence[Any]) -> str:
     if not mesh:
-        return ()
-    positions = {(device.platform, device.id): index for index, device in enumerate(devices)}
-    return (*mesh[:2], tuple((each[0], positions.get(each, each[1])) for each in mesh[2]))
+        return "none"
+    positions: dict[Any, Any] = {
+        (device.platform, device.id): index for index, device in enumerate(devices)
+    }
+    placed = inspection.devices_text((each[0], positions.get(each, each[1])) for each in mesh[2])
+    return f"{dict(mesh[0])} ({','.join(mesh[1])}) over {placed}"
 
 
 def _leaf_tokens(leaves: Iterable[Leaf], devices: Sequence[Any]) -> list[str]:

@@ -171,7 +171,8 @@ def advise(
     use = Use(engine.spec, args, kwargs)
     if not use.variables:
         what = "the call has no Variables, whose policies could be others"
-        raise OptionError(what, where=f"advise({engine.spec.name})")
+        hint = "pass sc.Variables(state) in the place of the state"
+        raise OptionError(what, where=f"advise({engine.spec.name})", hint=hint)
     costs = [
         costs_of(each, Reads(number < use.carried, readers, writes_every))
         for number, each in enumerate(use.variables)

@@ -126,7 +126,7 @@ def _directory(directory: Path) -> Iterator[Check]:
                 private_files.check_directory(path)
         found = directory.stat()
     except CacheDirectoryError as error:
-        detail = f"{error.what} ({error.where}: {error.got})"
+        detail = f"{error.what} ({': '.join(filter(None, (error.where, error.got)))})"
         yield Check("directory", "fault", detail, error.hint or "")
         return
     except OSError as error:

@@ -16,6 +16,7 @@ from stepcache.programs.archive import Archive
 from stepcache.programs.opening import open_archive
 from stepcache.storage.dependency_record import DependencyRecord, unpack_records
 from stepcache.storage.entry_info import EntryInfo
+from stepcache.storage.private_files import check_directory
 from stepcache.units import counted
 
 
@@ -86,9 +87,11 @@ def open_existing(directory: Path) -> Archive | None:
     """Opens a cache directory; returns None, and creates nothing, if there is none.
 
     Raises:
-        CacheDirectoryError: other users can write to it.
+        CacheDirectoryError: other users can write to it, or it is a file.
     """
     if not (directory / "v1").is_dir():
+        if directory.exists():
+            check_directory(directory)
         return None
     return open_archive(directory, None, "off", 0.0)
 

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import jax
 
-from stepcache.errors import StepCacheError
+from stepcache.errors import OptionError, StepCacheError
 from stepcache.fingerprint.dependencies import kind_of
 from stepcache.fingerprint.provenance import distribution_of
 from stepcache.jaxcompat import inspection
@@ -167,8 +167,24 @@ def _digests(entries: Iterable[EntryInfo], kind: str) -> set[str]:
 
 
 def chosen_entries(entries: Sequence[EntryInfo], wanted: Sequence[str]) -> Sequence[EntryInfo]:
-    """Returns the entries that `find` finds for some names, or all if there are no names."""
-    return [each for name in wanted for each in find(entries, name)] if wanted else entries
+    """Returns the entries that `find` finds for some names, or all if there are no names.
+
+    Raises:
+        OptionError: a name matches nothing.
+    """
+    found = {name: find(entries, name) for name in wanted}
+    require_found(name for name, each in found.items() if not each)
+    return [each for entries_of_name in found.values() for each in entries_of_name] or entries
+
+
+def require_found(missing: Iterable[str], left_out: Sequence[str] = ()) -> None:
+    """Raises an `OptionError` if there are names that match nothing."""
+    if names := ", ".join(map(repr, missing)):
+        raise OptionError(
+            f"No step or program matches {names}",
+            got="; ".join(left_out) or None,
+            hint="stepcache cache ls lists the steps",
+        )
 
 
 def sound_steps(

@@ -20,7 +20,7 @@ from stepcache.programs.archive import Archive
 from stepcache.programs.opening import open_archive
 from stepcache.report.bundle import Step
 from stepcache.report.inventory import Inventory, Item, means
-from stepcache.report.moving import chosen_entries, merged, publish, sound_steps
+from stepcache.report.moving import chosen_entries, merged, publish, require_found, sound_steps
 from stepcache.storage.dependency_record import pack_records, unpack_records
 from stepcache.storage.entry import DamagedEntryError, read_payload, read_stored
 from stepcache.storage.object_store import Object, ObjectStore
@@ -150,6 +150,7 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
 
     Raises:
         SharedCacheError: the store fails, or is read only.
+        OptionError: a name matches no step.
     """
     disk, left_out = archive.disk, list[str]()
     chosen = chosen_entries(list(disk.entries("step")), wanted)
@@ -186,17 +187,21 @@ def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
     Raises:
         SharedCacheError: the store fails.
         BundleError: the directory cannot be written.
+        OptionError: a name matches no step.
     """
     disk, left_out = open_archive(directory, None, "off", 0.0).disk, list[str]()
     labels, stored, there = [], set[str](), set[str]()
     with _opened(place) as (store, catalogue):
         names = [name for each in catalogue.steps.values() for name in reversed(each)]
+        missing = set(wanted)
         for name, step in _read(store, place, names):
             if isinstance(step, str):
                 left_out.append(f"step {name.lookup[:12]}: {step}")
                 continue
-            if wanted and not any(means(step.label, each) for each in wanted):
+            matched = {each for each in wanted if means(step.label, each)}
+            if wanted and not matched:
                 continue
+            missing -= matched
             if disk.read("program", name.program) is not None:
                 there.add(name.program)
             elif why := _pull_program(store, place, disk, name.program):
@@ -206,6 +211,7 @@ def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
                 stored.add(name.program)
             publish(disk, "step", name.lookup, *merged(disk, step))
             labels.append(step.label)
+    require_found(sorted(missing), left_out)
     already = len(there - stored)
     return Shared(place.url, tuple(labels), len(stored), already, tuple(left_out))
 

@@ -1,9 +1,14 @@
 """A rank is killed: the others raise a typed error in time, none hangs, none is left."""
 
 import functools
+import os
+import subprocess
+import time
+from typing import Any
 
 import pytest
 
+from stepcache.distributed import pod_events
 from tests.cluster.pods import HEARTBEAT_SECONDS, run_pod, succeeded
 
 SCRIPT = """
@@ -604,3 +609,21 @@ TOGETHER = {
     "shut down": lambda place: run_pod(place, SHUT_DOWN),
     "connections": lambda place: run_pod(place, CONNECTIONS, 3),
 }
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the ends of processes are not seen")
+def test_ranks_that_have_ended_are_not_waited_for():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+
+    class Service:
+        def put(self, name, value): ...
+        def listed(self, directory):
+            pids = {"here/0": os.getpid(), "here/1": ended.pid}
+            return pids if directory == f"{pod_events._PROCESSES}/" else {}
+
+    events: Any = object.__new__(pod_events.PodEvents)
+    events._service, events._rank, events._machine = Service(), 0, "here"
+    started = time.monotonic()
+    events.leave(set(), 20.0)
+    assert time.monotonic() - started < 10

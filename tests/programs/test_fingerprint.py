@@ -17,7 +17,9 @@ import pytest
 
 import stepcache
 from stepcache.fingerprint import installed_packages
+from stepcache.fingerprint.dependencies import differences
 from stepcache.fingerprint.visitor import Walk
+from stepcache.jaxcompat import inspection
 
 T = TypeVar("T")
 
@@ -245,6 +247,18 @@ def test_a_change_is_named_as_a_reader_would_look_for_it():
         f"{label}, pair.second",
         f"{label}, applied.args[0]",
     }
+
+
+def test_a_change_of_code_is_told_without_digests():
+    changes = differences({"f": "code 1", "g": "code 2"}, {"f": "code 3", "h": "code 4"})
+    told = ["f: its code changed", "g: gone", "h: not there before"]
+    assert list(map(str, changes)) == told
+
+
+def test_many_devices_are_a_short_text():
+    numbers = [*range(1000), 2000, 7, 8]
+    text = inspection.devices_text(("tpu" if each < 1000 else "cpu", each) for each in numbers)
+    assert text == "tpu:0…999,cpu:2000,tpu:7…8"
 
 
 def test_names_that_could_be_mistaken_for_one_another_stay_apart():

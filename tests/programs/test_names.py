@@ -1,8 +1,11 @@
 """What code names, read from its bytecode, and what its digest sees."""
 
+import re
 import textwrap
+from pathlib import Path
 from types import CodeType
 
+import jax
 import pytest
 
 from stepcache.fingerprint.bytecode import Read, code_digest, names_of
@@ -143,6 +146,7 @@ def test_a_class_that_is_only_compared_or_named_makes_no_instance(text, makes):
     [
         ("self.rate", "jax._src.core", False),
         ("self.rate", "optax", True),  # Its methods may have been put into a class of the user's.
+        ("self.rate", "numpy._core.getlimits", False),
         ("x.rate", "jax._src.core", True),
         ("(x or self).rate", "jax._src.core", True),
         ("[self := x, self.rate]", "jax._src.core", True),
@@ -158,3 +162,11 @@ def test_which_attributes_of_the_users_objects_installed_code_may_read(text, mod
     body = compiled(f"class C:\n    def f(self, x): return {text}", "C")
     (code,) = (each for each in body.co_consts if isinstance(each, CodeType))
     assert _may_be_of_the_users(code, module, "rate") == may_be
+
+
+def test_jax_reads_the_parameters_of_its_own_objects_alone():
+    source = Path(jax.__file__).parent / "_src"
+    texts = (path.read_text() for path in source.rglob("*.py") if "pallas" not in path.parts)
+    owners = {each for text in texts for each in re.findall(r"([\w.\])]+)\.params\b", text)}
+    of_equations = {each for each in owners if each.endswith("eqn")} | {"e", "r"}
+    assert owners - of_equations <= {"p", "self", "other", "f", "fun"}

@@ -563,6 +563,13 @@ def test_the_command_line(bucket, server, tmp_path, monkeypatch):
     assert "1 step and 1 program pulled" in cache("pull", "--dir", other, "first")
     assert "1 step, 1 program, " in cache("ls", "--dir", other)
     assert "1 program pulled" in cache("pull", "--dir", other)
+    for words in (["push"], ["pull"], ["export", tmp_path / "bundle"]):
+        output = cache(*words, "--dir", own, "first", "third", code=1)
+        assert "No step or program matches 'third'" in output
+    with monkeypatch.context() as patch:
+        patch.setenv("STEPCACHE_KEY_FILE", str(key_in(other, "f" * 64)))
+        output = cache("ls", "--remote")
+        assert "another key" in output and "quarantine" not in output
     assert "0 entries removed" in cache("prune", "--remote", "--older-than", "1h")
     assert "2 entries removed" in cache(
         "prune", "--remote", "--max-bytes", listed["size_bytes"] - 1

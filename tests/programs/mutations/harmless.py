@@ -48,6 +48,17 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_names_of_a_trainer",  # Which equations of JAX and numpy's iinfo have, too.
+        """
+        class Trainer:
+            def __init__(self):
+                self.key, self.params, self.rate = jax.random.key(«1¦2»), jnp.ones(2) * «1¦2», 3.0
+            def loss(self, x): return jax.random.normal(jax.random.PRNGKey(0), (8,)) @ x * self.rate
+            def run(self, x): return jax.grad(self.loss)(x)
+        step = Trainer().run
+        """,
+    ),
+    _kind(
         "harmless_constructor_beside_a_dataclass",  # Whose methods compare classes, and name them.
         """
         import dataclasses, time
