@@ -5,8 +5,8 @@
 - *training step*: an MLP of some 20 ms a step, one after the other.
 - *repeat*: 100 null steps in one call, per step.
 
-TensorFlow runs in a process of its own, with a session callable on one task of a local cluster: a
-variable is assigned to. It may be installed elsewhere: `--tensorflow PYTHON`.
+TensorFlow runs in a process of its own, with a session callable on one or two tasks of a local
+cluster: a variable on each is added to. It may be installed elsewhere: `--tensorflow PYTHON`.
 
     python -m benchmarks.remote [--quick] [--tensorflow PYTHON]
 """
@@ -35,25 +35,37 @@ from stepcache.remote.coordinator import Coordinator
 from stepcache.remote.messages import HEADER_BYTES, Kind, Message, packed
 
 IN_FLIGHT, REPEATS = 16, 100
+_TF = "TF 1 session callable"
 
 TENSORFLOW = """
 import json, sys, time
 import tensorflow.compat.v1 as tf
 tf.disable_eager_execution()
-if sys.argv[1:]:
-    server = tf.train.Server({"worker": [sys.argv[1]]}, job_name="worker", task_index=0)
+if sys.argv[2:]:
+    task, *addresses = sys.argv[2:]
+    server = tf.train.Server({"worker": addresses}, job_name="worker", task_index=int(task))
     print("serving", flush=True)
     server.join()
-import socket, subprocess
-with socket.socket() as free:
-    free.bind(("localhost", 0))
-    address = "localhost:%d" % free.getsockname()[1]
-command = [sys.executable, "-c", TEXT, address]
-server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-server.stdout.readline()
-with tf.Session("grpc://" + address) as session:
-    state = tf.get_variable("state", initializer=tf.zeros(4))
-    run = session.make_callable(tf.assign_add(state, tf.ones(4)).op)
+import contextlib, socket, subprocess
+with contextlib.ExitStack() as held:
+    free = [held.enter_context(socket.socket()) for _ in range(int(sys.argv[1]))]
+    for each in free:
+        each.bind(("localhost", 0))
+    addresses = ["localhost:%d" % each.getsockname()[1] for each in free]
+quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+servers = [
+    subprocess.Popen([sys.executable, "-c", TEXT, sys.argv[1], str(task), *addresses], **quiet)
+    for task in range(len(addresses))
+]
+for each in servers:
+    each.stdout.readline()
+with tf.Session("grpc://" + addresses[0]) as session:
+    updates = []
+    for task in range(len(addresses)):
+        with tf.device("/job:worker/task:%d" % task):
+            state = tf.get_variable("state%d" % task, initializer=tf.zeros(4))
+            updates.append(tf.assign_add(state, tf.ones(4)).op)
+    run = session.make_callable(tf.group(*updates))
     session.run(tf.global_variables_initializer())
     for _ in range(200):
         run()
@@ -64,7 +76,8 @@ with tf.Session("grpc://" + address) as session:
         for _ in range(count):
             run()
         print((time.perf_counter() - started) / count, flush=True)
-server.kill()
+for each in servers:
+    each.kill()
 """
 
 
@@ -131,9 +144,9 @@ CASES = {
 class TensorFlow:
     """TensorFlow 1's session callable, in another process."""
 
-    def __init__(self, python: str):
+    def __init__(self, python: str, tasks: int):
         self._process = subprocess.Popen(
-            [python, "-c", f"TEXT = {TENSORFLOW!r}\n{TENSORFLOW}"],
+            [python, "-c", f"TEXT = {TENSORFLOW!r}\n{TENSORFLOW}", str(tasks)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -162,27 +175,39 @@ def timed(contender: Contender, name: str, count: int) -> float:
 def measured(rounds: int, tensorflow: str | None) -> list[Row]:
     here = Contender(sc.Session())
     one, two = (Contender(sc.Session(target=f"local:{n}x1")) for n in (1, 2))
-    contenders = {"in this process": here, "on one task": one, "on two tasks": two}
-    other = TensorFlow(tensorflow) if tensorflow else None
+    others = [TensorFlow(tensorflow, tasks) for tasks in (1, 2)] if tensorflow else []
     rows = []
     for case, (name, count) in CASES.items():
         ways: dict[str, Callable[[], float]] = {
-            each: functools.partial(timed, held, name, count) for each, held in contenders.items()
+            each: functools.partial(timed, held, name, count)
+            for each, held in (
+                ("in this process", here),
+                ("on one task", one),
+                ("on two tasks", two),
+            )
         }
-        if other is not None and name in ("null", "in_flight"):
-            ways = {"TF 1 session callable": functools.partial(other.seconds, count), **ways}
-        for way in ways.values():
-            way()
-        seconds: dict[str, list[float]] = {each: [] for each in ways}
-        for _ in range(rounds):
-            for each, way in ways.items():
-                seconds[each].append(way())
-        rows += compared(case, seconds)
-    if other is not None:
-        other.close()
+        if others and name in ("null", "in_flight"):
+            by_tensorflow = [functools.partial(each.seconds, count) for each in others]
+            on_two = {_TF: by_tensorflow[1], "on two tasks": ways.pop("on two tasks")}
+            rows += in_turn(case, {_TF: by_tensorflow[0], **ways}, rounds)
+            rows += in_turn(f"{case}, two tasks", on_two, rounds)
+        else:
+            rows += in_turn(case, ways, rounds)
+    for each in others:
+        each.close()
     for each in (one, two):
         each.session.close()
     return rows
+
+
+def in_turn(case: str, ways: dict[str, Callable[[], float]], rounds: int) -> list[Row]:
+    for way in ways.values():
+        way()
+    seconds: dict[str, list[float]] = {each: [] for each in ways}
+    for _ in range(rounds):
+        for each, way in ways.items():
+            seconds[each].append(way())
+    return compared(case, seconds)
 
 
 def of_tasks(tasks: int, runs: int = 200) -> dict[str, float]:

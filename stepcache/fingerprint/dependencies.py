@@ -76,9 +76,26 @@ def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, 
         if old != new and not late and not (new is None and name in unknown):
             changes.append(_change(name, old, new))
     shown = [change.path for change in changes]
-    changes = [each for each in changes if not _is_shown_by_name(each.path, shown)]
-    changes.sort(key=lambda change: KINDS.index(change.part))
+    others = tuple(
+        f"{each.path}{mark}" for each in changes if _is_of_another_class(each) for mark in ".[ "
+    )
+    changes = [
+        each
+        for each in changes
+        if not _is_shown_by_name(each.path, shown) and not each.path.startswith(others)
+    ]
+    changes.sort(key=lambda change: (KINDS.index(change.part), _is_special(change.path)))
     return tuple(changes[:_MAX_CHANGES])
+
+
+def _is_of_another_class(change: Change) -> bool:
+    """Whether an object is in the place of one of another class: so are its attributes."""
+    return change.part != "code" and change.before.startswith("a ") and change.after.startswith("a ")
+
+
+def _is_special(path: str) -> bool:
+    """Whether a change is of a method such as `__eq__`, which Python writes for a dataclass."""
+    return path.rpartition(".")[2].startswith("__")
 
 
 def _is_shown_by_name(path: str, shown: list[str]) -> bool:

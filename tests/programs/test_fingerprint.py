@@ -255,6 +255,20 @@ def test_a_change_of_code_is_told_without_digests():
     assert list(map(str, changes)) == told
 
 
+def test_the_attributes_of_an_object_of_another_class_are_not_told():
+    before = {"setup": "a run.Adam", "setup.beta": "0.9", "setup.rate": "0.1", "setups": "1"}
+    after = {"setup": "a run.Sgd", "setup.rate": "0.2", "setup (order of attributes)": "f3"}
+    changes = differences(before, after | {"setups": "2"})
+    assert list(map(str, changes)) == ["setup: a run.Adam → a run.Sgd", "setups: 1 → 2"]
+
+
+def test_methods_that_python_writes_are_told_last():
+    before = {"Config.__eq__": "code 1", "Config.__init__": "code 2"}
+    after = {"Config.__eq__": "code 3", "Config.__init__": "code 4", "Config.rate": "code 5"}
+    paths = [each.path for each in differences(before, after)]
+    assert paths == ["Config.rate", "Config.__eq__", "Config.__init__"]
+
+
 def test_many_devices_are_a_short_text():
     numbers = [*range(1000), 2000, 7, 8]
     text = inspection.devices_text(("tpu" if each < 1000 else "cpu", each) for each in numbers)
