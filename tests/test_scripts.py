@@ -236,6 +236,14 @@ def test_options_of_the_command_line(tmp_path):
     assert again.how == ["loaded"] * 2 and again.output == default.output, shown(again)
 
 
+def test_flags_of_absl(tmp_path):
+    script = Script("absl_flags", tmp_path)
+    first, _ = built_once_then_loaded(script, "train_step", quiet=False)
+    slower = script.run("--lr", "0.01", quiet=False)
+    assert slower.how == ["compiled"] and slower.output != first.output, shown(slower)
+    assert "FLAGS.lr: 0.1 → 0.01" in slower.programs[0]["miss"], shown(slower)
+
+
 def test_a_logger_in_the_step(tmp_path):
     """What a log record holds, such as the time, does not reach the program."""
     script = Script("logging_step", tmp_path)

@@ -262,6 +262,8 @@ def note_special(walk: Trail, path: str, value: Any) -> bool:
         walk.note(path, kind.__name__)
     elif isinstance(value, logging.Logger):
         walk.note(path, f"logger {value.name}, level {value.getEffectiveLevel()}")
+    elif kind.__module__ == "absl.flags._flagvalues":
+        note_flags(walk, path, value)
     elif isinstance(value, ContextVar):
         walk.note(path, f"context variable {value.name}")
         walk.value(f"{path}.get()", value.get(None))
@@ -278,6 +280,19 @@ def note_special(walk: Trail, path: str, value: Any) -> bool:
     return True
 
 
+def note_flags(walk: Trail, path: str, flags: Any) -> None:
+    """Notes the values of absl's flags, or that of the flag of a holder.
+
+    Absl also keeps them by the addresses of modules, which are other ones in each process.
+    """
+    walk.note(path, type(flags).__name__)
+    is_holder = hasattr(flags, "_flagvalues")
+    known = flags._flagvalues if is_holder else flags
+    for name in (flags.name,) if is_holder else sorted(known):
+        walk.value(f"{path}.{name}", known[name].value)
+        walk.when_named("present", f"{path}[{name!r}].present", known[name].present)
+
+
 @functools.lru_cache(maxsize=4096)
 def _may_be_special(kind: type) -> bool:
     """Whether `note_special` may know a class: few do, and it asks many questions."""
@@ -289,7 +304,9 @@ def _may_be_special(kind: type) -> bool:
     )
 
 
-_SPECIAL_PACKAGES = frozenset(("jax", "jaxlib", "stepcache", "random", "os", *_BY_REPR_MODULES))
+_SPECIAL_PACKAGES = frozenset(
+    ("jax", "jaxlib", "stepcache", "absl", "random", "os", *_BY_REPR_MODULES)
+)
 _SPECIAL_CLASSES: tuple[Any, ...] = (
     *(np.ndarray, np.generic, np.dtype, np.random.RandomState, np.random.Generator, np.ufunc),
     *(jax.Array, jax.Device, jax.P, jax.sharding.Sharding, jax.sharding.Mesh),
