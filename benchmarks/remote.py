@@ -5,6 +5,8 @@
 - *training step*: an MLP of some 20 ms a step, one after the other.
 - *repeat*: 100 null steps in one call, per step.
 
+Where Ray is installed, a task of its engine is measured, too.
+
 TensorFlow runs in a process of its own, with a session callable on one or two tasks of a local
 cluster: a variable on each is added to. It may be installed elsewhere: `--tensorflow PYTHON`.
 
@@ -31,10 +33,13 @@ import numpy as np
 
 import stepcache as sc
 from benchmarks.harness import Row, compared, show, write
+from benchmarks.served import HAS_RAY, ray_cluster
+from benchmarks.served_processes import served_by
 from stepcache.remote.coordinator import Coordinator
 from stepcache.remote.messages import HEADER_BYTES, Kind, Message, packed
 
 IN_FLIGHT, REPEATS = 16, 100
+RAY_NAME = "remote-benchmark"
 _TF = "TF 1 session callable"
 
 TENSORFLOW = """
@@ -139,6 +144,7 @@ CASES = {
     "a training step": ("training", 10),
     "repeat(100), per null step": ("repeat", 400),
 }
+WITH_TENSORFLOW = ("null", "in_flight")
 
 
 class TensorFlow:
@@ -178,26 +184,41 @@ def measured(rounds: int, tensorflow: str | None) -> list[Row]:
     others = [TensorFlow(tensorflow, tasks) for tasks in (1, 2)] if tensorflow else []
     rows = []
     for case, (name, count) in CASES.items():
-        ways: dict[str, Callable[[], float]] = {
-            each: functools.partial(timed, held, name, count)
-            for each, held in (
-                ("in this process", here),
-                ("on one task", one),
-                ("on two tasks", two),
-            )
-        }
-        if others and name in ("null", "in_flight"):
-            by_tensorflow = [functools.partial(each.seconds, count) for each in others]
-            on_two = {_TF: by_tensorflow[1], "on two tasks": ways.pop("on two tasks")}
-            rows += in_turn(case, {_TF: by_tensorflow[0], **ways}, rounds)
-            rows += in_turn(f"{case}, two tasks", on_two, rounds)
+        ways = ways_of({"in this process": here, "on one task": one}, name, count)
+        on_two = ways_of({"on two tasks": two}, name, count)
+        if others and name in WITH_TENSORFLOW:
+            by_tensorflow = [{_TF: functools.partial(each.seconds, count)} for each in others]
+            rows += in_turn(case, by_tensorflow[0] | ways, rounds)
+            rows += in_turn(f"{case}, two tasks", by_tensorflow[1] | on_two, rounds)
         else:
-            rows += in_turn(case, ways, rounds)
-    for each in others:
+            rows += in_turn(case, ways | on_two, rounds)
+    for each in (*others, one.session, two.session):
         each.close()
-    for each in (one, two):
-        each.session.close()
     return rows
+
+
+def measured_on_ray(rounds: int, tensorflow: str | None) -> list[Row]:
+    """By themselves, for Ray's processes take a part of the machine."""
+    command = ["-m", "stepcache.cli", "serve", "--tasks", "1x1", "--ray", RAY_NAME]
+    rows = []
+    with ray_cluster(), served_by([sys.executable, *command]):
+        here, ray = Contender(sc.Session()), Contender(sc.Session(target=f"ray:{RAY_NAME}"))
+        other = TensorFlow(tensorflow, 1) if tensorflow else None
+        for case, (name, count) in CASES.items():
+            ways = ways_of({"in this process": here, "on one task of Ray": ray}, name, count)
+            if other is not None and name in WITH_TENSORFLOW:
+                ways = {_TF: functools.partial(other.seconds, count), **ways}
+            rows += in_turn(f"{case}, beside Ray", ways, rounds)
+        if other is not None:
+            other.close()
+        ray.session.close()
+    return rows
+
+
+def ways_of(
+    contenders: dict[str, Contender], name: str, count: int
+) -> dict[str, Callable[[], float]]:
+    return {each: functools.partial(timed, held, name, count) for each, held in contenders.items()}
 
 
 def in_turn(case: str, ways: dict[str, Callable[[], float]], rounds: int) -> list[Row]:
@@ -248,7 +269,10 @@ def main() -> None:
     parser.add_argument("--tensorflow", help="a Python that has TensorFlow")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    rows = measured(2 if options.quick else options.rounds, options.tensorflow)
+    rounds = 2 if options.quick else options.rounds
+    rows = measured(rounds, options.tensorflow)
+    if HAS_RAY:
+        rows += measured_on_ray(rounds, options.tensorflow)
     show("steps on tasks", rows)
     curve = [of_tasks(tasks) for tasks in (1, 10, 100, 1000)]
     print(f"{HEADER_BYTES} bytes start a step")
