@@ -32,11 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import stepcache as sc
+from benchmarks import light_tasks
 from benchmarks.harness import Row, compared, show, write
 from benchmarks.served import HAS_RAY, ray_cluster
 from benchmarks.served_processes import served_by
-from stepcache.remote.coordinator import Coordinator
-from stepcache.remote.messages import HEADER_BYTES, Kind, Message, packed
+from stepcache.remote.messages import HEADER_BYTES
 
 IN_FLIGHT, REPEATS = 16, 100
 RAY_NAME = "remote-benchmark"
@@ -231,38 +231,6 @@ def in_turn(case: str, ways: dict[str, Callable[[], float]], rounds: int) -> lis
     return compared(case, seconds)
 
 
-def of_tasks(tasks: int, runs: int = 200) -> dict[str, float]:
-    """What a run costs the client and the coordinator, with so many simulated tasks."""
-    coordinator = Coordinator(tasks)
-    coordinator.started()
-    for task in range(tasks):
-        coordinator.joined(task, {"devices": tasks, "platform": "cpu"})
-    hello = packed(name="", process="1.1.here", watch="")
-    (client, _), *_ = coordinator.from_client(0, Message(Kind.HELLO, body=hello)).clients
-    form = packed(form={"program": 1, "refs": [], "takes": [], "writes": []})
-    coordinator.from_client(client, Message(Kind.RUN, client, 1, 1, 1, form))
-    client_seconds = coordinator_seconds = 0.0
-    for number in range(2, runs + 2):
-        started = time.perf_counter()
-        data = Message(Kind.RUN, client, 1, number, 1).encoded()
-        client_seconds += time.perf_counter() - started
-        started = time.perf_counter()
-        output = coordinator.from_client(client, Message(Kind.RUN, client, 1, number, 1))
-        sent = [message.encoded() for message in output.tasks] * tasks
-        for task in range(tasks):
-            coordinator.from_task(task, Message(Kind.DONE, client, 1, number))
-        coordinator_seconds += time.perf_counter() - started
-    return {
-        "tasks": tasks,
-        "client_messages": 1,
-        "client_bytes": len(data),
-        "client_us": 1e6 * client_seconds / runs,
-        "coordinator_messages": len(sent),
-        "coordinator_bytes": sum(map(len, sent)),
-        "coordinator_us": 1e6 * coordinator_seconds / runs,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two rounds; writes no results")
@@ -271,13 +239,13 @@ def main() -> None:
     options = parser.parse_args()
     rounds = 2 if options.quick else options.rounds
     rows = measured(rounds, options.tensorflow)
+    curve = [light_tasks.measured(tasks) for tasks in (1, 10, 100, 1000)]
     if HAS_RAY:
         rows += measured_on_ray(rounds, options.tensorflow)
     show("steps on tasks", rows)
-    curve = [of_tasks(tasks) for tasks in (1, 10, 100, 1000)]
     print(f"{HEADER_BYTES} bytes start a step")
     for each in curve:
-        print(json.dumps({name: round(value, 1) for name, value in each.items()}))
+        print(json.dumps({name: round(value, 6) for name, value in each.items()}))
     if not options.quick:
         figures = {"header_bytes": HEADER_BYTES, "tasks": curve}
         print(write("remote", rows, figures, rounds=options.rounds, in_flight=IN_FLIGHT))

@@ -105,6 +105,29 @@ def every_protocol() -> str:
     return table(header, rows, 0) + f"\n{found.source(how='medians')}\n"
 
 
+def many_tasks() -> str:
+    """What a start of a step costs with many light tasks."""
+    found = result("remote")
+    rows = [
+        (
+            f"{each['tasks']:,}",
+            f"{each['client_messages']}",
+            f"{each['client_bytes']}",
+            *(
+                in_units(each[name])
+                for name in ("seconds", "client_seconds", "coordinator_seconds")
+            ),
+        )
+        for each in found.figures["tasks"]
+    ]
+    header = (
+        *("tasks", "messages of the client", "bytes", "time"),
+        *("CPU of the client", "CPU of the coordinator"),
+    )
+    about = f"{found.device}, {found.versions}; means of 200 starts."
+    return table(header, rows, 0) + f"\n{about} `python -m benchmarks.remote`\n"
+
+
 _CASES_OF_A_POD = (
     *("stored", "built by one", "a barrier of JAX's", "quiet", "late", "never comes", "lost"),
 )
@@ -116,7 +139,7 @@ EVERY: dict[str, Callable[[], str]] = {
     f"every {name}": functools.partial(every, name)
     for name in _WHOLE
     if list(RESULTS.glob(f"{name}-*.json"))
-} | {"every pod_protocol": every_protocol}
+} | {"every pod_protocol": every_protocol, "many tasks": many_tasks}
 
 
 # ---- one row of each ---------------------------------------------------------------------------
@@ -124,6 +147,7 @@ EVERY: dict[str, Callable[[], str]] = {
 _JIT, _NNX = ("`jax.jit`", "jax.jit"), ("`nnx.jit`", "nnx.jit")
 _FIRST = ("`jax.jit`", "jax.jit, nothing stored")
 _CACHE = ("JAX's own cache", "jax.jit, persistent cache")
+_SESSION = ("TF 1's session callable", "TF 1 session callable")
 _SERVER = ("TF's parameter server", "TensorFlow, parameter server")
 _PUSHED = "a worker reads 16 MB from a server, and pushes as much"
 # What it is, the benchmark, its case, who else does it, and which contender is ours.
@@ -153,6 +177,7 @@ _ROWS = (
         *("a step whose moments are on the host", "resident", "moments on the host, 12 layers"),
         *(("copies by hand", "copies by hand"), "stepcache, OnHost"),
     ),
+    ("a step is started on another process", "remote", "a null step", _SESSION, "on one task"),
     (_PUSHED, "served", "16 MB, 1 worker", _SERVER, "stepcache, local"),
     ("the same, over Ray", "served", "16 MB, 1 worker", _SERVER, "stepcache, ray"),
     ("the same by an actor of Ray alone", "served", "16 MB, 1 worker", _SERVER, "Ray, an actor"),
