@@ -22,6 +22,7 @@ from stepcache.serving.shared_memory import allow_many_files
 from stepcache.storage.load_markers import Process
 
 RUNS = 200
+_SECONDS = 60  # That one answer may take.
 _FORM = {"program": 1, "refs": [], "takes": [], "writes": []}
 
 
@@ -85,9 +86,12 @@ def measured(count: int) -> dict[str, float]:
 
 def _timed(channel: Channel[Message], coordinator: int) -> dict[str, float]:
     def received(kind: Kind) -> Message:
+        until = time.monotonic() + _SECONDS
         while (message := channel.receive()) is None or message.kind is not kind:
+            if time.monotonic() > until:
+                raise TimeoutError(f"no {kind.name} has come")
             if message is None:
-                channel.wait(60)
+                channel.wait(1)
         return message
 
     body = packed(name="", process=str(Process.current()), watch="")
