@@ -65,6 +65,7 @@ def watch_binds() -> None:
 
 def stop_watching() -> None:
     """Ends what `watch_binds` began."""
+    _thread.calls.clear()
     for each in _replaced:
         each.stop()
 
@@ -90,7 +91,7 @@ def stays_in_jax(primitive: Any, arguments: tuple, parameters: dict[str, Any]) -
 
     What a function under `jax.jit` binds is asked about one by one.
     """
-    given = parameters if primitive.name not in ("jit", "pjit") else {}
+    given = parameters if getattr(primitive, "name", "") not in ("jit", "pjit") else {}
     return _calls_nothing(primitive, given) and _was_watched(primitive)
 
 
@@ -117,9 +118,9 @@ def jit_runs_jax_alone(first: Any, arguments: tuple, parameters: dict[str, Any])
         return False
     try:
         key = function, type(jaxcompat.active_traces()[0]), *map(_told, arguments[-2:])
-    except _Unknown:
+        _thread.calls[key] += 1
+    except (_Unknown, TypeError):  # Or an argument cannot be hashed.
         return False
-    _thread.calls[key] += 1
     return _thread.calls[key] > _WATCHED and _jax_is_whole()
 
 

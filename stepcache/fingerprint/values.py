@@ -262,7 +262,7 @@ def note_special(walk: Trail, path: str, value: Any) -> bool:
         walk.note(path, kind.__name__)
     elif isinstance(value, logging.Logger):
         walk.note(path, f"logger {value.name}, level {value.getEffectiveLevel()}")
-    elif kind.__module__ == "absl.flags._flagvalues":
+    elif f"{kind.__module__}.{kind.__name__}" in _FLAGS:
         note_flags(walk, path, value)
     elif isinstance(value, ContextVar):
         walk.note(path, f"context variable {value.name}")
@@ -280,6 +280,9 @@ def note_special(walk: Trail, path: str, value: Any) -> bool:
     return True
 
 
+_FLAGS = ("absl.flags._flagvalues.FlagValues", "absl.flags._flagvalues.FlagHolder")
+
+
 def note_flags(walk: Trail, path: str, flags: Any) -> None:
     """Notes the values of absl's flags, or that of the flag of a holder.
 
@@ -288,7 +291,7 @@ def note_flags(walk: Trail, path: str, flags: Any) -> None:
     walk.note(path, type(flags).__name__)
     is_holder = hasattr(flags, "_flagvalues")
     known = flags._flagvalues if is_holder else flags
-    for name in (flags.name,) if is_holder else sorted(known):
+    for name in {flags.name} & {*known} if is_holder else sorted(known):
         walk.value(f"{path}.{name}", known[name].value)
         walk.when_named("present", f"{path}[{name!r}].present", known[name].present)
 

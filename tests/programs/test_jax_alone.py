@@ -261,5 +261,19 @@ def test_a_long_trace_is_watched_in_part(monkeypatch):
     assert events[True] < 0.75 * events[False]
 
 
+def test_a_ufunc_that_jax_calls_in_a_pause():
+    with Recording():
+        jax_alone._thread.primitives.clear()
+        assert jax_alone.stays_in_jax(jnp.add, (), {}) in (True, False)
+
+
+def test_a_function_with_an_argument_that_cannot_be_hashed_is_watched(monkeypatch):
+    monkeypatch.setattr(jax_alone, "_BINDS_BEFORE_PAUSES", 0)
+    monkeypatch.setattr(jax_alone, "_holds_no_function", lambda value: True)
+    function = jnp.mean.__wrapped__ if hasattr(jnp.mean, "__wrapped__") else jnp.mean
+    with Recording():
+        assert not jax_alone.jit_runs_jax_alone(function, (None, ([set()],), {}), {})
+
+
 def test_jax_is_whole():
     assert jax_alone.jax_is_whole()
