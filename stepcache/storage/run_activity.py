@@ -161,6 +161,8 @@ class ActivityLog:
     def write_to(self, file: Path) -> None:
         """Writes what there is to a file too: soon, then while it changes, and at the end."""
         self._here()
+        with contextlib.suppress(OSError):  # Once: a directory that was removed stays so.
+            file.parent.mkdir(mode=0o700, exist_ok=True)
         with self._lock:
             self._files[file] = None
             for old in list(self._files)[:-_FILES]:
@@ -209,7 +211,6 @@ class ActivityLog:
         text = json.dumps(plain)
         for file in files:
             try:
-                file.parent.mkdir(mode=0o700, exist_ok=True)
                 temporary = file.with_suffix(".new")
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
                 with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as opened:

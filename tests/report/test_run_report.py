@@ -387,7 +387,7 @@ def test_the_file_is_written_while_it_changes(tmp_path):
     while log._thread is not None and time.monotonic() < limit:
         time.sleep(0.05)
     assert log._thread is None, "it ends where nothing changes"
-    shutil.rmtree(file.parent.parent)
+    shutil.rmtree(file.parent)
     log(Moved("late", ((HOST_LINK, 1),)))
     log.finish()
     assert not file.exists() and not file.parent.exists()
