@@ -258,6 +258,40 @@ class Session:
             self._entered.contexts = []
         return self._entered.contexts
 
+    def cancel(self) -> int:
+        """Cancels the steps that were called in this session and that no task has begun.
+
+        A step that a task has begun goes on, and a task without others begins up to five ahead, so
+        that its devices are never idle. Pushes to variables go on, too. What a cancelled step
+        carries is as it was before, in `Variables` as in plain trees, so that training can go on.
+        Its other outputs raise `TaskError` when they are looked at; a step, or a push, that is
+        given one of them is cancelled with it. Other threads may call this while a call waits.
+
+            @sc.step(carry="total")
+            def add(total, x):
+                return total + x, x
+
+            with sc.Session(target="local:1x1") as session:
+                total = 0.0
+                try:
+                    for x in range(30):
+                        total, _ = add(total, x)
+                except KeyboardInterrupt:
+                    print(session.cancel(), "steps were not begun")
+
+        Returns:
+            How many steps were cancelled.
+
+        Raises:
+            OptionError: the session has no `target`: JAX cannot take back what was dispatched.
+            RankLostError: the tasks were lost.
+        """
+        if (target := self._scope.target) is None:
+            raise OptionError(
+                "only steps that run on tasks can be cancelled", where="Session.cancel"
+            )
+        return target.connection.cancel()
+
     def close(self) -> None:
         """Ends the session: from now on a step called in it raises `SessionClosedError`.
 

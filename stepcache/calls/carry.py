@@ -68,13 +68,17 @@ def settled_leaves(spec: StepSpec, request: Request, out_avals: Sequence[Any]) -
     """
     if not any(leaf.weak_type for leaf in request.leaves):
         return ()
+    pairs = zip(carried_leaves(spec, request), out_avals, strict=False)
+    return tuple(n for n, aval in pairs if request.leaves[n].weak_type and not aval.weak_type)
+
+
+def carried_leaves(spec: StepSpec, request: Request) -> list[int]:
+    """The numbers of the leaves that the first outputs update, in the order of these outputs."""
     numbers: dict[str, list[int]] = {name: [] for name in spec.parameters.carry}
     for number, path in enumerate(request.call.paths):
         if path.argument in numbers:
             numbers[path.argument].append(number)
-    carried = itertools.chain.from_iterable(numbers.values())
-    pairs = zip(carried, out_avals, strict=False)
-    return tuple(n for n, aval in pairs if request.leaves[n].weak_type and not aval.weak_type)
+    return list(itertools.chain.from_iterable(numbers.values()))
 
 
 _DONATING = ("donate_argnums", "donate_argnames")

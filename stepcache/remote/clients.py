@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from stepcache.remote.cancelling import Cancel
 from stepcache.remote.messages import BLOCKS, Kind, Message, packed, places_in
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.storage import plain
@@ -69,6 +70,7 @@ class Client:
         told: the last run that the client knows to be done on all tasks.
         failed: by run, which tasks have said that it failed, and why; until all have.
         asked: by number, what all tasks do together, until all have answered.
+        cancel: the cancel of its runs that is under way; None for none.
         forms: its call forms, by number.
         opened: opens the blocks of shared memory that it names.
         blocks: those of runs that some task has not done, and the numbers of these runs.
@@ -85,6 +87,7 @@ class Client:
     told: int = 0
     failed: dict[int, tuple[set[int], str]] = field(default_factory=dict)
     asked: dict[int, Asked] = field(default_factory=dict)
+    cancel: Cancel | None = None
     forms: OrderedDict[int, Form] = field(default_factory=OrderedDict)
     opened: Any = None
     blocks: deque[tuple[int, list[Any]]] = field(default_factory=deque)
@@ -108,6 +111,7 @@ class Client:
         """Notes that tasks have been started, and know nothing yet."""
         self.done, self._slowest = [0] * tasks, tasks
         self.runs = self.told = 0
+        self.cancel = None
         for each in (self.failed, self.asked, self.forms, self.blocks):
             each.clear()
 
@@ -182,6 +186,27 @@ class Client:
         has_changed = asked.kind is Kind.RESTORE and len(asked.failed) < len(self.done)
         return self.apart_in(asked) if asked.failed and has_changed else None
 
+    def cancels(self, number: int, last: int) -> Cancel | None:
+        """Notes that the runs up to one are to be cancelled. Returns None if others are already."""
+        if self.cancel is not None:
+            return None
+        self.cancel = Cancel(number, min(last, self.runs))
+        return self.cancel
+
+    def has_begun(self, task: int, last: int, begun: int) -> tuple[Cancel, int] | None:
+        """Notes the last run that a task had begun when it was asked for the cancel up to `last`.
+
+        Returns:
+            The cancel, and the last run that is not cancelled, once all tasks have answered.
+        """
+        if self.cancel is None or self.cancel.last != last:
+            return None
+        self.cancel.begun[task] = begun
+        if len(self.cancel.begun) < len(self.done):
+            return None
+        cancel, self.cancel = self.cancel, None
+        return cancel, min(cancel.last, max(cancel.begun.values()))
+
     def apart(self, run: int, tasks: Iterable[int], why: str) -> tuple[str, list[int]]:
         """Returns what to say of a run that failed on some tasks alone, and these."""
         return self._apart(f"run {run}", tasks, why)
@@ -208,3 +233,30 @@ class Client:
 
     def __str__(self) -> str:
         return f"client {self.name!r}" if self.name else f"client {self.process.partition('.')[0]}"
+
+
+def failed_alone(
+    clients: Mapping[int, Client],
+) -> dict[tuple[int, str, int], tuple[str, list[int]]]:
+    """Returns commands that failed on some tasks, and that the others have come to.
+
+    Those may wait in a collective, for ever.
+
+    Returns:
+        By client, kind and number: what happened, and the tasks on which the command failed.
+    """
+    found = {}
+    for number, client in clients.items():
+        for run, (tasks, why) in client.failed.items():
+            if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks):
+                found[number, "run", run] = client.apart(run, tasks, why)
+        for n, asked in client.asked.items():
+            # The tasks that have not answered have done all runs that came before.
+            if asked.failed and all(
+                each.done[task] >= each.done[other]
+                for each in clients.values()
+                for task in asked.waiting
+                for other in asked.failed
+            ):
+                found[number, asked.kind.name, n] = client.apart_in(asked)
+    return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from stepcache.units import counted
 
 IN_FLIGHT = 32
 """Runs of one client that may be under way."""
+_SOON_ANSWERED = (Kind.FETCH, Kind.OPEN, Kind.STATUS, Kind.CANCEL)
 _FREE_AT_ONCE = 128
 _FREE_BYTES = 64 << 20
 
@@ -34,12 +37,21 @@ class Connection(Link):
         self._fetching: set[int] = set()  # Numbers of the fetches that have not ended.
         self._freed: list[list[int]] = []
         self._freed_bytes = 0
+        self._cancelling = threading.Lock()
+        self._steps: deque[int] = deque()  # Runs that may be cancelled.
         self.sent_bytes = {"runs": 0, "values": 0, "other": 0}
         super().__init__(*args, **options)
-        self.on_restart.append(self._freed.clear)
+        self.on_restart += [self._freed.clear, self._steps.clear]
 
     def run(
-        self, incarnation: int, form: int, body: bytes, values: Values, kind: Kind = Kind.RUN
+        self,
+        incarnation: int,
+        form: int,
+        body: bytes,
+        values: Values,
+        kind: Kind = Kind.RUN,
+        *,
+        is_step: bool = False,
     ) -> int:
         """Starts a run, after `make_room`.
 
@@ -49,6 +61,7 @@ class Connection(Link):
             body: a new form, and values; empty for none.
             values: that the run brings.
             kind: `PUT` keeps arrays without a program.
+            is_step: whether it may be cancelled.
 
         Returns:
             Its number.
@@ -65,7 +78,20 @@ class Connection(Link):
             identity = kind, self.client, incarnation
             size_bytes = self.send(Message(*identity, number, form, body, values.blob))
             self.sent_bytes["runs"] += size_bytes
+            if is_step:
+                self._steps.append(number)
+                while self._steps[0] <= self.done:
+                    self._steps.popleft()
         return number
+
+    def cancel(self) -> int:
+        """Takes back the runs that no task has begun. Returns how many steps these are."""
+        with self._cancelling:
+            self.ready()
+            last = self.runs
+            (answer,) = self.ask(Kind.CANCEL, last)
+            with self.lock:
+                return sum(answer.value < number <= last for number in self._steps)
 
     def make_room(self) -> None:
         """Waits while too many runs are under way.
@@ -131,7 +157,7 @@ class Connection(Link):
             return len(found) >= count or any(each.kind is Kind.REFUSED for each in found)
 
         try:
-            self.wait_until(is_answered, has_deadline=kind in (Kind.FETCH, Kind.OPEN, Kind.STATUS))
+            self.wait_until(is_answered, has_deadline=kind in _SOON_ANSWERED)
         finally:
             self._replies.pop(number, None)
         for each in found:

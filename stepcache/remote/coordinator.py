@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepcache.errors import first_line
-from stepcache.remote.clients import MAX_NAME, Asked, Client, Form
+from stepcache.remote.clients import MAX_NAME, Asked, Client, Form, failed_alone
 from stepcache.remote.messages import COMMANDS, Kind, Message, packed
 from stepcache.remote.program_table import Programs
 from stepcache.serving.messages import MalformedMessageError
@@ -32,11 +32,13 @@ class Output:
 
     Attributes:
         tasks: messages.
+        listeners: messages to the threads of the tasks that listen while a run waits.
         clients: messages, with the numbers of the clients.
         lost: why the tasks have to be ended, and which are to blame; None if they need not.
     """
 
     tasks: list[Message] = field(default_factory=list)
+    listeners: list[Message] = field(default_factory=list)
     clients: list[tuple[int, Message]] = field(default_factory=list)
     lost: tuple[str, list[int]] | None = None
 
@@ -121,6 +123,12 @@ class Coordinator:
             if client.reached(task, message.number):
                 output.clients.append((message.client, message._replace(number=client.told)))
             self._look_at_failures(client, output)
+        elif kind is Kind.HOLD and client is not None:
+            if (found := client.has_begun(task, message.number, message.value)) is not None:
+                cancel, after = found
+                message = message._replace(kind=Kind.CANCEL, value=after)
+                output.listeners.append(message)
+                output.clients.append((message.client, message._replace(number=cancel.number)))
         elif kind in (Kind.DATA, Kind.FAILED) and client is not None:
             output.clients.append((message.client, message._replace(value=task)))
             why = message.data(dict[str, Any]).get("why", "") if kind is Kind.FAILED else ""
@@ -130,13 +138,13 @@ class Coordinator:
             elif kind is Kind.DATA or message.value in _ASKED:
                 output.lost = client.answers(task, message.number, why)
         elif kind is Kind.DROP and message.client in self._left:
-            _, waiting = self._left[message.client]
-            waiting.discard(task)
-            if not waiting:  # No command is left that names its memory.
-                del self._left[message.client]
+            self._left[message.client][1].discard(task)
         elif kind is Kind.FAILED and not message.client:
             waiting = self._programs.has_failed(message.value)
             output.clients += [(each, message._replace(number=n)) for each, n in waiting]
+        if (left := self._left.get(message.client)) and not left[1] and left[0].cancel is None:
+            del self._left[message.client]  # No command is left that names its memory.
+            output.listeners.append(Message(Kind.DROP, message.client, self.incarnation))
         return output
 
     def _look_at_failures(self, client: Client, output: Output) -> None:
@@ -145,35 +153,10 @@ class Coordinator:
             output.lost = client.apart(*found)
 
     def failed_alone(self) -> dict[tuple[int, str, int], tuple[str, list[int]]]:
-        """Returns commands that failed on some tasks, and that the others have come to.
-
-        Those may wait in a collective, for ever.
-
-        Returns:
-            By client, kind and number: what happened, and the tasks on which the command failed.
-        """
-        found = {}
-        for number, client in self._served.items():
-            for run, (tasks, why) in client.failed.items():
-                if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks):
-                    found[number, "run", run] = client.apart(run, tasks, why)
-            for n, asked in client.asked.items():
-                if asked.failed and self._have_come_to(asked):
-                    found[number, asked.kind.name, n] = client.apart_in(asked)
-        return found
-
-    @property
-    def _served(self) -> dict[int, Client]:
-        """The clients of whose commands some may be left: also such as have ended."""
-        return self._clients | {number: client for number, (client, _) in self._left.items()}
-
-    def _have_come_to(self, asked: Asked) -> bool:
-        """Whether the tasks that have not answered have done all runs that came before."""
-        return all(
-            client.done[task] >= client.done[other]
-            for client in self._served.values()
-            for task in asked.waiting
-            for other in asked.failed
+        """Returns commands that failed on some tasks, and that the others have come to."""
+        # Also of clients that have ended, of whose commands some are left.
+        return failed_alone(
+            self._clients | {number: client for number, (client, _) in self._left.items()}
         )
 
     @property
@@ -226,6 +209,10 @@ class Coordinator:
             return self._refuse(number, message, "the tasks were started again", "restarted")
         if message.kind is Kind.OPEN:
             return self._open(number, client, message)
+        if message.kind is Kind.CANCEL:
+            if client.cancels(message.number, message.value) is None:
+                return self._refuse(number, message, "runs are being cancelled", "cancel")
+            return Output(listeners=[self._hold(number, client)])
         if message.kind not in COMMANDS or message.kind is Kind.DROP:
             raise MalformedMessageError(f"no client sends {message.kind.name}")
         if message.kind not in (Kind.FETCH, Kind.FREE):
@@ -274,7 +261,14 @@ class Coordinator:
             return Output()
         self._left[number] = client, set(range(self.tasks))
         body = packed(variables=variables)
-        return Output([Message(Kind.DROP, number, self.incarnation, body=body)])
+        output = Output([Message(Kind.DROP, number, self.incarnation, body=body)])
+        if not client.name and client.told < client.runs and client.cancels(0, client.runs):
+            output.listeners.append(self._hold(number, client))
+        return output
+
+    def _hold(self, number: int, client: Client) -> Message:
+        assert client.cancel is not None
+        return Message(Kind.HOLD, number, self.incarnation, client.cancel.last)
 
     def _refuse(self, number: int, message: Message, why: str, kind: str) -> Output:
         self.counts["refused"] += 1

@@ -19,7 +19,7 @@ from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock, pr
 from stepcache.storage import plain
 
 _HEADER = struct.Struct("<2sBBIIIIQQ")
-_MAGIC, _VERSION = b"sc", 3
+_MAGIC, _VERSION = b"sc", 4
 _ALIGNED_BYTES = 8  # Where values begin in a blob.
 HEADER_BYTES = _HEADER.size
 """Size of the message that starts a step, if it brings no values."""
@@ -53,6 +53,8 @@ class Kind(IntEnum):
     STATUS = 30
     REFUSED = 31
     HANG = 32  # Nothing has come of a client's commands for long: where are the tasks?
+    HOLD = 33  # Begin no run up to `number`. And the answer: `value` is the last that has begun.
+    CANCEL = 34  # Leave out the runs after `value`, up to `number`.
 
 
 COMMANDS = frozenset(Kind(number) for number in range(Kind.PROGRAM, Kind.DROP + 1))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from stepcache import jaxcompat
-from stepcache.calls.carry import check_carry, settled_leaves
+from stepcache.calls.carry import carried_leaves, check_carry, settled_leaves
 from stepcache.calls.context import Scope
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import Request, StepSpec
@@ -197,7 +197,9 @@ class Target:
             program = self._obtain(engine, scope, request, started, explicit=False)
         else:
             engine.miss_log.count(hits=1)
-        return CallPlan(engine.spec, request, arguments, program)
+        plan = CallPlan(engine.spec, request, arguments, program)
+        plan.is_step = engine not in self._engines.values()
+        return plan
 
     def warm(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> None:
         """Has the program of a call compiled by the tasks, and runs nothing."""
@@ -259,10 +261,12 @@ class Target:
                 "refs": refs.rows,
                 "takes": takes.rows,
                 "writes": plan.writes,
+                "always": not plan.is_step,
             }
         if feeds:
             about |= {"feeds": feeds, **values.fields}
-        connection.run(incarnation, number, packed(**about) if about else b"", values)
+        body = packed(**about) if about else b""
+        connection.run(incarnation, number, body, values, is_step=plan.is_step)
         for each in taken:
             each.donated()
         for variables in plan.outputs.written:
@@ -317,6 +321,7 @@ class Target:
             for number in settled:
                 leaves[number] = leaves[number].settled()
         traced.donated = donated_leaves(spec, request)
+        traced.carried = carried_leaves(spec, request)
         return traced, settled
 
     def _stand_in(self, leaf: Any, asked: Any) -> jax.ShapeDtypeStruct:
@@ -340,6 +345,7 @@ class Target:
             "types": [[encode_dtype(each.dtype), list(each.shape)] for each in traced.stand_ins],
             "out": outs,
             "donate": sorted(traced.donated),
+            "carried": traced.carried,
         }
         digest = hashlib.sha256(exported).digest()
         about["digest"] = digest + hashlib.sha256(packed(**about)).digest()

@@ -28,6 +28,7 @@ import stepcache
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat.call_codec import decode_spec
+from stepcache.remote.cancelling import Gate, listen
 from stepcache.remote.clients import MAX_FORMS
 from stepcache.remote.messages import Kind, Message, Values, decode, packed, receive_array
 from stepcache.remote.task_arrays import Arrays, Failed, RunFailed
@@ -38,7 +39,7 @@ from stepcache.storage.load_markers import Process
 from stepcache.variables.packing import is_key_type
 
 _REPORTED_AT_ONCE = 8  # Of runs that are done while others are under way.
-_IN_FLIGHT = 16  # Runs that are dispatched before the oldest one is waited for.
+_IN_FLIGHT = 4  # Runs that are dispatched before the oldest one is waited for.
 
 
 class Task:
@@ -47,11 +48,14 @@ class Task:
     Args:
         channel: to the coordinator.
         incarnation: of the tasks.
+        gate: says which runs are cancelled.
         shares: whether values that are sent may be in shared memory.
     """
 
-    def __init__(self, channel: Channel[Message], incarnation: int, shares: bool = True):
-        self._channel, self._incarnation = channel, incarnation
+    def __init__(
+        self, channel: Channel[Message], incarnation: int, gate: Gate, shares: bool = True
+    ):
+        self._channel, self._incarnation, self._gate = channel, incarnation, gate
         self._arrays = Arrays()
         self._programs: dict[int, Any] = {}
         self._forms: dict[int, OrderedDict[int, dict[str, Any]]] = {}
@@ -151,6 +155,7 @@ class Task:
         while self._waits and self._pending:  # Reported before this run, which may never end.
             self._finish()
         client, number = message.client, message.number
+        is_left_out = self._gate.begins(client, number) and not form.get("always")
         leaves: list[Any] = []
         refs = iter(form["refs"])
         rows, value_of = iter(about.get("feeds", [])), self._values(message, about)
@@ -159,8 +164,10 @@ class Task:
                 shardings = program.in_shardings[len(leaves) : len(leaves) + ref[1]]
                 leaves += [self._placed(next(rows), each, value_of) for each in shardings]
             else:
-                leaves += self._arrays.look_up(client, number, ref)
-        outputs = program.call(*leaves)
+                leaves += self._arrays.look_up(client, number, ref, with_cancelled=True)
+        if self._gate.was_used:  # What takes an output of a cancelled run is cancelled with it.
+            is_left_out |= any(isinstance(leaf, Failed) for leaf in leaves)
+        outputs = program.left_out(leaves) if is_left_out else program.call(*leaves)
         for ref in form["takes"]:
             self._arrays.take(client, number, ref)
         kept: list[Any] = list(outputs)
@@ -168,6 +175,8 @@ class Task:
             self._arrays.bind(variable, kept[first : first + count])
             kept[first : first + count] = [None] * count
         self._arrays.keep(client, number, kept)
+        if is_left_out:
+            outputs = [each for each in outputs if not isinstance(each, Failed)]
         self._pending.append((client, number, outputs))
         if self._waits:  # Processes that share CPUs may deadlock with several runs in flight.
             jax.block_until_ready(outputs)
@@ -333,19 +342,28 @@ def main(arguments: Sequence[str], key: bytes = b"") -> None:
         own = None if key else list(range(first, first + int(devices)))
         jax.distributed.initialize(pod, int(tasks), int(rank), local_device_ids=own)
     found = jax.devices()
-    channel = Channel.to(address, decode, key)
-    about = packed(
-        task=int(rank),
-        process=str(Process.current()),
-        devices=len(found),
-        platform=found[0].platform,
-        kind=found[0].device_kind,
-    )
-    channel.send(Message(Kind.HELLO, 0, int(incarnation), 0, 0, about).encoded())
+    about = {
+        "task": int(rank),
+        "process": str(Process.current()),
+        "devices": len(found),
+        "platform": found[0].platform,
+        "kind": found[0].device_kind,
+    }
+
+    def joined(**more: Any) -> Channel[Message]:
+        channel = Channel.to(address, decode, key)
+        hello = Message(Kind.HELLO, 0, int(incarnation), 0, 0, packed(**about, **more))
+        channel.send(hello.encoded())
+        return channel
+
+    gate = Gate()
+    arguments_of_listen = joined(listens=True), int(incarnation), gate
+    threading.Thread(target=listen, args=arguments_of_listen, daemon=True).start()
+    channel = joined()
     # JAX takes SIGTERM for a notice to come.
     with signals_handled((signal.SIGTERM,), signal.SIG_DFL):  # type: ignore[arg-type]
         with contextlib.suppress(ConnectionError):
-            Task(channel, int(incarnation), shares=not key).run()
+            Task(channel, int(incarnation), gate, shares=not key).run()
         os._exit(0)
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 
 class Failed:
-    """Stands for an array of a run that has failed."""
+    """Stands for an array of a run that has failed, or was cancelled."""
 
-    def __init__(self, why: str):
-        self.why = why
+    def __init__(self, why: str, is_cancelled: bool = False):
+        self.why, self.is_cancelled = why, is_cancelled
 
 
 class RunFailed(Exception):
@@ -27,13 +27,16 @@ class Arrays:
         if arrays:
             self._outputs[client, number] = arrays
 
-    def look_up(self, client: int, number: int, ref: Sequence[Any]) -> list[Any]:
+    def look_up(
+        self, client: int, number: int, ref: Sequence[Any], *, with_cancelled: bool = False
+    ) -> list[Any]:
         """Returns the arrays that a reference names.
 
         Args:
             client: who names them.
             number: of the run that names them.
             ref: `["v", variable]`, or `["o", runs ago, first, count]`.
+            with_cancelled: whether what stands for arrays of cancelled runs may be among them.
 
         Raises:
             RunFailed: one is not there.
@@ -49,7 +52,7 @@ class Arrays:
         if found is None or any(each is None for each in found):
             raise RunFailed("an array is not there: it was donated, or dropped")
         for each in found:
-            if isinstance(each, Failed):
+            if isinstance(each, Failed) and not (with_cancelled and each.is_cancelled):
                 raise RunFailed(each.why)
         return found
 

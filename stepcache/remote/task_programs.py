@@ -8,6 +8,9 @@ from jax.sharding import NamedSharding
 
 import stepcache
 from stepcache.jaxcompat.call_codec import decode_dtype, decode_spec, encode_spec
+from stepcache.remote.task_arrays import Failed
+
+_CANCELLED = Failed("the step was cancelled before it began", is_cancelled=True)
 
 
 class Program:
@@ -42,6 +45,14 @@ class Program:
         )
         self.call = self._step
         self.outputs = len(out_shardings)
+        self._carried = about["carried"]
+
+    def left_out(self, leaves: list[Any]) -> list[Any]:
+        """Returns the outputs of a call that is cancelled: the carry is as it was given."""
+        outputs: list[Any] = [_CANCELLED] * self.outputs
+        for output, number in enumerate(self._carried):
+            outputs[output] = leaves[number]
+        return outputs
 
     def compile(self) -> list[Any]:
         """Compiles the program, or loads it. Returns the spec of each output."""

@@ -20,6 +20,7 @@ class TracedStep:
         out_tree, out_avals: of its outputs.
         pins: where outputs have to go; None where XLA decides.
         donated: numbers of the arguments that it takes.
+        carried: numbers of those that the first outputs update, in their order.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class TracedStep:
         self.out_tree: Any = None
         self.pins: Sequence[NamedSharding | None] = ()
         self.donated: set[int] = set()
+        self.carried: list[int] = []
         started = time.perf_counter()
 
         def flat(*leaves):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import stepcache as sc
+from stepcache.remote.cancelling import Gate
 from stepcache.remote.coordinator import Coordinator
 from stepcache.remote.local_tasks import address
 from stepcache.remote.messages import (
@@ -67,6 +68,7 @@ class Network:
         self.coordinator = Coordinator(tasks, lambda: Memory(self))
         self.logs = [[] for _ in range(tasks)]
         self.queues = [[] for _ in range(tasks)]
+        self.gates, self.told, self.held_back = [], [], []
         self.received = {}
         self.restart()
 
@@ -74,6 +76,8 @@ class Network:
         self.coordinator.started()
         self.logs = [[] for _ in self.logs]
         self.queues = [[] for _ in self.queues]
+        self.gates, self.told = [Gate() for _ in self.queues], [[] for _ in self.queues]
+        self.held_back = [{} for _ in self.queues]  # Up to which run of each client.
         for task in range(len(self.queues)):
             self.send(self.coordinator.joined(task, {"devices": 2, "platform": "cpu"}))
 
@@ -81,6 +85,9 @@ class Network:
         for message in output.tasks:
             for queue in self.queues:
                 queue.append(message)
+        for message in output.listeners:
+            for told in self.told:
+                told.append(message)
         for client, message in output.clients:
             self.received.setdefault(client, []).append(message)
 
@@ -99,7 +106,10 @@ class Network:
     def work(self, task):
         """One task carries out its next command."""
         message = self.queues[task].pop(0)
-        self.logs[task].append((message.kind, message.client, message.number, message.value))
+        is_run = message.kind is Kind.RUN
+        is_cancelled = is_run and self.gates[task].begins(message.client, message.number)
+        about = message.kind, message.client, message.number, message.value
+        self.logs[task].append((*about, is_cancelled))
         incarnation = self.coordinator.incarnation
         if message.body and "blocks" in (about := message.data()):
             assert {row[1] for row in about["blocks"]} <= {each.number for each in self.held}
@@ -115,9 +125,36 @@ class Network:
             return
         self.send(self.coordinator.from_task(task, reply))
 
+    def listen(self, task):
+        """The thread of a task that listens takes its next message."""
+        message = self.told[task].pop(0)
+        if message.kind is Kind.CANCEL:
+            del self.held_back[task][message.client]
+            self.gates[task].cancel(message.client, message.value, message.number)
+            return
+        if message.kind is Kind.DROP:
+            self.gates[task].forget(message.client)
+            return
+        self.held_back[task][message.client] = message.number
+        begun = self.gates[task].hold(message.client, message.number)
+        self.send(self.coordinator.from_task(task, message._replace(value=begun)))
+
+    @property
+    def acts(self):
+        """What tasks could do now."""
+        found = [(self.listen, task) for task, told in enumerate(self.told) if told]
+        for task, queue in enumerate(self.queues):
+            waits = queue and queue[0].kind is Kind.RUN
+            if queue and not (
+                waits and queue[0].number <= self.held_back[task].get(queue[0].client, 0)
+            ):
+                found.append((self.work, task))
+        return found
+
     def work_all(self):
-        while busy := [task for task, queue in enumerate(self.queues) if queue]:
-            self.work(self.random.choice(busy))
+        while acts := self.acts:
+            act, task = self.random.choice(acts)
+            act(task)
 
     def kinds(self, client):
         return [message.kind for message in self.received.get(client, [])]
@@ -307,6 +344,72 @@ def test_a_task_that_reports_the_loss_of_another_ends_all():
     assert output.lost == ("no memory", []) and not output.clients
 
 
+def begun_runs(network, task, client):
+    return [
+        (number, is_cancelled)
+        for kind, each, number, _, is_cancelled in network.logs[task]
+        if kind is Kind.RUN and each == client
+    ]
+
+
+def test_what_any_task_has_begun_is_done_by_all_and_the_rest_by_none():
+    network = Network(3)
+    client, other = network.hello(), network.hello()
+    for number in range(1, 7):
+        network.tell(client, Kind.RUN, number, 1, form=FORM)
+    network.tell(other, Kind.RUN, 1, 1, form=FORM)
+    network.work(1)
+    network.work(1)
+    network.work(2)
+    network.tell(client, Kind.CANCEL, 9, 5)
+    network.tell(client, Kind.CANCEL, 10, 6)
+    assert network.kinds(client)[-1] is Kind.REFUSED  # One at a time.
+    network.tell(client, Kind.RUN, 7, 1)
+    for task in (2, 0):
+        network.listen(task)
+    assert (network.work, 0) not in network.acts and (network.work, 1) in network.acts
+    network.work(1)  # It begins another one, before it is asked.
+    network.listen(1)
+    network.work_all()
+    expected = [(n, 3 < n <= 5) for n in range(1, 8)]
+    for task in range(3):
+        assert begun_runs(network, task, client) == expected
+        assert begun_runs(network, task, other) == [(1, False)]
+    answer = next(m for m in network.received[client] if m.kind is Kind.CANCEL)
+    assert (answer.number, answer.value) == (9, 3)
+
+
+@pytest.mark.parametrize("name", ["", "train"])
+def test_runs_of_a_client_that_has_left_are_cancelled_unless_it_has_a_name(name):
+    network = Network(2)
+    client = network.hello(name)
+    for number in range(1, 6):
+        network.tell(client, Kind.RUN, number, 1, form=FORM)
+    network.work(0)
+    network.work(0)
+    network.send(network.coordinator.left(client))
+    for task in range(2):
+        if not name:
+            network.listen(task)
+    network.work_all()
+    expected = [(n, n > 2 and not name) for n in range(1, 6)]
+    assert [begun_runs(network, task, client) for task in range(2)] == [expected, expected]
+
+
+def test_a_cancel_ends_with_the_tasks():
+    network = Network(2)
+    client = network.hello()
+    network.tell(client, Kind.RUN, 1, 1, form=FORM)
+    network.tell(client, Kind.CANCEL, 9, 1)
+    network.restart()
+    network.tell(client, Kind.RUN, 1, 1, form=FORM)
+    network.tell(client, Kind.CANCEL, 10, 1)
+    network.listen(0)
+    network.listen(1)
+    network.work_all()
+    assert begun_runs(network, 0, client) == begun_runs(network, 1, client) == [(1, True)]
+
+
 def test_a_client_that_watches_cannot_write():
     network = Network(1)
     watcher = network.hello(watch="train")
@@ -317,7 +420,7 @@ def test_a_client_that_watches_cannot_write():
 
 @pytest.mark.seeds(1000, few=100)
 def test_tasks_carry_out_the_same_commands_in_the_same_order(seed):
-    """Clients run, come, and are killed at any moment; tasks are as fast as they like."""
+    """Clients run, cancel, come, and are killed at any moment; tasks are as fast as they like."""
     network = Network(network_tasks := 3, seed)
     chance = network.random
     clients = {network.hello(): 0 for _ in range(3)}
@@ -344,13 +447,18 @@ def test_tasks_carry_out_the_same_commands_in_the_same_order(seed):
             network.received.clear()
             network.restart()
             clients = dict.fromkeys(clients, 0)
-        elif busy := [task for task, queue in enumerate(network.queues) if queue]:
-            network.work(chance.choice(busy))
+        elif act < 0.55 and clients:
+            client = chance.choice(list(clients))
+            network.tell(client, Kind.CANCEL, 7, clients[client])
+        elif acts := network.acts:
+            work, task = chance.choice(acts)
+            work(task)
         shortest = min(network.logs, key=len)
         assert all(log[: len(shortest)] == shortest for log in network.logs)
     network.work_all()
     assert all(log == network.logs[0] for log in network.logs) and network_tasks == 3
-    assert not any(number == 10**6 for _, _, number, _ in network.logs[0])
+    assert not any(number == 10**6 for _, _, number, _, _ in network.logs[0])
+    assert not any(network.queues) and not any(network.told) and not any(network.held_back)
     assert not network.held
     for client, runs in clients.items():
         done = [m.number for m in network.received.get(client, []) if m.kind is Kind.DONE]
@@ -389,7 +497,7 @@ def test_messages_survive_their_encoding_in_any_pieces():
     assert len(COMMANDS) == 9
 
 
-def header(kind=Kind.RUN, magic=b"sc", version=3, client=0, body_bytes=0, blob_bytes=0):
+def header(kind=Kind.RUN, magic=b"sc", version=4, client=0, body_bytes=0, blob_bytes=0):
     return struct.pack("<2sBBIIIIQQ", magic, version, kind, client, 0, body_bytes, blob_bytes, 0, 0)
 
 
