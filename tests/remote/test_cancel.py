@@ -62,7 +62,7 @@ def test_training_goes_on_from_the_last_step_that_was_not_cancelled(session, bus
     state = tree if kind == "tree" else sc.Variables(tree, name=f"state of {kind}")
     state, first = busy(state)
     count = session.cancel()
-    assert 0 < count < 25
+    assert count > 0
     found = cancelled(first)
     assert found == [False] * (25 - count) + [True] * count
     state, again = busy(state, 2)
