@@ -91,7 +91,7 @@ def listen(channel: Channel[Message], incarnation: int, gate: Gate) -> None:
             elif message.kind is Kind.DROP:
                 gate.forget(message.client)
     except ConnectionError:
-        pass  # The thread that runs notices it, too.
+        pass  # The coordinator has ended.
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # A cancel would wait for this task for ever.
+    os._exit(1)  # A cancel would wait for this task for ever.

@@ -37,7 +37,7 @@ class Connection(Link):
         self._fetching: set[int] = set()  # Numbers of the fetches that have not ended.
         self._freed: list[list[int]] = []
         self._freed_bytes = 0
-        self._cancelling = threading.Lock()
+        self._cancelling = threading.RLock()
         self._steps: deque[int] = deque()  # Runs that may be cancelled.
         self.sent_bytes = {"runs": 0, "values": 0, "other": 0}
         super().__init__(*args, **options)
