@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +18,7 @@ from stepcache.report.explanation import explain
 from stepcache.sharding import current_reader
 from stepcache.units import counted, readable_bytes, readable_seconds
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
-from stepcache.variables.policy import OnHost, Placement, Read, Write, on_host
+from stepcache.variables.policy import OnHost, Placement, Read, Write
 from stepcache.variables.variables import Variables
 from stepcache.variables.wire import ERROR_BOUNDS
 
@@ -134,9 +132,10 @@ def advise(
     The links between host and devices are measured once for each machine, which takes some seconds,
     and kept in the cache directory; for served variables so are reads and pushes, on a server of
     the same engine that is started for that.
-    The step runs a few times on copies of its arguments: its callbacks run, too, and `stats()` does
-    not count these calls. A step that is built in less than 10 s is built once more, for variables
-    that are on the devices.
+    The step runs on copies of its arguments: its callbacks run, too, and `stats()` does not count
+    these calls. A step that is built in less than 10 s is tried under each policy, for 20 s at most
+    in all, and built anew where a policy asks for that. Costs of a step that takes longer, of one
+    over several processes, and of served variables are predicted by the times of the links.
 
     Args:
         step: a step.
@@ -215,56 +214,31 @@ def _measured(
 ) -> tuple[float, float]:
     """The seconds of a step that reads nothing, and of one as it is now.
 
-    If programs of the step are built quickly, one that takes its variables where they are is timed
-    too. Otherwise what reads take is subtracted.
+    If programs of the step are built quickly, policies are tried. Otherwise what reads take is
+    subtracted.
     """
+    from stepcache.report.policy_costs import PlacedCosts
+    from stepcache.report.trials import Trials
+
     served = sum(each.now(0.0) for each in costs if each.is_served)
-    placed = [each for each in costs if not each.is_served]
+    placed = [each for each in costs if isinstance(each, PlacedCosts)]
     if step_seconds is None:
-        now = _seconds_of(step, args, kwargs, Variables.copy)
+        trials = Trials(step, args, kwargs)
+        is_alone = jax.process_count() == 1  # Processes of a pod run it as often as each other.
+        now = trials.seconds(Variables.copy, _RUNS, _LEAST_SECONDS if is_alone else 0.0)
         built = sum(explain(engine, args, kwargs).build_seconds or (math.inf,))
-        is_quick = built < _QUICK_SECONDS and jax.process_count() == 1  # Ranks would not agree.
-        if placed and is_quick and engine.scope().on_miss == "compile":
-            alone = _seconds_of(step, args, kwargs, partial(_moved, to_devices=True))
-            kept = _seconds_of(step, args, kwargs, partial(_moved, to_devices=False))
-            more = max(0.0, kept - alone)
-            for each in placed:
-                each.kept_seconds = more / len(placed)
-            return alone, now + served
+        scope = engine.scope()
+        may_build = built < _QUICK_SECONDS and scope.on_miss == "compile"
+        if placed and is_alone and may_build and scope.max_step_bytes is None:
+            tried = [trials.of(each, len(placed) * now) for each in placed]
+            alones = [each for each in tried if each is not None]
+            if len(alones) == len(placed):
+                computing = statistics.fmean(alones)
+                return computing, computing + sum(each.now(computing) for each in placed) + served
     else:
         now = step_seconds - served
     alone = max(now - sum(each.now(0.0) for each in placed), _LEAST_SHARE * now)
     return alone, now + served
-
-
-def _moved(variables: Variables, to_devices: bool) -> Variables:
-    """A copy of variables on the devices, or on the host and kept by the devices."""
-    there = on_host(variables.placement)
-    placement, read = (there.on_device, Read()) if to_devices else (there, Read(cache="device"))
-    about = {"name": variables._prefix or None, "pack": variables._pack}
-    return Variables(variables.value, placement=placement, read=read, **about)
-
-
-def _seconds_of(
-    step: Any, args: tuple, kwargs: dict[str, Any], copied: Callable[[Variables], Variables]
-) -> float:
-    """The mean time of calls on copies of the arguments."""
-
-    def copy_of(leaf: Any) -> Any:
-        return copied(leaf) if isinstance(leaf, Variables) else leaf
-
-    kept, times = jax.tree.map(copy_of, (args, kwargs)), []
-    is_alone = jax.process_count() == 1  # Processes of a pod run it as often as each other.
-    while len(times) < _RUNS or (is_alone and sum(times) < _LEAST_SECONDS):
-        # Arrays may be donated; variables stay, and with them the copies that they keep.
-        given, named = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, kept)
-        jax.block_until_ready((given, named))
-        started = time.perf_counter()
-        for each in jax.tree.leaves(step(*given, **named)):
-            if isinstance(each, jax.Array | Variables):
-                each.block_until_ready()
-        times.append(time.perf_counter() - started)
-    return statistics.fmean(times[len(times) // 2 :])  # The first ones compile, and settle.
 
 
 def _told(costs: Sequence[PolicyCosts], readers: float) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from stepcache.serving.measuring import served_times
@@ -38,17 +39,27 @@ class Reads:
     writes_every: float | None = None  # Steps between two writes; None for those seen until now.
 
 
+@dataclass(frozen=True)
+class Tried:
+    """How long calls of a step took, which read a value under one policy."""
+
+    seconds: float  # Of one that finds the value as it was.
+    after_write: float  # Of the first one after a write.
+
+
+def untimely(placement: Placement, read: Read, *_: Any) -> tuple[Placement, Read]:
+    """Policies without how late a copy may be, which changes when it is fetched, and not how."""
+    return placement, replace(read, max_staleness=0)
+
+
 class PolicyCosts(ABC):
     """Predicted costs of some variables."""
 
     is_served = False  # Whether another process has the master copy.
-    # What a step takes longer that finds a copy on the devices, and writes what it carries to the
-    # host, than one that takes the master copy; None if it was not measured.
-    kept_seconds: float | None = None
     measured = ""  # What the predictions rest on, in words.
 
     def __init__(self, variables: Variables, reads: Reads):
-        self.variables, self._reads = variables, reads
+        self.variables, self._reads, self.carried = variables, reads, reads.carried
         # Steps between two writes.
         self.between = 1.0 if reads.carried else reads.writes_every or _seen_between(variables)
 
@@ -65,7 +76,7 @@ class PolicyCosts(ABC):
         """Returns how many times a step the value is fetched, on average."""
         if read.cache is None:
             return self._reads.readers
-        if self._reads.carried:
+        if self.carried:
             return 0.0  # What the step returns is kept.
         return min(self._reads.readers, 1 / self._between_fetches(read.max_staleness))
 
@@ -99,7 +110,14 @@ def _seen_between(variables: Variables) -> float:
 
 
 class PlacedCosts(PolicyCosts):
-    """Of variables whose master copy is on the devices, or in host memory of this process."""
+    """Of variables whose master copy is on the devices, or in host memory of this process.
+
+    Attributes:
+        tried: what calls took longer than one that reads nothing, by policy; empty where they are
+            predicted by the times of links.
+    """
+
+    tried: Mapping[tuple[Placement, Read], Tried] = MappingProxyType({})
 
     def __init__(self, variables: Variables, reads: Reads):
         super().__init__(variables, reads)
@@ -129,7 +147,7 @@ class PlacedCosts(PolicyCosts):
         found = [(placement, read), (there.on_device, Read())]
         reads = [Read(cache=cache, route=each) for cache in _KEPT for each in self._routes(cache)]
         reads.append(Read(prefetch=True))
-        if not self._reads.carried:
+        if not self.carried:
             reads += [Read(cache="device", max_staleness=late) for late in _LATE]
             wires = _WIRES if "each" in self._times.operations else ()
             reads += [Read(cache=cache, wire=each) for cache in _KEPT for each in wires]
@@ -139,7 +157,7 @@ class PlacedCosts(PolicyCosts):
     def _routes(self, cache: Literal["device"] | None) -> Iterator[Any]:
         """Yields "auto", and the routes that it does not choose."""
         yield "auto"
-        if cache and self._reads.carried:  # The value is never fetched.
+        if cache and self.carried:  # The value is never fetched.
             return
         if self._devices > 1 and "each" in self._times.operations:
             chosen = self._master(Read(cache=cache))._exact_route.name
@@ -159,7 +177,7 @@ class PlacedCosts(PolicyCosts):
         return self._whole + split if kept else 0
 
     def of(self, placement: Placement, read: Read, write: Write, computing: float) -> Costs:
-        carried, times, buffers = self._reads.carried, self._times, len(self._layout.on_device)
+        carried, times, buffers = self.carried, self._times, len(self._layout.on_device)
         if not isinstance(placement, OnHost):
             return 0.0, {}
         master = self._master(read)
@@ -179,12 +197,21 @@ class PlacedCosts(PolicyCosts):
             seconds = fetches * max(0.0, fetch - times.overlap * computing) + again * fetch
             fetches += again
         moved = {link: fetches * size for link, size in route.link_bytes}
-        if operation not in ("carry", "program"):
-            written = times.of("write", self._whole + self._split, buffers) if carried else 0.0
-            seconds += written if self.kept_seconds is None else self.kept_seconds
+        if carried and operation not in ("carry", "program"):
+            seconds += times.of("write", self._whole + self._split, buffers)
+        if (tried := self.tried.get(untimely(placement, read))) is not None:
+            seconds = self._seconds_as(tried, read)
         if carried:
             moved[HOST_LINK] = moved.get(HOST_LINK, 0) + self._layout.write_bytes
         return seconds, moved
+
+    def _seconds_as(self, tried: Tried, read: Read) -> float:
+        """Returns the seconds a step of calls like those that were tried."""
+        if self.carried:
+            return tried.seconds
+        reads = self._reads.readers
+        fetches = reads / self.between if read.cache is None else self.fetches(read)
+        return reads * tried.seconds + fetches * (tried.after_write - tried.seconds)
 
 
 class ServedCosts(PolicyCosts):
@@ -208,7 +235,7 @@ class ServedCosts(PolicyCosts):
     def policies(self) -> Iterator[Policies]:
         placement, read, write = self.policies_now
         reads = [Read(), Read(cache="device"), Read(cache="host")]
-        if not self._reads.carried:
+        if not self.carried:
             reads.append(Read(cache="device", prefetch=True))
             reads += [Read(cache="device", max_staleness=late) for late in _LATE]
             reads += [Read(cache="device", wire=each) for each in _WIRES]
@@ -218,7 +245,7 @@ class ServedCosts(PolicyCosts):
         yield from dict.fromkeys(found)
 
     def _pushes(self) -> bool:
-        return self.variables.write.mode != "assign" and not self._reads.carried
+        return self.variables.write.mode != "assign" and not self.carried
 
     def _between_fetches(self, late: int) -> float:
         return (late + 1) * math.ceil(self.between / (late + 1))  # It is compared after so many.
@@ -240,7 +267,7 @@ class ServedCosts(PolicyCosts):
         placed = readers if read.cache == "host" else fetches
         seconds += (placed - fetches) * self._seconds("place")
         moved = {SERVER_LINK: fetches * size, HOST_LINK: placed * probe._host_bytes}
-        sent = 1.0 if self._reads.carried else 1 / write.every if self._pushes() else 0.0
+        sent = 1.0 if self.carried else 1 / write.every if self._pushes() else 0.0
         seconds += sent * self._seconds("push", write.wire)
         moved[SERVER_LINK] += sent * self._probes[write.wire]._read_coding.size_bytes
         moved[HOST_LINK] += sent * self._probes[None]._read_coding.size_bytes

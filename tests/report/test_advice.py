@@ -1,6 +1,7 @@
 """`advise`, `Read(route="auto")` and `Variables(read="auto")` over links of known speeds."""
 
 import json
+import time
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -12,9 +13,11 @@ from jax.sharding import AxisType
 
 import stepcache as sc
 from stepcache.events import Moved
+from stepcache.report import trials
 from stepcache.serving import measuring
 from stepcache.variables import link_measuring, link_times
 from stepcache.variables.link_times import OPERATIONS, ROUTES, LinkTimes
+from stepcache.variables.masters import InHostMemory
 from tests.cluster.pods import run_pod, succeeded
 from tests.serving.servers import LocalServer
 
@@ -133,7 +136,42 @@ def test_a_call_is_as_it_was(session):
     assert now.seconds == pytest.approx(advice.seconds) and now.read == sc.Read()
     text = str(advice)
     assert "decay: " in text and " a step now" in text and " best " in text
-    assert "measured on 2026-01-02" in text
+    assert "its policies were timed just now" in text
+
+
+def test_what_takes_too_long_to_try_is_predicted(session, monkeypatch):
+    monkeypatch.setattr(trials, "_TRIAL_SECONDS", 1e-3)
+    assert "measured on 2026-01-02" in str(sc.advise(decay, held(), 1.0))
+    with sc.Session(mesh_of(8), max_step_bytes=1 << 30):
+        monkeypatch.undo()
+        assert "measured on 2026-01-02" in str(sc.advise(decay, held(), 1.0))
+
+
+@pytest.mark.parametrize("between", [1, 8])
+def test_policies_are_tried_with_the_step(session, monkeypatch, between):
+    """Here a read of the master copy takes 20 ms, and by one route 40."""
+
+    def take(master, reader, meter):
+        fetched = master._copies.fetches
+        packed = taken(master, reader, meter)
+        if master._copies.fetches > fetched:
+            time.sleep(0.04 if master._policy.route == "each" else 0.02)
+        return packed
+
+    taken = InHostMemory.take
+    monkeypatch.setattr(InHostMemory, "take", take)
+    found = by_policy(sc.advise(total, held(), 1.0, writes_every=between))
+    least = {name: each.seconds - found["replicated"].seconds for name, each in found.items()}
+    for name, fetches in {
+        "Read()": 1,
+        "Read(route='each')": 2,
+        "Read(cache='device')": 1 / between,
+        "Read(cache='device', route='each')": 2 / between,
+        "Read(cache='device', max_staleness=4)": 1 / (8 if between == 8 else 5),
+        "Read(cache='device', max_staleness=16)": 1 / (24 if between == 8 else 17),
+    }.items():
+        assert least[name] >= 0.01 * fetches, name
+    assert least["Read(cache='device', max_staleness=16)"] < least["Read(route='each')"]
 
 
 def test_calls_that_measure_are_none_of_the_users(session):
