@@ -217,11 +217,8 @@ def _measured(
     If programs of the step are built quickly, policies are tried. Otherwise what reads take is
     subtracted.
     """
-    from stepcache.report.policy_costs import PlacedCosts
     from stepcache.report.trials import Trials
 
-    served = sum(each.now(0.0) for each in costs if each.is_served)
-    placed = [each for each in costs if isinstance(each, PlacedCosts)]
     if step_seconds is None:
         trials = Trials(step, args, kwargs)
         is_alone = jax.process_count() == 1  # Processes of a pod run it as often as each other.
@@ -229,13 +226,15 @@ def _measured(
         built = sum(explain(engine, args, kwargs).build_seconds or (math.inf,))
         scope = engine.scope()
         may_build = built < _QUICK_SECONDS and scope.on_miss == "compile"
-        if placed and is_alone and may_build and scope.max_step_bytes is None:
-            tried = [trials.of(each, len(placed) * now) for each in placed]
+        if is_alone and may_build and scope.max_step_bytes is None:
+            tried = [trials.of(each, len(costs) * now) for each in costs]
             alones = [each for each in tried if each is not None]
-            if len(alones) == len(placed):
+            if len(alones) == len(costs):
                 computing = statistics.fmean(alones)
-                return computing, computing + sum(each.now(computing) for each in placed) + served
-    else:
+                return computing, computing + sum(each.now(computing) for each in costs)
+    placed = [each for each in costs if not each.is_served]
+    served = sum(each.now(0.0) for each in costs if each.is_served)
+    if step_seconds is not None:
         now = step_seconds - served
     alone = max(now - sum(each.now(0.0) for each in placed), _LEAST_SHARE * now)
     return alone, now + served

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from stepcache.serving.measuring import served_times
+import jax
+
+from stepcache.serving.connecting import connect
+from stepcache.serving.measuring import own_server, served_times
 from stepcache.serving.served import Served
 from stepcache.variables.link_measuring import link_times
 from stepcache.variables.link_times import ROUTES, LinkTimes
@@ -18,6 +24,7 @@ from stepcache.variables.plan import HOST_LINK, SERVER_LINK
 from stepcache.variables.policy import OnHost, Placement, Read, Write, on_host
 from stepcache.variables.routes import Route
 from stepcache.variables.shares import HostLayout, host_layout
+from stepcache.variables.transfer import Meter
 from stepcache.variables.variables import Variables
 
 Costs = tuple[float, dict[str, float]]
@@ -41,15 +48,32 @@ class Reads:
 
 @dataclass(frozen=True)
 class Tried:
-    """How long calls of a step took, which read a value under one policy."""
+    """How long calls of a step took under one policy, beyond one that reads nothing."""
 
-    seconds: float  # Of one that finds the value as it was.
+    seconds: float  # Of one that finds the value as it was; of all if a copy may be late.
     after_write: float  # Of the first one after a write.
+    push: float = 0.0  # Of the push that follows each.
 
 
-def untimely(placement: Placement, read: Read, *_: Any) -> tuple[Placement, Read]:
-    """Policies without how late a copy may be, which changes when it is fetched, and not how."""
-    return placement, replace(read, max_staleness=0)
+@dataclass(frozen=True)
+class Subject:
+    """Variables that are tried.
+
+    Attributes:
+        variables: under the policies.
+        write: writes them as another session or process does; None where nobody writes.
+        push: pushes an update, as is done after each call; None where there is none.
+    """
+
+    variables: Variables
+    write: Callable[[], None] | None = None
+    push: Callable[[], None] | None = None
+
+
+def moved(variables: Variables, placement: Placement, read: Read) -> Variables:
+    """Returns a copy of variables in this process, under another placement and policy."""
+    about: dict[str, Any] = {"name": variables._prefix or None, "pack": variables._pack}
+    return Variables(variables.value, placement=placement, read=read, **about)
 
 
 class PolicyCosts(ABC):
@@ -57,6 +81,8 @@ class PolicyCosts(ABC):
 
     is_served = False  # Whether another process has the master copy.
     measured = ""  # What the predictions rest on, in words.
+    # What calls took, by `alike`; empty where they are predicted by the times of links.
+    tried: Mapping[Policies, Tried] = MappingProxyType({})
 
     def __init__(self, variables: Variables, reads: Reads):
         self.variables, self._reads, self.carried = variables, reads, reads.carried
@@ -79,6 +105,22 @@ class PolicyCosts(ABC):
         if self.carried:
             return 0.0  # What the step returns is kept.
         return min(self._reads.readers, 1 / self._between_fetches(read.max_staleness))
+
+    def alike(self, placement: Placement, read: Read, write: Write) -> Policies:
+        """Returns the policies that have to be tried in the place of some, which cost as much."""
+        return placement, read, write
+
+    @abstractmethod
+    def trial(self) -> AbstractContextManager[Callable[[Placement, Read, Write], Subject]]:
+        """Context manager of a trial, with what makes its subjects."""
+
+    def _seconds_as(self, tried: Tried, read: Read) -> float:
+        """Returns the seconds a step of calls like those that were tried."""
+        if self.carried:
+            return tried.seconds
+        reads = self._reads.readers
+        fetches = reads / self.between if read.cache is None else self.fetches(read)
+        return reads * tried.seconds + fetches * (tried.after_write - tried.seconds) + tried.push
 
     @abstractmethod
     def _between_fetches(self, late: int) -> float:
@@ -110,14 +152,7 @@ def _seen_between(variables: Variables) -> float:
 
 
 class PlacedCosts(PolicyCosts):
-    """Of variables whose master copy is on the devices, or in host memory of this process.
-
-    Attributes:
-        tried: what calls took longer than one that reads nothing, by policy; empty where they are
-            predicted by the times of links.
-    """
-
-    tried: Mapping[tuple[Placement, Read], Tried] = MappingProxyType({})
+    """Of variables whose master copy is on the devices, or in host memory of this process."""
 
     def __init__(self, variables: Variables, reads: Reads):
         super().__init__(variables, reads)
@@ -199,19 +234,27 @@ class PlacedCosts(PolicyCosts):
         moved = {link: fetches * size for link, size in route.link_bytes}
         if carried and operation not in ("carry", "program"):
             seconds += times.of("write", self._whole + self._split, buffers)
-        if (tried := self.tried.get(untimely(placement, read))) is not None:
+        if (tried := self.tried.get(self.alike(placement, read, write))) is not None:
             seconds = self._seconds_as(tried, read)
         if carried:
             moved[HOST_LINK] = moved.get(HOST_LINK, 0) + self._layout.write_bytes
         return seconds, moved
 
-    def _seconds_as(self, tried: Tried, read: Read) -> float:
-        """Returns the seconds a step of calls like those that were tried."""
-        if self.carried:
-            return tried.seconds
-        reads = self._reads.readers
-        fetches = reads / self.between if read.cache is None else self.fetches(read)
-        return reads * tried.seconds + fetches * (tried.after_write - tried.seconds)
+    def alike(self, placement: Placement, read: Read, write: Write) -> Policies:
+        # How late a copy may be changes when it is fetched, and not how.
+        return placement, replace(read, max_staleness=0), write
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[Callable[[Placement, Read, Write], Subject]]:
+        leaves = jax.tree_util.tree_leaves(self.variables.value)
+
+        def make(placement: Placement, read: Read, _: Write) -> Subject:
+            made = moved(self.variables, placement, read)
+            if self.carried or not isinstance(placement, OnHost):
+                return Subject(made)
+            return Subject(made, lambda: made._master.assign(leaves, None, Meter()))
+
+        yield make
 
 
 class ServedCosts(PolicyCosts):
@@ -222,9 +265,6 @@ class ServedCosts(PolicyCosts):
     def __init__(self, variables: Variables, reads: Reads):
         super().__init__(variables, reads)
         self._probes = {wire: self._probe(Read(wire=wire)) for wire in (None, *_WIRES)}
-        self._times = served_times(variables._master._source.address)  # type: ignore[union-attr]
-        day = self._times.measured.partition("T")[0]
-        self.measured = f"{self._times.machine}, was measured on {day}"
 
     def _probe(self, read: Read) -> Served:
         """Another reader of the value, with a policy of its own."""
@@ -244,6 +284,33 @@ class ServedCosts(PolicyCosts):
             found += [(placement, read, replace(write, every=each)) for each in _EVERY]
         yield from dict.fromkeys(found)
 
+    @property
+    def _address(self) -> str:
+        return self.variables._master._source.address  # type: ignore[union-attr]
+
+    @functools.cached_property
+    def _times(self) -> LinkTimes:
+        found = served_times(self._address)
+        self.measured = f"{found.machine}, was measured on {found.measured.partition('T')[0]}"
+        return found
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[Callable[[Placement, Read, Write], Subject]]:
+        tree, name = self.variables.value, "trial"
+        update = jax.tree_util.tree_map(jax.numpy.zeros_like, tree)
+        with contextlib.ExitStack() as stack:
+            address = stack.enter_context(own_server(self._address))
+            ours, others = (stack.enter_context(connect(address)) for _ in range(2))
+
+            def make(placement: Placement, read: Read, write: Write) -> Subject:
+                made = ours.variables(name, tree, placement=placement, read=read, write=write)
+                if self._pushes():
+                    return Subject(made, push=lambda: made.push(update))
+                written = others.variables(name, tree, write=write)
+                return Subject(made, None if self.carried else lambda: written.assign(tree))
+
+            yield make
+
     def _pushes(self) -> bool:
         return self.variables.write.mode != "assign" and not self.carried
 
@@ -257,20 +324,21 @@ class ServedCosts(PolicyCosts):
     def of(self, placement: Placement, read: Read, write: Write, computing: float) -> Costs:
         probe, readers = self._probes[read.wire], self._reads.readers
         fetches, size = self.fetches(read), probe._read_coding.size_bytes
-        asks = readers / (read.max_staleness + 1)
-        checks = max(0.0, asks - fetches)
+        placed = readers if read.cache == "host" else fetches
+        moved = {SERVER_LINK: fetches * size, HOST_LINK: placed * probe._host_bytes}
+        sent = 1.0 if self.carried else 1 / write.every if self._pushes() else 0.0
+        moved[SERVER_LINK] += sent * self._probes[write.wire]._read_coding.size_bytes
+        moved[HOST_LINK] += sent * self._probes[None]._read_coding.size_bytes
+        if (tried := self.tried.get((placement, read, write))) is not None:
+            return self._seconds_as(tried, read), moved
         fetch = self._seconds("fetch", read.wire)
         if read.prefetch:  # Each step starts a read, and waits for the rest of it.
             seconds = readers * self._seconds("ahead") + fetches * max(0.0, fetch - computing)
         else:
+            checks = max(0.0, readers / (read.max_staleness + 1) - fetches)
             seconds = fetches * fetch + checks * self._seconds("check")
-        placed = readers if read.cache == "host" else fetches
         seconds += (placed - fetches) * self._seconds("place")
-        moved = {SERVER_LINK: fetches * size, HOST_LINK: placed * probe._host_bytes}
-        sent = 1.0 if self.carried else 1 / write.every if self._pushes() else 0.0
         seconds += sent * self._seconds("push", write.wire)
-        moved[SERVER_LINK] += sent * self._probes[write.wire]._read_coding.size_bytes
-        moved[HOST_LINK] += sent * self._probes[None]._read_coding.size_bytes
         return seconds, moved
 
     def _seconds(self, operation: str, wire: str | None = None) -> float:

@@ -6,19 +6,20 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 
-from stepcache.report.policy_costs import PlacedCosts, Tried, untimely
-from stepcache.variables.policy import OnHost, Placement, Read, on_host
-from stepcache.variables.transfer import Meter
+from stepcache.report.policy_costs import PolicyCosts, Subject, Tried, moved
+from stepcache.variables.policy import Placement, Read, Write, on_host
 from stepcache.variables.variables import Variables
 
 _SETTLING = 2  # Calls that compile, and read for the first time.
 _BLOCK, _BLOCKS = 8, 3
 _TRIAL_SECONDS = 20.0
+_SENT_BYTES = 1 << 28  # Larger values are not sent to a server for a trial.
 
 Copies = Callable[[Variables], Variables]
 
@@ -59,7 +60,7 @@ class Trials:
                     each.block_until_ready()
             yield time.perf_counter() - started
 
-    def of(self, costs: PlacedCosts, now: float) -> float | None:
+    def of(self, costs: PolicyCosts, now: float) -> float | None:
         """Times calls under each of the policies of some variables; keeps them in `costs.tried`.
 
         Other variables of the call are on the devices meanwhile.
@@ -71,52 +72,64 @@ class Trials:
         Returns:
             The seconds of a call that reads nothing; None if there is no time to try them.
         """
-        policies = list(dict.fromkeys(untimely(*each) for each in costs.policies()))
+        policies = list(dict.fromkeys(costs.alike(*each) for each in costs.policies()))
         calls = int(_TRIAL_SECONDS / (len(policies) * now))
-        if calls < _SETTLING + 2:
+        if calls < _SETTLING + 2 or (costs.is_served and costs.variables.nbytes > _SENT_BYTES):
             return None
         block = min(_BLOCK, calls - _SETTLING)
         blocks = max(1, min(_BLOCKS, (calls - _SETTLING) // block))
-        found = {each: self._tried(costs, *each, block, blocks) for each in policies}
-        alone = found[on_host(costs.variables.placement).on_device, Read()].seconds
+        try_as = partial(self._tried, costs.variables, block, blocks, costs.between)
+        there = on_host(costs.variables.placement).on_device, Read()
+        alone = try_as(lambda *_: Subject(moved(costs.variables, *there)), *there).seconds
+        with costs.trial() as make:
+            found = {each: try_as(make, *each) for each in policies}
         costs.tried = {
-            each: Tried(max(0.0, tried.seconds - alone), max(0.0, tried.after_write - alone))
+            each: replace(
+                tried,
+                seconds=max(0.0, tried.seconds - alone),
+                after_write=max(0.0, tried.after_write - alone),
+            )
             for each, tried in found.items()
         }
         costs.measured = "its policies were timed just now"
         return alone
 
     def _tried(
-        self, costs: PlacedCosts, placement: Placement, read: Read, block: int, blocks: int
+        self,
+        variables: Variables,
+        block: int,
+        blocks: int,
+        between: float,
+        make: Callable[..., Subject],
+        placement: Placement,
+        read: Read,
+        *write: Write,
     ) -> Tried:
-        made: list[Variables] = []
+        subject = make(placement, read, *write)
 
-        def copied(variables: Variables) -> Variables:
-            if variables is not costs.variables:
-                return moved(variables, on_host(variables.placement).on_device, Read())
-            made.append(moved(variables, placement, read))
-            return made[0]
+        def copied(each: Variables) -> Variables:
+            if each is variables:
+                return subject.variables
+            return moved(each, on_host(each.placement).on_device, Read())
 
-        calls, leaves = self._calls(copied), jax.tree.leaves(costs.variables.value)
+        calls, pushes = self._calls(copied), []
         times: list[tuple[list[float], list[float]]] = [([], []) for _ in range(blocks)]
-        is_written = isinstance(placement, OnHost) and not costs.carried
         # Of a copy that is kept, calls that find it as it was are needed, too.
-        between = max(2 if read.cache else 1, min(block, round(costs.between)))
+        every = max(2 if read.cache else 1, min(block, round(between)))
         for _ in range(_SETTLING):
             next(calls)
         for found, number in itertools.product(times, range(block)):
-            after_write = is_written and number % between == 0
-            if after_write:
-                made[0]._master.assign(leaves, None, Meter())
-            found[after_write].append(next(calls))
+            after_write = subject.write is not None and number % every == 0
+            if subject.write is not None and after_write:
+                subject.write()
+            found[after_write and not read.max_staleness].append(next(calls))
+            if subject.push is not None:
+                started = time.perf_counter()
+                subject.push()
+                pushes.append(time.perf_counter() - started)
         means = [
             [statistics.fmean(each) for each in kind if each] for kind in zip(*times, strict=True)
         ]
         alike, after_write = (each or means[not n] for n, each in enumerate(means))
-        return Tried(statistics.median(alike), statistics.median(after_write))
-
-
-def moved(variables: Variables, placement: Placement, read: Read) -> Variables:
-    """Returns a copy of variables under another placement and policy."""
-    about: dict[str, Any] = {"name": variables._prefix or None, "pack": variables._pack}
-    return Variables(variables.value, placement=placement, read=read, **about)
+        seconds = statistics.median(alike), statistics.median(after_write)
+        return Tried(*seconds, push=statistics.fmean(pushes or [0.0]))

@@ -59,14 +59,20 @@ def served_times(address: str) -> LinkTimes:
     machine = f"{machine_of(jax.devices()[:1])}, a server by {engine}"
     kept = kept_times(machine, _OPERATIONS)
     if not kept:
-        with _server(engine) as own:
+        with own_server(address) as own:
             kept.append(_measured(machine, own))
         keep(kept[0])
     return kept[0]
 
 
 @contextlib.contextmanager
-def _server(engine: str) -> Iterator[str]:
+def own_server(like: str) -> Iterator[str]:
+    """Context manager of a server of the same engine as another one; gives its address.
+
+    Raises:
+        VariablesError: it does not start.
+    """
+    engine = like.partition(":")[0]
     with tempfile.TemporaryDirectory(prefix="stepcache-") as directory:
         command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
         place, environment = directory, os.environ | {"JAX_PLATFORMS": "cpu"}

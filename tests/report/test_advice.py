@@ -50,6 +50,12 @@ def times_of(machine, **changed):
     return LinkTimes(machine, "2026-01-02T03:04:05", seconds, {}, 0.5)
 
 
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch):
+    monkeypatch.setattr(trials, "_BLOCK", 2)
+    monkeypatch.setattr(trials, "_BLOCKS", 1)
+
+
 @pytest.fixture
 def session():
     """On 8 devices, whose links were measured."""
@@ -143,7 +149,7 @@ def test_what_takes_too_long_to_try_is_predicted(session, monkeypatch):
     monkeypatch.setattr(trials, "_TRIAL_SECONDS", 1e-3)
     assert "measured on 2026-01-02" in str(sc.advise(decay, held(), 1.0))
     with sc.Session(mesh_of(8), max_step_bytes=1 << 30):
-        monkeypatch.undo()
+        monkeypatch.setattr(trials, "_TRIAL_SECONDS", 20.0)
         assert "measured on 2026-01-02" in str(sc.advise(decay, held(), 1.0))
 
 
@@ -222,8 +228,11 @@ def test_what_cannot_be_advised(session):
         sc.advise(total, {"w": np.ones(3)}, 1.0)
 
 
-def test_served_variables_stay_as_they_are(tmp_path, monkeypatch):
+@pytest.mark.parametrize("mode", ["tried", "predicted"])
+def test_served_variables_stay_as_they_are(tmp_path, monkeypatch, mode):
     monkeypatch.setattr(measuring, "SIZES", (1 << 10, 1 << 14))
+    if mode == "predicted":
+        monkeypatch.setattr(trials, "_SENT_BYTES", 0)
     server = LocalServer(tmp_path / "server").start()
     try:
         with sc.connect(server.address) as connection:
@@ -239,7 +248,13 @@ def test_served_variables_stay_as_they_are(tmp_path, monkeypatch):
             assert served[cached, 4] == size / 4 + size / 4
             assert found[cached, 4].freshness == "updates up to 3 steps late"
             assert not advice.best("value").freshness
-            assert "a server by local, was measured on " in str(advice)
+            rests_on = {"tried": "timed just now", "predicted": "by local, was measured on "}
+            assert rests_on[mode] in str(advice)
+            assert all(each.seconds > 0 for each in advice.choices)
+            copied = connection.variables("value", {"w": np.ones(100)}, read=cached)
+            of_decay = sc.advise(decay, copied, 1.0)
+            assert copied.version == 0 and rests_on[mode] in str(of_decay)
+            assert of_decay.best("value").read in {each.read for each in of_decay.choices}
     finally:
         server.stop()
 
