@@ -6,11 +6,12 @@ one that never was.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from stepcache.calls.key import Key, diff_settings
 from stepcache.calls.layers import Making
@@ -48,6 +49,7 @@ class MissLog:
         self._gone: dict[Key, str] = {}
         self._values: dict[tuple[str, str, object], set] = {}
         self._stats = StepStats()
+        self._measuring: set[int] = set()  # Threads.
         self.last_miss: Miss | None = None
         self.warned_of_batch = False
 
@@ -92,7 +94,8 @@ class MissLog:
         """Remembers a build, and the miss that led to it."""
         key, shown = request.key, request.shown
         with self._lock:
-            self.last_miss = miss
+            if threading.get_ident() not in self._measuring:
+                self.last_miss = miss
             try:
                 self._known[key] = (shown.signature, shown.paths)
                 self._known.move_to_end(key)
@@ -119,8 +122,20 @@ class MissLog:
     def count(self, **amounts: float) -> None:
         """Adds to the counters of the step, named as in `StepStats`."""
         with self._lock:
+            if threading.get_ident() in self._measuring:
+                return
             sums = {name: getattr(self._stats, name) + value for name, value in amounts.items()}
             self._stats = dataclasses.replace(self._stats, **sums)
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Context manager: this thread's calls are not the user's, and are not counted."""
+        thread = threading.get_ident()
+        self._measuring.add(thread)
+        try:
+            yield
+        finally:
+            self._measuring.discard(thread)
 
     def stats(self, programs: int) -> StepStats:
         """The counters, with the number of programs held now."""

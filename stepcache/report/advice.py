@@ -134,8 +134,9 @@ def advise(
     The links between host and devices are measured once for each machine, which takes some seconds,
     and kept in the cache directory; for served variables so are reads and pushes, on a server of
     the same engine that is started for that.
-    The step runs a few times on copies of its arguments: its callbacks run, too. One that is built
-    in less than 10 s is built once more, for variables that are on the devices.
+    The step runs a few times on copies of its arguments: its callbacks run, too, and `stats()` does
+    not count these calls. A step that is built in less than 10 s is built once more, for variables
+    that are on the devices.
 
     Args:
         step: a step.
@@ -177,7 +178,8 @@ def advise(
         costs_of(each, Reads(number < use.carried, readers, writes_every))
         for number, each in enumerate(use.variables)
     ]
-    computing, now = _measured(step, engine, args, kwargs, costs, step_seconds)
+    with engine.miss_log.measuring():
+        computing, now = _measured(step, engine, args, kwargs, costs, step_seconds)
     choices = []
     for each in costs:
         others = computing + sum(other.now(computing) for other in costs if other is not each)

@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -133,6 +134,17 @@ def test_a_call_is_as_it_was(session):
     text = str(advice)
     assert "decay: " in text and " a step now" in text and " best " in text
     assert "measured on 2026-01-02" in text
+
+
+def test_calls_that_measure_are_none_of_the_users(session):
+    step, value = sc.step(total.__wrapped__), held()
+    step(value, np.ones(2))
+    before, miss = step.stats(), step.last_miss
+    sc.advise(step, value, np.ones(3))
+    assert replace(step.stats(), programs=before.programs) == before
+    assert step.last_miss == miss
+    step(value, np.ones(4))
+    assert step.stats().misses == before.misses + 1 == step.last_miss.number
 
 
 def test_what_was_seen_says_how_often_a_value_is_written(session):
