@@ -175,7 +175,7 @@ class UnmatchedRuleWarning(StepCacheWarning):
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 _HIDDEN = (
     *(_OWN_DIRECTORY, f"{os.sep}jax{os.sep}", f"{os.sep}jaxlib{os.sep}"),
-    *(threading.__file__, os.path.join("concurrent", "futures", "thread.py")),
+    *(threading.__file__, f"concurrent{os.sep}futures{os.sep}"),
 )
 
 

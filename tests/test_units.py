@@ -1,10 +1,12 @@
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import stepcache as sc
 from stepcache.errors import warn
+from stepcache.report.advice import Advice
 from stepcache.units import counted, shortened
 
 
@@ -41,6 +43,16 @@ def test_stats_are_read_as_a_table():
     ]
     assert "<td style='text-align:left'>0.250 s</td>" in stats._repr_html_()
     assert repr(stats).startswith("StepStats(misses=2, ")
+
+
+def test_a_notebook_shows_the_last_expression_of_a_cell_as_print_does():
+    """IPython calls `_repr_pretty_` if the class itself has it."""
+    step = sc.step(lambda x: x * 2)
+    step(1.0)
+    for each in (step.stats(), step.last_miss, step.explain(2), Advice("step", 0.1)):
+        printed = []
+        vars(type(each))["_repr_pretty_"](each, types.SimpleNamespace(text=printed.append), False)
+        assert printed == [str(each)]
 
 
 def by_a_thread(*args):

@@ -18,7 +18,7 @@ from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.report.explanation import explain
 from stepcache.sharding import current_reader
-from stepcache.units import counted, readable_bytes, readable_seconds
+from stepcache.units import counted, readable_bytes, readable_seconds, shown_as_printed
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
 from stepcache.variables.policy import OnHost, Placement, Read, Write, on_host
 from stepcache.variables.variables import Variables
@@ -100,6 +100,8 @@ class Advice:
         for name, group in itertools.groupby(self.choices, key=lambda each: each.variables):
             lines += [f"  {name}", *_table([*group], self.best(name))]
         return "\n".join([*lines, *(f"  {text}" for text in self.measured)])
+
+    _repr_pretty_ = shown_as_printed
 
 
 def _table(choices: list[Choice], best: Choice) -> list[str]:
