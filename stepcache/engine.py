@@ -70,7 +70,7 @@ class Engine:
         self.miss_log = miss_log = miss_log or MissLog(spec.name, count_step(spec.fun), spec.pads)
         self.scope = scope
         self.number = spec.identity.number
-        self.levels = Levels(spec, self.number)
+        self.levels = Levels(spec)
         self._caches = caches_for(spec, self)
         self._not_holdable: set[Key] = set()
         self.is_over_buffers = is_over_buffers

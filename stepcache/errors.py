@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import warnings
 
 
@@ -172,17 +173,24 @@ class UnmatchedRuleWarning(StepCacheWarning):
 
 
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
-_HIDDEN_DIRECTORIES = (_OWN_DIRECTORY, f"{os.sep}jax{os.sep}", f"{os.sep}jaxlib{os.sep}")
+_HIDDEN = (
+    *(_OWN_DIRECTORY, f"{os.sep}jax{os.sep}", f"{os.sep}jaxlib{os.sep}"),
+    *(threading.__file__, f"concurrent{os.sep}futures{os.sep}"),
+)
 
 
 def warn(message: str, category: type[StepCacheWarning]) -> None:
-    """Warns at the caller's line: the innermost frame outside of stepcache and JAX."""
+    """Warns at the caller's line: the innermost frame outside of stepcache, JAX and threads.
+
+    A thread of stepcache has no such frame; the warning then points to no line.
+    """
     level, frame = 1, sys._getframe()
-    while frame is not None and any(
-        directory in frame.f_code.co_filename for directory in _HIDDEN_DIRECTORIES
-    ):
+    while frame is not None and any(part in frame.f_code.co_filename for part in _HIDDEN):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    if frame is None:
+        warnings.warn_explicit(message, category, "<stepcache>", 0, module="stepcache")
+    else:
+        warnings.warn(message, category, stacklevel=level)
 
 
 # `pathlib` and a shell's completion make one slash of two.

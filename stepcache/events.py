@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import jax.monitoring
 
-from stepcache.units import counted, html_table, readable_bytes, readable_time
+from stepcache.units import counted, html_table, readable_bytes, readable_time, shown_as_printed
 
 _log = logging.getLogger("stepcache")
 
@@ -124,6 +124,8 @@ class Miss:
             lines.append("  every run must trace the step, because these cannot be fingerprinted:")
             lines += [f"    {text}" for text in self.untrackable[:_MAX_CHANGES_SHOWN]]
         return "\n".join(lines)
+
+    _repr_pretty_ = shown_as_printed
 
 
 _MAX_CHANGES_SHOWN = 12
@@ -319,6 +321,8 @@ class StepStats:
         rows = self._rows()
         names, values = max(map(len, rows)), max(map(len, rows.values()))
         return "\n".join(f"{name:{names}}  {text:>{values}}" for name, text in rows.items())
+
+    _repr_pretty_ = shown_as_printed
 
     def _repr_html_(self) -> str:
         return html_table("", self._rows())

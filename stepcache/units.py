@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def readable_bytes(size: int) -> str:
@@ -73,6 +74,15 @@ def spans_of(numbers: Iterable[int]) -> list[list[int]]:
         else:
             spans.append([number, number])
     return spans
+
+
+def shown_as_printed(shown: Any, printer: Any, cycle: bool) -> None:
+    """Has IPython show an object as `print` does.
+
+    It is the `_repr_pretty_` of a class: of itself, not of a base, as IPython prefers a `__repr__`
+    of the class to that.
+    """
+    printer.text(str(shown))
 
 
 def html_table(caption: str, rows: Mapping[str, str]) -> str:

@@ -287,6 +287,20 @@ def test_what_cannot_be_vouched_for_is_named_and_still_not_compiled(tmp_path):
     assert any("time.time" in text for text in second.last_miss.untrackable)
 
 
+def test_a_step_with_a_breakpoint_is_traced_at_each_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)  # Not that of pytest.
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")  # Nobody is there to type.
+    source = """
+    @sc.step
+    def step(x):
+        breakpoint()
+        return x * 2
+    """
+    _, steps = twice(source, lambda step: step(np.ones(3)), tmp_path)
+    assert levels(steps[1].stats()) == WITHOUT_COMPILING
+    assert "breakpoint, which depends on a debugger" in str(steps[1].last_miss)
+
+
 NAMES_WHAT_IS_HELD = """
 @sc.step
 def step(x):

@@ -10,6 +10,7 @@ much.
 from __future__ import annotations
 
 import functools
+import itertools
 import keyword
 import threading
 import weakref
@@ -29,17 +30,23 @@ _TEMPLATE = """
 def plan({parameters}*args, **kwargs):
     if {checks}:
         {acquire}
+        out = NOT_A_HIT
         try:
             {take}  # Until the end: to free buffers may let another thread look.
-            out = call(form, {arguments})
-            if {expected}:
-                {put}
-                return {outputs}
-            if out is not NOT_A_HIT:
-                return put_back(out, carried(({given}), kwargs), write)
+            # No interrupt comes between what JAX returns and the name `out`, as after a call.
+            for out in starmap({call}, ((form, {arguments}),)):
+                if {expected}:
+                    {put}
+                    return {outputs}
+                if out is not NOT_A_HIT:
+                    return put_back(out, carried(({given}), kwargs), write)
         except (RuntimeError, ValueError) as error:
             if "deleted" not in str(error):  # The usual way says what is.
                 raise
+        except BaseException:
+            if out is not NOT_A_HIT:  # Interrupted: what it took is gone.
+                put_back(out, carried(({given}), kwargs), write)
+            raise
         finally:
             {release}
     return other(*given({given}), *args, **kwargs)
@@ -103,6 +110,7 @@ class CallPlans:
         names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT, "call": call}
         names |= {"put_back": put_back, "write": _write, "given": _given, "NOT_GIVEN": _NOT_GIVEN}
         names |= {"carried": functools.partial(carried, self._spec), "form": form}
+        names |= {"starmap": itertools.starmap, "partial": functools.partial}
         try:
             source = _source(use, outputs, names)
         except _Unplanned:
@@ -181,7 +189,7 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
             checks.append(f"{key!r} in kwargs")
         arguments[key] = _rebuilt(where, argument, taken, checks, names)
     passed = [arguments[position] for position in range(len(args))]
-    passed += [f"{name}={arguments[name]}" for name in kwargs]
+    named = [f"{name}={arguments[name]}" for name in kwargs]
 
     put: list[str] = []
 
@@ -208,6 +216,7 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
             else f"k{n} = master{n}.packed.buffers"
             for n in numbers
         ),
+        call=f"partial(call, {', '.join(named)})" if named else "call",
         arguments=", ".join(passed),
         expected=" and ".join(expected),
         put="; ".join(put) or "pass",

@@ -230,16 +230,19 @@ def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> N
         walk.blame(label, f"it imports {imported.module}, which cannot be resolved")
         return
     module = sys.modules.get(name)
+    named = ((each,) for each in imported.names if each != "*")
+    chains = (*named, *imported.attributes)
     if module is None:
         if origin_of_module(name) == USER:
             _follow_source(walk, label, name)
         elif origin_of_module(name) == INSTALLED:
             walk.distribution(name)
+        for chain in chains:
+            walk.check_pure(label, ".".join((name, *chain)))
         return
     if imported.whole or "*" in imported.names:
         walk.value(f"import {name}", module)
-    named = ((each,) for each in imported.names if each != "*")
-    for chain in (*named, *imported.attributes):
+    for chain in chains:
         if not hasattr(module, chain[0]) and file_of_module(f"{name}.{chain[0]}"):
             _follow_source(walk, label, f"{name}.{chain[0]}")
         else:

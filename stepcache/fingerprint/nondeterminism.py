@@ -33,6 +33,9 @@ _MODULES = {
     "ctypes": "foreign code",
     "sqlite3": "a database",
     "resource": "the machine",
+    "pdb": "a debugger",
+    "ipdb": "a debugger",
+    "debugpy": "a debugger",
 }
 _FUNCTIONS = {
     "datetime.datetime.now": "the clock",
@@ -55,6 +58,7 @@ _FUNCTIONS = {
     "builtins.id": "where this process keeps its objects",
     "builtins.hash": "the hash seed of this process",
     "builtins.input": "what the user types",
+    "builtins.breakpoint": "a debugger",
     "_thread.start_new_thread": "another thread, which is not watched",
     "_thread.start_joinable_thread": "another thread, which is not watched",
     "threading.Thread": "another thread, which is not watched",

@@ -36,19 +36,18 @@ class Levels:
 
     Args:
         spec: the step.
-        number: of the step, unique in this process.
 
     Attributes:
         remade: the captured numbers that tell it from the step made before from its function; None
             before its first call.
     """
 
-    def __init__(self, spec: StepSpec, number: int):
-        self._spec, self._number = spec, number
+    def __init__(self, spec: StepSpec):
+        self._spec = spec
         self.remade: tuple[Change, ...] | None = None
         self._lock = threading.Lock()
-        self._recording = Recording()
         self._dependencies: dict[str, str] = {}
+        self._record_anew()
 
     def resolve(self, call: MissedCall) -> Resolution:
         """A program for a call."""
@@ -143,13 +142,18 @@ class Levels:
                 recorded = self._recording
             known = lookup.extend(lookup.used_by(recorded)).dependencies
             changes = self._changes_to(known)
+            if changes:  # What the traces before it used does not concern this one.
+                self._record_anew()
+                lookup.restart()
+                known = lookup.base.dependencies
             own = lookup.own_code()
             # To record what will not be stored would cost each start time for nothing.
             records = not result.is_never_stored or call.watch or sharing is not None
             may_share = records and lookup.is_alone() and sharing is None
             shared = shared_traces.begin() if may_share else None
-            # What JAX has traced inside the step before is shared where the dependencies are equal.
-            values = (self._number, digest_dependencies(known))
+            # What JAX has traced inside the step before is shared where the dependencies are equal,
+            # and where it was recorded.
+            values = (self._token, records, digest_dependencies(known))
         find = archive.finder(stopwatch.stage) if archive is not None else lambda digest, load: None
         examine = functools.partial(self._examined, request, lookup, result)
         if not records:
@@ -157,7 +161,11 @@ class Levels:
         trace = RecordedTrace(sharing.find if sharing else find, sharing, examine, records)
         watched = trace.watched(own if shared else None, shared or values)
         hooks = (watched, trace.compiling, trace.is_lowered_by_jax)
-        program, staged = build(self._spec, request, stopwatch, *hooks)
+        try:
+            program, staged = build(self._spec, request, stopwatch, *hooks)
+        except BaseException:
+            self._record_anew()  # Nobody has examined what it used.
+            raise
         program = replace(program, lowered=trace.digest)
         if trace.is_loaded:
             program.seconds["load"] = program.seconds.pop("compile")
@@ -240,7 +248,13 @@ class Levels:
     def forget(self) -> None:
         """Begins anew: what the step depends on has changed, and that is known."""
         with self._lock:
-            self._dependencies, self._recording = {}, Recording()
+            self._dependencies = {}
+        self._record_anew()
+
+    def _record_anew(self) -> None:
+        """Drops what traces used, and has JAX trace the functions inside the step again."""
+        with self._lock:
+            self._recording, self._token = Recording(), jaxcompat.ContextToken()
 
 
 def _not_examined(recording: Recording, staged: jaxcompat.Staged) -> Traced:

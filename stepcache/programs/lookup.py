@@ -144,6 +144,10 @@ class Lookup:
         self._attributes.update(used.attributes)
         return self._extended(self._walk(), used)
 
+    def restart(self) -> None:
+        """Drops what `extend` has added."""
+        self._attributes, self._base_walk = set(), None
+
     def _walk(self) -> Walk:
         if self._base_walk is None:
             self._base_walk = self._walked()

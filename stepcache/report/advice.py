@@ -16,7 +16,7 @@ from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.report.explanation import explain
 from stepcache.sharding import current_reader
-from stepcache.units import counted, readable_bytes, readable_seconds
+from stepcache.units import counted, readable_bytes, readable_seconds, shown_as_printed
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
 from stepcache.variables.policy import OnHost, Placement, Read, Write
 from stepcache.variables.variables import Variables
@@ -99,6 +99,8 @@ class Advice:
             lines += [f"  {name}", *_table([*group], self.best(name))]
         return "\n".join([*lines, *(f"  {text}" for text in self.measured)])
 
+    _repr_pretty_ = shown_as_printed
+
 
 def _table(choices: list[Choice], best: Choice) -> list[str]:
     rows: list[tuple[str, ...]] = [("a step", "held", *_LINKS, "", "policy", "results")]
@@ -129,13 +131,12 @@ def advise(
 
         print(sc.advise(train_step, params, batch))
 
-    The links between host and devices are measured once for each machine, which takes some seconds,
-    and kept in the cache directory; for served variables so are reads and pushes, on a server of
-    the same engine that is started for that.
     The step runs on copies of its arguments: its callbacks run, too, and `stats()` does not count
     these calls. A step that is built in less than 10 s is tried under each policy, for 20 s at most
-    in all, and built anew where a policy asks for that. Costs of a step that takes longer, of one
-    over several processes, and of served variables are predicted by the times of the links.
+    in all, and built anew where a policy asks for that; served variables are tried on a server of
+    the same engine, which is started for that. Costs of a step that takes longer, and of one over
+    several processes, are predicted by the times of links and of such a server. These are measured
+    once for each machine, which takes some seconds, and kept in the cache directory.
 
     Args:
         step: a step.

@@ -25,7 +25,7 @@ from stepcache.calls.step_spec import Request
 from stepcache.engine import Engine
 from stepcache.events import Captured, Miss
 from stepcache.programs.lookup import LookupResult
-from stepcache.units import counted, readable_bytes, terminal_width
+from stepcache.units import counted, readable_bytes, shown_as_printed, terminal_width
 from stepcache.variables.plan import Plan
 
 _STAGES = ("trace", "lower", "compile")
@@ -106,6 +106,8 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join(self._lines(terminal_width()))
+
+    _repr_pretty_ = shown_as_printed
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
         for number, line in enumerate(self._lines(options.max_width)):

@@ -185,7 +185,7 @@ class Master:
         """Raises `VariablesError` if there is no value, while no program is working on it."""
         if self.is_lost:
             raise VariablesError(
-                f"{LOST}: a program donated its buffers, and failed",
+                f"{LOST}: a program donated its buffers, and failed or was interrupted",
                 where=name,
                 hint="assign(...) or restore(...) a value that was kept",
             )

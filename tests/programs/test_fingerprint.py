@@ -342,3 +342,14 @@ def test_a_registry_of_python_s_own_class_means_nothing():
     finalizer.detach()
     assert noted() == before and installed_packages.replacements() == replaced
     assert installed_packages._all_held is looked  # Nothing had to be looked at anew.
+
+
+def test_an_impure_function_of_a_module_that_is_imported_when_it_is_called(monkeypatch):
+    def stopped(x):
+        import pdb
+
+        pdb.set_trace()
+        return x
+
+    monkeypatch.delitem(sys.modules, "pdb", raising=False)
+    assert any("pdb.set_trace" in blame for blame in fingerprint(stopped).untrackable)

@@ -1,0 +1,51 @@
+"""A call that Ctrl-C interrupts writes what its program returned: what it took is gone by then."""
+
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+import stepcache as sc
+
+INTERRUPTS = 40
+
+
+@pytest.fixture
+def interrupted():
+    """Calls a function again and again, until an interrupt comes; and all of that a few times."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def until_interrupted(call, look):
+        for number in range(INTERRUPTS):
+            signal.setitimer(signal.ITIMER_REAL, 1e-3 + 1e-4 * number)
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    call()
+            look()
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield until_interrupted
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def added(params, x, scale=1):
+    return jax.tree.map(lambda leaf: leaf + scale, params), x.sum()
+
+
+@pytest.mark.parametrize("named", [{}, {"scale": np.float32(1)}])
+def test_an_interrupted_call_loses_no_variables(interrupted, named):
+    step = sc.step(added, carry="params")
+    tree = {"a": np.zeros((64, 64), np.float32), "b": np.zeros(5, np.float32)}
+    params, x = sc.Variables(tree, name="params"), np.ones(3, np.float32)
+
+    def look():
+        value = params.value
+        assert value["a"][0, 0] == value["b"][0] == params.version
+
+    for _ in range(3):
+        step(params, x, **named)
+    interrupted(lambda: step(params, x, **named), look)
