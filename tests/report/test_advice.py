@@ -191,17 +191,6 @@ def test_calls_that_measure_are_none_of_the_users(session):
     assert step.stats().misses == before.misses + 1 == step.last_miss.number
 
 
-def test_calls_that_measure_are_none_of_the_users(session):
-    step, value = sc.step(total.__wrapped__), held()
-    step(value, np.ones(2))
-    before, miss = step.stats(), step.last_miss
-    sc.advise(step, value, np.ones(3))
-    assert replace(step.stats(), programs=before.programs) == before
-    assert step.last_miss == miss
-    step(value, np.ones(4))
-    assert step.stats().misses == before.misses + 1 == step.last_miss.number
-
-
 def test_what_was_seen_says_how_often_a_value_is_written(session):
     value = held(sc.Read(cache="device"))
     for number in range(12):
