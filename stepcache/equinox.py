@@ -24,7 +24,7 @@ import jax
 from stepcache import _process_hooks, jaxcompat
 from stepcache.calls.layers import function_name
 from stepcache.events import Miss, StepStats
-from stepcache.modules.equinox_state import OverTrees, given_back, taken
+from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken
 from stepcache.report.explanation import Explanation
 from stepcache.step import Step
 from stepcache.step import step as step_over_arrays
@@ -60,6 +60,7 @@ class FilterStep(Generic[P, R]):
         options = {**options, **_donated(donate, self._signature, len(self._first))}
         self._step: Step = step_over_arrays(OverTrees(inner, signature, call), **options)
         self._checked: Miss | None = None
+        self._build = Builders()
         self._traces, self._may_raise = 0, False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -79,7 +80,7 @@ class FilterStep(Generic[P, R]):
             if "EquinoxRuntimeError" not in str(error):
                 raise
             return self._by_equinox(*args, **kwargs)  # It says where in the function that was.
-        return given_back(outputs)
+        return given_back(outputs, self._build)
 
     def _is_new_trace(self) -> bool:
         """Whether the latest program was traced: what was stored never calls back into Python."""
@@ -117,6 +118,7 @@ class FilterStep(Generic[P, R]):
     def clear_cache(self) -> None:
         """Drops the step's programs and traces; the next call builds anew."""
         self._step.clear_cache()
+        self._build = Builders()
 
     def warm(self, *args: Any, **kwargs: Any) -> None:
         """Builds the program for these arguments, if it is not there; runs nothing.
