@@ -1,6 +1,6 @@
 """Takes equinox modules apart, and builds them, in loops that run in C.
 
-JAX calls Python code of each module's class for both. Here all modules of one depth are opened at
+JAX runs Python code of each module's class for both. Here all modules of one depth are opened at
 once, and everything in them but arrays is compared, by identity, with what an earlier module had.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
 from operator import attrgetter, getitem, is_, itemgetter
 from typing import Any
 
@@ -22,8 +22,11 @@ _NODES_PER_LEVEL = 4
 """With fewer, on average, JAX's own way is faster."""
 _DICT = repeat("__dict__")  # By equinox's own `__getattribute__` it takes six times as long.
 
+Opener = Callable[[Any], list[Any] | None]
+Builder = Callable[[Sequence[Any]], Any]
 
-def opener(module: Any, leaves: list[Any], tree: Any) -> Callable[[Any], list[Any] | None] | None:
+
+def opener(module: Any, leaves: Sequence[Any], tree: Any) -> Opener | None:
     """What opens modules that are like one, or None.
 
     It returns the arrays of a module in the order of JAX. It returns None for a module that has
@@ -43,8 +46,8 @@ def opener(module: Any, leaves: list[Any], tree: Any) -> Callable[[Any], list[An
     return made if arrays is not None and _are_same(arrays, expected) else None
 
 
-def builder(tree: Any, statics: dict[int, Any]) -> Callable[[Sequence[Any]], Any] | None:
-    """What builds a module of its arrays as JAX does, or None.
+def builder(tree: Any, statics: dict[int, Any]) -> Builder | None:
+    """What builds a module of its arrays, as JAX does, or None.
 
     Args:
         tree: the tree structure.
@@ -54,97 +57,106 @@ def builder(tree: Any, statics: dict[int, Any]) -> Callable[[Sequence[Any]], Any
     if levels is None:
         return None
     made = _Builder(levels, statics)
-    arrays = [object() for _ in range(tree.num_leaves - len(statics))]
+    arrays = list(range(tree.num_leaves - len(statics)))
     leaves, as_built = jax.tree.flatten(made(arrays))
     found = [leaf for number, leaf in enumerate(leaves) if number not in statics]
     return made if as_built == tree and _are_same(found, arrays) else None
 
 
 class _Node:
-    """One object in a module whose leaves are their numbers.
+    """An object in a module whose leaves are their numbers.
 
     Attributes:
-        content: of a module or a container, by name, key or number.
-        is_leaf: the value is a number. What is neither a leaf, a module nor a container is part of
-            the tree structure: None, or a static field.
+        kind: "module", "container" or "leaf"; or "fixed", if it is part of the tree structure, as
+            None and static fields are.
+        content: what a module or a container holds, by name, key or number.
     """
 
-    def __init__(self, value: Any, is_fixed: bool = False):
-        self.value, self.content = value, dict[Any, _Node]()
-        self.is_module = self.is_container = self.is_leaf = False
+    def __init__(self, value: Any, *, is_fixed: bool = False):
+        self.value, self.kind = value, "leaf"
+        self.content: dict[Any, _Node] = {}
         if is_fixed or value is None:
-            return
-        if isinstance(value, eqx.Module):
-            self.is_module = True
-            dynamic = {
-                each.name
-                for each in dataclasses.fields(value)  # pyright: ignore[reportArgumentType]
-                if not each.metadata.get("static", False)
-            }
-            for name, each in vars(value).items():
-                self.content[name] = _Node(each, is_fixed=name not in dynamic)
+            self.kind = "fixed"
+        elif isinstance(value, eqx.Module):
+            self.kind = "module"
         elif isinstance(value, _CONTAINERS):
-            self.is_container = True
+            self.kind = "container"
+
+    def open(self) -> Iterable[_Node]:
+        """Looks for the content, and returns it."""
+        value = self.value
+        if self.kind == "module":
+            fields = dataclasses.fields(value)
+            dynamic = {each.name for each in fields if not each.metadata.get("static", False)}
+            self.content = {
+                name: _Node(each, is_fixed=name not in dynamic)
+                for name, each in vars(value).items()
+            }
+        elif self.kind == "container":
             items = value.items() if isinstance(value, dict) else enumerate(value)
             self.content = {key: _Node(each) for key, each in items}
-        else:
-            self.is_leaf = True
+        return self.content.values()
 
 
-def _levels(tree: Any) -> list[list[_Node]] | None:
-    """All objects in a module by depth: first what modules hold, then what containers hold."""
-    if not _is_plain(tree):
-        return None
-    level = [_Node(tree.unflatten(range(tree.num_leaves)))]
-    levels = []
-    while level:
-        levels.append(level)
-        level = [each for holder in _holders(level) for each in holder.content.values()]
-    return levels if sum(map(len, levels)) >= _NODES_PER_LEVEL * len(levels) else None
-
-
-def _is_plain(tree: Any) -> bool:
-    """Whether a tree consists of modules, and of containers that hold what they show."""
-    about, children = tree.node_data(), tree.children()
-    if about is not None and about[0] not in _PLAIN and not issubclass(about[0], eqx.Module):
-        fields = getattr(about[0], "_fields", None) if issubclass(about[0], tuple) else None
-        if fields is None or about[1] is not None or len(fields) != len(children):
-            return False
-    return all(map(_is_plain, children))
+def _of(kind: str, nodes: Iterable[_Node]) -> list[_Node]:
+    return [node for node in nodes if node.kind == kind]
 
 
 def _holders(level: Sequence[_Node]) -> list[_Node]:
-    containers = [node for node in level if node.is_container]
-    return [node for node in level if node.is_module] + containers
+    return _of("module", level) + _of("container", level)
+
+
+def _levels(tree: Any) -> list[list[_Node]] | None:
+    """All objects in a module, by depth; None where only JAX may look for them, or is faster."""
+    trees = [tree]
+    for each in trees:
+        about, children = each.node_data(), each.children()
+        if about is not None and not _is_plain(about[0], about[1], len(children)):
+            return None
+        trees += children
+    level = [_Node(tree.unflatten(range(tree.num_leaves)))]
+    levels, count = [], 0
+    while level:
+        levels.append(level)
+        count += len(level)
+        level = [each for holder in _holders(level) for each in holder.open()]
+    return levels if count >= _NODES_PER_LEVEL * len(levels) else None
+
+
+def _is_plain(kind: type, about: Any, count: int) -> bool:
+    """Whether objects are modules, or containers that hold what they show."""
+    if kind in _PLAIN or issubclass(kind, eqx.Module):
+        return True
+    fields = getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
+    return about is None and fields is not None and len(fields) == count
 
 
 class _Opener:
-    def __init__(self, levels: list[list[_Node]], leaves: list[Any]):
+    def __init__(self, levels: Sequence[Sequence[_Node]], leaves: Sequence[Any]):
+        def value_of(node: _Node) -> Any:
+            return leaves[node.value] if node.kind == "leaf" else node.value
+
         self._levels = []
         for level in levels:
-            holders = _holders(level)
-            values = [leaves[node.value] if node.is_leaf else node.value for node in level]
+            kinds, holders = [node.kind for node in level], _holders(level)
             self._levels.append(
                 (
-                    list(map(type, values)),
-                    _picker([i for i, node in enumerate(level) if node.is_module]),
-                    _picker([i for i, node in enumerate(level) if node.is_container]),
+                    [type(value_of(node)) for node in level],
+                    _picker([i for i, kind in enumerate(kinds) if kind == "module"]),
+                    _picker([i for i, kind in enumerate(kinds) if kind == "container"]),
                     [len(holder.content) for holder in holders],
                     _picker([i for i, holder in enumerate(holders) for _ in holder.content]),
                     [key for holder in holders for key in holder.content],
                 )
             )
-        arrays: dict[int, int] = {}
-        places, self._fixed = [], []
-        for place, node in enumerate(node for level in levels for node in level):
-            value = leaves[node.value] if node.is_leaf else node.value
-            if node.is_leaf and eqx.is_array(value):
+        arrays, fixed = dict[int, int](), dict[int, Any]()
+        for place, node in enumerate(chain.from_iterable(levels)):
+            if node.kind == "leaf" and eqx.is_array(leaves[node.value]):
                 arrays[node.value] = place
-            elif not (node.is_module or node.is_container):
-                places.append(place)
-                self._fixed.append(value)
+            elif node.kind in ("leaf", "fixed"):
+                fixed[place] = value_of(node)
         self._arrays_in = _picker([arrays[number] for number in sorted(arrays)])
-        self._fixed_in = _picker(places)
+        self._fixed_in, self._fixed = _picker(list(fixed)), list(fixed.values())
 
     def __call__(self, module: Any) -> list[Any] | None:
         nodes, found = [module], []
@@ -166,32 +178,24 @@ class _Opener:
 
 
 class _Builder:
-    """Calls `object.__new__` and `object.__setattr__`, as equinox does."""
-
-    def __init__(self, levels: list[list[_Node]], statics: dict[int, Any]):
-        nodes = [node for level in levels for node in level]
-        leaves = sorted((node for node in nodes if node.is_leaf), key=attrgetter("value"))
+    def __init__(self, levels: Sequence[Sequence[_Node]], statics: dict[int, Any]):
+        nodes = list(chain.from_iterable(levels))
+        leaves = sorted(_of("leaf", nodes), key=attrgetter("value"))
         arrays = [node for node in leaves if node.value not in statics]
-        fixed = [node for node in leaves if node.value in statics]
-        self._fixed = [statics[node.value] for node in fixed]
-        others = [
-            node for node in nodes if not (node.is_leaf or node.is_module or node.is_container)
-        ]
-        self._fixed += [node.value for node in others]
-        modules = [node for node in nodes if node.is_module]
-        self._classes = [type(node.value) for node in modules]
-        containers = [
-            node for node in reversed(nodes) if node.is_container
-        ]  # The inner ones first.
-        made = [*arrays, *fixed, *others, *modules, *containers]
-        places = {id(node): place for place, node in enumerate(made)}
+        static = [node for node in leaves if node.value in statics]
+        fixed, modules = _of("fixed", nodes), _of("module", nodes)
+        containers = _of("container", reversed(nodes))  # The inner ones first.
+        order = [*arrays, *static, *fixed, *modules, *containers]
+        places = {id(node): place for place, node in enumerate(order)}
 
         def members(node: _Node) -> list[int]:
             return [places[id(each)] for each in node.content.values()]
 
+        self._fixed = [*(statics[node.value] for node in static), *(node.value for node in fixed)]
+        self._classes = [type(node.value) for node in modules]
         self._containers = [(_maker(node), _picker(members(node))) for node in containers]
         self._owners = _picker([places[id(node)] for node in modules for _ in node.content])
-        self._names = [name for node in modules for name in node.content]
+        self._names: list[Any] = [name for node in modules for name in node.content]
         self._contents = _picker([place for node in modules for place in members(node)])
         self._root = places[id(nodes[0])]
 
@@ -205,7 +209,8 @@ class _Builder:
 
 
 def _maker(node: _Node) -> Callable[[Sequence[Any]], Any]:
-    kind, keys = type(node.value), list(node.content)
+    kind: Any = type(node.value)
+    keys = list(node.content)
     if kind is dict:
         return lambda values: dict(zip(keys, values, strict=True))
     return kind if kind in _CONTAINERS else lambda values: kind(*values)  # A named tuple.
@@ -213,7 +218,8 @@ def _maker(node: _Node) -> Callable[[Sequence[Any]], Any]:
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     if len(places) > 1:
-        return itemgetter(*places)
+        pick: Any = itemgetter(*places)
+        return pick
     return lambda values: [values[place] for place in places]
 
 

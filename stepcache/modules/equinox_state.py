@@ -13,7 +13,7 @@ import jax
 from jax.tree_util import keystr
 
 from stepcache.calls.layers import function_name
-from stepcache.modules.equinox_layout import builder, opener
+from stepcache.modules.equinox_layout import Builder, Opener, builder, opener
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
 
 _MODULES = (eqx.Module, eqx.nn.State)
@@ -21,7 +21,7 @@ _MODULES = (eqx.Module, eqx.nn.State)
 
 def is_module(x: Any) -> bool:
     """Whether an object is taken as one: a module, or the state of stateful layers."""
-    return isinstance(x, _MODULES)
+    return issubclass(type(x), _MODULES)  # To ask a module for its `__class__` runs Python code.
 
 
 class ModuleStructure:
@@ -97,14 +97,17 @@ def taken(tree: Any) -> Any:
     Raises:
         TypeError: a static leaf has no hash.
     """
-    if (
-        type(tree) in _recent or is_module(tree) or eqx.is_array(tree)
-    ):  # As most arguments: `tree.map` takes some 4 µs.
+    if is_module(tree) or eqx.is_array(tree):  # As most arguments: `tree.map` takes some 4 µs.
         return _take(tree)
     return jax.tree.map(_take, tree, is_leaf=is_module)
 
 
 def _take(x: Any) -> Any:
+    if not is_module(x):
+        if eqx.is_array(x):
+            return x
+        hash(x)
+        return Fixed((type(x), x))
     recent = _recent.get(type(x), ())
     for each in recent:
         structure, arrays_in = each
@@ -113,11 +116,6 @@ def _take(x: Any) -> Any:
             if each is not recent[0]:
                 _remember(type(x), each)
             return ModuleState(structure, arrays)
-    if eqx.is_array(x):
-        return x
-    if not is_module(x):
-        hash(x)
-        return Fixed((type(x), x))
     leaves, tree = jax.tree.flatten(x)
     known = _known.get(tree)
     if known is None or not known.fits(leaves):
@@ -131,8 +129,8 @@ def _take(x: Any) -> Any:
 
 
 def _remember(kind: type, opened: _Opened) -> None:
-    others = [each for each in _recent.pop(kind, ()) if each is not opened]
-    while len(_recent) >= _KNOWN_AT_MOST:
+    others = [each for each in _recent.get(kind, ()) if each is not opened]
+    while kind not in _recent and len(_recent) >= _KNOWN_AT_MOST:
         _recent.pop(next(iter(_recent)), None)
     _recent[kind] = (opened, *others[: _RECENT_OF_A_CLASS - 1])
 
@@ -159,7 +157,7 @@ class _Known:
     def is_met_often(self) -> bool:
         """Whether to make an opener: at the second time, the fourth, the eighth, and so on.
 
-        It takes as long as some tens of calls, and may never fit again.
+        It takes as long as some calls do, and the opener may never fit again.
         """
         self._met += 1
         return self._met > 1 and self._met & (self._met - 1) == 0
@@ -167,7 +165,7 @@ class _Known:
 
 _KNOWN_AT_MOST = 256
 _RECENT_OF_A_CLASS = 4
-_Opened = tuple[ModuleStructure, Callable[[Any], list[Any] | None]]
+_Opened = tuple[ModuleStructure, Opener]
 _known: dict[Any, _Known] = {}
 _recent: dict[type, tuple[_Opened, ...]] = {}
 """By class, what opens the modules met of late, the latest first."""
@@ -181,7 +179,7 @@ class Builders:
     """Builds the modules that a step returns, over and over of the same few structures."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[ModuleStructure, Callable[[list[Any]], Any]]] = {}
+        self._made: dict[int, tuple[ModuleStructure, Builder]] = {}
 
     def __call__(self, state: ModuleState) -> Any:
         """The module."""
