@@ -49,6 +49,7 @@ class FilterStep(Generic[P, R]):
         of_equinox = {name: value for name, value in options.items() if name not in _OF_STEP}
         self._by_equinox: Any = _filter_jit(fun, donate=donate, **of_equinox)
         functools.update_wrapper(self, fun, updated=())
+        self._options = {"donate": donate, **options}
         self._signature = signature = inspect.signature(fun)
         self._first: tuple = ()
         inner, call = fun, None
@@ -103,6 +104,11 @@ class FilterStep(Generic[P, R]):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
+
+    @property
+    def _stepcache_parts(self) -> tuple[Any, dict[str, Any]]:
+        """The function and the options: what another step that calls this one depends on."""
+        return self.__wrapped__, self._options
 
     def __repr__(self) -> str:
         return f"<stepcache.equinox.step of {function_name(self.__wrapped__)}>"
