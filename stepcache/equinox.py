@@ -24,7 +24,7 @@ import jax
 from stepcache import _process_hooks, jaxcompat
 from stepcache.calls.layers import function_name
 from stepcache.events import Miss, StepStats
-from stepcache.modules.equinox_state import OverTrees, given_back, taken
+from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken
 from stepcache.report.explanation import Explanation
 from stepcache.step import Step
 from stepcache.step import step as step_over_arrays
@@ -49,6 +49,7 @@ class FilterStep(Generic[P, R]):
         of_equinox = {name: value for name, value in options.items() if name not in _OF_STEP}
         self._by_equinox: Any = _filter_jit(fun, donate=donate, **of_equinox)
         functools.update_wrapper(self, fun, updated=())
+        self._options = {"donate": donate, **options}
         self._signature = signature = inspect.signature(fun)
         self._first: tuple = ()
         inner, call = fun, None
@@ -60,6 +61,7 @@ class FilterStep(Generic[P, R]):
         options = {**options, **_donated(donate, self._signature, len(self._first))}
         self._step: Step = step_over_arrays(OverTrees(inner, signature, call), **options)
         self._checked: Miss | None = None
+        self._build = Builders()
         self._traces, self._may_raise = 0, False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -79,7 +81,7 @@ class FilterStep(Generic[P, R]):
             if "EquinoxRuntimeError" not in str(error):
                 raise
             return self._by_equinox(*args, **kwargs)  # It says where in the function that was.
-        return given_back(outputs)
+        return given_back(outputs, self._build)
 
     def _is_new_trace(self) -> bool:
         """Whether the latest program was traced: what was stored never calls back into Python."""
@@ -103,6 +105,11 @@ class FilterStep(Generic[P, R]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
 
+    @property
+    def _stepcache_parts(self) -> tuple[Any, dict[str, Any]]:
+        """The function and the options: what another step that calls this one depends on."""
+        return self.__wrapped__, self._options
+
     def __repr__(self) -> str:
         return f"<stepcache.equinox.step of {function_name(self.__wrapped__)}>"
 
@@ -117,6 +124,7 @@ class FilterStep(Generic[P, R]):
     def clear_cache(self) -> None:
         """Drops the step's programs and traces; the next call builds anew."""
         self._step.clear_cache()
+        self._build = Builders()
 
     def warm(self, *args: Any, **kwargs: Any) -> None:
         """Builds the program for these arguments, if it is not there; runs nothing.

@@ -36,7 +36,7 @@ _JIT_INTERNALS = ("fun_sourceinfo", "fun_signature", "use_resource_env")
 
 def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
     """The function inside a jitted one, and its options that are not the default; else None."""
-    if isinstance(value, functools.partial) and type(value).__module__.startswith("stepcache."):
+    if type(value).__module__.startswith("stepcache."):
         return getattr(value, "_stepcache_parts", None)  # A step of ours.
     plain = _plain_jit()
     if type(value) is not type(plain):  # Other objects may answer to any name.

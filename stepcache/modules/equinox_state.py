@@ -13,6 +13,7 @@ import jax
 from jax.tree_util import keystr
 
 from stepcache.calls.layers import function_name
+from stepcache.modules.equinox_layout import Builder, Opener, builder, opener
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
 
 _MODULES = (eqx.Module, eqx.nn.State)
@@ -20,7 +21,7 @@ _MODULES = (eqx.Module, eqx.nn.State)
 
 def is_module(x: Any) -> bool:
     """Whether an object is taken as one: a module, or the state of stateful layers."""
-    return isinstance(x, _MODULES)
+    return issubclass(type(x), _MODULES)  # To ask a module for its `__class__` runs Python code.
 
 
 class ModuleStructure:
@@ -102,11 +103,19 @@ def taken(tree: Any) -> Any:
 
 
 def _take(x: Any) -> Any:
-    if eqx.is_array(x):
-        return x
     if not is_module(x):
+        if eqx.is_array(x):
+            return x
         hash(x)
         return Fixed((type(x), x))
+    recent = _recent.get(type(x), ())
+    for each in recent:
+        structure, arrays_in = each
+        arrays = arrays_in(x)
+        if arrays is not None:
+            if each is not recent[0]:
+                _remember(type(x), each)
+            return ModuleState(structure, arrays)
     leaves, tree = jax.tree.flatten(x)
     known = _known.get(tree)
     if known is None or not known.fits(leaves):
@@ -114,7 +123,16 @@ def _take(x: Any) -> Any:
         while len(_known) >= _KNOWN_AT_MOST:
             _known.pop(next(iter(_known)), None)
         _known[tree] = known
+    if known.is_met_often() and (arrays_in := opener(x, leaves, tree)) is not None:
+        _remember(type(x), (known.structure, arrays_in))
     return ModuleState(known.structure, list(compress(leaves, known.is_array)))
+
+
+def _remember(kind: type, opened: _Opened) -> None:
+    others = [each for each in _recent.get(kind, ()) if each is not opened]
+    while kind not in _recent and len(_recent) >= _KNOWN_AT_MOST:
+        _recent.pop(next(iter(_recent)), None)
+    _recent[kind] = (opened, *others[: _RECENT_OF_A_CLASS - 1])
 
 
 class _Known:
@@ -129,34 +147,71 @@ class _Known:
         statics = tuple(zip(numbers, self._statics, strict=True))
         hash(statics)
         self.structure = ModuleStructure(tree, statics)
+        self._met = 0
 
     def fits(self, leaves: list[Any]) -> bool:
         """Whether other leaves are arrays in the same places, and the same objects elsewhere."""
         statics = compress(leaves, self._is_static)
         return list(map(type, leaves)) == self._types and all(map(is_, statics, self._statics))
 
+    def is_met_often(self) -> bool:
+        """Whether to make an opener: at the second time, the fourth, the eighth, and so on.
+
+        It takes as long as some calls do, and the opener may never fit again.
+        """
+        self._met += 1
+        return self._met > 1 and self._met & (self._met - 1) == 0
+
 
 _KNOWN_AT_MOST = 256
+_RECENT_OF_A_CLASS = 4
+_Opened = tuple[ModuleStructure, Opener]
 _known: dict[Any, _Known] = {}
+_recent: dict[type, tuple[_Opened, ...]] = {}
+"""By class, what opens the modules met of late, the latest first."""
 
 
-def given_back(tree: Any) -> Any:
-    """The tree of which `taken` made another one."""
+def _built(state: ModuleState) -> Any:
+    return state.structure.built(state.values)
+
+
+class Builders:
+    """Builds the modules that a step returns, over and over of the same few structures."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[ModuleStructure, Builder]] = {}
+
+    def __call__(self, state: ModuleState) -> Any:
+        """The module."""
+        structure = state.structure
+        made = self._made.get(id(structure))
+        if made is None:
+            if len(self._made) >= _KNOWN_AT_MOST:
+                self._made.clear()
+            build = builder(structure.tree, dict(structure.statics)) or structure.built
+            made = self._made[id(structure)] = structure, build
+        return made[1](state.values)
+
+
+def given_back(tree: Any, build: Callable[[ModuleState], Any] = _built) -> Any:
+    """The tree of which `taken` made another one; `build` makes the modules."""
     if type(tree) is tuple:
-        return tuple(map(given_back, tree))
-    if is_state(tree) or isinstance(tree, jax.Array):
-        return _give(tree)
-    return jax.tree.map(_give, tree, is_leaf=_is_taken)
+        return tuple(given_back(each, build) for each in tree)
+    if is_state(tree):
+        return build(tree)
+    if isinstance(tree, jax.Array):
+        return tree
+
+    def give(x: Any) -> Any:
+        if is_state(x):
+            return build(x)
+        return x.value if isinstance(x, Fixed) else x
+
+    return jax.tree.map(give, tree, is_leaf=_is_taken)
 
 
 def _is_taken(x: Any) -> bool:
     return is_state(x) or isinstance(x, Fixed)
-
-
-def _give(x: Any) -> Any:
-    if is_state(x):
-        return x.structure.built(x.values)
-    return x.value if isinstance(x, Fixed) else x
 
 
 class OverTrees(OverModules):

@@ -1,10 +1,14 @@
 """What a later start compares of a module: everything but the values of its arrays."""
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from flax.nnx import graphlib
 
+from stepcache import equinox as seqx
+from stepcache import nnx as snnx
 from stepcache.fingerprint.visitor import Walk
 from stepcache.modules.nnx_graph import GraphStructure
 
@@ -31,8 +35,12 @@ def structure_of(module):
 
 
 def dependencies(module):
+    return dependencies_of("arguments[0] (ModuleState)", structure_of(module))
+
+
+def dependencies_of(path, value):
     walk = Walk(None)
-    walk.value("arguments[0] (ModuleState)", structure_of(module))
+    walk.value(path, value)
     found = walk.fingerprint()
     assert not found.untrackable
     return found.dependencies
@@ -82,3 +90,28 @@ def test_a_change_has_the_path_of_the_attribute():
     parts = ["kernel", "parts/0", "parts/1/x"]
     expected = [f"{each}/{part}" for each in ("first", "second") for part in parts]
     assert structure_of(whole).paths() == expected
+
+
+def tripled(module, by=3):
+    return jax.tree.map(lambda x: x * by if eqx.is_array(x) else x, module)
+
+
+@pytest.mark.parametrize(
+    "step, make_module",
+    [(seqx.step, lambda: eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(0))), (snnx.step, Part)],
+    ids=["equinox", "nnx"],
+)
+def test_what_a_step_has_in_memory_is_no_dependency_of_one_that_calls_it(step, make_module):
+    inner, module = step(tripled), make_module()
+
+    def outer(module):
+        return inner(module)
+
+    before = dependencies_of("outer", outer)
+    for _ in range(3):
+        inner(module)
+    assert dependencies_of("outer", outer) == before
+    inner = step(tripled, keep_unused=True)
+    assert dependencies_of("outer", outer) != before
+    inner = step(lambda module, by=3: module)
+    assert dependencies_of("outer", outer) != before
