@@ -34,7 +34,8 @@ def plan({parameters}*args, **kwargs):
         try:
             {take}  # Until the end: to free buffers may let another thread look.
             # No interrupt comes between what JAX returns and the name `out`, as after a call.
-            for out in starmap({call}, ((form, {arguments}),)):
+            for out in starmap(call, ((form, {arguments}),)):
+                {clear}
                 if {expected}:
                     {put}
                     return {outputs}
@@ -110,7 +111,7 @@ class CallPlans:
         names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT, "call": call}
         names |= {"put_back": put_back, "write": _write, "given": _given, "NOT_GIVEN": _NOT_GIVEN}
         names |= {"carried": functools.partial(carried, self._spec), "form": form}
-        names |= {"starmap": itertools.starmap, "partial": functools.partial}
+        names["starmap"] = itertools.starmap
         try:
             source = _source(use, outputs, names)
         except _Unplanned:
@@ -189,7 +190,9 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
             checks.append(f"{key!r} in kwargs")
         arguments[key] = _rebuilt(where, argument, taken, checks, names)
     passed = [arguments[position] for position in range(len(args))]
-    named = [f"{name}={arguments[name]}" for name in kwargs]
+    if kwargs:
+        names["call"] = named = functools.partial(names["call"], **dict.fromkeys(kwargs))
+        names["named"] = named.keywords
 
     put: list[str] = []
 
@@ -211,12 +214,15 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
         checks=" and ".join(checks),
         acquire="; ".join(f"acquire{n}()" for n in locked),
         take="; ".join(
-            f"p{n} = master{n}.packed; k{n} = p{n}.buffers"
-            if n < use.carried
-            else f"k{n} = master{n}.packed.buffers"
-            for n in numbers
+            [
+                f"p{n} = master{n}.packed; k{n} = p{n}.buffers"
+                if n < use.carried
+                else f"k{n} = master{n}.packed.buffers"
+                for n in numbers
+            ]
+            + [f"named[{name!r}] = {arguments[name]}" for name in kwargs]
         ),
-        call=f"partial(call, {', '.join(named)})" if named else "call",
+        clear="; ".join(f"named[{name!r}] = None" for name in kwargs) or "pass",
         arguments=", ".join(passed),
         expected=" and ".join(expected),
         put="; ".join(put) or "pass",
