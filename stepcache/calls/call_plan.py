@@ -3,7 +3,7 @@
 Nearly all calls of a training loop pass the same `Variables` in the same places. A plan is a Python
 function written for these, as `dataclasses` writes methods: it checks that they are the same
 objects, gives their buffers to JAX's dispatcher, and puts back what comes out of it. A call costs
-about 0.4 µs more than that of `jax.jit`; to find the variables again would cost twenty times as
+about 1 µs more than that of `jax.jit`; to find the variables again would cost ten times as
 much.
 """
 

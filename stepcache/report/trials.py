@@ -78,10 +78,12 @@ class Trials:
             return None
         block = min(_BLOCK, calls - _SETTLING)
         blocks = max(1, min(_BLOCKS, (calls - _SETTLING) // block))
-        try_as = partial(self._tried, costs.variables, block, blocks, costs.between)
+        try_as = partial(self._tried, costs, block, blocks)
         there = on_host(costs.variables.placement).on_device, Read()
         alone = try_as(lambda *_: Subject(moved(costs.variables, *there)), *there).seconds
         with costs.trial() as make:
+            if costs.is_served:  # The server is new, and its memory.
+                try_as(make, *policies[0])
             found = {each: try_as(make, *each) for each in policies}
         costs.tried = {
             each: replace(
@@ -96,10 +98,9 @@ class Trials:
 
     def _tried(
         self,
-        variables: Variables,
+        costs: PolicyCosts,
         block: int,
         blocks: int,
-        between: float,
         make: Callable[..., Subject],
         placement: Placement,
         read: Read,
@@ -108,17 +109,17 @@ class Trials:
         subject = make(placement, read, *write)
 
         def copied(each: Variables) -> Variables:
-            if each is variables:
+            if each is costs.variables:
                 return subject.variables
             return moved(each, on_host(each.placement).on_device, Read())
 
-        calls, pushes = self._calls(copied), []
+        calls = self._calls(copied)
+        pushes: list[float] = []
         times: list[tuple[list[float], list[float]]] = [([], []) for _ in range(blocks)]
         # Of a copy that is kept, calls that find it as it was are needed, too.
-        every = max(2 if read.cache else 1, min(block, round(between)))
-        for _ in range(_SETTLING):
-            next(calls)
-        for found, number in itertools.product(times, range(block)):
+        every = max(2 if read.cache else 1, min(block, round(costs.between)))
+
+        def call(number: int, found: tuple[list[float], list[float]], pushes: list[float]) -> None:
             after_write = subject.write is not None and number % every == 0
             if subject.write is not None and after_write:
                 subject.write()
@@ -127,6 +128,11 @@ class Trials:
                 started = time.perf_counter()
                 subject.push()
                 pushes.append(time.perf_counter() - started)
+
+        for number in range(_SETTLING):
+            call(number, ([], []), [])
+        for found, number in itertools.product(times, range(block)):
+            call(number, found, pushes)
         means = [
             [statistics.fmean(each) for each in kind if each] for kind in zip(*times, strict=True)
         ]
