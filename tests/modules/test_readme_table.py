@@ -87,7 +87,7 @@ ROWS = {
     "`@jax.jit` over a flax `TrainState`": train_state,
     "`@nnx.jit`": nnx_step,
     "`@eqx.filter_jit`": filter_jit,
-    "`optax.adam(rate)`, made anew for each rate": injected_rate,
+    "`optax.adam(rate)` for each new rate": injected_rate,
     "`ocp.StandardCheckpointer().save(path, state)`": checkpoint,
 }
 
