@@ -20,8 +20,8 @@ def interrupted():
 
     def until_interrupted(call, look):
         for number in range(INTERRUPTS):
-            signal.setitimer(signal.ITIMER_REAL, 1e-3 + 1e-4 * number)
             with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 1e-3 + 1e-4 * number)
                 while True:
                     call()
             look()
