@@ -35,7 +35,6 @@ def plan({parameters}*args, **kwargs):
             {take}  # Until the end: to free buffers may let another thread look.
             # No interrupt comes between what JAX returns and the name `out`, as after a call.
             for out in starmap(call, ((form, {arguments}),)):
-                {clear}
                 if {expected}:
                     {put}
                     return {outputs}
@@ -49,7 +48,7 @@ def plan({parameters}*args, **kwargs):
                 put_back(out, carried(({given}), kwargs), write)
             raise
         finally:
-            {release}
+            {release}  # And forget the buffers that were passed by name.
     return other(*given({given}), *args, **kwargs)
 """
 _PLANS_PER_STEP = 8
@@ -222,12 +221,13 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
             ]
             + [f"named[{name!r}] = {arguments[name]}" for name in kwargs]
         ),
-        clear="; ".join(f"named[{name!r}] = None" for name in kwargs) or "pass",
         arguments=", ".join(passed),
         expected=" and ".join(expected),
         put="; ".join(put) or "pass",
         outputs=returned,
-        release="; ".join(f"release{n}()" for n in locked),
+        release="; ".join(
+            [f"named[{name!r}] = None" for name in kwargs] + [f"release{n}()" for n in locked]
+        ),
     )
 
 

@@ -134,9 +134,10 @@ def advise(
     The step runs on copies of its arguments: its callbacks run, too, and `stats()` does not count
     these calls. A step that is built in less than 10 s is tried under each policy, for 20 s at most
     in all, and built anew where a policy asks for that; served variables are tried on a server of
-    the same engine, which is started for that. Costs of a step that takes longer, and of one over
-    several processes, are predicted by the times of links and of such a server. These are measured
-    once for each machine, which takes some seconds, and kept in the cache directory.
+    the same engine, which is started for that. The costs of a step that takes longer, of one over
+    several processes or in a session that bounds misses or bytes, and of served variables of more
+    than 256 MiB are predicted by the times of links and of such a server. These are measured once
+    for each machine, which takes some seconds, and kept in the cache directory.
 
     Args:
         step: a step.
