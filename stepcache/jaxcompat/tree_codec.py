@@ -123,8 +123,8 @@ def _are_ordered_alike(tree: Any, other: Any) -> bool:
 def _is_written_alike(value: Any, other: Any) -> bool:
     if value is other:
         return True
-    try:
-        return encode_value(value) == encode_value(other)
+    try:  # As texts: `True` equals `1`, and `-0.0` equals `0.0`.
+        return repr(encode_value(value)) == repr(encode_value(other))
     except NotStorable:  # That they are equal is all there is to ask.
         return True
 
