@@ -106,7 +106,7 @@ class Held:
                 changed[number] = value_of(variable)
         slots = self.structure.layout.slots
         fit = all(_fits(slots[number], value) for number, value in changed.items())
-        if not fit or len(changed) > _FEW:
+        if not fit or len(changed) > _FEW or any(each.is_deleted() for each in self.buffers):
             return False
         for number, value in changed.items():
             slot = slots[number]
@@ -136,8 +136,11 @@ class Held:
                 return value_of(variable)
             slot = self.structure.layout.slots[number]
             buffer = self.buffers[slot.buffer]
-            with jax.ensure_compile_time_eval():  # Somebody may look inside a trace.
-                value = _cut(buffer, _number_beside(buffer, slot.offset), slot.shape)
+            if buffer.is_deleted():  # A program that was given it has failed: JAX says what is lost.
+                value = buffer
+            else:
+                with jax.ensure_compile_time_eval():  # Somebody may look inside a trace.
+                    value = _cut(buffer, _number_beside(buffer, slot.offset), slot.shape)
             self.seen[number] = value
             set_values([variable], [value])
             return value
