@@ -136,8 +136,8 @@ class Held:
                 return value_of(variable)
             slot = self.structure.layout.slots[number]
             buffer = self.buffers[slot.buffer]
-            if buffer.is_deleted():  # A program that was given it has failed: JAX says what is lost.
-                value = buffer
+            if buffer.is_deleted():
+                value = buffer  # A program that was given it has failed: JAX says what is lost.
             else:
                 with jax.ensure_compile_time_eval():  # Somebody may look inside a trace.
                     value = _cut(buffer, _number_beside(buffer, slot.offset), slot.shape)
@@ -192,12 +192,8 @@ def watch_for_looks() -> None:
     _process_hooks.on_missing_attributes(nnx.Variable, _give)
 
 
-def hold_all(call: GraphCall) -> bool:
-    """Has the small values of a call's modules held, which then takes buffers in their place.
-
-    Returns:
-        Whether that can be done.
-    """
+def hold_all(call: GraphCall) -> None:
+    """Has the small values of a call's modules held, if it can: it takes buffers in their place."""
     for state, variables, root in _modules(call):
         structure = packed_structure(state, variables)
         found = _holders.get(id(variables[structure.held[0]])) if structure.held else None
@@ -206,7 +202,6 @@ def hold_all(call: GraphCall) -> bool:
         found.fill(state.values, root)
         state.structure, state.values = found.structure, found.taken()
         call.held.append(found)
-    return bool(call.held)
 
 
 def show_held(call: GraphCall) -> None:
