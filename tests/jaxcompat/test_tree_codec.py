@@ -120,6 +120,8 @@ def test_true_is_not_taken_for_one():
     assert code[0] == "node"
     there_and_back(Config([1], (True, -0.0)), [Config([1], (1, 0.0))])
     there_and_back({True: 1}, {1: 1})
+    with pytest.raises(NotStorable):  # An object that has no form of its own.
+        there_and_back(Config([1], (abs, True)), [Config([1], (abs, 1))])
 
 
 def test_a_tree_too_deep_is_not_stored():

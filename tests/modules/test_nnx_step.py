@@ -189,6 +189,18 @@ def test_changes_inside_of_more_than_values():
     assert (model.count, len(model.blocks)) == (2, 3)
 
 
+def test_an_attribute_may_become_an_equal_value_of_another_type():
+    def change(model):
+        model.power = 1.0
+
+    for jit in (nnx.jit, snnx.step):
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        model.power, step = 1, jit(change)
+        for _ in range(2):
+            step(model)
+            assert type(model.power) is float
+
+
 def test_what_is_returned_keeps_its_identity():
     @snnx.step
     def both(model, other):
