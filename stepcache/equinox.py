@@ -80,6 +80,8 @@ class FilterStep(Generic[P, R]):
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if "EquinoxRuntimeError" not in str(error):
                 raise
+            if any(map(_is_deleted, jax.tree.leaves((args, kwargs)))):
+                raise eqx.EquinoxRuntimeError(_message(error)) from None
             return self._by_equinox(*args, **kwargs)  # It says where in the function that was.
         return given_back(outputs, self._build)
 
@@ -187,7 +189,24 @@ def _donated(donate: str, signature: inspect.Signature, offset: int) -> dict[str
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         count += _ARGUMENTS_DONATED
     start = offset + 1 if donate.endswith("except-first") else offset
-    return {"donate_argnums": (*range(offset), *range(start, offset + count))}
+    return {
+        "donate_argnums": (*range(offset), *range(start, offset + count)),
+        "donate_argnames": [
+            name
+            for name, each in signature.parameters.items()
+            if each.kind is inspect.Parameter.KEYWORD_ONLY
+        ],
+    }
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.is_deleted()
+
+
+def _message(error: Exception) -> str:
+    """What the user said in `eqx.error_if`."""
+    text = str(error)
+    return text.partition("EquinoxRuntimeError: ")[2].partition("\n---")[0].strip() or text
 
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -229,7 +248,8 @@ def step(fun: Any = None, /, *, donate: str = "none", **options: Any) -> Any:
 
     Args:
         fun: the function; omitted in `@step(...)`.
-        donate: "all", "all-except-first", "warn", "warn-except-first" or "none".
+        donate: "all", "all-except-first", "warn", "warn-except-first" or "none". What `**kwargs`
+            takes is not donated, nor what `*args` takes beyond 64 arguments.
         **options: keywords of `filter_jit`, which are those of `jax.jit` but for static arguments,
             donated ones and shardings; and `batch` and `pad` as of `stepcache.step`.
 

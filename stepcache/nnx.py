@@ -32,7 +32,7 @@ from stepcache.events import Miss, StepStats
 from stepcache.modules.nnx_graph import GraphCall, OverGraphs
 from stepcache.modules.nnx_held import Held, hold_all, put, show_held, watch_for_looks
 from stepcache.modules.nnx_packing import OverPacked
-from stepcache.modules.nnx_plan import CallPlans, Unplanned
+from stepcache.modules.nnx_plan import CallPlans, Unplanned, planned
 from stepcache.modules.nnx_tree import OverTrees, TreeCall
 from stepcache.report.explanation import Explanation
 from stepcache.step import Step
@@ -99,10 +99,12 @@ class ModuleStep(Generic[P, R]):
             return self._by_nnx(*args, **kwargs)
         if self._packs and isinstance(call, GraphCall) and _places_nothing():
             hold_all(call)
+        plan = planned(args, kwargs, call)
         outcome = self._step(*call.args, **call.kwargs)
         outputs = outcome.outputs if put(call.held, outcome) else call.finish(outcome)
-        is_planned = call.keeps_structure(outcome) and self._plans.add(args, kwargs, call)
-        if call.held and not is_planned:
+        if plan is not None and call.keeps_structure(outcome):
+            self._plans.add(plan)
+        elif call.held:
             self._stop_packing(call.held)
         return outputs
 

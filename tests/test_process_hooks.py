@@ -191,6 +191,23 @@ def test_who_wraps_jax_s_compiler_stays(monkeypatch, when):
     assert private.compile_or_get_cached is mine
 
 
+def test_an_interrupt_before_a_program_is_compiled_leaves_jax_as_it_was(monkeypatch):
+    import jax
+
+    from stepcache.jaxcompat import hooks, storing
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    private, digests = sys.modules["jax._src.compiler"], []
+    found = private.compile_or_get_cached
+    monkeypatch.setattr(hooks._hash, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt), storing.compiling_through(lambda *_: digests.append(1)):
+        pass
+    jax.jit(lambda x: x - 3)(1.0)
+    assert private.compile_or_get_cached is found and not digests
+
+
 HOOKS = {"_process_hooks.py", "jaxcompat/hooks.py"}
 # What changes a process or JAX: functions by their names, and variables where they are assigned to.
 CHANGING = re.compile(

@@ -61,7 +61,7 @@ def list_command(directory: Path, remote: str | None, sort: str) -> Result:
 @click.argument("digest")
 @click.option("--all", "everything", is_flag=True, help="Show every row of each list.")
 def show_command(directory: Path, digest: str, everything: bool) -> Result:
-    """Shows a step or program. DIGEST is the beginning of its digest, or the name of a step."""
+    """Shows a step or program. DIGEST is the name of a step, or the beginning of a digest."""
     archive = inventories.open_existing(directory)
     found = inventories.find(inventories.entries_of(archive), digest)
     if archive is None or not found:

@@ -49,15 +49,13 @@ def compiling_through(find: Find) -> Iterator[None]:
             topology, as JAX's own cache key has them), and a function that loads an executable of
             this kind from bytes. Returns the loaded executable, or None to have it compiled.
     """
-    before, _compiling.find = _compiling.find, find
-    _compile.start()
-    _hash.start()
-    try:
+    with contextlib.ExitStack() as stack:  # An interrupt leaves nothing behind.
+        stack.callback(setattr, _compiling, "find", _compiling.find)
+        _compiling.find = find
+        for each in (_compile, _hash):
+            each.start()
+            stack.callback(each.stop)
         yield
-    finally:
-        _hash.stop()
-        _compile.stop()
-        _compiling.find = before
 
 
 class _Replacement(Shared):

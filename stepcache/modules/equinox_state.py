@@ -102,6 +102,17 @@ def taken(tree: Any) -> Any:
     return jax.tree.map(_take, tree, is_leaf=is_module)
 
 
+def _take_output(x: Any) -> Any:
+    """As `_take`; what a program returns needs no hash."""
+    try:
+        return _take(x)
+    except TypeError:
+        if not is_module(x):
+            return Fixed((type(x), x))
+        leaves, tree = jax.tree.flatten(x)
+        return _Known(leaves, tree).state_of(leaves)
+
+
 def _take(x: Any) -> Any:
     if not is_module(x):
         if eqx.is_array(x):
@@ -120,19 +131,25 @@ def _take(x: Any) -> Any:
     known = _known.get(tree)
     if known is None or not known.fits(leaves):
         known = _Known(leaves, tree)
-        while len(_known) >= _KNOWN_AT_MOST:
-            _known.pop(next(iter(_known)), None)
+        hash(known.structure.statics)
+        _make_room(_known)
         _known[tree] = known
     if known.is_met_often() and (arrays_in := opener(x, leaves, tree)) is not None:
         _remember(type(x), (known.structure, arrays_in))
-    return ModuleState(known.structure, list(compress(leaves, known.is_array)))
+    return known.state_of(leaves)
 
 
 def _remember(kind: type, opened: _Opened) -> None:
     others = [each for each in _recent.get(kind, ()) if each is not opened]
-    while kind not in _recent and len(_recent) >= _KNOWN_AT_MOST:
-        _recent.pop(next(iter(_recent)), None)
+    if kind not in _recent:
+        _make_room(_recent)
     _recent[kind] = (opened, *others[: _RECENT_OF_A_CLASS - 1])
+
+
+def _make_room(table: dict) -> None:
+    """Drops the oldest rows of a table, which other threads may change meanwhile."""
+    for oldest in [*table][: 1 - _KNOWN_AT_MOST]:
+        table.pop(oldest, None)
 
 
 class _Known:
@@ -144,10 +161,12 @@ class _Known:
         self._is_static = [not each for each in self.is_array]
         self._statics = list(compress(leaves, self._is_static))
         numbers = compress(range(len(leaves)), self._is_static)
-        statics = tuple(zip(numbers, self._statics, strict=True))
-        hash(statics)
-        self.structure = ModuleStructure(tree, statics)
+        self.structure = ModuleStructure(tree, tuple(zip(numbers, self._statics, strict=True)))
         self._met = 0
+
+    def state_of(self, leaves: list[Any]) -> ModuleState:
+        """The state of a module with these leaves."""
+        return ModuleState(self.structure, list(compress(leaves, self.is_array)))
 
     def fits(self, leaves: list[Any]) -> bool:
         """Whether other leaves are arrays in the same places, and the same objects elsewhere."""
@@ -230,4 +249,4 @@ class OverTrees(OverModules):
     def __call__(self, *args: Any, **kwargs: Any) -> Outcome:
         args, kwargs = given_back((args, kwargs))
         outputs = (self._call or self.__wrapped__)(*args, **kwargs)
-        return Outcome((), ((), taken(outputs)))
+        return Outcome((), ((), jax.tree.map(_take_output, outputs, is_leaf=is_module)))

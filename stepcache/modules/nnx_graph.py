@@ -6,7 +6,7 @@ gets copies inside the trace. What comes out says, for each object, which one of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -62,6 +62,12 @@ class GraphStructure:
     def items(self) -> Iterator[tuple[tuple, Any]]:
         """All nodes of the graph, and the attributes that are no nodes, with their paths."""
         return _items(iter(self.graphdef.nodes), iter(self.graphdef.attributes), ())
+
+
+def _texts(graphdefs: Iterable[graphlib.GraphDef]) -> list[str]:
+    """All static attributes, as texts."""
+    items = chain.from_iterable(GraphStructure(each).items() for each in graphdefs)
+    return [repr(item.value) for _, item in items if isinstance(item, graphlib.Static)]
 
 
 def _items(
@@ -246,6 +252,8 @@ class OverGraphs(OverModules):
 
         states = list(map(state_of, modules))
         outputs = jax.tree.map(close, outputs, is_leaf=is_module)
-        is_changed = [state.structure.graphdef for state in states] != before
+        after = [state.structure.graphdef for state in states]
+        # By their texts, too: an attribute that was `1` and is `True` or `1.0` is another one.
+        is_changed = after != before or _texts(after) != _texts(before)
         news = states if is_changed else [state.values for state in states]
         return Outcome((is_changed, bool(returned)), (news, outputs))

@@ -106,7 +106,7 @@ class Held:
                 changed[number] = value_of(variable)
         slots = self.structure.layout.slots
         fit = all(_fits(slots[number], value) for number, value in changed.items())
-        if not fit or len(changed) > _FEW:
+        if not fit or len(changed) > _FEW or any(each.is_deleted() for each in self.buffers):
             return False
         for number, value in changed.items():
             slot = slots[number]
@@ -136,8 +136,11 @@ class Held:
                 return value_of(variable)
             slot = self.structure.layout.slots[number]
             buffer = self.buffers[slot.buffer]
-            with jax.ensure_compile_time_eval():  # Somebody may look inside a trace.
-                value = _cut(buffer, _number_beside(buffer, slot.offset), slot.shape)
+            if buffer.is_deleted():
+                value = buffer  # A program that was given it has failed: JAX says what is lost.
+            else:
+                with jax.ensure_compile_time_eval():  # Somebody may look inside a trace.
+                    value = _cut(buffer, _number_beside(buffer, slot.offset), slot.shape)
             self.seen[number] = value
             set_values([variable], [value])
             return value
@@ -189,12 +192,8 @@ def watch_for_looks() -> None:
     _process_hooks.on_missing_attributes(nnx.Variable, _give)
 
 
-def hold_all(call: GraphCall) -> bool:
-    """Has the small values of a call's modules held, which then takes buffers in their place.
-
-    Returns:
-        Whether that can be done.
-    """
+def hold_all(call: GraphCall) -> None:
+    """Has the small values of a call's modules held, if it can: it takes buffers in their place."""
     for state, variables, root in _modules(call):
         structure = packed_structure(state, variables)
         found = _holders.get(id(variables[structure.held[0]])) if structure.held else None
@@ -203,7 +202,6 @@ def hold_all(call: GraphCall) -> bool:
         found.fill(state.values, root)
         state.structure, state.values = found.structure, found.taken()
         call.held.append(found)
-    return bool(call.held)
 
 
 def show_held(call: GraphCall) -> None:

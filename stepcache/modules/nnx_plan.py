@@ -39,8 +39,9 @@ class CallPlan:
     A plan does not keep the modules themselves alive.
 
     Args:
-        args, kwargs: of a call that a program has served.
-        call: the same, as the program took it.
+        args, kwargs: of a call that a program is about to serve; what another thread changes
+            meanwhile is seen at the next one.
+        call: the same, as the program takes it.
 
     Raises:
         Unplanned: modules are inside other arguments, or hold something that no plan can compare.
@@ -101,6 +102,14 @@ class CallPlan:
             (place, weakref.ref(root(), forget), structure, part)
             for place, root, structure, part in self._rows
         ]
+
+
+def planned(args: tuple, kwargs: dict[str, Any], call: GraphCall | TreeCall) -> CallPlan | None:
+    """The plan for calls like this one; None where there can be none."""
+    try:
+        return CallPlan(args, kwargs, call)
+    except Unplanned:
+        return None
 
 
 class _Contents:
@@ -183,12 +192,8 @@ class CallPlans:
         """The plan that serves a call."""
         return next((each for each in self._plans if each.serves(args, kwargs)), None)
 
-    def add(self, args: tuple, kwargs: dict[str, Any], call: GraphCall | TreeCall) -> bool:
-        """Plans calls like this one. Returns whether that can be done."""
-        try:
-            plan = CallPlan(args, kwargs, call)
-        except Unplanned:
-            return False
+    def add(self, plan: CallPlan) -> None:
+        """Has a plan serve calls, until one of its modules is gone."""
         plans = weakref.ref(self)
 
         def forget(_: Any) -> None:
@@ -198,7 +203,6 @@ class CallPlans:
 
         plan.when_gone(forget)
         self._plans = [plan, *self._plans[: _PLANS_PER_STEP - 1]]
-        return True
 
     def drop(self, plan: CallPlan) -> None:
         """Forgets a plan."""

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -230,11 +231,15 @@ def _wrapped(line: str, width: int) -> str:
 def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     """Explains a call. Runs nothing, and traces only if JAX must raise an error for an argument."""
     name, parameters = engine.spec.name, engine.spec.parameters
+    to_jax = partial(Explanation, name, False, None, None)
     if jaxcompat.is_tracing():
-        why = "it is inside another transformation"
-        return Explanation(name, False, None, None, delegated=why)
+        return to_jax(delegated="it is inside another transformation")
+    if jaxcompat.jit_is_disabled():
+        return to_jax(delegated="jax.disable_jit is in effect")
     if engine.scope().target is not None:
         return _on_tasks(engine, args, kwargs)
+    if jaxcompat.must_delegate():
+        return to_jax(delegated="a setting asks for checks that only a call of jax.jit makes")
     use = engine.use(args, kwargs)
     if use is not None:
         engine, args, kwargs = engine.resident(args, kwargs)
@@ -243,8 +248,9 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         request = engine.request(scope, args, kwargs)
     except Unreadable:
         engine.spec.jitted.trace(*args, **kwargs)
-        why = "cached programs do not support the type of an argument"
-        return Explanation(name, False, None, None, delegated=why)
+        return to_jax(delegated="cached programs do not support the type of an argument")
+    if request.key in engine._not_holdable:
+        return to_jax(delegated="the function captures what no cached program can hold")
     program = scope.cache.peek(request.key)
     miss, result = (None, LookupResult()) if program else engine.foresee(scope, request)
     arguments = [*_arguments(parameters, request)]

@@ -157,15 +157,15 @@ def _programs_of(entry: EntryInfo) -> list[str]:
 
 
 def find(entries: Iterable[EntryInfo], wanted: str) -> list[EntryInfo]:
-    """Finds entries by the beginning of their digest, else by the name of their step.
+    """Finds entries by the name of their step, else by the beginning of their digest.
 
     A name finds programs only if there is no entry of the step.
     """
     entries = list(entries)
-    by_digest = [each for each in entries if each.digest.startswith(wanted.lower())]
     by_name = [each for each in entries if means(label_of(each), wanted)]
     steps = [each for each in by_name if each.kind == "step"]
-    return by_digest or steps or by_name
+    by_digest = (each for each in entries if each.digest.startswith(wanted.lower()))
+    return steps or by_name or list(by_digest)
 
 
 def means(label: str, wanted: str) -> bool:

@@ -190,7 +190,7 @@ def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
         OptionError: a name matches no step.
     """
     disk, left_out = open_archive(directory, None, "off", 0.0).disk, list[str]()
-    labels, stored, there = [], set[str](), set[str]()
+    labels, stored, there = dict[str, str](), set[str](), set[str]()
     with _opened(place) as (store, catalogue):
         names = [name for each in catalogue.steps.values() for name in reversed(each)]
         missing = set(wanted)
@@ -210,10 +210,10 @@ def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
             else:
                 stored.add(name.program)
             publish(disk, "step", name.lookup, *merged(disk, step))
-            labels.append(step.label)
+            labels[name.lookup] = step.label
     require_found(sorted(missing), left_out)
     already = len(there - stored)
-    return Shared(place.url, tuple(labels), len(stored), already, tuple(left_out))
+    return Shared(place.url, tuple(labels.values()), len(stored), already, tuple(left_out))
 
 
 def _pull_program(store: ObjectStore, place: Place, disk: Any, digest: str) -> str:

@@ -118,6 +118,10 @@ def test_what_nodes_of_the_arguments_keep_is_kept_by_nodes_of_the_outputs():
 def test_true_is_not_taken_for_one():
     code = there_and_back(Config(None, (True, 1.0)), [Config([1], (1, 1))])
     assert code[0] == "node"
+    there_and_back(Config([1], (True, -0.0)), [Config([1], (1, 0.0))])
+    there_and_back({True: 1}, {1: 1})
+    with pytest.raises(NotStorable):  # An object that has no form of its own.
+        there_and_back(Config([1], (abs, True)), [Config([1], (abs, 1))])
 
 
 def test_a_tree_too_deep_is_not_stored():

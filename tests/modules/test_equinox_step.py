@@ -68,6 +68,18 @@ def test_outputs_that_are_no_arrays(jit):
 
 
 @BOTH
+def test_outputs_without_a_hash(jit):
+    numbers = {1, 2}
+    step, traced = counted(jit, lambda x: (x, numbers, Scaled(x, None, numbers, 1)))
+    for _ in range(3):
+        _, found, model = step(X)
+        assert found is numbers and model.activation is numbers
+    assert len(traced) == 1
+    with pytest.raises(ValueError, match="Non-hashable static arguments"):
+        jit(lambda model: model.weight)(model)
+
+
+@BOTH
 def test_methods_and_modules_that_are_called(jit):
     model = make(2)
     shifted = jit(model.__call__)
@@ -100,6 +112,24 @@ def test_donation(jit, donate, gone):
     x, y = jnp.ones(3), jnp.zeros(3)
     step(x, y)
     assert (x.is_deleted(), y.is_deleted()) == gone
+
+
+@BOTH
+def test_donation_of_what_is_passed_by_name_alone(jit):
+    step, x, y = (
+        jit(lambda x, *, y: (x + 1, y + 1), donate="all-except-first"),
+        jnp.ones(2),
+        jnp.ones(3),
+    )
+    step(x, y=y)
+    assert (x.is_deleted(), y.is_deleted()) == (False, True)
+
+
+@BOTH
+def test_an_error_of_a_call_that_donates(jit):
+    step = jit(lambda x: eqx.error_if(x, x < 0, "x is negative"), donate="all")
+    with pytest.raises(eqx.EquinoxRuntimeError, match="x is negative"):
+        step(-jnp.ones(()))
 
 
 @pytest.mark.filterwarnings("error")

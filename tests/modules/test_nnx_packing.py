@@ -269,6 +269,58 @@ def test_an_error_loses_nothing():
     assert np.array_equal(model.first.bias[...], np.full(8, 3.0))
 
 
+class Failing:
+    """A step that is given the buffers of a model, and fails while it runs if it is told to."""
+
+    def __init__(self):
+        self.fails = False
+        self.step = snnx.step(self.run, pack=True, donate_argnums=0)
+
+    def run(self, model):
+        one = jax.pure_callback(self.one, jax.ShapeDtypeStruct((), np.float32))
+        model.bias[...] += one
+        model.kernel[...] += one
+
+    def one(self):
+        if self.fails:
+            raise RuntimeError("no")
+        return np.float32(1)
+
+    def fail(self, model):
+        self.fails = True
+        with pytest.raises((RuntimeError, ValueError), match="no"):
+            self.step(model)
+        self.fails = False
+
+
+def test_a_model_that_was_lost_can_be_restored():
+    failing, model = Failing(), nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    saved = jax.tree.map(np.asarray, nnx.state(model))
+    for _ in range(2):
+        failing.step(model)
+    failing.fail(model)
+    with pytest.raises(RuntimeError, match="deleted"):
+        model.bias[...] + 1
+    with pytest.raises(RuntimeError, match="deleted"):
+        failing.step(model)
+    nnx.update(model, jax.tree.map(jnp.asarray, saved))
+    for _ in range(2):
+        failing.step(model)
+    assert np.array_equal(model.bias[...], np.full(8, 2.0))
+
+
+def test_a_model_that_was_lost_is_no_matter_of_others():
+    failing, lost = Failing(), nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    failing.step(lost)
+    failing.fail(lost)
+    del lost
+    gc.collect()
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    for _ in range(2):
+        failing.step(model)
+    assert np.array_equal(model.bias[...], np.full(8, 2.0))
+
+
 def packing(function):
     return snnx.step(function, pack=True)
 

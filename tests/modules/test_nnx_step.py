@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import threading
+import time
 import weakref
 
 import jax
@@ -185,6 +187,18 @@ def test_changes_inside_of_more_than_values():
     model.gone = 2
     assert grow(model, X) is first
     assert (model.count, len(model.blocks)) == (2, 3)
+
+
+def test_an_attribute_may_become_an_equal_value_of_another_type():
+    def change(model):
+        model.power = 1.0
+
+    for jit in (nnx.jit, snnx.step):
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        model.power, step = 1, jit(change)
+        for _ in range(2):
+            step(model)
+            assert type(model.power) is float
 
 
 def test_what_is_returned_keeps_its_identity():
@@ -451,6 +465,29 @@ def test_the_stages_are_those_of_flax():
     assert step.eval_shape(model, X).shape == (4, 8)
     assert np.allclose(step.lower(model, X).compile()(model, X), model(X))
     assert "dot_general" in str(step.trace(model, X).traced.jaxpr)
+
+
+@pytest.mark.parametrize("options", [*MODES[:2], {"pack": True}])
+def test_what_another_thread_changes_during_a_call_is_seen_by_the_next(options):
+    model, tracing, changed = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), threading.Event(), []
+
+    def call(model):
+        tracing.set()
+        while not changed:
+            time.sleep(0.01)
+        return model.power * model.bias[...]
+
+    def change():
+        tracing.wait(60)
+        model.power = 3
+        changed.append(True)
+
+    model.power, model.bias[...] = 2, jnp.ones(8)
+    thread, step = threading.Thread(target=change), snnx.step(call, **options)
+    thread.start()
+    step(model)
+    thread.join()
+    assert [step(model)[0] for _ in range(2)] == [3, 3]
 
 
 def test_a_step_keeps_no_module_alive():

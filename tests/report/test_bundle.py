@@ -147,6 +147,32 @@ def test_builds_that_were_there_are_kept(file, directory):
         assert times == sorted(times, reverse=True)
 
 
+def test_a_shared_cache_counts_as_many_steps_out_as_in(file, directory, tmp_path, monkeypatch):
+    """Steps with several builds, each of which has a record of its own there."""
+    change_facts(directory, config_jax_enable_x64="'otherwise'")
+    take(file, directory)
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef" * 4)
+    key.chmod(0o600)
+    monkeypatch.setenv("STEPCACHE_KEY_FILE", str(key))
+    place = f"file://{tmp_path}/shared"
+    pushed = run("cache", "push", "--remote", place, "--dir", directory).stdout
+    pulled = run("cache", "pull", "--remote", place, "--dir", tmp_path / "other").stdout
+    assert "2 steps and 2 programs pushed" in pushed
+    assert "2 steps and 2 programs pulled" in pulled
+
+
+def test_a_name_goes_before_the_beginning_of_a_digest(tmp_path):
+    """As that of a step `add`, or `f`."""
+    disk = DiskStore(tmp_path)
+    for digest, label in (("add1" * 16, "model.py:other"), ("1234" * 16, "model.py:add")):
+        disk.publish("step", digest, *pack_records(label, []))
+    found = json.loads(run("cache", "show", "add", "--dir", tmp_path, "--json").stdout)
+    assert found["label"] == "model.py:add"
+    found = json.loads(run("cache", "show", "add1", "--dir", tmp_path, "--json").stdout)
+    assert found["label"] == "model.py:other"
+
+
 def test_export_of_some(directory, tmp_path):
     found = moving.export(opened(directory), tmp_path / "a.bundle", ["grow"])
     assert len(found.steps) == 1 and found.steps[0].endswith(":grow") and found.programs == 1

@@ -51,6 +51,18 @@ def test_a_device_that_has_its_part_needs_no_move(mesh):
     assert row.moved_bytes == 400 * 7
 
 
+def test_a_call_that_jax_serves():
+    f = sc.step(lambda x: x + 1)
+    for setting in (jax.debug_key_reuse(True), jax.disable_jit()):
+        with setting:
+            assert "goes to jax.jit" in str(f.explain(np.ones(3)))
+    assert f.explain(np.ones(3)).delegated is None
+    kept = jax.new_ref(jnp.ones(3))
+    g = sc.step(lambda x: x + kept[...])
+    g(np.ones(3))
+    assert g.stats().delegated == 1 and "captures" in g.explain(np.ones(3)).delegated
+
+
 def test_a_hit_tells_what_it_saved():
     f = sc.step(lambda x: x)
     f(np.ones(3))
