@@ -3,6 +3,9 @@
 import contextlib
 import gc
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -205,8 +208,46 @@ def test_jobs_that_have_to_be_done_do_not_need_an_interrupted_worker(worker, mon
 
     job = worker.submit(hand_on)
     within_limit(lambda: background._stop_all() or True)
-    droppable._pid = 0  # Nobody gets its lock any more: the end of this process passes it over.
+    droppable.begin()  # Nobody gets its lock any more.
     assert job.outcome == 7
+
+
+def test_jobs_that_are_waited_for_do_not_wait_for_a_build(worker, monkeypatch):
+    monkeypatch.setattr("stepcache.programs.builds._LONGEST_STAGE_SECONDS", 600.0)
+    with background.builds.in_python():
+        job = worker.submit(lambda: 3)
+        within_limit(worker.flush)
+    assert job.outcome == 3
+
+
+FORK = """
+import os, threading, time
+from stepcache.programs.background import Worker
+
+lock, begun = threading.Lock(), threading.Event()
+
+def work():
+    with lock:
+        begun.set()
+        time.sleep(0.1)
+
+worker = Worker("stepcache test", droppable=True)
+worker.submit(work)
+begun.wait()
+child = os.fork()
+assert lock.acquire(timeout=30), "a job was running in the parent"
+lock.release()
+assert worker.submit(lambda: 3) and worker.flush() is None
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+@pytest.mark.skipif(not jaxcompat.PRIVATE_API, reason="whether JAX is running is a private name")
+def test_a_forked_child_waits_for_no_lock_of_a_job_of_its_parent():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- a step where no thread can be started -----------------------------------------------------
