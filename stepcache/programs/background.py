@@ -319,9 +319,7 @@ def _begin_anew() -> None:
         worker.begin()
 
 
-_process_hooks.at_fork(
-    before=_hold_jobs, after_in_parent=_let_jobs_run, after_in_child=_begin_anew
-)
+_process_hooks.at_fork(before=_hold_jobs, after_in_parent=_let_jobs_run, after_in_child=_begin_anew)
 
 
 @_process_hooks.at_exit
