@@ -120,6 +120,8 @@ class Step(functools.partial, Generic[P, R]):
     def warm(self, /, *args: Any, **kwargs: Any) -> None:
         """Builds the program for these arguments, if it is not there; runs nothing.
 
+        There is none for a call that goes to `jax.jit`, as with mutable references.
+
         Args:
             *args: as in a call; arrays may be `jax.ShapeDtypeStruct`.
             **kwargs: as in a call.

@@ -104,6 +104,7 @@ class RecordedTrace:
 
             with storing.compiling_through(find) if storing.CAN_STORE else nullcontext():
                 if not storing.CAN_STORE:
+                    self.digest = storing.lowered_digest(staged)
                     to_xla()
                 yield
             to_xla()  # JAX had compiled it before.
