@@ -518,6 +518,27 @@ def test_a_step_that_is_collected_frees_its_programs():
         assert cache.info().programs == 0 and gone() is None
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=[])
+@dataclasses.dataclass
+class Validated:
+    x: jax.Array
+
+    def __post_init__(self):
+        assert isinstance(self.x, jax.Array)
+
+
+def test_a_step_keeps_no_argument_though_its_class_can_hold_nothing_else(tmp_path):
+    f = sc.step(lambda v: v.x * 2)
+    argument = jnp.ones(8)
+    gone = weakref.ref(argument)
+    with sc.Session(cache=sc.ProgramCache(tmp_path / "programs")) as session:
+        f(Validated(argument))
+        session.cache.flush()
+    del argument
+    gc.collect()
+    assert gone() is None
+
+
 def test_steps_over_one_function_share_its_programs_and_keep_them():
     def f(x):
         return x * 2

@@ -141,9 +141,9 @@ class Checks:
                         StaleProgramWarning,
                     )
                     break
-        program = resolution.program
-        if program.lowered:
-            lowered = _Lowered(request.described(), program.lowered, program.run.out_tree)
+        program, described = resolution.program, request.described()
+        if program.lowered and described is not request:  # Else it would keep the call's arrays.
+            lowered = _Lowered(described, program.lowered, program.run.out_tree)
             with self._lock:
                 self._latest.append(lowered)
 
