@@ -20,6 +20,8 @@ from stepcache import jaxcompat
 from stepcache.fingerprint.recorder import Recording
 from stepcache.programs import background
 from stepcache.programs.background import LATER, Worker, until_ready
+from stepcache.programs.preload import Preloader
+from stepcache.storage.run_log import Row
 from stepcache.weak_objects import WeakObjects
 
 LIMIT_SECONDS = 30
@@ -387,6 +389,34 @@ def test_outputs_that_are_gone_cannot_be_timed(deleted):
 def test_outputs_that_are_there_at_once_are_timed_at_once():
     look = until_ready(jax.block_until_ready(jnp.ones(3)), time.perf_counter() - 2)
     assert look() >= 2
+
+
+# ---- loading ahead -----------------------------------------------------------------------------
+
+
+@stored
+def test_one_job_waits_for_jax_to_load_all_programs(monkeypatch):
+    is_running, read = threading.Event(), []
+    monkeypatch.setattr(jaxcompat, "backends_are_initialized", is_running.is_set)
+    rows = {
+        name: [Row("built", 0.0, "", "", "", "", f"{name}{n}", [0]) for n in (1, 2)]
+        for name in "ab"
+    }
+    run_log = types.SimpleNamespace(last_run_of=rows.get)
+    preloader = Preloader(
+        run_log, lambda lookup: [], lambda digest, load: read.append(digest), None
+    )
+    for name in rows:
+        preloader.preload(name)
+    limit = time.monotonic() + LIMIT_SECONDS
+    while len(preloader._ahead) < 4 and time.monotonic() < limit:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(preloader.worker._jobs) == 1
+    is_running.set()
+    for _ in range(2):  # That job, and those that it submits.
+        within_limit(preloader.worker.flush)
+    assert sorted(read) == ["a1", "a2", "b1", "b2"]
 
 
 # ---- what a check in the background has found --------------------------------------------------
