@@ -313,10 +313,10 @@ def before_threads_end(function: Callable[[], None]) -> None:
     (register or atexit.register)(function)
 
 
-def at_fork(before: Callable[[], None], in_child: Callable[[], None]) -> None:
-    """Has functions called before `os.fork`, and after it in the child."""
+def at_fork(**functions: Callable[[], None]) -> None:
+    """As `os.register_at_fork`, where there is one."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=before, after_in_child=in_child)
+        os.register_at_fork(**functions)
 
 
 def on_missing_attributes(owner: type, give: Callable[[Any, str, Callable], Any]) -> None:
@@ -372,7 +372,7 @@ def _reset() -> None:
         each.reset()
 
 
-at_fork(lambda: None, _reset)
+at_fork(after_in_child=_reset)
 
 
 # ---- signals ------------------------------------------------------------------------------------

@@ -176,7 +176,11 @@ class Engine:
     # ---- without running -----------------------------------------------------------------------
 
     def warm(self, args: tuple, kwargs: dict) -> Program | None:
-        """Builds the program of a call without running it. None where other processes run it."""
+        """Builds the program of a call without running it.
+
+        Returns:
+            The program; None where other processes, or `jax.jit` itself, run the call.
+        """
         started = time.perf_counter()
         if (target := self.scope().target) is not None:
             return target.warm(self, self._open_scope(), args, kwargs)
@@ -186,13 +190,16 @@ class Engine:
         scope = self._open_scope()
         try:
             request = self.request(scope, args, kwargs)
+            self.checks.raise_if_stale()
+            check_runnable(self.spec.name, request)
+            self._warn_of_unnamed_batch(scope, request)
+            program = self._find(scope, request)
+            program = program or self._obtain(scope, request, started, explicit=True)
         except Unreadable:
-            self.trace(args, kwargs)  # JAX says what is wrong with the call.
-            raise
-        self.checks.raise_if_stale()
-        check_runnable(self.spec.name, request)
-        self._warn_of_unnamed_batch(scope, request)
-        program = self._find(scope, request) or self._obtain(scope, request, started, explicit=True)
+            self.trace(args, kwargs)  # JAX says what is wrong with the call, if anything is.
+            return None
+        except NotHoldable:
+            return None
         self.resolver.settle(scope, request)
         return program
 

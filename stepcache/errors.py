@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import os
 import re
 import sys
@@ -37,6 +38,10 @@ class StepCacheError(Exception):
         rows = [("at", where), ("expected", expected), ("got", got), ("try", hint)]
         lines = [what, *(f"  {label}: {text}" for label, text in rows if text is not None)]
         super().__init__("\n".join(lines))
+
+    def __reduce__(self):
+        # Without it, Python calls the class with the message alone, and some take more.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class OptionError(StepCacheError, TypeError):
@@ -172,11 +177,7 @@ class UnmatchedRuleWarning(StepCacheWarning):
     """A rule of a session matches no leaf of the step's arguments."""
 
 
-_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
-_HIDDEN = (
-    *(_OWN_DIRECTORY, f"{os.sep}jax{os.sep}", f"{os.sep}jaxlib{os.sep}"),
-    *(threading.__file__, f"concurrent{os.sep}futures{os.sep}"),
-)
+_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def warn(message: str, category: type[StepCacheWarning]) -> None:
@@ -184,8 +185,12 @@ def warn(message: str, category: type[StepCacheWarning]) -> None:
 
     A thread of stepcache has no such frame; the warning then points to no line.
     """
+    packages = [sys.modules.get(name) for name in ("jax", "jaxlib", "concurrent.futures")]
+    files = [getattr(each, "__file__", None) for each in packages]
+    hidden = (_OWN_DIRECTORY, threading.__file__)
+    hidden += tuple(os.path.dirname(file) + os.sep for file in files if file)
     level, frame = 1, sys._getframe()
-    while frame is not None and any(part in frame.f_code.co_filename for part in _HIDDEN):
+    while frame is not None and frame.f_code.co_filename.startswith(hidden):
         level, frame = level + 1, frame.f_back
     if frame is None:
         warnings.warn_explicit(message, category, "<stepcache>", 0, module="stepcache")

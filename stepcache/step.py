@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import operator
 import sys
 import types
 import weakref
@@ -78,7 +79,7 @@ class Step(functools.partial, Generic[P, R]):
             found = getattr(found, name, None)
         if found is self:
             return path  # Pickled by name, as functions are.
-        return make_step, self._stepcache_parts
+        return make_step, (*self._stepcache_parts, self._engine.scope)
 
     @property
     def _stepcache_parts(self) -> tuple[Any, dict[str, Any]]:
@@ -119,6 +120,8 @@ class Step(functools.partial, Generic[P, R]):
 
     def warm(self, /, *args: Any, **kwargs: Any) -> None:
         """Builds the program for these arguments, if it is not there; runs nothing.
+
+        There is none for a call that goes to `jax.jit`, as with mutable references.
 
         Args:
             *args: as in a call; arrays may be `jax.ShapeDtypeStruct`.
@@ -236,6 +239,7 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
                 expected=f"carry, batch, pad, or a keyword of jax.jit: {', '.join(_OPTIONS)}",
                 hint=f"did you mean {near[0]!r}?" if near else None,
             )
+    options = {name: _plain(name, value) for name, value in options.items()}
     if fun is NOT_GIVEN:
         return lambda fun: make_step(fun, options, scope)
     given = dict(options)
@@ -252,6 +256,15 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
     return Step(
         Engine(StepSpec.of(fun, jit_options, **named, given=given, pads=pads), scope), options
     )
+
+
+def _plain(name: str, value: Any) -> Any:
+    """An option as one number or name, or a tuple of them, where JAX takes other forms of these."""
+    if not name.endswith(("_argnums", "_argnames")) or isinstance(value, int | str | tuple | list):
+        return value
+    if isinstance(value, Iterable):
+        return tuple(sorted(value, key=str))  # A set has another order in another process.
+    return operator.index(value) if hasattr(value, "__index__") else value
 
 
 def _names(role: str, given: Any) -> tuple[str, ...]:

@@ -211,6 +211,21 @@ def static_arguments(jit):
 
 
 @case
+def numbers_and_names_in_other_forms(jit):
+    def f(x, n):
+        return x * n
+
+    x = jnp.ones(4)
+    return (
+        jit(f, static_argnames={"n"})(2, n=3),
+        jit(f, static_argnames=(name for name in ("n",)))(2, n=3),
+        jit(f, static_argnums=np.array([1]))(2, 3),
+        jit(f, static_argnums=np.int64(1), donate_argnums=np.int64(0))(x, 3),
+        x.is_deleted(),
+    )
+
+
+@case
 def static_arguments_by_equality(jit):
     class Config:
         def __init__(self, n):

@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import threading
 import warnings
 
@@ -520,6 +521,12 @@ def test_a_step_of_a_session_runs_in_it_wherever_it_is_called(mesh):
     assert same(np.ones(8)).sharding.mesh == mesh
     with sc.Session():
         assert same(np.ones(8)).sharding.mesh == mesh
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+def test_a_copy_of_a_step_of_a_session_runs_in_it_too(mesh, take):
+    step = sc.Session(mesh).step(lambda x: x * 2, batch="x")
+    assert take(step)(np.ones(8)).sharding == step(np.ones(8)).sharding
 
 
 def test_a_session_is_entered_by_each_thread():

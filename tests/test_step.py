@@ -518,6 +518,27 @@ def test_a_step_that_is_collected_frees_its_programs():
         assert cache.info().programs == 0 and gone() is None
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=[])
+@dataclasses.dataclass
+class Validated:
+    x: jax.Array
+
+    def __post_init__(self):
+        assert isinstance(self.x, jax.Array)
+
+
+def test_a_step_keeps_no_argument_though_its_class_can_hold_nothing_else(tmp_path):
+    f = sc.step(lambda v: v.x * 2)
+    argument = jnp.ones(8)
+    gone = weakref.ref(argument)
+    with sc.Session(cache=sc.ProgramCache(tmp_path / "programs")) as session:
+        f(Validated(argument))
+        session.cache.flush()
+    del argument
+    gc.collect()
+    assert gone() is None
+
+
 def test_steps_over_one_function_share_its_programs_and_keep_them():
     def f(x):
         return x * 2
@@ -594,6 +615,25 @@ def test_what_no_program_can_hold_goes_to_jit_without_a_miss():
         f(2.0)
     assert float(total[...]) == 3.0
     assert (f.stats().misses, f.stats().delegated) == (0, 2)
+    for each, argument in ((f, 1.0), (sc.step(lambda ref: ref[...]), total)):
+        assert each.warm(argument) is None, "there is nothing to build"
+    assert float(total[...]) == 3.0
+
+
+def test_check_every_traces_again_what_has_changed():
+    rate, unused = 0.5, 1
+
+    @sc.step
+    def f(x):
+        return x * rate + 0 * len(str(unused))
+
+    with sc.Session(cache=sc.ProgramCache(None, check_every=1)):
+        for unused in (1, 2):  # noqa: B007  (the step reads it)
+            assert f(1.0) == 0.5
+        rate = 0.25
+        with pytest.raises(sc.StaleProgramError, match=r"rate: 0\.5 → 0\.25"):
+            f(1.0)
+        assert f(1.0) == 0.25
 
 
 def test_a_step_inside_another_step_belongs_to_it():

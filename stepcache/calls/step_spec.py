@@ -127,13 +127,16 @@ class Request:
         return self.tell(self.call.with_signature_leaves(self.leaves))
 
     def described(self) -> Request:
-        """The same request without its arrays, which it would otherwise keep alive."""
+        """The same request without its arrays, which it would otherwise keep alive.
+
+        Itself where a class refuses to be built around what is no array.
+        """
         call = self.call
         stand_ins = [leaf.stand_in() for leaf in call.signature.leaves]
         try:
             given = call.rebuilt(stand_ins)
             args, kwargs = call.signature.tree.unflatten(stand_ins)
-        except Exception:  # A class may refuse to be built around what is no array.
+        except Exception:
             return self
         call = replace(call, given=given, args=tuple(args), kwargs=kwargs, leaves=stand_ins)
         return replace(self, call=call)

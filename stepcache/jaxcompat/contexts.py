@@ -197,8 +197,11 @@ def arguments_outlive_calls() -> bool:
 
 def has_concrete_mesh() -> bool:
     """True where the caller has set a mesh of their own."""
-    mesh = mesh_lib.get_concrete_mesh() if PRIVATE_API else jax.sharding.get_mesh()
-    return not mesh.empty
+    return not _concrete_mesh().empty
+
+
+def _concrete_mesh() -> Any:
+    return mesh_lib.get_concrete_mesh() if PRIVATE_API else jax.sharding.get_mesh()
 
 
 class _Entered(threading.local):
@@ -244,12 +247,17 @@ def _in_settings(values: dict[Any, Any], mesh: Any, session: Any, token: Context
 
 
 def carried_settings() -> contextlib.AbstractContextManager:
-    """The settings that hold in this thread alone, to be entered in another one."""
-    unset = jax_config.config_ext.unset
-    everything: dict[str, Any] = jax_config.config._value_holders
-    holders = [holder for holder in everything.values() if hasattr(holder, "get_local")]
-    values = {h: value for h in holders if (value := h.get_local()) is not unset}
-    return _in_settings(values, mesh_lib.get_concrete_mesh(), _entered.session, _entered.token)
+    """The settings that hold in this thread alone, to be entered in another one.
+
+    With the public API, only the session and the mesh.
+    """
+    values: dict[Any, Any] = {}
+    if PRIVATE_API:
+        unset = jax_config.config_ext.unset
+        everything: dict[str, Any] = jax_config.config._value_holders
+        holders = [holder for holder in everything.values() if hasattr(holder, "get_local")]
+        values = {h: value for h in holders if (value := h.get_local()) is not unset}
+    return _in_settings(values, _concrete_mesh(), _entered.session, _entered.token)
 
 
 def backends_are_initialized() -> bool:

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import logging
 import operator
-import os
 import threading
 import time
 import weakref
@@ -19,10 +18,12 @@ from typing import Any, TypeVar
 import jax
 
 from stepcache import _process_hooks, jaxcompat
+from stepcache.programs.builds import builds
 from stepcache.storage import load_markers, run_activity, shared_entries
 from stepcache.weak_objects import WeakObjects
 
 _POLL_SECONDS, _IDLE_SECONDS, _STOP_SECONDS = 0.005, 0.5, 2.0
+_FORK_SECONDS = 1.0
 _INTERRUPT_SECONDS = 0.5  # Another one could end the cleaning up after the first.
 
 T = TypeVar("T")
@@ -72,56 +73,6 @@ def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
                 thread.join()
 
 
-class Builds:
-    """The builds that are in Python now. Workers' jobs wait for them.
-
-    Python runs one thread at a time, so a job beside a trace would make it as much longer.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._in_python, self._latest = 0, 0.0
-        self._none = threading.Event()
-        self._none.set()
-
-    def _add(self, number: int) -> None:
-        with self._lock:
-            self._in_python += number
-            self._latest = time.perf_counter()
-            if self._in_python:
-                self._none.clear()
-            else:
-                self._none.set()
-
-    @contextlib.contextmanager
-    def in_python(self) -> Iterator[None]:
-        """Open while a program is looked for and built."""
-        self._add(1)
-        try:
-            yield
-        finally:
-            self._add(-1)
-
-    @contextlib.contextmanager
-    def in_xla(self) -> Iterator[None]:
-        """Open, within `in_python`, while XLA compiles and Python is free."""
-        self._add(-1)
-        try:
-            yield
-        finally:
-            self._add(1)
-
-    def are_quiet(self, seconds: float = 0.0) -> bool:
-        """Whether no build has been in Python for some time."""
-        return not self._in_python and time.perf_counter() >= self._latest + seconds
-
-    def wait(self) -> None:
-        """Waits until no build is in Python, but not for long."""
-        self._none.wait(_LONGEST_STAGE_SECONDS)
-
-
-builds = Builds()
-_LONGEST_STAGE_SECONDS = 2.0
 _QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.2, 10.0  # The first: longer than a small compilation.
 _MOST_WAITING, _SOON_SECONDS = 16, 0.5  # At the end of the process, up to 10 ms each.
 _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
@@ -160,12 +111,13 @@ class Worker:
 
     def __init__(self, name: str, *, droppable: bool, poll_seconds: float = _POLL_SECONDS):
         self._name, self._droppable, self._poll_seconds = name, droppable, poll_seconds
-        self._forget()
+        self.begin()
         _workers.add(self)
 
-    def _forget(self) -> None:
-        self._pid = os.getpid()
+    def begin(self) -> None:
+        """Has no jobs, and no thread: as it is made, and in a child, where the parent's are not."""
         self._changed = threading.Condition()
+        self.at_work = threading.Lock()  # Held while a job runs in the thread.
         self._jobs: collections.deque[Job] = collections.deque()
         self._running: Job | None = None
         self._thread: threading.Thread | None = None
@@ -177,8 +129,6 @@ class Worker:
         Where no thread can be started, it waits for the next job, for `flush`, or for the end.
         """
         job = Job(work)
-        if os.getpid() != self._pid:
-            self._forget()  # The jobs are the parent's, and its thread is not here.
         with self._changed:
             if not self.is_stopping:
                 self._jobs.append(job)
@@ -222,8 +172,9 @@ class Worker:
                 jobs = self._due()
             done = []
             for job in jobs:
-                builds.wait()
-                done.append(self._try(job))
+                builds.wait(lambda: self._flushing)
+                with self.at_work:
+                    done.append(self._try(job))
             if not any(done):
                 time.sleep(self._poll_seconds)
 
@@ -270,8 +221,6 @@ class Worker:
 
     def flush(self) -> None:
         """Waits until all jobs have run that are there now."""
-        if os.getpid() != self._pid:
-            return
         with self._changed:
             waiting = list(self._jobs)
             self._flushing += 1
@@ -300,8 +249,6 @@ class Worker:
         Returns:
             What it returned. None where it had not begun, or failed: it is not tried again.
         """
-        if os.getpid() != self._pid:
-            return job.outcome
         with self._changed:
             self._drop(job)
             while self._running is job and self._is_alive():
@@ -319,8 +266,6 @@ class Worker:
 
     def stop(self) -> None:
         """Stops the worker: runs the remaining jobs, or drops them."""
-        if os.getpid() != self._pid:
-            return
         if not self._droppable:
             self.flush()
         self.drop_jobs()
@@ -349,11 +294,39 @@ def _interrupt(thread: threading.Thread) -> None:
 _workers: WeakObjects[Worker] = WeakObjects()
 
 
+_held: list[threading.Lock] = []
+
+
+def _hold_jobs() -> None:
+    """Before a fork: the child would have the locks of a job that runs now, taken for ever.
+
+    Where JAX is running, steps raise in the child whatever happens, and jobs may be long.
+    """
+    if not jaxcompat.backends_are_initialized():
+        for worker in _workers:
+            if worker.at_work.acquire(timeout=_FORK_SECONDS):
+                _held.append(worker.at_work)
+
+
+def _let_jobs_run() -> None:
+    while _held:
+        _held.pop().release()
+
+
+def _begin_anew() -> None:
+    _held.clear()
+    for worker in _workers:
+        worker.begin()
+
+
+_process_hooks.at_fork(before=_hold_jobs, after_in_parent=_let_jobs_run, after_in_child=_begin_anew)
+
+
 @_process_hooks.at_exit
 def _stop_all() -> None:
     workers = sorted(_workers, key=lambda worker: worker._droppable)
     for worker in workers:
-        if worker._droppable and worker._pid == os.getpid():
+        if worker._droppable:
             worker.drop_jobs()
     # Those that may be interrupted come last: a thread that is interrupted while it takes a lock
     # may end with it, and whoever needs that lock then waits for ever.

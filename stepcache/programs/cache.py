@@ -151,7 +151,7 @@ class ProgramCache:
         self._bounds = (max_memory_programs, max_bytes)
         self._memory = MemoryPrograms(max_memory_programs, max_bytes)
         self._lock = threading.Lock()
-        self._building: dict[Key, tuple[threading.Event, int]] = {}
+        self._building: dict[Key, tuple[threading.Lock, int]] = {}
         self._released: collections.deque[int] = collections.deque()
         self._hits = self._builds = self._evictions = 0
         self._cleared_with_jax = jaxcompat.call_on_clear_caches(self.clear)
@@ -207,35 +207,39 @@ class ProgramCache:
         Returns:
             The program, and whether this caller built it.
         """
-        while True:
-            with self._lock:
-                self._forget_released()
-                program = self._get(key, owner)
-                if program is not None:
-                    return program, False
-                pending, builder = self._building.get(key, (None, None))
-                if pending is None:
-                    done = threading.Event()
-                    self._building[key] = (done, threading.get_ident())
-                    break
-            if builder == threading.get_ident():  # The step calls itself while it is traced.
-                return build(), True
-            pending.wait()
         evicted: list[Held] = []
         doubted = None
-        try:
+        thread, building = threading.get_ident(), threading.Lock()
+        building.acquire()
+        try:  # Before others wait: an interrupt may come at any moment.
+            while True:
+                with self._lock:
+                    self._forget_released()
+                    program = self._get(key, owner)
+                    if program is not None:
+                        return program, False
+                    others, builder = self._building.get(key, (None, None))
+                    if others is None or not others.locked():
+                        self._building[key] = (building, thread)
+                        break
+                if builder == thread:  # The step calls itself while it is traced.
+                    return build(), True
+                with others:
+                    pass  # It is built, or that has failed.
             program = build()
             with self._lock:
                 self._builds += 1
-                if program.settled_key is not None:
-                    again = dataclasses.replace(program, key=program.settled_key)
-                    evicted += self._put(again.key, again, owner)[0]
+                settled = program.settled_key
+                if settled is not None and self._memory.peek(settled) is None:
+                    again = dataclasses.replace(program, key=settled)
+                    evicted += self._put(settled, again, owner)[0]
                 gone, doubted = self._put(key, program, owner)
                 evicted += gone
         finally:
+            building.release()  # In C: no interrupt comes before it.
             with self._lock:
-                del self._building[key]
-            done.set()
+                if self._building.get(key) == (building, thread):
+                    del self._building[key]
         _tell_lost(evicted, "evicted")
         if doubted is not None:
             for each in _owners(doubted):
@@ -318,7 +322,9 @@ def caches_for(spec: StepSpec, engine: Any) -> WeakObjects[ProgramCache]:
         found = _caches.get(number)
         if found is None:
             found = _caches[number] = WeakObjects()
-            weakref.finalize(spec.fun if spec.identity.shared else engine, _release, number)
+            held_for = spec.fun if spec.identity.shared else engine
+            # At exit it would drop each program by itself, of those that the process leaves anyway.
+            weakref.finalize(held_for, _release, number).atexit = False
         return found
 
 

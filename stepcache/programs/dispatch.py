@@ -86,7 +86,7 @@ class _Fork:
             clear_all()
 
 
-_process_hooks.at_fork(_Fork.before, _Fork.in_child)
+_process_hooks.at_fork(before=_Fork.before, after_in_child=_Fork.in_child)
 
 
 def forked_with_jax_running() -> bool:

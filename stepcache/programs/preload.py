@@ -47,6 +47,8 @@ class Preloader:
         self.preloaded: dict[tuple[str, tuple[int, ...]], Job] = {}
         self._taken: set[tuple[str, tuple[int, ...]]] = set()
         self._asked_for: set[str] = set()
+        # One job waits for JAX's backend, however many programs there are.
+        self._ahead: dict[tuple[str, tuple[int, ...]], None] = {}
 
     def preload(self, label: str) -> None:
         """Starts loading what the last run of this script used of a step; once."""
@@ -72,17 +74,25 @@ class Preloader:
             for lookup in dict.fromkeys(row.lookup for row in rows if row.lookup):
                 for record in self._records(lookup):
                     look_at_modules(record.used.modules, record.used.names)
-        for key in dict.fromkeys((row.program, tuple(row.devices)) for row in rows):
-            with self._lock:
+        with self._lock:
+            is_waiting = bool(self._ahead)
+            self._ahead.update(dict.fromkeys((row.program, tuple(row.devices)) for row in rows))
+        if not is_waiting:
+            self.worker.submit(self._load_ahead)
+
+    def _load_ahead(self) -> Any:
+        """Loads programs, but never starts JAX's backend: that is left to the user's code."""
+        if self._ahead and not jaxcompat.backends_are_initialized():
+            return LATER
+        with self._lock:
+            keys, self._ahead = self._ahead, {}
+            for key in keys:
                 known = key in self._taken or key in self.preloaded
                 if not known and len(self.preloaded) < _PRELOADED_AT_MOST:
-                    work = functools.partial(self._load_ahead, *key)
-                    self.preloaded[key] = self.worker.submit(work)
+                    self.preloaded[key] = self.worker.submit(functools.partial(self._load, *key))
+        return None
 
-    def _load_ahead(self, digest: str, numbers: tuple[int, ...]) -> Any:
-        """Loads a program, but never starts JAX's backend: that is left to the user's code."""
-        if not jaxcompat.backends_are_initialized():
-            return LATER
+    def _load(self, digest: str, numbers: tuple[int, ...]) -> Any:
         by_number = {device.id: device for device in jax.devices()}
         if not set(numbers) <= by_number.keys():
             return None

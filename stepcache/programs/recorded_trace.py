@@ -17,7 +17,8 @@ from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.lowering_rules import code_of_lowering
 from stepcache.fingerprint.recorder import Recording, count_in
 from stepcache.jaxcompat import storing
-from stepcache.programs.background import beside, builds
+from stepcache.programs.background import beside
+from stepcache.programs.builds import builds
 from stepcache.programs.resolution import Lowered, Sharing
 from stepcache.storage.dependency_record import Traced
 
@@ -103,6 +104,7 @@ class RecordedTrace:
 
             with storing.compiling_through(find) if storing.CAN_STORE else nullcontext():
                 if not storing.CAN_STORE:
+                    self.digest = storing.lowered_digest(staged)
                     to_xla()
                 yield
             to_xla()  # JAX had compiled it before.

@@ -33,8 +33,9 @@ from stepcache.events import (
 from stepcache.jaxcompat import storing
 from stepcache.programs import remaking
 from stepcache.programs.archive import Archive
-from stepcache.programs.background import LATER, SOON, WHEN_QUIET, builds, until_ready
+from stepcache.programs.background import LATER, SOON, WHEN_QUIET, until_ready
 from stepcache.programs.build import Program, Stopwatch
+from stepcache.programs.builds import builds
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import LookupResult
 from stepcache.programs.miss_log import MissLog

@@ -25,8 +25,9 @@ from stepcache.events import Change, Verified, recorder
 from stepcache.fingerprint.dependencies import agree, differences
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive
-from stepcache.programs.background import LATER, builds
+from stepcache.programs.background import LATER
 from stepcache.programs.build import Program, trace
+from stepcache.programs.builds import builds
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import Dispatcher
 from stepcache.programs.levels import Levels
@@ -140,9 +141,9 @@ class Checks:
                         StaleProgramWarning,
                     )
                     break
-        program = resolution.program
-        if program.lowered:
-            lowered = _Lowered(request.described(), program.lowered, program.run.out_tree)
+        program, described = resolution.program, request.described()
+        if program.lowered and described is not request:  # Else it would keep the call's arrays.
+            lowered = _Lowered(described, program.lowered, program.run.out_tree)
             with self._lock:
                 self._latest.append(lowered)
 

@@ -3,6 +3,9 @@
 import contextlib
 import gc
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -17,6 +20,8 @@ from stepcache import jaxcompat
 from stepcache.fingerprint.recorder import Recording
 from stepcache.programs import background
 from stepcache.programs.background import LATER, Worker, until_ready
+from stepcache.programs.preload import Preloader
+from stepcache.storage.run_log import Row
 from stepcache.weak_objects import WeakObjects
 
 LIMIT_SECONDS = 30
@@ -205,8 +210,46 @@ def test_jobs_that_have_to_be_done_do_not_need_an_interrupted_worker(worker, mon
 
     job = worker.submit(hand_on)
     within_limit(lambda: background._stop_all() or True)
-    droppable._pid = 0  # Nobody gets its lock any more: the end of this process passes it over.
+    droppable.begin()  # Nobody gets its lock any more.
     assert job.outcome == 7
+
+
+def test_jobs_that_are_waited_for_do_not_wait_for_a_build(worker, monkeypatch):
+    monkeypatch.setattr("stepcache.programs.builds._LONGEST_STAGE_SECONDS", 600.0)
+    with background.builds.in_python():
+        job = worker.submit(lambda: 3)
+        within_limit(worker.flush)
+    assert job.outcome == 3
+
+
+FORK = """
+import os, threading, time
+from stepcache.programs.background import Worker
+
+lock, begun = threading.Lock(), threading.Event()
+
+def work():
+    with lock:
+        begun.set()
+        time.sleep(0.1)
+
+worker = Worker("stepcache test", droppable=True)
+worker.submit(work)
+begun.wait()
+child = os.fork()
+assert lock.acquire(timeout=30), "a job was running in the parent"
+lock.release()
+assert worker.submit(lambda: 3) and worker.flush() is None
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+@pytest.mark.skipif(not jaxcompat.PRIVATE_API, reason="whether JAX is running is a private name")
+def test_a_forked_child_waits_for_no_lock_of_a_job_of_its_parent():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- a step where no thread can be started -----------------------------------------------------
@@ -346,6 +389,34 @@ def test_outputs_that_are_gone_cannot_be_timed(deleted):
 def test_outputs_that_are_there_at_once_are_timed_at_once():
     look = until_ready(jax.block_until_ready(jnp.ones(3)), time.perf_counter() - 2)
     assert look() >= 2
+
+
+# ---- loading ahead -----------------------------------------------------------------------------
+
+
+@stored
+def test_one_job_waits_for_jax_to_load_all_programs(monkeypatch):
+    is_running, read = threading.Event(), []
+    monkeypatch.setattr(jaxcompat, "backends_are_initialized", is_running.is_set)
+    rows = {
+        name: [Row("built", 0.0, "", "", "", "", f"{name}{n}", [0]) for n in (1, 2)]
+        for name in "ab"
+    }
+    run_log = types.SimpleNamespace(last_run_of=rows.get)
+    preloader = Preloader(
+        run_log, lambda lookup: [], lambda digest, load: read.append(digest), None
+    )
+    for name in rows:
+        preloader.preload(name)
+    limit = time.monotonic() + LIMIT_SECONDS
+    while len(preloader._ahead) < 4 and time.monotonic() < limit:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(preloader.worker._jobs) == 1
+    is_running.set()
+    for _ in range(2):  # That job, and those that it submits.
+        within_limit(preloader.worker.flush)
+    assert sorted(read) == ["a1", "a2", "b1", "b2"]
 
 
 # ---- what a check in the background has found --------------------------------------------------

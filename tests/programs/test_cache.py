@@ -1,7 +1,12 @@
 """The contract of the program cache, on programs that are not programs."""
 
+import dataclasses
 import gc
+import inspect
 import itertools
+import os
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -148,6 +153,77 @@ def test_one_build_however_many_threads_ask():
         thread.join(30)
     assert len(builds) == 1 and len({id(made) for made, _ in got}) == 1
     assert sum(built for _, built in got) == 1
+
+
+def interrupted_at(line, work):
+    """Calls `work`; Ctrl-C comes as that line of `get_or_build` is about to run."""
+    code = sc.ProgramCache.get_or_build.__code__
+
+    def trace(frame, event, argument):
+        if event == "line" and frame.f_lineno == line:
+            raise KeyboardInterrupt
+        return trace if frame.f_code is code else None
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_nobody_waits_for_a_build_that_was_interrupted():
+    source, first = inspect.getsourcelines(sc.ProgramCache.get_or_build)
+    # A call of what is written in C: Python looks for interrupts after it.
+    lines = [n for n, text in enumerate(source, first) if text.strip()[:17] != "building.release("]
+    interrupted = 0
+    for line in lines:
+        cache, tenant, got = sc.ProgramCache(None), Tenant(), []
+        ask = lambda cache=cache, tenant=tenant: cache.get_or_build("k", tenant, program)  # noqa: E731
+        interrupted += interrupted_at(line, ask)
+        thread = threading.Thread(target=lambda: got.append(ask()), daemon=True)  # noqa: B023
+        thread.start()
+        thread.join(30)
+        assert got, f"it waits for ever after line {line}"
+    assert interrupted > 20
+
+
+@dataclasses.dataclass
+class Settling:
+    """A program that serves calls of another key too."""
+
+    settled_key: str
+    size_bytes: int = 4
+    key: str = "weak"
+
+
+def test_what_serves_another_key_too_leaves_the_program_that_is_there():
+    cache, tenant = sc.ProgramCache(max_bytes=10), Tenant()
+    (strong,) = fill(cache, tenant, "strong", size_bytes=4)
+    cache.get_or_build("weak", tenant, lambda: Settling("strong"))
+    assert cache.peek("strong") is strong
+    assert (cache.info().programs, cache.info().evictions) == (2, 0)
+
+
+EXIT = """
+import numpy as np, stepcache as sc
+from stepcache.programs.memory import MemoryPrograms
+
+step = sc.step(lambda x: x)
+step(np.ones(2))
+MemoryPrograms.release = lambda self, number: print("released")
+"""
+
+
+def test_the_end_of_a_process_does_not_drop_its_programs_one_by_one():
+    environment = dict(os.environ, STEPCACHE_DIR="off")
+    command = [sys.executable, "-c", EXIT]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200, check=True
+    )
+    assert done.stdout == ""
 
 
 def test_whoever_waited_for_a_failed_build_tries_again():

@@ -1,0 +1,37 @@
+"""Errors travel between processes whole, and warnings point to the user's line."""
+
+import copy
+import pickle
+
+import pytest
+
+import stepcache as sc
+from stepcache.errors import warn
+
+DETAILS = {"where": "here", "expected": "this", "got": "that", "hint": "another"}
+ERRORS = [
+    sc.OptionError("an option", **DETAILS),
+    sc.StaleProgramError("a program", (sc.Change("code", "f", "1", "2"),), **DETAILS),
+    sc.RecompileError("a call", sc.Miss("f", 1, "first call"), **DETAILS),
+    sc.TransferBudgetError("a call", 3, 2, **DETAILS),
+    sc.AgreementError("ranks", (), ((0,), (1,)), **DETAILS),
+    sc.RankLostError("a rank", (1,), **DETAILS),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("take", [lambda each: pickle.loads(pickle.dumps(each)), copy.copy])
+def test_an_error_is_pickled_with_all_that_it_says(error, take):
+    """As a pool of processes hands it back: what it could not unpickle would hang it."""
+    error.add_note("a note")
+    taken = take(error)
+    assert type(taken) is type(error)
+    assert (str(taken), vars(taken)) == (str(error), vars(error))
+
+
+@pytest.mark.parametrize("place", ["/home/me/jax/train.py", f"{sc.__path__[0]}_training.py"])
+def test_a_warning_points_to_the_users_line_wherever_that_is(place):
+    code = compile("warn('a reason', category)", place, "exec")
+    with pytest.warns(sc.StepCacheWarning, match="a reason") as caught:
+        exec(code, {"warn": warn, "category": sc.StepCacheWarning})
+    assert caught[0].filename == place
