@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -119,11 +119,13 @@ def check_names(items: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def locked(items: dict[str, Any]) -> Iterator[None]:
-    """Locks all variables, in the order in which steps lock them."""
-    variables = {id(item): item for item in items.values() if isinstance(item, Savable)}
+def locked(items: Iterable[Any]) -> Iterator[None]:
+    """Locks the variables among some items, in one order everywhere: two threads never wait for
+    each other. An interrupt while it waits for one lets go of the others.
+    """
+    variables = {item for item in items if isinstance(item, Savable)}
     with contextlib.ExitStack() as stack:
-        for each in sorted(variables.values(), key=lambda each: each._number):
+        for each in sorted(variables, key=lambda each: each._number):
             stack.enter_context(each._lock)
         yield
 

@@ -254,7 +254,7 @@ def _collected(items: dict[str, Any], *, copied: bool) -> tuple[dict[str, Any], 
     check_names(items)
     about: dict[str, Any] = {}
     leaves: list[Leaf] = []
-    with locked(items):
+    with locked(items.values()):
         for name, item in items.items():
             trees = {"": item}
             if isinstance(item, Savable):

@@ -145,7 +145,7 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
         if name not in wanted:
             values = [read.get(leaf.name, leaf.value) for leaf in leaves[name, ""]]
             restored[name] = jax.tree_util.tree_structure(item).unflatten(values)
-    with locked(items):
+    with locked(items.values()):
         for name, (trees, state) in wanted.items():
             got = {part: [read.get(leaf.name) for leaf in leaves[name, part]] for part in trees}
             items[name]._put_parts(got, state, stored.about.get(name, {}))
