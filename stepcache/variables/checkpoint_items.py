@@ -76,6 +76,13 @@ class Savable:
                 wanted["optimizer"] = state.templates()
         return wanted, state
 
+    def _check_parts(self, restored: dict[str, list[Any]], state: Master | None) -> None:
+        """Raises `VariablesError` if leaves are to stay that are lost. Under the lock."""
+        for part, master in (("", self._master), ("optimizer", state)):
+            stay = [leaf is None for leaf in restored.get(part, ())]
+            if master is not None and any(stay) and (part or not all(stay)):
+                master.check_not_lost(self.name)
+
     def _put_parts(
         self, restored: dict[str, list[Any]], state: Master | None, about: dict[str, Any]
     ) -> None:
@@ -89,12 +96,18 @@ class Savable:
                 self._master.version = max(self._master.version, about.get("version", 0) - 1)
                 self._master.assign(_filled(leaves, self._master, meter), reader, meter)
             if state is not None:
-                state.assign(_filled(restored["optimizer"], state, meter), reader, meter)
-                self._updates.state = state
+                own = _filled(restored["optimizer"], state, meter)
+                self._updates.state = self._updates.held_state(
+                    state.layout.tree.unflatten(own), meter
+                )
             elif about.get("mode") == "apply":
                 self._updates.state = None
         if about:
-            self._updates.resume(restored.get("pending"), about["pending"])
+            pending = restored.get("pending")
+            if pending is not None:  # No update is pending for leaves that were not stored.
+                pairs = zip(pending, self._master.layout.slots, strict=True)
+                pending = [np.zeros(s.shape, s.dtype) if x is None else x for x, s in pairs]
+            self._updates.resume(pending, about["pending"])
 
 
 def _filled(leaves: list[Any], master: Master, meter: Meter) -> list[Any]:

@@ -20,6 +20,8 @@ import pytest
 
 import stepcache as sc
 from stepcache import _process_hooks
+from tests.variables.comparing import lose
+from tests.variables.states import number, tree_of
 from tests.variables.test_checkpoints import same
 
 ROOT = Path(__file__).parent.parent.parent
@@ -541,6 +543,29 @@ def test_pending_updates_are_saved(mode, placement, tmp_path):
     plain = sc.Variables({"w": np.zeros(3, np.float32)})
     with pytest.raises(sc.VariablesError, match="pending"):
         plain.restore(tmp_path / "saved")
+
+
+def test_no_update_is_pending_for_a_leaf_that_was_not_stored(tmp_path):
+    write = sc.Write(mode="add", every=2)
+    one = {"w": np.ones(3, np.float32)}
+    saved = sc.Variables(one, write=write)
+    saved.push(one)
+    sc.save(tmp_path / "saved", table=saved)
+    more = one | {"more": np.ones(2, np.float32)}
+    table = sc.Variables(more, write=write)
+    sc.restore(tmp_path / "saved", partial=True, table=table)
+    table.push(more)
+    assert table.value["w"].tolist() == [3] * 3 and table.value["more"].tolist() == [2] * 2
+
+
+def test_leaves_that_stay_as_they_are_have_to_be_there(tmp_path):
+    """And nothing else is restored then."""
+    sc.save(tmp_path / "saved", first=tree_of(1), table=tree_of(1))
+    first, table = sc.Variables(tree_of(2)), sc.Variables(tree_of(2) | {"more": np.ones(2)})
+    lose(table)
+    with pytest.raises(sc.VariablesError, match="the value is lost"):
+        sc.restore(tmp_path / "saved", partial=True, first=first, table=table)
+    assert number(first.value) == 2 and first.version == 0
 
 
 def test_an_optimizer_can_be_left_out(tmp_path):
