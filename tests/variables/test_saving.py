@@ -20,6 +20,7 @@ import pytest
 
 import stepcache as sc
 from stepcache import _process_hooks
+from stepcache.variables import checkpoints
 from tests.variables.comparing import lose
 from tests.variables.states import number, tree_of
 from tests.variables.test_checkpoints import same
@@ -715,3 +716,37 @@ def test_a_save_that_fails_in_orbax_does_not_hold_up_the_next(tmp_path):
     assert printed.count("refused: True") == 2, printed
     assert sc.restore(tmp_path / "saved", w=np.zeros(1000), step=0)["step"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_save_without_a_thread_of_its_own_is_written_all_the_same(tmp_path, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(self):
+        if self.name == "stepcache save":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        saving = sc.save(tmp_path / "saved", step=1, asynchronous=True)
+    assert saving.done and sc.restore(tmp_path / "saved", step=0) == {"step": 1}
+    sc.save(tmp_path / "saved", step=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_save_that_is_interrupted_while_it_waits_for_another_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    class Interrupted:
+        def __enter__(self):
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_):
+            raise AssertionError("it was not entered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "_writing", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            sc.save(tmp_path / "saved", step=1)
+    assert not list(tmp_path.iterdir())
+    sc.save(tmp_path / "saved", step=2)
