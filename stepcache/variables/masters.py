@@ -316,7 +316,7 @@ class InHostMemory(Master):
             self._write(transfer.written(packed, self.host_layout, meter), session)
             return
         self._write(transfer.write(packed, self.host_layout, meter), session)
-        self._copies.keep(self.version, packed, exact=True)
+        self._copies.keep(self.version, transfer.free(packed), exact=True)
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         if self._policy.prefetch:
