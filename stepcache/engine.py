@@ -164,7 +164,7 @@ class Engine:
         """The `Variables` that a call passes; None where it passes none, or only names them."""
         if not passes_variables(args, kwargs) or self.scope().target is not None:
             return None
-        return Use(self.spec, args, kwargs).held(self.scope())
+        return Use(self.spec, args, kwargs).checked(self.scope())
 
     def resident(self, args: tuple, kwargs: dict) -> tuple[Engine, tuple, dict]:
         """The engine that serves a call, and the arguments that it is given."""

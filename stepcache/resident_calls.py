@@ -16,6 +16,7 @@ from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import StepSpec
 from stepcache.distributed.hang_report import CallCount
 from stepcache.programs.miss_log import MissLog
+from stepcache.variables.checkpoint_items import locked
 
 _making = threading.RLock()  # One engine may make another.
 _admitted = threading.local()
@@ -65,7 +66,7 @@ class ResidentCalls:
     def run(self, scope: Scope, use: Use) -> Any:
         """Runs one call. Returns its outputs, with the `Variables` that it carried in them."""
         engine = self.engine
-        with use.held(scope):
+        with locked(use.checked(scope).variables):
             use.compare_values(scope)
             if scope.check_replicas_every:
                 self._runs += 1

@@ -101,6 +101,34 @@ def test_only_outputs_that_follow_the_size_are_cut():
     np.testing.assert_allclose(both["both"], DATA[:5] @ DATA[:5].T, rtol=1e-5)
 
 
+def test_outputs_are_cut_by_the_shapes_that_variables_hold():
+    """Two values of other shapes make the padded axis another one of the outputs."""
+
+    @sc.step(pad=sc.Pad("x"))
+    def f(w, x):
+        return w @ x.T
+
+    one, eight = (sc.Variables(np.ones((*n, 3), np.float32)) for n in ((), (8,)))
+    for w in (one, eight, one):
+        np.testing.assert_allclose(f(w, DATA[:5]), w.value @ DATA[:5].T, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x.reshape(-1),
+        lambda x: jnp.concatenate([x, x]),
+        lambda x: (x, jnp.diff(x, axis=0)),
+        lambda x: (x, x.reshape(-1)),
+    ],
+)
+def test_what_does_not_follow_the_size_row_by_row_is_refused(other):
+    step = sc.step(other, pad=sc.Pad(["x"]))
+    jax.tree.map(np.testing.assert_array_equal, step(DATA[:8]), other(DATA[:8]))
+    with pytest.raises(PaddingError, match="row by row"):
+        step(DATA[:5])
+
+
 @pytest.mark.parametrize("carry", [(np.ones((8, 3), np.float32),) * 2, np.ones((8, 8), np.float32)])
 def test_a_carry_is_never_cut(carry):
     @sc.step(carry="state", pad=sc.Pad("x"))

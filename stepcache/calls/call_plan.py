@@ -23,35 +23,37 @@ from jax.tree_util import tree_leaves
 from stepcache.calls.over_buffers import Form
 from stepcache.calls.residence import NOT_A_HIT, Use, carried, comes_alone, put_back
 from stepcache.calls.step_spec import StepSpec
+from stepcache.variables.checkpoint_items import locked
 from stepcache.variables.packing import Packed
 from stepcache.variables.variables import Variables
 
 _TEMPLATE = """
 def plan({parameters}*args, **kwargs):
     if {checks}:
-        {acquire}
-        out = NOT_A_HIT
-        try:
-            {take}  # Until the end: to free buffers may let another thread look.
-            # No interrupt comes between what JAX returns and the name `out`, as after a call.
-            for out in starmap(call, ((form, {arguments}),)):
-                if {expected}:
-                    {put}
-                    return {outputs}
-                if out is not NOT_A_HIT:
-                    return put_back(out, carried(({given}), kwargs), write)
-        except (RuntimeError, ValueError) as error:
-            if "deleted" not in str(error):  # The usual way says what is.
+        with {locks}:  # No interrupt comes after a lock is taken and before it is sure to be freed.
+            out = NOT_A_HIT
+            try:
+                {take}  # Until the end: to free buffers may let another thread look.
+                # No interrupt comes between what JAX returns and the name `out`, as after a call.
+                for out in starmap(call, ((form, {arguments}),)):
+                    if {expected}:
+                        {put}
+                        return {outputs}
+                    if out is not NOT_A_HIT:
+                        return put_back(out, carried(({given}), kwargs), write)
+            except (RuntimeError, ValueError) as error:
+                if "deleted" not in str(error):  # The usual way says what is.
+                    raise
+            except BaseException:
+                if out is not NOT_A_HIT:  # Interrupted: what it took is gone.
+                    put_back(out, carried(({given}), kwargs), write)
                 raise
-        except BaseException:
-            if out is not NOT_A_HIT:  # Interrupted: what it took is gone.
-                put_back(out, carried(({given}), kwargs), write)
-            raise
-        finally:
-            {release}  # And forget the buffers that were passed by name.
+            finally:
+                {forget}  # The buffers that were passed by name.
     return other(*given({given}), *args, **kwargs)
 """
 _PLANS_PER_STEP = 8
+_NESTED = 12  # Python nests no more than 20 blocks.
 _NOT_GIVEN = object()
 
 
@@ -110,7 +112,7 @@ class CallPlans:
         names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT, "call": call}
         names |= {"put_back": put_back, "write": _write, "given": _given, "NOT_GIVEN": _NOT_GIVEN}
         names |= {"carried": functools.partial(carried, self._spec), "form": form}
-        names["starmap"] = itertools.starmap
+        names |= {"starmap": itertools.starmap, "locked": locked}
         try:
             source = _source(use, form, outputs, names)
         except _Unplanned:
@@ -144,7 +146,7 @@ def _add_variables(names: dict[str, Any], variables: Sequence[Variables]) -> Non
         names[f"known{n}"] = weakref.ref(each, functools.partial(_forget, names, f"master{n}"))
         names[f"master{n}"] = each._master
         names[f"type{n}"] = type(next(iter(each._master.arrays()), None))
-        names[f"acquire{n}"], names[f"release{n}"] = each._lock.acquire, each._lock.release
+        names[f"lock{n}"] = each._lock
 
 
 def _forget(names: dict[str, Any], master: str, _: Any) -> None:
@@ -207,12 +209,15 @@ def _source(use: Use, form: Form, outputs: Any, names: dict[str, Any]) -> str:
     returned = "out"
     if use.carried:
         returned = _returned(outputs, use.carry_arguments(), written, expected, names)
-    locked = [number_of[id(each)] for each in use.in_order()]
+    in_order = sorted(numbers, key=lambda n: use.variables[n]._number)
+    locks = ", ".join(f"lock{n}" for n in in_order[:_NESTED])
+    if len(in_order) > _NESTED:
+        locks += f", locked([{', '.join(f'known{n}()' for n in in_order[_NESTED:])}])"
     return _TEMPLATE.format(
         parameters="".join(f"{name}=NOT_GIVEN, " for name in positional) + "/, " * bool(args),
         given="".join(f"{name}, " for name in positional),
         checks=" and ".join(checks),
-        acquire="; ".join(f"acquire{n}()" for n in locked),
+        locks=locks,
         take="; ".join(
             [
                 f"p{n} = master{n}.packed; k{n} = p{n}.buffers"
@@ -226,9 +231,7 @@ def _source(use: Use, form: Form, outputs: Any, names: dict[str, Any]) -> str:
         expected=" and ".join(expected),
         put="; ".join(put) or "pass",
         outputs=returned,
-        release="; ".join(
-            [f"named[{name!r}] = None" for name in by_name] + [f"release{n}()" for n in locked]
-        ),
+        forget="; ".join(f"named[{name!r}] = None" for name in by_name) or "pass",
     )
 
 

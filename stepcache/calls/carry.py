@@ -39,15 +39,15 @@ def check_carry(
     offset = 0
     for name, before, after in zip(names, carries, outputs, strict=True):
         named = zip(call.paths, request.leaves, strict=True)
-        leaves = {path.text: leaf for path, leaf in named if path.argument == name}
+        leaves = [(path.text, leaf) for path, leaf in named if path.argument == name]
         avals = staged.out_avals[offset : offset + after.num_leaves]
         if before != after:
-            refuse_tree(spec.name, name, leaves, before, after, avals)
-        for (path, leaf), aval in zip(leaves.items(), avals, strict=True):
+            refuse_tree(spec.name, name, dict(leaves), before, after, avals)
+        for (path, leaf), aval in zip(leaves, avals, strict=True):
             same = (leaf.shape, leaf.dtype) == (aval.shape, aval.dtype)
             if not same and (expected := type_of(leaf)) != (got := type_of(aval)):
                 refuse(spec.name, path, expected, got)
-        pins += map(_pin, leaves.values())
+        pins += [_pin(leaf) for _, leaf in leaves]
         offset += after.num_leaves
     pins += [None] * (len(staged.out_avals) - offset)
     hosted = _hosted(call)

@@ -51,6 +51,8 @@ class Pad:
     check: bool = False
 
     def __post_init__(self):
+        if not isinstance(self.argument, str):
+            object.__setattr__(self, "argument", tuple(self.argument))
         if isinstance(self.axis, bool) or not isinstance(self.axis, int) or self.axis < 0:
             raise OptionError("axis counts from 0", where="Pad", got=repr(self.axis))
         if self.sizes != "powers":
@@ -69,7 +71,7 @@ class Pad:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The names in `argument`."""
-        return (self.argument,) if isinstance(self.argument, str) else tuple(self.argument)
+        return (self.argument,) if isinstance(self.argument, str) else self.argument
 
     def padded_size(self, size: int, parts: int = 1) -> int:
         """Returns the size that an axis is padded to.

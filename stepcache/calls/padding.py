@@ -175,8 +175,7 @@ class Padder:
             return outputs
         carried, others = self._apart(outputs, args, kwargs)
         leaves, tree = jax.tree_util.tree_flatten(others)
-        sizes = {group.padded for group in groups}
-        if not any(is_array(leaf) and sizes.intersection(leaf.shape) for leaf in leaves):
+        if not any(_may_follow(leaf, group) for leaf in leaves for group in groups):
             return outputs
         for at, axes in enumerate(self._varying(args, kwargs, groups, leaves)):
             for axis, number in axes:
@@ -215,9 +214,19 @@ class Padder:
                     "outputs to cut",
                     where=", ".join(group.pad.arguments),
                 )
+            sizes = group.padded, group.pad.other_size(group.padded)
             for at, (leaf, other) in enumerate(zip(leaves, found, strict=True)):
-                pairs = enumerate(zip(np.shape(leaf), other, strict=True))
-                axes[at] += [(axis, number) for axis, (a, b) in pairs if a != b]
+                for axis, both in enumerate(zip(np.shape(leaf), other, strict=True)):
+                    if both == sizes:
+                        axes[at].append((axis, number))
+                    elif both[0] != both[1]:
+                        raise PaddingError(
+                            f"{self._spec.name} returns an array whose axis {axis} follows the "
+                            "padded one otherwise than row by row: it is unknown what to cut",
+                            where=", ".join(group.pad.arguments),
+                            got=f"sizes {both}, where it has {sizes}",
+                            hint="return an array with a row for each of the padded ones",
+                        )
         if len(self._axes) >= _KEYS_REMEMBERED:
             self._axes.clear()
         self._axes[key] = axes
@@ -230,7 +239,7 @@ class Padder:
         static = {*roles.static_argnames, *map(self._spec.parameters.name_of, roles.static_argnums)}
         fixed = tuple((name, values.pop(name)) for name in sorted(static & values.keys()))
         leaves, tree = jax.tree_util.tree_flatten(values)
-        return fixed, tree, tuple((x.shape, x.dtype) if is_array(x) else type(x) for x in leaves)
+        return fixed, tree, tuple(map(_kind_of, leaves))
 
     def _shapes_at(
         self, args: tuple, kwargs: dict, group: _Group, size: int
@@ -278,6 +287,17 @@ class Padder:
                     hint="mask them: jnp.sum(each * mask) / jnp.sum(mask)",
                 )
         self._checked.add(key)
+
+
+def _kind_of(leaf: Any) -> Hashable:
+    if isinstance(leaf, Variables):
+        return leaf._layout
+    return (leaf.shape, leaf.dtype) if is_array(leaf) else type(leaf)
+
+
+def _may_follow(leaf: Any, group: _Group) -> bool:
+    """Returns whether an axis of an output may depend on a padded one, as far as its size says."""
+    return is_array(leaf) and any(size % group.padded == 0 for size in leaf.shape)
 
 
 def _filled(path: str, leaf: Any, *, axis: int, padded: int, row: int) -> Any:

@@ -85,8 +85,8 @@ class Use:
                     found.append(each)
         return found
 
-    def held(self, scope: Scope) -> Use:
-        """Context manager that locks the variables, after a look at their mesh and rules."""
+    def checked(self, scope: Scope) -> Use:
+        """The same, after a look at the variables' mesh and rules."""
         self._session = scope if scope is not DEFAULT_SCOPE else None
         for each in self.variables:
             each._check_usable(scope.mesh)
@@ -94,21 +94,6 @@ class Use:
                 scope.seen.add(each)
                 scope.match_rules(each._paths())
         return self
-
-    def __enter__(self) -> Use:
-        for each in self.in_order():
-            each._lock.acquire()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        for each in self.in_order():
-            each._lock.release()
-
-    def in_order(self) -> Sequence[Variables]:
-        """The variables in the order in which their locks are taken."""
-        if len(self.variables) == 1:
-            return self.variables
-        return sorted(self.variables, key=lambda each: each._number)
 
     def compare_values(self, scope: Scope) -> None:
         """Raises `AgreementError`, once, if other processes made the variables of other values."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -76,6 +76,13 @@ class Savable:
                 wanted["optimizer"] = state.templates()
         return wanted, state
 
+    def _check_parts(self, restored: dict[str, list[Any]], state: Master | None) -> None:
+        """Raises `VariablesError` if leaves are to stay that are lost. Under the lock."""
+        for part, master in (("", self._master), ("optimizer", state)):
+            stay = [leaf is None for leaf in restored.get(part, ())]
+            if master is not None and any(stay) and (part or not all(stay)):
+                master.check_not_lost(self.name)
+
     def _put_parts(
         self, restored: dict[str, list[Any]], state: Master | None, about: dict[str, Any]
     ) -> None:
@@ -89,12 +96,18 @@ class Savable:
                 self._master.version = max(self._master.version, about.get("version", 0) - 1)
                 self._master.assign(_filled(leaves, self._master, meter), reader, meter)
             if state is not None:
-                state.assign(_filled(restored["optimizer"], state, meter), reader, meter)
-                self._updates.state = state
+                own = _filled(restored["optimizer"], state, meter)
+                self._updates.state = self._updates.held_state(
+                    state.layout.tree.unflatten(own), meter
+                )
             elif about.get("mode") == "apply":
                 self._updates.state = None
         if about:
-            self._updates.resume(restored.get("pending"), about["pending"])
+            pending = restored.get("pending")
+            if pending is not None:  # No update is pending for leaves that were not stored.
+                pairs = zip(pending, self._master.layout.slots, strict=True)
+                pending = [np.zeros(s.shape, s.dtype) if x is None else x for x, s in pairs]
+            self._updates.resume(pending, about["pending"])
 
 
 def _filled(leaves: list[Any], master: Master, meter: Meter) -> list[Any]:
@@ -119,11 +132,13 @@ def check_names(items: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def locked(items: dict[str, Any]) -> Iterator[None]:
-    """Locks all variables, in the order in which steps lock them."""
-    variables = {id(item): item for item in items.values() if isinstance(item, Savable)}
+def locked(items: Iterable[Any]) -> Iterator[None]:
+    """Locks the variables among some items, in one order everywhere: two threads never wait for
+    each other. An interrupt while it waits for one lets go of the others.
+    """
+    variables = {item for item in items if isinstance(item, Savable)}
     with contextlib.ExitStack() as stack:
-        for each in sorted(variables.values(), key=lambda each: each._number):
+        for each in sorted(variables, key=lambda each: each._number):
             stack.enter_context(each._lock)
         yield
 

@@ -50,6 +50,7 @@ class Saving:
         self._pod = processes()
         self._staging: files.Staging | None = None  # Of the first process.
         self._checkpointer: Any = None
+        self._held = contextlib.ExitStack()  # What is to be let go of when it ends.
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._agreed = False
@@ -83,13 +84,13 @@ class Saving:
 
     def _start(self, tree: Any, metadata: dict[str, Any]) -> None:
         """Copies the arrays to the host, and starts to write them."""
-        new = of_leader(self._pod, self._root, self._prepare, _UNWRITTEN)
-        _writing.acquire()
         try:
+            new = of_leader(self._pod, self._root, self._prepare, _UNWRITTEN)
+            self._held.enter_context(_writing)
             with damage_as_error(self._root, _UNWRITTEN):
                 self._checkpointer = self._pod.guarded(lambda: _write(new, tree, metadata))
         except BaseException:
-            self._close()
+            self._held.close()
             raise
 
     def _prepare(self) -> Path:
@@ -97,6 +98,7 @@ class Saving:
         files.recover(target)
         files.check_replaceable(target)
         self._staging = files.Staging(target)
+        self._held.callback(self._staging.close)
         return self._staging.new
 
     def _finish(self) -> None:
@@ -111,22 +113,29 @@ class Saving:
         except StepCacheError as error:
             self._error = error
         finally:
-            self._close()
+            self._held.close()
         if self._error is not None and self._thread is not None:
             _log.error("%s", self._error)
+
+    def _finish_now(self) -> None:
+        try:
+            self._pod.guarded(self._finish)
+        finally:
+            self._held.close()
+        self.wait()
 
     def _finish_behind(self) -> None:
         _finish_before_exit()
         self._thread = threading.Thread(target=self._finish, name="stepcache save")
         _unfinished.append(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # There can be no more threads.
+            self._thread = None
+            _unfinished.remove(self)
+            self._finish_now()
         if _process_hooks.THREADS_END_EARLY:
             self._pod.guarded(join_all)
-
-    def _close(self) -> None:
-        _writing.release()
-        if self._staging is not None:
-            self._staging.close()
 
 
 def _write(path: Path, tree: Any, metadata: dict[str, Any]) -> Any:
@@ -205,8 +214,7 @@ def save(
     if asynchronous:
         saving._finish_behind()
     else:
-        saving._pod.guarded(saving._finish)
-        saving.wait()
+        saving._finish_now()
     return saving
 
 
@@ -222,8 +230,7 @@ def write_leaves(
     """
     saving = Saving(root, keep, step)
     saving._start(*_stored_form(leaves, about, copied=False))
-    saving._pod.guarded(saving._finish)
-    saving.wait()
+    saving._finish_now()
 
 
 def path_of(directory: str | os.PathLike) -> Path:
@@ -254,7 +261,7 @@ def _collected(items: dict[str, Any], *, copied: bool) -> tuple[dict[str, Any], 
     check_names(items)
     about: dict[str, Any] = {}
     leaves: list[Leaf] = []
-    with locked(items):
+    with locked(items.values()):
         for name, item in items.items():
             trees = {"": item}
             if isinstance(item, Savable):

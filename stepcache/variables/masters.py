@@ -80,7 +80,6 @@ class Master:
     """
 
     owner: Any = None
-
     is_resident, applies_updates = True, False
     source: Source | None = None
 
@@ -174,6 +173,8 @@ class Master:
         )
 
     def _template(self, slot: Slot) -> Any:
+        if slot.sharding is None and not is_key_type(slot.dtype):
+            return blank(slot.shape, slot.dtype)
         return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding)
 
     @property
@@ -277,9 +278,6 @@ class InHostMemory(Master):
         buffers = self.host_layout.on_device
         return frozenset().union(*(buffer.sharding.device_set for buffer in buffers))  # type: ignore[union-attr]
 
-    def is_on_one_device(self) -> bool:
-        return len(self._devices) == 1
-
     @functools.cached_property
     def _coded_route(self) -> Route:
         exact, wire = self._exact_route, self._policy.wire
@@ -318,7 +316,7 @@ class InHostMemory(Master):
             self._write(transfer.written(packed, self.host_layout, meter), session)
             return
         self._write(transfer.write(packed, self.host_layout, meter), session)
-        self._copies.keep(self.version, packed, exact=True)
+        self._copies.keep(self.version, transfer.free(packed), exact=True)
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         if self._policy.prefetch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stepcache.errors import VariablesError
+from stepcache.variables.policy import Placement, Read, Write
 
 _NO_TREE = "variables are no array, nor a tree of arrays"
 _USE_VALUE = (
@@ -24,9 +25,11 @@ class NoTree:
     """An object that is no tree: what only its tree can do raises `VariablesError`."""
 
     name: str
+    placement: Placement
+    read: Read
+    write: Write
     # What a trace can read of them, as `.value` raises there: a program depends on no more.
     _trace_attributes = ("name", "placement", "read", "write", "version", "nbytes", "moved_bytes")
-    _settable = frozenset(("name", "placement", "read", "write"))
 
     @property
     def __jax_array__(self):
@@ -48,9 +51,10 @@ class NoTree:
             raise NoAttributeError(what, where=vars(self).get("name"), hint=_USE_VALUE)
 
         def __setattr__(self, name, value):
-            if not name.startswith("_") and name not in self._settable:
+            if not name.startswith("_"):
                 what = f"{name!r} of variables cannot be set"
-                raise NoAttributeError(what, where=self.name, hint="use .assign(tree)")
+                hint = "use .assign(tree); policies are given where variables are made"
+                raise NoAttributeError(what, where=self.name, hint=hint)
             super().__setattr__(name, value)
 
     def __bool__(self) -> bool:

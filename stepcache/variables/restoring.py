@@ -134,8 +134,8 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
         for name, item in items.items():
             for part, tree in (wanted[name][0] if name in wanted else {"": item}).items():
                 found = leaves_of(joined_part(name, part), tree)
-                # Updates for an optimizer may be of other types than the value.
-                leaves[name, part] = [*map(stored.typed, found)] if part == "pending" else found
+                # Updates for an optimizer may be of other types than the value, and so its state.
+                leaves[name, part] = [*map(stored.typed, found)] if part else found
         every = [leaf for each in leaves.values() for leaf in each]
         _check_same(path, stored, every, partial, items)
         with damage_as_error(path, *_UNREADABLE):
@@ -145,10 +145,15 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
         if name not in wanted:
             values = [read.get(leaf.name, leaf.value) for leaf in leaves[name, ""]]
             restored[name] = jax.tree_util.tree_structure(item).unflatten(values)
-    with locked(items):
-        for name, (trees, state) in wanted.items():
-            got = {part: [read.get(leaf.name) for leaf in leaves[name, part]] for part in trees}
-            items[name]._put_parts(got, state, stored.about.get(name, {}))
+    got = {
+        name: {part: [read.get(leaf.name) for leaf in leaves[name, part]] for part in trees}
+        for name, (trees, _) in wanted.items()
+    }
+    with locked(items.values()):
+        for name, (_, state) in wanted.items():
+            items[name]._check_parts(got[name], state)
+        for name, (_, state) in wanted.items():
+            items[name]._put_parts(got[name], state, stored.about.get(name, {}))
     return restored
 
 
@@ -192,7 +197,7 @@ class _Stored:
 
     def typed(self, leaf: Leaf) -> Leaf:
         """A leaf with the dtype that is stored."""
-        if leaf.name not in self.kinds:
+        if leaf.name not in self.kinds or is_key(leaf.value):
             return leaf
         template, dtype = leaf.value, np.dtype(self.kinds[leaf.name].dtype)
         if is_number(template):

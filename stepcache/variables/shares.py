@@ -46,6 +46,10 @@ class HostLayout(Layout):
     on_host: tuple[Buffer | None, ...]
 
     @functools.cached_property
+    def _parts(self) -> dict[tuple[int, ...], HostLayout]:
+        return {}
+
+    @functools.cached_property
     def write_bytes(self) -> int:
         """Bytes of all shards on the hosts: a write moves each of them once."""
         return sum(shards_bytes(host) for host in self.on_host if host is not None)
@@ -112,7 +116,12 @@ class HostLayout(Layout):
 
     def part(self, numbers: Sequence[int]) -> HostLayout:
         """Some of the buffers, without the leaves that they hold."""
-        return self if len(numbers) == len(self.on_device) else _part(self, tuple(numbers))
+        if len(numbers) == len(self.on_device):
+            return self
+        on_device = tuple(self.on_device[number] for number in numbers)
+        on_host = tuple(self.on_host[number] for number in numbers)
+        made = HostLayout(None, (), on_device, on_device, on_host)
+        return self._parts.setdefault(tuple(numbers), made)
 
     def pack(self, leaves: Iterable[Any], xp: Any = jnp) -> list[Any]:
         """Shards on the hosts from leaves, inside a trace."""
@@ -124,13 +133,6 @@ class HostLayout(Layout):
         """Leaves on the devices from shards on the hosts, inside a trace."""
         pairs = zip(self._read(buffers), self.on_device, strict=True)
         return Layout.unpack(self, [_constrained(buffer, at.sharding) for buffer, at in pairs])
-
-
-@functools.lru_cache(maxsize=4096)
-def _part(layout: HostLayout, numbers: tuple[int, ...]) -> HostLayout:
-    on_device = tuple(layout.on_device[number] for number in numbers)
-    on_host = tuple(layout.on_host[number] for number in numbers)
-    return HostLayout(None, (), on_device, on_device, on_host)
 
 
 def _arrival(host: Any) -> Any:

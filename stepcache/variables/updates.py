@@ -18,7 +18,7 @@ from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, current_max_bytes, current_reader
 from stepcache.variables import transfer
 from stepcache.variables.masters import InHostMemory, Master, Reader, hold
-from stepcache.variables.packing import Packed
+from stepcache.variables.packing import Packed, Slot, layout_of
 from stepcache.variables.plan import Plan, Transfer, check_bytes, links
 from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
 from stepcache.variables.transfer import Meter
@@ -58,7 +58,7 @@ class Updates:
         reader = self._ready(leaves, master, meter, is_last)
         # An update that leaves this process at once is not copied before.
         is_sent = master.applies_updates and is_last and self.pending_leaves is None
-        summed = list(leaves) if is_sent else self._summed(leaves, meter)
+        summed = list(leaves) if is_sent else self._summed(leaves, meter, is_last)
         if is_last:
             self._write_sum(summed, master, reader, meter)
         else:
@@ -86,22 +86,30 @@ class Updates:
     def _write_sum(
         self, summed: Sequence[Any], master: Master, reader: Reader, meter: Meter
     ) -> None:
+        pending, version = (self.pending_leaves, self.pending), master.version
         self.resume(None, 0)
         if master.applies_updates:
             master.apply(summed, self._write.mode, reader.session, meter)
-        else:
+            return
+        try:
             self._apply(master.layout.tree.unflatten(summed), master, reader, meter)
+        except BaseException:
+            if master.version == version:
+                self.resume(*pending)
+            raise
 
-    def _summed(self, leaves: Sequence[Any], meter: Meter) -> list[Any]:
-        """An update added to the pending ones, in memory of its own."""
+    def _summed(self, leaves: Sequence[Any], meter: Meter, is_last: bool) -> list[Any]:
+        """An update added to the pending ones, in memory of its own if it is not the last."""
         if self._on_host:
             new = [transfer.to_host(leaf, self._write.wire, meter) for leaf in leaves]
         else:
             new = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        if self.pending_leaves is None:
+        if self.pending_leaves is not None:
+            add = np.add if self._on_host else jnp.add
+            return [add(a, b) for a, b in zip(self.pending_leaves, new, strict=True)]
+        if is_last:
             return new
-        add = np.add if self._on_host else jnp.add
-        return [add(a, b) for a, b in zip(self.pending_leaves, new, strict=True)]
+        return [transfer.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in new]
 
     def _apply(self, update: Any, master: Master, reader: Reader, meter: Meter) -> None:
         state = self.state or _NO_STATE
@@ -116,7 +124,10 @@ class Updates:
                 value = master.take(reader, meter)
                 value, new_state = self._run(value, state.take(reader, meter), update)
                 master.put(value, reader.session, meter)
-        if state is not _NO_STATE:
+        if new_state.layout is not state.layout:
+            leaves = transfer.unpack(new_state)
+            self.state = self.held_state(new_state.layout.tree.unflatten(leaves), meter)
+        elif state is not _NO_STATE:
             state.put(new_state, reader.session, meter)
 
     def _check_budget(
@@ -141,17 +152,24 @@ class Updates:
         """The optimizer's state, or a new one, of zeros where the value is lost."""
         if self.state is not None:
             return self.state
-        name, layout, init = f"{self._name}/optimizer", master.layout, self._write.optimizer.init
+        layout, init = master.layout, self._write.optimizer.init
         if master.is_lost:
             zeros = [np.zeros(slot.shape, slot.dtype) for slot in layout.slots]
             master = Master(transfer.pack(zeros, layout))
         if not self._on_host:
-            state = init(layout.tree.unflatten(transfer.unpack(master.on_devices(meter))))
-            return hold(name, state, self._placement, self._placer, Read(), meter, pack=self._pack)
+            leaves = transfer.unpack(master.on_devices(meter))
+            return self.held_state(init(layout.tree.unflatten(leaves)), meter)
         leaves = map(np.asarray, master.leaves(meter))
         with jax.default_device(_host_device(self._name)):
-            state = init(layout.tree.unflatten(leaves))
-            return hold(name, state, Replicated(), None, Read(), meter, pack=self._pack)
+            return self.held_state(init(layout.tree.unflatten(leaves)), meter)
+
+    def held_state(self, tree: Any, meter: Meter) -> Master:
+        """A master copy of an optimizer's state, where the optimizer runs."""
+        name, rest = f"{self._name}/optimizer", (Read(), meter, "", self._pack)
+        if not self._on_host:
+            return hold(name, tree, self._placement, self._placer, *rest)
+        with jax.default_device(_host_device(self._name)):
+            return hold(name, tree, Replicated(), None, *rest)
 
     def forget_lost_state(self) -> None:
         """Drops a state that a failed push donated: the next push makes a new one."""
@@ -180,11 +198,16 @@ def _over_packed(rule: _Rule, *, placed: bool) -> Any:
     """A rule as a compiled program over packed values, which it donates."""
 
     def repacked(old: Packed, tree: Any) -> Packed:
-        buffers = old.layout.pack(jax.tree_util.tree_leaves(tree))
+        leaves, layout = jax.tree_util.tree_leaves(tree), old.layout
+        rows = list(zip(leaves, layout.slots, strict=True))
+        if any(leaf.dtype != slot.dtype for leaf, slot in rows):  # Such as moments, by gradients.
+            slots = (Slot(s.path, x.shape, x.dtype, x.weak_type, s.sharding) for x, s in rows)
+            layout = layout_of(layout.tree, tuple(slots))
+        buffers = layout.pack(leaves)
         if placed:
-            pairs = zip(buffers, (buffer.sharding for buffer in old.layout.buffers), strict=True)
+            pairs = zip(buffers, (buffer.sharding for buffer in layout.buffers), strict=True)
             buffers = [x if place is None else jax.device_put(x, place) for x, place in pairs]
-        return Packed(old.layout, tuple(buffers))
+        return Packed(layout, tuple(buffers))
 
     def run(value: Packed, state: Packed, update: Any) -> tuple[Packed, Packed]:
         new, new_state = rule(value.value(), state.value(), update)

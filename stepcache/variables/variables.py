@@ -120,8 +120,8 @@ class Variables(NoTree, Savable, Holder):
     ) -> None:
         Variables._made = True
         self._number = next(_numbers)
-        self.name = name or f"variables{self._number}"
-        self.placement, self.read, self.write = placement, read, write
+        own = {"name": name or f"variables{self._number}", "placement": placement}
+        vars(self).update(own, read=read, write=write)
         self._lock = threading.RLock()
         self._placer = current_placer()
         self._mesh: Mesh | None = self._placer.mesh if self._placer else None

@@ -1,7 +1,9 @@
 """A loop over variables on the host is the loop over the tree, with its bytes in another memory."""
 
+import gc
 import threading
 import tracemalloc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -586,6 +588,28 @@ def test_another_mesh_is_refused():
     with session("8"):
         sc.step(bump, carry="state")(hosted)
     assert hosted.version == 1
+
+
+@pytest.mark.parametrize("read", [sc.Read(), sc.Read(cache="device"), sc.Read(prefetch=1)], ids=str)
+def test_without_a_mesh_a_value_follows_the_other_arguments_of_each_call(read):
+    step = sc.step(lambda state, x: (state + x, None), carry="state")
+    hosted = sc.Variables(np.zeros(3, np.float32), placement=sc.OnHost(), read=read)
+    for device in (3, 5, 6):
+        step(hosted, jax.device_put(np.float32(1), jax.devices()[device]))
+    np.testing.assert_array_equal(hosted.value, 3)
+
+
+def test_layouts_and_their_programs_go_with_the_variables():
+    tree = {"many": np.zeros(1013, np.float32), "one": 0.5, "weak": jnp.full(7, 0.5)}
+    hosted = sc.Variables(tree, placement=sc.OnHost(), read=sc.Read(route="each"))
+    step = sc.step(lambda state: (state, None), carry="state")
+    step(hosted)
+    hosted.assign(hosted.value)
+    layout = weakref.ref(hosted._master.host_layout)
+    del hosted, step
+    jax.clear_caches()
+    gc.collect()
+    assert layout() is None
 
 
 # ---- threads ---------------------------------------------------------------------------------

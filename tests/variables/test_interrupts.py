@@ -1,6 +1,7 @@
 """A call that Ctrl-C interrupts writes what its program returned: what it took is gone by then."""
 
 import signal
+import threading
 
 import jax
 import numpy as np
@@ -49,3 +50,42 @@ def test_an_interrupted_call_loses_no_variables(interrupted, named):
     for _ in range(3):
         step(params, x, **named)
     interrupted(lambda: step(params, x, **named), look)
+
+
+@pytest.mark.parametrize("count", [2, 25])
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_call_that_is_interrupted_while_it_waits_lets_go_of_the_others(
+    count, is_planned, interrupted
+):
+    step = sc.step(lambda several: (several, 0), carry="several")
+    several = [sc.Variables(np.zeros(3, np.float32)) for _ in range(count)]
+    for _ in range(3 if is_planned else 0):
+        step(several)
+    versions = [each.version for each in several]
+    is_held, may_end, found = threading.Event(), threading.Event(), []
+
+    def hold():
+        with several[-1]._lock:
+            is_held.set()
+            may_end.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait(60)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        step(several)
+    may_end.set()
+    holder.join(60)
+
+    def look():
+        for each in several:
+            found.append(each._lock.acquire(timeout=5))
+            each._lock.release()
+
+    another = threading.Thread(target=look)
+    another.start()
+    another.join(60)
+    assert found == [True] * count
+    step(several)
+    assert [each.version for each in several] == [version + 1 for version in versions]

@@ -483,7 +483,7 @@ def test_attributes_of_the_tree_name_value_and_are_not_there():
     assert isinstance(raised.value, sc.VariablesError)
 
 
-@pytest.mark.parametrize("name", ["w", "value", "version"])
+@pytest.mark.parametrize("name", ["w", "value", "version", "name", "placement", "read", "write"])
 def test_attributes_that_would_be_lost_cannot_be_set(name):
     variables = sc.Variables({"w": np.ones(2, np.float32)}, name="params")
     expected = rf"'{name}' of variables cannot be set(.|\n)*\.assign"

@@ -263,6 +263,31 @@ def test_a_class_that_refuses_to_be_built_around_anything_but_arrays():
     assert variables.version == 1
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Twins:
+    """A class that gives two children one key."""
+
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("x"), each) for each in self.children], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_leaves_of_one_path_are_carried():
+    step = sc.step(lambda twins: Twins(*(each + 1 for each in twins.children)), carry="twins")
+    twins = Twins(np.zeros(2, np.float32), np.ones(3, np.float32))
+    variables = sc.Variables(twins)
+    for _ in range(2):
+        twins, _ = step(twins), step(variables)
+    assert_same(twins, variables.value)
+    assert twins.children[1].tolist() == [3] * 3
+
+
 def test_calls_that_jax_has_to_serve_itself():
     step = sc.step(lambda state, x: (jax.tree.map(advance, state), x), carry="state")
     variables = sc.Variables({"key": jax.random.key(0), "w": [ramp(3), ramp(4)]})

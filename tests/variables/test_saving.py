@@ -20,6 +20,9 @@ import pytest
 
 import stepcache as sc
 from stepcache import _process_hooks
+from stepcache.variables import checkpoints
+from tests.variables.comparing import lose
+from tests.variables.states import number, tree_of
 from tests.variables.test_checkpoints import same
 
 ROOT = Path(__file__).parent.parent.parent
@@ -543,6 +546,29 @@ def test_pending_updates_are_saved(mode, placement, tmp_path):
         plain.restore(tmp_path / "saved")
 
 
+def test_no_update_is_pending_for_a_leaf_that_was_not_stored(tmp_path):
+    write = sc.Write(mode="add", every=2)
+    one = {"w": np.ones(3, np.float32)}
+    saved = sc.Variables(one, write=write)
+    saved.push(one)
+    sc.save(tmp_path / "saved", table=saved)
+    more = one | {"more": np.ones(2, np.float32)}
+    table = sc.Variables(more, write=write)
+    sc.restore(tmp_path / "saved", partial=True, table=table)
+    table.push(more)
+    assert table.value["w"].tolist() == [3] * 3 and table.value["more"].tolist() == [2] * 2
+
+
+def test_leaves_that_stay_as_they_are_have_to_be_there(tmp_path):
+    """And nothing else is restored then."""
+    sc.save(tmp_path / "saved", first=tree_of(1), table=tree_of(1))
+    first, table = sc.Variables(tree_of(2)), sc.Variables(tree_of(2) | {"more": np.ones(2)})
+    lose(table)
+    with pytest.raises(sc.VariablesError, match="the value is lost"):
+        sc.restore(tmp_path / "saved", partial=True, first=first, table=table)
+    assert number(first.value) == 2 and first.version == 0
+
+
 def test_an_optimizer_can_be_left_out(tmp_path):
     variables = sc.Variables({"w": np.ones(3)}, write=ADAM)
     variables.push({"w": np.ones(3)})
@@ -690,3 +716,37 @@ def test_a_save_that_fails_in_orbax_does_not_hold_up_the_next(tmp_path):
     assert printed.count("refused: True") == 2, printed
     assert sc.restore(tmp_path / "saved", w=np.zeros(1000), step=0)["step"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_save_without_a_thread_of_its_own_is_written_all_the_same(tmp_path, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(self):
+        if self.name == "stepcache save":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        saving = sc.save(tmp_path / "saved", step=1, asynchronous=True)
+    assert saving.done and sc.restore(tmp_path / "saved", step=0) == {"step": 1}
+    sc.save(tmp_path / "saved", step=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_save_that_is_interrupted_while_it_waits_for_another_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    class Interrupted:
+        def __enter__(self):
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_):
+            raise AssertionError("it was not entered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "_writing", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            sc.save(tmp_path / "saved", step=1)
+    assert not list(tmp_path.iterdir())
+    sc.save(tmp_path / "saved", step=2)

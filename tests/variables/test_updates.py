@@ -1,6 +1,7 @@
 """What `push` does: assigned, added, or handed to an optimizer, wherever the master copy lives."""
 
 import contextlib
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,10 @@ PLACEMENTS = {
 }
 
 
-def tree(scale: float = 1.0):
+def tree(scale: float = 1.0, dtype=np.float32):
     random = np.random.default_rng(0)
     w, b = random.normal(size=(16, 300)), random.normal(size=3)
-    return {"w": (scale * w).astype(np.float32), "b": (scale * b).astype(np.float32)}
+    return {"w": (scale * w).astype(dtype), "b": (scale * b).astype(dtype)}
 
 
 @pytest.fixture(params=["nowhere", "eight devices"])
@@ -156,6 +157,88 @@ def test_an_optimizer_that_raises_changes_nothing(session, placement):
             variables.push(tree())
         assert variables.version == 0
         near(variables.value, tree())
+
+
+@pytest.mark.parametrize("way", ["push", "flush"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_updates_stay_pending_when_their_sum_cannot_be_written(way, error, session, placement):
+    raised = []
+
+    def update(updates, state, params=None):
+        if not raised:
+            raised.append(error("the optimizer's own"))
+            raise raised[0]
+        return updates, state
+
+    optimizer = optax.GradientTransformation(optax.identity().init, update)
+    write = sc.Write(mode="apply", optimizer=optimizer, every=3)
+    with session:
+        variables = sc.Variables(tree(0.0), placement=placement, write=write)
+        variables.push(tree(1.0)), variables.push(tree(2.0))
+        with pytest.raises(error):
+            variables.push(tree(4.0)) if way == "push" else variables.flush()
+        assert variables.version == 0
+        variables.flush()
+        assert variables.version == 1
+        near(variables.value, tree(3.0))
+
+
+@pytest.mark.sample
+def test_an_update_may_be_donated_while_it_is_pending(session, placement):
+    with session:
+        write = sc.Write(mode="add", every=2)
+        variables = sc.Variables(tree(0.0), placement=placement, write=write)
+        for scale in (1.0, 2.0):
+            update = jax.tree.map(jnp.asarray, tree(scale))
+            variables.push(update)
+            jax.tree.map(lambda leaf: leaf.delete(), update)
+        near(variables.value, tree(3.0))
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("pack", [False, True])
+def test_moments_take_the_type_that_gradients_give_them(session, placement, pack, tmp_path):
+    """As without `Variables`; what is saved and what moves is counted by it."""
+    optimizer = optax.adam(1e-2)
+    value = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree())
+    state = optimizer.init(value)
+    options = {"write": sc.Write(mode="apply", optimizer=optimizer), "pack": pack}
+    with session, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        variables = sc.Variables(value, placement=placement, **options)
+        for scale in (0.1, 0.2, 0.3):
+            updates, state = optimizer.update(tree(scale), state, value)
+            value = optax.apply_updates(value, updates)
+            variables.push(tree(scale))
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-2), variables.value, value
+        )
+        held = variables._updates.state
+        assert [slot.dtype for slot in held.layout.slots] == [
+            x.dtype for x in jax.tree.leaves(state)
+        ]
+        assert [x.dtype for x in held.arrays()] == [x.dtype for x in held.layout.buffers]
+        variables.save(tmp_path / "saved")
+        again = sc.Variables(tree(0.0, jnp.bfloat16), placement=placement, **options)
+        again.restore(tmp_path / "saved")
+        for each in (variables, again):
+            each.push(tree(0.4))
+        jax.tree.map(np.testing.assert_array_equal, variables.value, again.value)
+
+
+def test_a_restored_state_lies_where_the_optimizer_runs(tmp_path):
+    def made():
+        write = sc.Write(mode="apply", optimizer=optax.adam(1e-2))
+        return sc.Variables(tree(), placement=sc.OnHost(update="host"), write=write)
+
+    with jax.default_device(jax.devices()[3]):
+        saved, restored = made(), made()
+        saved.push(tree())
+        saved.save(tmp_path)
+        restored.restore(tmp_path)
+    for each in (saved, restored):
+        devices = [array.devices() for array in each._updates.state.arrays()]
+        assert devices == [{jax.devices("cpu")[0]}] * 5
 
 
 def test_what_crosses_to_a_host_that_computes_is_coded():
