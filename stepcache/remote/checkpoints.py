@@ -148,6 +148,7 @@ def write(
             else:
                 (value,) = find(ref)
             leaves.append(Leaf(tuple(name), path, value))
+        jax.block_until_ready([each.value for each in leaves])  # The step of one may have failed.
         return leaves
 
     leaves = _in_all_tasks(collected)

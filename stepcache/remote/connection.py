@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepcache.errors import TaskError
-from stepcache.remote.link import Link, encoded
+from stepcache.remote.link import Link
 from stepcache.remote.messages import Kind, Message, Values, packed, receive_array
 from stepcache.serving.shared_memory import Opened, Pool
 from stepcache.units import counted
@@ -74,7 +74,7 @@ class Connection(Link):
             self.raise_if_lost(incarnation)
             number = self.runs + 1
             identity = kind, self.client, incarnation, number
-            data = encoded(Message(*identity, form, body, values.blob))
+            data = Message(*identity, form, body, values.blob).encoded()
             self.runs = number  # Before it is sent: no other run may have this number.
             if values.kept:
                 self.sent_bytes["values"] += values.shared_bytes
@@ -129,7 +129,7 @@ class Connection(Link):
         """Sends a command that is neither a run nor answered."""
         with self.lock:
             identity = kind, self.client, self.incarnation, number, value
-            self.sent_bytes["other"] += self.send(encoded(Message(*identity, packed(**about))))
+            self.sent_bytes["other"] += self.send(Message(*identity, packed(**about)).encoded())
 
     def ask(
         self,
@@ -160,7 +160,7 @@ class Connection(Link):
         with self.lock:
             self.raise_if_lost(incarnation)
             identity = kind, self.client, incarnation, number, value
-            data = encoded(Message(*identity, packed(**about), blob))
+            data = Message(*identity, packed(**about), blob).encoded()
             self._replies[number] = found
             self.sent_bytes["other"] += self.send(data)
 

@@ -17,11 +17,10 @@ from typing import Any
 from stepcache.distributed.failure_detection import OnHang
 from stepcache.errors import DeadlineError, RankLostError, TaskError
 from stepcache.remote.local_tasks import address
-from stepcache.remote.messages import MAX_MESSAGE_BYTES, RUNS, Kind, Message, decode, packed
+from stepcache.remote.messages import RUNS, Kind, Message, decode, packed
 from stepcache.serving.channel import Channel
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.storage.load_markers import Process
-from stepcache.units import readable_bytes
 
 _WAIT_SECONDS = 1.0  # After which a wait looks again whether the tasks were lost.
 _ANSWER_SECONDS = 10.0  # That the coordinator may take to say where the tasks are.
@@ -97,7 +96,7 @@ class Link:
             time.sleep(0.02)
         self._channel = channel
         body = packed(name=self._name, process=str(Process.current()), watch=self._watch)
-        self.send(encoded(Message(Kind.HELLO, body=body)))
+        self.send(Message(Kind.HELLO, body=body).encoded())
         self._wait_for_start(deadline)
 
     def _wait_for_start(self, deadline: float) -> None:
@@ -295,7 +294,7 @@ class Link:
                 asked = now
                 body = packed(seconds=self._hang_seconds, error=self._on_hang == "error")
                 about = self.client, incarnation, self._taken
-                self.send(encoded(Message(Kind.HANG, *about, body=body)))
+                self.send(Message(Kind.HANG, *about, body=body).encoded())
             elif 0 < asked < self._heard and self._reports == reports:
                 asked = 0.0  # What has come was on its way.
             elif asked > self._heard and now > asked + _ANSWER_SECONDS:
@@ -312,19 +311,3 @@ class Link:
         self.close()
         self._set_lost(why, [])
         self.raise_if_lost()
-
-
-def encoded(message: Message) -> bytes:
-    """Returns a message as bytes.
-
-    Raises:
-        TaskError: they are too many.
-    """
-    data = message.encoded()
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise TaskError(
-            "a message would be too large",
-            expected=f"at most {readable_bytes(MAX_MESSAGE_BYTES)}",
-            got=readable_bytes(len(data)),
-        )
-    return data

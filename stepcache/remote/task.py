@@ -255,6 +255,7 @@ class Task:
         values, rows = Values(self._pool), []
         look_up = self._found(message)
         found = [each for ref in about["refs"] for each in look_up(ref)]
+        jax.block_until_ready(found)  # JAX ends the process that reads what a step failed to make.
         for index, array in enumerate(() if about["only_look"] else found):
             rows += [[index, bounds, values.add(data)] for bounds, data in _own_shards(array)]
         sent = self._sent.setdefault(message.client, {})

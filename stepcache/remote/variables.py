@@ -71,7 +71,9 @@ class RemoteMaster(Master):
 
     def restored(self, version: int) -> None:
         """Notes that the tasks have read the value from a checkpoint."""
-        self.version = version
+        self.version, self._run = version, 0
+        if self.state is not None:
+            master_of(self.state)._run = 0
 
     def written(self, run: int) -> None:
         """Notes that a run writes the value."""
