@@ -168,6 +168,8 @@ class Session:
         scope.check_replicas_every, scope.target = check_replicas_every, tasks
         self._open(scope)
         self._on_hang = hang_seconds, on_hang
+        if tasks is not None:
+            tasks.session = scope.session
         _ = self._scope.peers  # From now on they know of each other.
         if cache is not None:
             preload_all(cache)

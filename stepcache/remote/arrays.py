@@ -56,8 +56,10 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
         *("_made_stand_in", "_run", "_type", "_value"),
     )
 
-    def __init__(self, connection: Connection, run: int, index: int, type: ArrayType):
-        self._connection, self._incarnation = connection, connection.incarnation
+    def __init__(
+        self, connection: Connection, incarnation: int, run: int, index: int, type: ArrayType
+    ):
+        self._connection, self._incarnation = connection, incarnation
         self._run, self._index, self._type = run, index, type
         self._made_stand_in: Any = None
         self._value: np.ndarray | None = None
@@ -140,17 +142,27 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
             )
 
     def block_until_ready(self) -> RemoteArray:
-        """Waits until the step that returns it has run."""
+        """Waits until the step that returns it has run, and raises if there is no value."""
         self._check_not_lost()
-        self._connection.wait(self._run)
-        self._connection.check(self._run)
+        self._connection.wait(self._run, self._incarnation)
+        if self._is_held and self._connection.is_in_doubt(self._run):
+            self._fetched(only_look=True)
         return self
 
     # ---- looked at -------------------------------------------------------------------------------
 
+    def _fetched(self, *, only_look: bool = False) -> list[np.ndarray]:
+        connection, now = self._connection, self._connection.runs
+        what = [self.ref(now)], now, [self._stand_in], self._incarnation
+        try:
+            return fetch_refs(connection, *what, only_look=only_look)
+        except TaskError:
+            connection.check(self._run)  # It knows better.
+            raise
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if self._value is None:
-            (self._value,) = fetch(self._connection, [self])
+            (self._value,) = self._fetched()
         value = self._value if dtype is None else self._value.astype(dtype)
         return value.copy() if copy else value
 
@@ -203,28 +215,32 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
             self.delete()
 
 
-def fetch(connection: Connection, arrays: list[RemoteArray]) -> list[np.ndarray]:
-    """Fetches arrays of one connection together, as they are at one moment.
+def fetch_refs(
+    connection: Connection,
+    refs: list[Any],
+    run: int,
+    stand_ins: list[jax.ShapeDtypeStruct],
+    incarnation: int,
+    *,
+    only_look: bool = False,
+) -> list[np.ndarray]:
+    """Fetches what some references name, given the types of all arrays in turn.
+
+    Args:
+        connection: to the tasks that hold them.
+        refs, run: see `Connection.fetch`.
+        stand_ins: the types.
+        incarnation: of these tasks.
+        only_look: fetch nothing, and raise if one is not there.
 
     Raises:
         TaskError: the step that makes one has failed, or it was donated.
         RankLostError: the tasks were lost.
     """
-    now = connection.runs
-    refs = [each.ref(now) for each in arrays]
-    values = fetch_refs(connection, refs, now, [each._stand_in for each in arrays])
-    for each in arrays:
-        connection.check(each._run)
-    return values
-
-
-def fetch_refs(
-    connection: Connection, refs: list[Any], run: int, stand_ins: list[jax.ShapeDtypeStruct]
-) -> list[np.ndarray]:
-    """Fetches what some references name, given the types of all arrays in turn."""
     whole = all(_is_replicated(each) for each in stand_ins)
-    rows = connection.fetch(refs, run, 1 if whole else connection.about["tasks"])
-    if whole:
+    count = 1 if whole else connection.about["tasks"]
+    rows = connection.fetch(refs, run, count, incarnation, only_look=only_look)
+    if whole or only_look:
         return [_readable(data) for _, _, data in sorted(rows, key=lambda row: row[0])]
     made: list[Any] = [None] * len(stand_ins)
     for index, bounds, data in rows:

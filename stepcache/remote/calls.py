@@ -210,11 +210,13 @@ class Outputs:
                 offset += count
         self._inside = frozenset(inside)
 
-    def tree(self, connection: Connection, run: int) -> Any:
+    def tree(self, connection: Connection, incarnation: int, run: int) -> Any:
         """Returns what the step returns."""
         program = self._program
         leaves: list[Any] = [
-            None if index in self._inside else RemoteArray(connection, run, index, each)
+            None
+            if index in self._inside
+            else RemoteArray(connection, incarnation, run, index, each)
             for index, each in enumerate(program.outputs)
         ]
         return self._with_variables(leaves) if self.written else program.out_tree.unflatten(leaves)

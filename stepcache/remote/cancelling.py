@@ -40,7 +40,6 @@ class Gate:
         self._begun: dict[int, int] = {}  # By client, the last run.
         self._held: dict[int, int] = {}  # By client, up to which run none begins.
         self._cancelled: dict[int, list[tuple[int, int]]] = {}  # After which run, up to which.
-        self.was_used = False  # Whether any run was ever cancelled.
 
     def begins(self, client: int, number: int) -> bool:
         """Waits until it is known whether a run may begin. Returns whether it is cancelled."""
@@ -66,7 +65,6 @@ class Gate:
             self._held.pop(client, None)
             if after < last:
                 self._cancelled.setdefault(client, []).append((after, last))
-                self.was_used = True
             self._changed.notify_all()
 
     def forget(self, client: int) -> None:

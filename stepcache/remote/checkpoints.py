@@ -11,13 +11,13 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from stepcache.errors import RankLostError, VariablesError, first_line
-from stepcache.jaxcompat.call_codec import decode_dtype, encode_dtype
+from stepcache.jaxcompat.call_codec import decode_dtype, decode_spec, encode_dtype
 from stepcache.remote.arrays import RemoteArray
 from stepcache.remote.messages import Kind
-from stepcache.remote.variables import master_of
-from stepcache.serving.messages import MalformedMessageError
+from stepcache.remote.variables import master_of, spec_of
 from stepcache.variables import checkpoints, restoring
 from stepcache.variables.checkpoint_items import Leaf, check_names, joined_part, leaves_of
 from stepcache.variables.variables import Variables
@@ -83,9 +83,8 @@ def restore(target: Any, root: Path, items: dict[str, Any], partial: bool) -> di
             slots = each._master.layout.slots
             for leaf in leaves_of(joined_part(name, part), _numbered(each)):
                 slot = slots[leaf.value]
-                number = master_of(each).number
-                types = encode_dtype(slot.dtype), list(slot.shape)
-                leaves.append(_row(leaf, [number, leaf.value], *types))
+                types = encode_dtype(slot.dtype), list(slot.shape), spec_of(slot)
+                leaves.append(_row(leaf, [master_of(each).number, leaf.value], *types))
     answers = connection.ask(
         Kind.RESTORE,
         connection.runs,
@@ -149,6 +148,7 @@ def write(
             else:
                 (value,) = find(ref)
             leaves.append(Leaf(tuple(name), path, value))
+        jax.block_until_ready([each.value for each in leaves])  # The step of one may have failed.
         return leaves
 
     leaves = _in_all_tasks(collected)
@@ -158,9 +158,14 @@ def write(
 
 
 def read(
-    about: dict[str, Any], find: Callable[[Any], list[Any]]
+    about: dict[str, Any], mesh: Mesh, find: Callable[[Any], list[Any]]
 ) -> tuple[dict[int, list[Any]], dict[str, Any]]:
     """Reads a checkpoint, together with the other tasks.
+
+    Args:
+        about: the body of the message.
+        mesh: that its specs are of.
+        find: returns the arrays that a reference names, or what stands for lost ones.
 
     Returns:
         The arrays of each variable by its number, and what was saved about variables.
@@ -169,16 +174,14 @@ def read(
 
     def templates() -> list[Leaf]:
         leaves = []
-        for name, path, place, dtype, shape in about["leaves"]:
+        for name, path, place, dtype, shape, *spec in about["leaves"]:
+            kind = tuple(shape), decode_dtype(dtype)
             if place is None:
-                template: Any = np.zeros(tuple(shape), decode_dtype(dtype))
+                template: Any = np.zeros(*kind)
             else:
-                number, index = place
-                now = find(["v", number])[index]
-                template = jax.ShapeDtypeStruct(now.shape, now.dtype, sharding=now.sharding)
-                if now.shape != tuple(shape):
-                    raise MalformedMessageError(f"{path}: the variables have another shape")
-                places.append((number, index, tuple(name)))
+                at = NamedSharding(mesh, decode_spec(spec[0]))
+                template = jax.ShapeDtypeStruct(*kind, sharding=at)
+                places.append((*place, tuple(name)))
             leaves.append(Leaf(tuple(name), path, template))
         return leaves
 

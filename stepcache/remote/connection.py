@@ -39,6 +39,7 @@ class Connection(Link):
         self._freed_bytes = 0
         self._cancelling = threading.RLock()
         self._steps: deque[int] = deque()  # Runs that may be cancelled.
+        self._cancelled_in = 0  # Incarnation of the tasks that have cancelled a run at last.
         self.sent_bytes = {"runs": 0, "values": 0, "other": 0}
         super().__init__(*args, **options)
         self.on_restart += [self._freed.clear, self._steps.clear]
@@ -71,13 +72,14 @@ class Connection(Link):
         """
         with self.lock:
             self.raise_if_lost(incarnation)
-            number = self.runs = self.runs + 1
+            number = self.runs + 1
+            identity = kind, self.client, incarnation, number
+            data = Message(*identity, form, body, values.blob).encoded()
+            self.runs = number  # Before it is sent: no other run may have this number.
             if values.kept:
                 self.sent_bytes["values"] += values.shared_bytes
                 self._kept.append((number, values.kept))
-            identity = kind, self.client, incarnation
-            size_bytes = self.send(Message(*identity, number, form, body, values.blob))
-            self.sent_bytes["runs"] += size_bytes
+            self.sent_bytes["runs"] += self.send(data)
             if is_step:
                 self._steps.append(number)
                 while self._steps[0] <= self.done:
@@ -87,20 +89,24 @@ class Connection(Link):
     def cancel(self) -> int:
         """Takes back the runs that no task has begun. Returns how many steps these are."""
         with self._cancelling:
-            self.ready()
+            incarnation = self.ready()
             last = self.runs
-            (answer,) = self.ask(Kind.CANCEL, last)
+            (answer,) = self.ask(Kind.CANCEL, last, incarnation=incarnation)
             with self.lock:
-                return sum(answer.value < number <= last for number in self._steps)
+                found = sum(answer.value < number <= last for number in self._steps)
+            self._cancelled_in = incarnation if found else self._cancelled_in
+            return found
 
-    def make_room(self) -> None:
-        """Waits while too many runs are under way.
+    def make_room(self, incarnation: int) -> None:
+        """Waits while too many runs are under way, or much is still to be sent.
 
         An error here, or Ctrl-C, changes nothing.
         """
-        self.wait(self.runs + 1 - IN_FLIGHT)
+        number = self.runs + 1 - IN_FLIGHT
+        if self.done < number or not self.has_sent:
+            self.wait_until(lambda: self.done >= number and self.has_sent, incarnation)
 
-    def wait(self, number: int) -> None:
+    def wait(self, number: int, incarnation: int = 0) -> None:
         """Waits until a run of this client is done.
 
         Raises:
@@ -108,7 +114,11 @@ class Connection(Link):
             DeadlineError: it was not done in time.
         """
         if self.done < number:
-            self.wait_until(lambda: self.done >= number)
+            self.wait_until(lambda: self.done >= number, incarnation)
+
+    def is_in_doubt(self, number: int) -> bool:
+        """Whether only the tasks can say if outputs of a run that is done have values."""
+        return self._cancelled_in == self.incarnation or number in self._failures
 
     def check(self, number: int) -> None:
         """Raises `TaskError` if a run is known to have failed."""
@@ -118,10 +128,8 @@ class Connection(Link):
     def command(self, kind: Kind, value: int = 0, number: int = 0, **about: Any) -> None:
         """Sends a command that is neither a run nor answered."""
         with self.lock:
-            identity = kind, self.client, self.incarnation
-            self.sent_bytes["other"] += self.send(
-                Message(*identity, number, value, packed(**about))
-            )
+            identity = kind, self.client, self.incarnation, number, value
+            self.sent_bytes["other"] += self.send(Message(*identity, packed(**about)).encoded())
 
     def ask(
         self,
@@ -130,6 +138,7 @@ class Connection(Link):
         blob: bytes | bytearray = b"",
         count: int = 1,
         number: int = 0,
+        incarnation: int = 0,
         **about: Any,
     ) -> list[Message]:
         """Sends a command, and waits for the replies to it.
@@ -138,6 +147,7 @@ class Connection(Link):
             kind, value, blob: of the command.
             count: how many replies there will be, unless the coordinator refuses.
             number: of the command; by default the next one.
+            incarnation: of the tasks that it is for; by default of those that are there.
             **about: its body.
 
         Raises:
@@ -145,25 +155,26 @@ class Connection(Link):
             TaskError: one of them failed, or refused.
             DeadlineError: the answer did not come in time; what takes long by itself may.
         """
-        number = number or next(self._numbers)
+        number, incarnation = number or next(self._numbers), incarnation or self.ready()
         found: list[Message] = []
         with self.lock:
+            self.raise_if_lost(incarnation)
+            identity = kind, self.client, incarnation, number, value
+            data = Message(*identity, packed(**about), blob).encoded()
             self._replies[number] = found
-            identity = kind, self.client, self.incarnation
-            body = packed(**about)
-            self.sent_bytes["other"] += self.send(Message(*identity, number, value, body, blob))
+            self.sent_bytes["other"] += self.send(data)
 
         def is_answered() -> bool:
             return len(found) >= count or any(each.kind is Kind.REFUSED for each in found)
 
         try:
-            self.wait_until(is_answered, has_deadline=kind in _SOON_ANSWERED)
+            self.wait_until(is_answered, incarnation, has_deadline=kind in _SOON_ANSWERED)
         finally:
             self._replies.pop(number, None)
         for each in found:
             if each.kind in (Kind.FAILED, Kind.REFUSED):
-                what = "refuse" if each.kind is Kind.REFUSED else "failed"
-                raise TaskError(f"the tasks {what}: {each.data(dict[str, Any])['why']}")
+                what = "the tasks refuse: " if each.kind is Kind.REFUSED else ""
+                raise TaskError(what + each.data(dict[str, Any])["why"], where="the tasks")
         return found
 
     def define(self, about: dict[str, Any], exported: bytes) -> tuple[int, dict[str, Any]]:
@@ -172,7 +183,6 @@ class Connection(Link):
         Returns:
             Its number, and what the tasks say of it.
         """
-        self.ready()
         (answer,) = self.ask(Kind.PROGRAM, **about)
         if answer.kind is Kind.NEED_PROGRAM:
             (answer,) = self.ask(Kind.PROGRAM, blob=exported, **about)
@@ -184,25 +194,30 @@ class Connection(Link):
         """Returns a place for the values of a message."""
         return Values(self._pool if self.shares else None)
 
-    def fetch(self, refs: Sequence[Any], run: int, count: int) -> list[list[Any]]:
+    def fetch(
+        self, refs: Sequence[Any], run: int, count: int, incarnation: int, *, only_look: bool
+    ) -> list[list[Any]]:
         """Fetches arrays.
 
         Args:
             refs: what to fetch, as call forms say it, seen from run `run`.
             run: a number.
             count: how many tasks have parts of them: one, or all.
+            incarnation: of these tasks.
+            only_look: fetch nothing, and raise if one is not there.
 
         Returns:
             For each array rows of its bounds and data, from all tasks.
         """
-        self.ready()
         with self.lock:
             self._fetching.add(number := next(self._numbers))
             # The tasks keep the memory of replies from this one on.
-            about = {"refs": refs, "from": count, "first": min(self._fetching)}
+            first = min(self._fetching)
+        about = {"refs": refs, "from": count, "first": first, "only_look": only_look}
+        identity = {"count": count, "number": number, "incarnation": incarnation}
         found: list[Any] = []
         try:
-            for message in self.ask(Kind.FETCH, run, count=count, number=number, **about):
+            for message in self.ask(Kind.FETCH, run, **identity, **about):
                 reply = message.data(dict[str, Any])
                 for index, bounds, row in reply["rows"]:
                     data = receive_array(row, reply, self._opened, message.blob)
@@ -226,7 +241,6 @@ class Connection(Link):
 
     def status(self) -> dict[str, Any]:
         """Returns what the coordinator holds."""
-        self.ready()
         (answer,) = self.ask(Kind.STATUS)
         return answer.data(dict[str, Any])
 

@@ -132,7 +132,7 @@ class Coordinator:
         elif kind in (Kind.DATA, Kind.FAILED) and client is not None:
             output.clients.append((message.client, message._replace(value=task)))
             why = message.data(dict[str, Any]).get("why", "") if kind is Kind.FAILED else ""
-            if kind is Kind.FAILED and message.value == Kind.RUN:
+            if kind is Kind.FAILED and message.value in (Kind.RUN, Kind.PUT):
                 client.fails(task, message.number, why)
                 self._look_at_failures(client, output)
             elif kind is Kind.DATA or message.value in _ASKED:

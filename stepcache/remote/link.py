@@ -17,11 +17,10 @@ from typing import Any
 from stepcache.distributed.failure_detection import OnHang
 from stepcache.errors import DeadlineError, RankLostError, TaskError
 from stepcache.remote.local_tasks import address
-from stepcache.remote.messages import MAX_MESSAGE_BYTES, RUNS, Kind, Message, decode, packed
+from stepcache.remote.messages import RUNS, Kind, Message, decode, packed
 from stepcache.serving.channel import Channel
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.storage.load_markers import Process
-from stepcache.units import readable_bytes
 
 _WAIT_SECONDS = 1.0  # After which a wait looks again whether the tasks were lost.
 _ANSWER_SECONDS = 10.0  # That the coordinator may take to say where the tasks are.
@@ -66,7 +65,7 @@ class Link:
         self._find = find or functools.partial(address, Path(where))
         self.shares = True
         self._hang_seconds, self._on_hang = hang_seconds, on_hang
-        self._deadline_seconds = deadline_seconds
+        self._deadline_seconds, self._start_seconds = deadline_seconds, timeout
         self.lock = threading.RLock()
         self._has_received = threading.Condition(self.lock)
         self._receiver = 0  # The thread that receives; 0 for none.
@@ -97,7 +96,10 @@ class Link:
             time.sleep(0.02)
         self._channel = channel
         body = packed(name=self._name, process=str(Process.current()), watch=self._watch)
-        self.send(Message(Kind.HELLO, body=body))
+        self.send(Message(Kind.HELLO, body=body).encoded())
+        self._wait_for_start(deadline)
+
+    def _wait_for_start(self, deadline: float) -> None:
         while not self.incarnation:
             if time.monotonic() > deadline:
                 raise TaskError(
@@ -135,21 +137,18 @@ class Link:
             )
         return self._channel
 
-    def send(self, message: Message) -> int:
-        """Sends a message. Returns its size in bytes."""
-        channel = self._used()
-        data = message.encoded()
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise TaskError(
-                "a message would be too large",
-                expected=f"at most {readable_bytes(MAX_MESSAGE_BYTES)}",
-                got=readable_bytes(len(data)),
-            )
-        started = time.monotonic()
+    @property
+    def has_sent(self) -> bool:
+        """Whether all that was to be sent has been."""
+        return self._channel is None or not self._channel.unsent_bytes
+
+    def send(self, data: bytes) -> int:
+        """Sends a message, or begins to if that takes longer than waits may. Returns its size."""
+        channel, started = self._used(), time.monotonic()
         try:
             channel.send(data)
-            while not channel.flush():
-                channel.wait(_WAIT_SECONDS)
+            while not channel.flush() and time.monotonic() < started + self._deadline_seconds:
+                channel.wait(min(_WAIT_SECONDS, self._deadline_seconds), to_send=True)
                 if self._on_hang == "error" and time.monotonic() > started + self._hang_seconds:
                     self._no_answer(self._hang_seconds)
         except OSError:
@@ -179,6 +178,7 @@ class Link:
         found = False
         with self.lock:
             try:
+                channel.flush()
                 while (message := channel.receive()) is not None:
                     found = True
                     self._taken += 1
@@ -254,26 +254,28 @@ class Link:
 
         Raises:
             RankLostError: tasks were lost since the last call.
+            TaskError: they have not started in time.
         """
         self._receive(0)
         self.raise_if_lost()
-        while not self.incarnation:
-            self._receive(_WAIT_SECONDS)
-            self.raise_if_lost()
+        self._wait_for_start(time.monotonic() + self._start_seconds)
         return self.incarnation
 
-    def wait_until(self, is_so: Callable[[], bool], *, has_deadline: bool = True) -> None:
+    def wait_until(
+        self, is_so: Callable[[], bool], incarnation: int = 0, *, has_deadline: bool = True
+    ) -> None:
         """Waits for the tasks; reports where they are if nothing comes of it for long.
 
         Args:
             is_so: whether what is waited for has come.
+            incarnation: of the tasks that are waited for; by default of those that are there.
             has_deadline: whether the wait ends at the session's deadline.
 
         Raises:
             DeadlineError: it has.
             RankLostError: the tasks were lost.
         """
-        incarnation, started, asked = self.incarnation, time.monotonic(), 0.0
+        incarnation, started, asked = incarnation or self.incarnation, time.monotonic(), 0.0
         reports = self._reports
         deadline = started + (self._deadline_seconds if has_deadline else math.inf)
         while not is_so():
@@ -284,6 +286,7 @@ class Link:
                     where=f"{self.where}, after run {self.done} of {self.runs}",
                     hint="they go on with it: look again, or later",
                 )
+            self.raise_if_lost(incarnation)
             self._receive(min(_WAIT_SECONDS, self._hang_seconds, left))
             self.raise_if_lost(incarnation)
             now = time.monotonic()
@@ -291,7 +294,7 @@ class Link:
                 asked = now
                 body = packed(seconds=self._hang_seconds, error=self._on_hang == "error")
                 about = self.client, incarnation, self._taken
-                self.send(Message(Kind.HANG, *about, body=body))
+                self.send(Message(Kind.HANG, *about, body=body).encoded())
             elif 0 < asked < self._heard and self._reports == reports:
                 asked = 0.0  # What has come was on its way.
             elif asked > self._heard and now > asked + _ANSWER_SECONDS:
@@ -302,7 +305,8 @@ class Link:
         """Logs or raises that the coordinator itself hangs."""
         why = f"the coordinator of the tasks has not answered for {seconds:g} s"
         if self._on_hang == "warn":
-            _log.warning("%s; see %s/coordinator.log", why, self.where)
+            logs = f"{self.where}/coordinator.log" if self.shares else "the logs of Ray"
+            _log.warning("%s; see %s", why, logs)
             return
         self.close()
         self._set_lost(why, [])

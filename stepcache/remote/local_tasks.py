@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,7 +34,7 @@ class LocalTasks(TaskGroup):
         directory: where clients find the address; logs of the tasks go there too.
         tasks: how many tasks.
         devices: how many devices of each, where these are CPUs.
-        owner: a process without which nobody needs the tasks; None for none.
+        owner: a process without which nobody needs the tasks, nor the directory; None for none.
 
     Raises:
         StepCacheError: other tasks run in this directory.
@@ -129,9 +130,11 @@ def free_port() -> int:
 def main(arguments: Sequence[str]) -> None:
     """Runs the tasks of a directory: its path, tasks, devices of each, and maybe their owner."""
     directory, tasks, devices, *owner = arguments
-    made = LocalTasks(
-        Path(directory), int(tasks), int(devices), Process.parse(owner[0]) if owner else None
-    )
+    process = Process.parse(owner[0]) if owner else None
+    made = LocalTasks(Path(directory), int(tasks), int(devices), process)
     with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: made.stop()):
         made.run()
+        # The logs of tasks that have not started are for the owner.
+        if process is not None and (made.coordinator.is_ready or process.has_ended()):
+            shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)

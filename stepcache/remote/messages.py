@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stepcache.errors import TaskError
 from stepcache.serving.messages import DTYPES, MalformedMessageError
 from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock, private
 from stepcache.storage import plain
+from stepcache.units import readable_bytes
 
 _HEADER = struct.Struct("<2sBBIIIIQQ")
 _MAGIC, _VERSION = b"sc", 4
@@ -87,9 +89,18 @@ class Message(NamedTuple):
     blob: bytes | bytearray = b""
 
     def encoded(self) -> bytes:
-        """Returns the message as bytes, for `decode`."""
+        """Returns the message as bytes, for `decode`.
+
+        Raises:
+            TaskError: they are too many.
+        """
         kind, client, incarnation, number, value, body, blob = self
         sizes = len(body), len(blob)
+        if (body or blob) and self.size_bytes > MAX_MESSAGE_BYTES:
+            raise TaskError(
+                f"a message would have {readable_bytes(self.size_bytes)}",
+                expected=f"at most {readable_bytes(MAX_MESSAGE_BYTES)}",
+            )
         header = _HEADER.pack(_MAGIC, _VERSION, kind, client, incarnation, *sizes, number, value)
         return header + body + blob if body or blob else header
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -175,15 +173,8 @@ def _spawn(directory: Path, tasks: int, devices: int, owner: str | None) -> None
             process.kill()
             raise TaskError("the tasks have not started in time", where=str(directory))
         time.sleep(0.02)
-    if owner:
-        weakref.finalize(process, _remove, directory, os.getpid())
 
 
 def _has_ended(found: dict[str, Any]) -> bool:
     process = Process.parse(found["process"])
     return process is None or process.has_ended()
-
-
-def _remove(directory: Path, pid: int) -> None:
-    if os.getpid() == pid:
-        shutil.rmtree(directory, ignore_errors=True)

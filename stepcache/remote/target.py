@@ -5,6 +5,7 @@ that a call is one message: the number of its *call form*, which says which arra
 program takes and which variables it writes.
 """
 
+import contextlib
 import hashlib
 import itertools
 import threading
@@ -22,7 +23,7 @@ from stepcache.calls.context import Scope
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.engine import Engine
-from stepcache.errors import CarryError, OptionError
+from stepcache.errors import CarryError, OptionError, TaskError
 from stepcache.jaxcompat.call_codec import decode_spec, encode_dtype, encode_spec
 from stepcache.remote import checkpoints
 from stepcache.remote.arrays import ArrayType, RemoteArray
@@ -63,6 +64,7 @@ class Target:
     Attributes:
         connection, mesh: as given.
         number: different for each, for JAX's keys.
+        session: returns the session; None if it is gone.
         lock: held while a call is made, so that runs are numbered in the order in which they refer
             to each other.
     """
@@ -72,8 +74,9 @@ class Target:
     def __init__(self, connection: Connection, mesh: AbstractMesh):
         self.connection, self.mesh = connection, mesh
         self.number = next(self._numbers)
+        self.session: Callable[[], Any] = lambda: None
         self.lock = threading.RLock()
-        self._programs: dict[Key, RemoteProgram] = {}
+        self._programs: dict[tuple[int, Key], RemoteProgram] = {}  # Also by incarnation.
         self._engines: dict[tuple, Engine] = {}
         self._forms: dict[tuple, int] = {}
         self._plans: dict[tuple, CallPlan] = {}
@@ -116,12 +119,12 @@ class Target:
 
     def restore(self, root: Any, items: dict[str, Any], partial: bool) -> dict[str, Any]:
         """Has the tasks read a checkpoint; see `checkpoints.restore`."""
-        with self.lock:
+        with self.lock, self._entered():
             return checkpoints.restore(self, root, items, partial)
 
     def push(self, variables: Variables, update: Any, mode: str) -> None:
         """Adds an update to variables, or passes it to their optimizer, on the tasks."""
-        with self.lock:
+        with self.lock, self._entered():
             if mode == "add":
                 self._own_step(("add",), _added, ("value",))(variables, update)
                 return
@@ -144,6 +147,14 @@ class Target:
             state = self._own_step(("init", id(init)), lambda value: init(value), ())(variables)
             master.state = Variables(state, name=f"{variables.name}/optimizer")
         return master.state
+
+    def _entered(self) -> contextlib.AbstractContextManager:
+        """Returns a context manager of what runs a step of our own: the session."""
+        if (scope := jaxcompat.entered_session()) is not None and scope.target is self:
+            return contextlib.nullcontext()
+        if (session := self.session()) is None:
+            raise TaskError("the session of the variables is gone", hint="keep it")
+        return session
 
     def _own_step(self, key: tuple, fun: Callable, carry: tuple[str, ...]) -> Callable[..., Any]:
         """Returns a step of our own, made once. Called in the session."""
@@ -173,7 +184,7 @@ class Target:
             leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
             kinds = tuple(map(kind_of, leaves))
             settings = jaxcompat.environment()
-            known = (engine.number, engine.spec.key_options, tree, kinds, settings)
+            known = (incarnation, engine.number, engine.spec.key_options, tree, kinds, settings)
             plan = None if None in kinds else self._plans.get(known)
             if plan is None:
                 plan = self._planned(engine, scope, args, kwargs)
@@ -192,7 +203,7 @@ class Target:
         started = time.perf_counter()
         arguments = Arguments(self, args, kwargs)
         request = engine.request(scope, *arguments.shown)
-        program = self._programs.get(request.key)
+        program = self._known(request)
         if program is None:
             program = self._obtain(engine, scope, request, started, explicit=False)
         else:
@@ -206,7 +217,7 @@ class Target:
         with self.lock:
             self.connection.ready()
             request = engine.request(scope, *Arguments(self, args, kwargs).shown)
-            if request.key not in self._programs:
+            if self._known(request) is None:
                 self._obtain(engine, scope, request, time.perf_counter(), explicit=True)
 
     def shown(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -217,7 +228,7 @@ class Target:
         """Says what a call would do. Runs nothing."""
         arguments = Arguments(self, args, kwargs)
         request = engine.request(scope, *arguments.shown)
-        program = self._programs.get(request.key)
+        program = self._known(request)
         found = [arguments.sources.get(id(leaf)) for leaf in request.call.leaves]
         sources = [None if isinstance(each, jax.Array) else each for each in found]
         return Planned(request, program and program.seconds, sources)
@@ -225,7 +236,7 @@ class Target:
     def _run(self, plan: CallPlan, leaves: list[Any], incarnation: int) -> Any:
         """Starts a run. `leaves` are those of the arguments, with variables as one leaf each."""
         connection, program = self.connection, plan.program
-        connection.make_room()
+        connection.make_room(incarnation)
         run = connection.runs + 1
         refs, takes = Groups(), Groups()
         taken: list[RemoteArray] = []
@@ -249,13 +260,11 @@ class Target:
                 f"{plan.name} is given the same array in several places, and writes over it",
                 expected="an array of its own for each leaf that is carried or donated",
             )
-        form = (program.number, *refs.rows, None, *takes.rows, None, *plan.writes)
+        form = (incarnation, program.number, *refs.rows, None, *takes.rows, None, *plan.writes)
         number = self._forms.get(form)
         about: dict[str, Any] = {}
         if number is None:
-            number = self._forms[form] = next(self._form_numbers)
-            while len(self._forms) > MAX_FORMS:  # As all others do who know them.
-                del self._forms[next(iter(self._forms))]
+            number = next(self._form_numbers)
             about["form"] = {
                 "program": program.number,
                 "refs": refs.rows,
@@ -271,24 +280,30 @@ class Target:
             each.donated()
         for variables in plan.outputs.written:
             master_of(variables).written(run)
-        return plan.outputs.tree(connection, run)
+        self._forms[form] = number
+        while len(self._forms) > MAX_FORMS:  # As all others do who know them.
+            del self._forms[next(iter(self._forms))]
+        return plan.outputs.tree(connection, incarnation, run)
 
     # ---- programs --------------------------------------------------------------------------------
+
+    def _known(self, request: Request) -> RemoteProgram | None:
+        return self._programs.get((self.connection.incarnation, request.key))
 
     def _obtain(
         self, engine: Any, scope: Scope, request: Request, started: float, *, explicit: bool
     ) -> RemoteProgram:
         """Traces a step, and has the tasks compile it."""
-        resolver, spec = engine.resolver, engine.spec
+        resolver, spec, incarnation = engine.resolver, engine.spec, self.connection.incarnation
         miss = engine.miss_log.why(request)
         if not explicit:
             resolver.judge(scope, miss)
         seconds: dict[str, float] = {}
         traced, settled = self._traced(spec, request, seconds)
         program = self._define(spec.name, traced, seconds)
-        self._programs[request.key] = program
+        self._programs[incarnation, request.key] = program
         if settled:
-            self._programs[request.settled(settled).key] = program
+            self._programs[incarnation, request.settled(settled).key] = program
         own = time.perf_counter() - started - sum(seconds.values())
         resolver.built_elsewhere(request, miss, seconds, own)
         scope.check_rules(spec.name, request.shown.paths, carries=bool(spec.parameters.carry))

@@ -10,6 +10,7 @@ agree on it, one compiles it and the others load it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -31,7 +32,7 @@ from stepcache.jaxcompat.call_codec import decode_spec
 from stepcache.remote.cancelling import Gate, listen
 from stepcache.remote.clients import MAX_FORMS
 from stepcache.remote.messages import Kind, Message, Values, decode, packed, receive_array
-from stepcache.remote.task_arrays import Arrays, Failed, RunFailed
+from stepcache.remote.task_arrays import CANCELLED, Arrays, Failed, RunFailed
 from stepcache.remote.task_programs import Program
 from stepcache.serving.channel import Channel
 from stepcache.serving.shared_memory import Opened, Pool
@@ -84,7 +85,7 @@ class Task:
     def _send(self, message: Message) -> None:
         self._channel.send(message._replace(incarnation=self._incarnation).encoded())
         while not self._channel.flush():
-            self._channel.wait()
+            self._channel.wait(to_send=True)
 
     def _carry_out(self, message: Message) -> None:
         try:
@@ -94,23 +95,12 @@ class Task:
             self._failed(message, why, isinstance(error, RankLostError))
 
     def _failed(self, message: Message, why: str, is_lost: bool) -> None:
-        if message.kind in (Kind.RUN, Kind.PUT):
-            self._note_failed_outputs(message, why)
         kind = message.kind
         value = message.value if kind is Kind.PROGRAM else kind
         rest = packed(why=why, command=kind.name, is_lost=is_lost)
         self._send(Message(Kind.FAILED, message.client, 0, message.number, value, rest))
-        if message.kind in (Kind.RUN, Kind.PUT):
+        if kind in (Kind.RUN, Kind.PUT):
             self._pending.append((message.client, message.number, None))
-
-    def _note_failed_outputs(self, message: Message, why: str) -> None:
-        form = self._forms.get(message.client, {}).get(message.value)
-        if message.kind is Kind.RUN and form is not None:
-            program = self._programs.get(form["program"])
-            count = program.outputs if program is not None else 0
-            self._arrays.keep(message.client, message.number, [Failed(why)] * count)
-            for variable, _, leaves in form["writes"]:
-                self._arrays.bind(variable, [Failed(why)] * leaves)
 
     # ---- runs ------------------------------------------------------------------------------------
 
@@ -157,64 +147,73 @@ class Task:
         client, number = message.client, message.number
         is_left_out = self._gate.begins(client, number) and not form.get("always")
         leaves: list[Any] = []
-        refs = iter(form["refs"])
         rows, value_of = iter(about.get("feeds", [])), self._values(message, about)
-        for ref in refs:
+        for ref in form["refs"]:
             if ref[0] == "f":
                 shardings = program.in_shardings[len(leaves) : len(leaves) + ref[1]]
-                leaves += [self._placed(next(rows), each, value_of) for each in shardings]
+                leaves += [self._placed(next(rows, None), each, value_of) for each in shardings]
             else:
-                leaves += self._arrays.look_up(client, number, ref, with_cancelled=True)
-        if self._gate.was_used:  # What takes an output of a cancelled run is cancelled with it.
-            is_left_out |= any(isinstance(leaf, Failed) for leaf in leaves)
-        outputs = program.left_out(leaves) if is_left_out else program.call(*leaves)
+                leaves += self._arrays.look_up(client, number, ref)
+        failures = {leaf for leaf in leaves if isinstance(leaf, Failed)}
+        try:
+            if is_left_out or CANCELLED in failures:
+                outputs = program.left_out(leaves, CANCELLED)
+            elif failures:
+                raise RunFailed(failures.pop().why)
+            else:
+                outputs = program.call(*leaves)
+            if self._waits:  # Processes that share CPUs may deadlock with several runs in flight.
+                jax.block_until_ready([each for each in outputs if each is not CANCELLED])
+        except Exception as error:
+            why = str(error) if isinstance(error, RunFailed) else first_line(error)
+            self._keep(client, number, form, program.left_out(leaves, Failed(why)))
+            raise
+        self._keep(client, number, form, outputs)
+        running = [each for each in outputs if not isinstance(each, Failed)]
+        self._pending.append((client, number, running))
+
+    def _keep(self, client: int, number: int, form: dict[str, Any], outputs: list[Any]) -> None:
+        """Keeps the outputs of a run, and drops what it has taken."""
         for ref in form["takes"]:
             self._arrays.take(client, number, ref)
-        kept: list[Any] = list(outputs)
+        kept = list(outputs)
         for variable, first, count in form["writes"]:
             self._arrays.bind(variable, kept[first : first + count])
             kept[first : first + count] = [None] * count
         self._arrays.keep(client, number, kept)
-        if is_left_out:
-            outputs = [each for each in outputs if not isinstance(each, Failed)]
-        self._pending.append((client, number, outputs))
-        if self._waits:  # Processes that share CPUs may deadlock with several runs in flight.
-            jax.block_until_ready(outputs)
 
-    def _placed(self, row: Any, sharding: Any, value_of: Callable[[Any], np.ndarray]) -> jax.Array:
-        array, keys = row if len(row) == 2 else (row, None)
-        data = value_of(array)
-        if keys is not None:
+    def _placed(self, row: Any, sharding: Any, value_of: Callable[[Any], np.ndarray]) -> Any:
+        """Returns an array of a value that a message brings, or what stands for it."""
+        try:
+            array, keys = row if len(row) == 2 else (row, None)
+            data = value_of(array)
+            own = sharding if keys is None else _of_key_data(sharding)
             made = jax.make_array_from_callback(
-                data.shape, _of_key_data(sharding), lambda index: np.array(data[index])
+                data.shape, own, lambda index: np.array(data[index])
             )
-            wrapped = jax.jit(
-                lambda x: jax.random.wrap_key_data(x, impl=keys), out_shardings=sharding
-            )
-            return wrapped(made)
-        return jax.make_array_from_callback(
-            data.shape, sharding, lambda index: np.array(data[index])
-        )
+            return made if keys is None else _wrapped(sharding, keys)(made)
+        except Exception as error:
+            return Failed(first_line(error))
 
     def _put(self, message: Message) -> None:
         about = message.data(dict[str, Any])
-        mesh = self._mesh(about["mesh"])
+        mesh, value_of = self._mesh(about["mesh"]), self._values(message, about)
         arrays = [
-            self._placed(row, NamedSharding(mesh, decode_spec(spec)), self._values(message, about))
+            self._placed(row, NamedSharding(mesh, decode_spec(spec)), value_of)
             for row, spec in zip(about["feeds"], about["specs"], strict=True)
         ]
         self._arrays.keep(message.client, message.number, arrays)
+        for each in arrays:
+            if isinstance(each, Failed):
+                raise RunFailed(each.why)
         self._pending.append((message.client, message.number, [*arrays]))
 
     def _bind(self, message: Message) -> None:
+        client, number = message.client, message.number
         refs = message.data(dict[str, Any])["refs"]
-        found = [
-            each
-            for ref in refs
-            for each in self._arrays.look_up(message.client, message.number, ref)
-        ]
+        found = [each for ref in refs for each in self._arrays.look_up(client, number, ref)]
         for ref in refs:
-            self._arrays.take(message.client, message.number, ref)
+            self._arrays.take(client, number, ref)
         self._arrays.bind(message.value, found)
 
     def _free(self, message: Message) -> None:
@@ -256,7 +255,8 @@ class Task:
         values, rows = Values(self._pool), []
         look_up = self._found(message)
         found = [each for ref in about["refs"] for each in look_up(ref)]
-        for index, array in enumerate(found):
+        jax.block_until_ready(found)  # JAX ends the process that reads what a step failed to make.
+        for index, array in enumerate(() if about["only_look"] else found):
             rows += [[index, bounds, values.add(data)] for bounds, data in _own_shards(array)]
         sent = self._sent.setdefault(message.client, {})
         for number in [number for number in sent if number < about["first"]]:
@@ -277,9 +277,10 @@ class Task:
         from stepcache.remote import checkpoints
 
         about = message.data(dict[str, Any])
-        self._mesh(about["mesh"])
+        mesh = self._mesh(about["mesh"])
         with self._any_session():
-            found, saved = checkpoints.read(about, self._found(message))
+            find = functools.partial(self._arrays.look_up, message.client, message.value)
+            found, saved = checkpoints.read(about, mesh, find)
         for variable, arrays in found.items():
             self._arrays.bind(variable, arrays)
         body = packed(rows=[], about=saved)
@@ -287,7 +288,15 @@ class Task:
 
     def _found(self, message: Message) -> Callable[[Any], list[Any]]:
         """Returns what finds arrays for a command, given how its body names them."""
-        return lambda ref: self._arrays.look_up(message.client, message.value, ref)
+
+        def find(ref: Any) -> list[Any]:
+            found = self._arrays.look_up(message.client, message.value, ref)
+            for each in found:
+                if isinstance(each, Failed):
+                    raise RunFailed(each.why)
+            return found
+
+        return find
 
     @contextlib.contextmanager
     def _any_session(self) -> Iterator[None]:
@@ -304,6 +313,13 @@ class Task:
 def _of_key_data(sharding: Any) -> Any:
     """The sharding of the numbers that random keys are made of."""
     return NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec))
+
+
+@functools.lru_cache(maxsize=256)
+def _wrapped(sharding: Any, keys: str) -> Callable[[jax.Array], jax.Array]:
+    """Returns a program that makes random keys of their numbers."""
+    wrap = functools.partial(jax.random.wrap_key_data, impl=keys)
+    return jax.jit(wrap, out_shardings=sharding)
 
 
 def _own_shards(array: jax.Array) -> Iterator[tuple[list[list[int]], np.ndarray]]:

@@ -5,14 +5,20 @@ from typing import Any
 
 
 class Failed:
-    """Stands for an array of a run that has failed, or was cancelled."""
+    """Stands for an array that is not there: its run has failed, or was cancelled."""
 
-    def __init__(self, why: str, is_cancelled: bool = False):
-        self.why, self.is_cancelled = why, is_cancelled
+    def __init__(self, why: str):
+        self.why = why
+
+
+CANCELLED = Failed("the step was cancelled before it began")
 
 
 class RunFailed(Exception):
     """A command needs an array that is not there, or that a failed run did not make."""
+
+
+_MISSING = Failed("an array is not there: it was donated, or dropped")
 
 
 class Arrays:
@@ -27,34 +33,20 @@ class Arrays:
         if arrays:
             self._outputs[client, number] = arrays
 
-    def look_up(
-        self, client: int, number: int, ref: Sequence[Any], *, with_cancelled: bool = False
-    ) -> list[Any]:
-        """Returns the arrays that a reference names.
+    def look_up(self, client: int, number: int, ref: Sequence[Any]) -> list[Any]:
+        """Returns the arrays that a reference names, or what stands for them.
 
         Args:
             client: who names them.
             number: of the run that names them.
             ref: `["v", variable]`, or `["o", runs ago, first, count]`.
-            with_cancelled: whether what stands for arrays of cancelled runs may be among them.
-
-        Raises:
-            RunFailed: one is not there.
         """
         if ref[0] == "v":
-            found = self._variables.get(ref[1])
-        else:
-            _, ago, first, count = ref
-            found = self._outputs.get((client, number - ago))
-            found = found and found[first : first + count]
-            if not found or len(found) != count:
-                found = None
-        if found is None or any(each is None for each in found):
-            raise RunFailed("an array is not there: it was donated, or dropped")
-        for each in found:
-            if isinstance(each, Failed) and not (with_cancelled and each.is_cancelled):
-                raise RunFailed(each.why)
-        return found
+            return self._variables.get(ref[1], [_MISSING])
+        _, ago, first, count = ref
+        found = self._outputs.get((client, number - ago), [])[first : first + count]
+        found = [_MISSING if each is None else each for each in found]
+        return found + [_MISSING] * (count - len(found))
 
     def take(self, client: int, number: int, ref: Sequence[Any]) -> None:
         """Drops arrays that a run has donated."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from stepcache.errors import first_line
 from stepcache.remote.coordinator import Coordinator, Output
 from stepcache.remote.messages import MAX_MESSAGE_BYTES, Kind, Message, decode, packed
 from stepcache.serving.channel import Channel, Channels
@@ -278,11 +279,14 @@ class TaskGroup:
         self._send(self.coordinator.lost(why, ranks))
         self._end_tasks()
         self._failures += 1
-        if self._failures > _MAX_RESTARTS_AT_ONCE:
-            _log.error("the tasks end before they have joined; see %s", self.logs)
-            self.stop()
-            return
-        self._start()
+        why = "the tasks end before they have joined"
+        if self._failures <= _MAX_RESTARTS_AT_ONCE:
+            try:
+                return self._start()
+            except Exception as error:
+                why = f"the tasks cannot be started again: {first_line(error)}"
+        _log.error("%s; see %s", why, self.logs)
+        self.stop()
 
     def _end_tasks(self) -> None:
         for peers in (self._tasks, self._listeners):

@@ -10,8 +10,6 @@ import stepcache
 from stepcache.jaxcompat.call_codec import decode_dtype, decode_spec, encode_spec
 from stepcache.remote.task_arrays import Failed
 
-_CANCELLED = Failed("the step was cancelled before it began", is_cancelled=True)
-
 
 class Program:
     """A program that a client has sent.
@@ -47,11 +45,18 @@ class Program:
         self.outputs = len(out_shardings)
         self._carried = about["carried"]
 
-    def left_out(self, leaves: list[Any]) -> list[Any]:
-        """Returns the outputs of a call that is cancelled: the carry is as it was given."""
-        outputs: list[Any] = [_CANCELLED] * self.outputs
+    def left_out(self, leaves: list[Any], rest: Failed) -> list[Any]:
+        """Returns the outputs of a call that is not made, or fails: the carry is as it was given.
+
+        Args:
+            leaves: the arguments.
+            rest: stands for all other outputs, and for a carry that the call has donated.
+        """
+        outputs: list[Any] = [rest] * self.outputs
         for output, number in enumerate(self._carried):
-            outputs[output] = leaves[number]
+            leaf = leaves[number]
+            is_gone = not isinstance(leaf, Failed) and leaf.is_deleted()
+            outputs[output] = rest if is_gone else leaf
         return outputs
 
     def compile(self) -> list[Any]:

@@ -45,15 +45,16 @@ class RemoteMaster(Master):
         self.owner: Any = None  # A weak reference to the variables.
         self.state: Any = None  # `Variables` that hold the optimizer's state, once there is some.
         self._leaf_rows = [
-            [slot.path, encode_dtype(slot.dtype), list(slot.shape), _spec_of(slot)]
+            [slot.path, encode_dtype(slot.dtype), list(slot.shape), spec_of(slot)]
             for slot in layout.slots
         ]
         self._open()
 
     def _open(self) -> None:
         """Finds the variables on the tasks by their name, or makes them there."""
-        self._incarnation = self._connection.incarnation
-        (answer,) = self._connection.ask(Kind.OPEN, name=self._name, leaves=self._leaf_rows)
+        self._incarnation = now = self._connection.ready()
+        about = {"name": self._name, "leaves": self._leaf_rows}
+        (answer,) = self._connection.ask(Kind.OPEN, incarnation=now, **about)
         about = answer.data(dict[str, Any])
         self.number, self.is_new = answer.value, about["new"] or not about["version"]
         # The tasks count the first value as a write.
@@ -70,7 +71,9 @@ class RemoteMaster(Master):
 
     def restored(self, version: int) -> None:
         """Notes that the tasks have read the value from a checkpoint."""
-        self.version = version
+        self.version, self._run = version, 0
+        if self.state is not None:
+            master_of(self.state)._run = 0
 
     def written(self, run: int) -> None:
         """Notes that a run writes the value."""
@@ -83,9 +86,8 @@ class RemoteMaster(Master):
         self._connection.ready()
         self.check_not_lost(self._name)
         meter[SERVER_LINK] += self.layout.size_bytes
-        values = fetch_refs(
-            self._connection, [["v", self.number]], self._connection.runs, self.stand_ins
-        )
+        what = [["v", self.number]], self._connection.runs, self.stand_ins
+        values = fetch_refs(self._connection, *what, self._incarnation)
         self._connection.check(self._run)
         return [
             _as_given(value, slot) for value, slot in zip(values, self.layout.slots, strict=True)
@@ -143,7 +145,7 @@ class RemoteMaster(Master):
         return size_bytes
 
     def _put(self, leaves: Sequence[Any], slots: Sequence[Slot]) -> int:
-        self._connection.make_room()
+        self._connection.make_room(self._incarnation)
         values = self._connection.values()
         feeds: list[Any] = []
         for leaf, slot in zip(leaves, slots, strict=True):
@@ -154,7 +156,7 @@ class RemoteMaster(Master):
             else:
                 data = np.asarray(leaf, slot.dtype)
                 feeds.append(values.add(data))
-        specs = [_spec_of(slot) for slot in slots]
+        specs = [spec_of(slot) for slot in slots]
         body = packed(feeds=feeds, specs=specs, mesh=self.target.mesh_code, **values.fields)
         return self._connection.run(self._incarnation, 0, body, values, Kind.PUT)
 
@@ -256,7 +258,8 @@ def _is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not is_key_type(leaf.dtype) and leaf.committed
 
 
-def _spec_of(slot: Slot) -> Any:
+def spec_of(slot: Slot) -> Any:
+    """Returns where a leaf lies, as messages describe it."""
     sharding = slot.sharding
     return encode_spec(sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec())
 

@@ -171,14 +171,16 @@ class Channel(Generic[T]):
         self._chunk_bytes = _MAX_CHUNK_BYTES if is_large else _CHUNK_BYTES
         return True
 
-    def wait(self, seconds: float | None = None) -> None:
+    def wait(self, seconds: float | None = None, *, to_send: bool = False) -> None:
         """Waits until something arrives, or until `flush` can go on. Several threads may wait.
 
         Args:
             seconds: to wait at most; None for no limit.
+            to_send: wait for `flush` alone.
         """
         waiting = select.poll()
         mask = select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
+        mask = select.POLLOUT if to_send else mask
         waiting.register(self._socket, mask)
         if not _spun(lambda: waiting.poll(0)):
             waiting.poll(None if seconds is None else 1000 * seconds)
