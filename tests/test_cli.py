@@ -500,12 +500,18 @@ def test_doctor_warns_of_little_space(built, monkeypatch):
     assert statuses(found)["space"] == "warning"
 
 
-def test_doctor_goes_round(tmp_path):
+def test_doctor_goes_round(tmp_path, tmp_path_factory, monkeypatch):
+    shared = tmp_path_factory.mktemp("shared")
+    (shared / "key").write_text("0123456789abcdef" * 4)
+    (shared / "key").chmod(0o600)
+    monkeypatch.setenv("STEPCACHE_KEY_FILE", str(shared / "key"))
+    monkeypatch.setenv("STEPCACHE_REMOTE", f"file://{shared}/programs")
     found = run_json("doctor", "--dir", tmp_path / "programs")
     (trip,) = (check for check in found["checks"] if check["name"] == "round trip")
     assert trip["status"] == "ok", trip
     assert "built in" in trip["detail"] and "loaded by another process in" in trip["detail"]
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert not (shared / "programs").exists(), "nor where others would find it"
 
 
 # ---- as a program -------------------------------------------------------------------------------
