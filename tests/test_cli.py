@@ -514,6 +514,24 @@ def test_doctor_goes_round(tmp_path, tmp_path_factory, monkeypatch):
     assert not (shared / "programs").exists(), "nor where others would find it"
 
 
+# ---- serve --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, missing",
+    [
+        ("", "--variables DIRECTORY"),
+        ("--variables a --hosts 2", "--ray"),
+        ("--tasks 2x4", "--directory"),
+        ("--directory a", "--tasks"),
+        ("--tasks 2x4 --directory a --variables b", "excludes --variables"),
+        ("--tasks 2x4 --directory a --hosts 3", "--hosts"),
+    ],
+)
+def test_serve_used_wrongly(options, missing):
+    assert missing in run("serve", *options.split(), code=2).stderr
+
+
 # ---- as a program -------------------------------------------------------------------------------
 
 
