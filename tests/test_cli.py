@@ -134,6 +134,10 @@ def test_a_file_is_no_directory(tmp_path, monkeypatch):
     assert f"not a directory ({place})" in run("doctor", "--no-round-trip", code=1).output
 
 
+def test_a_path_that_the_system_refuses(tmp_path):
+    assert "too long" in run("cache", "ls", "--dir", tmp_path / ("a" * 300), code=1).stderr
+
+
 # ---- ls and show --------------------------------------------------------------------------------
 
 
@@ -403,7 +407,8 @@ def test_prune_spares_what_is_being_loaded(directory):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--max-bytes", "many"], ["--older-than", "30"], ["--max-bytes", "-1"]]
+    "arguments",
+    [[], *(["--max-bytes", size] for size in ("many", "-1", "9" * 400)), ["--older-than", "30"]],
 )
 def test_prune_used_wrongly(built, arguments):
     run("cache", "prune", "--dir", built, *arguments, code=2)
@@ -495,12 +500,36 @@ def test_doctor_warns_of_little_space(built, monkeypatch):
     assert statuses(found)["space"] == "warning"
 
 
-def test_doctor_goes_round(tmp_path):
+def test_doctor_goes_round(tmp_path, tmp_path_factory, monkeypatch):
+    shared = tmp_path_factory.mktemp("shared")
+    (shared / "key").write_text("0123456789abcdef" * 4)
+    (shared / "key").chmod(0o600)
+    monkeypatch.setenv("STEPCACHE_KEY_FILE", str(shared / "key"))
+    monkeypatch.setenv("STEPCACHE_REMOTE", f"file://{shared}/programs")
     found = run_json("doctor", "--dir", tmp_path / "programs")
     (trip,) = (check for check in found["checks"] if check["name"] == "round trip")
     assert trip["status"] == "ok", trip
     assert "built in" in trip["detail"] and "loaded by another process in" in trip["detail"]
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert not (shared / "programs").exists(), "nor where others would find it"
+
+
+# ---- serve --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, missing",
+    [
+        ("", "--variables DIRECTORY"),
+        ("--variables a --hosts 2", "--ray"),
+        ("--tasks 2x4", "--directory"),
+        ("--directory a", "--tasks"),
+        ("--tasks 2x4 --directory a --variables b", "excludes --variables"),
+        ("--tasks 2x4 --directory a --hosts 3", "--hosts"),
+    ],
+)
+def test_serve_used_wrongly(options, missing):
+    assert missing in run("serve", *options.split(), code=2).stderr
 
 
 # ---- as a program -------------------------------------------------------------------------------
@@ -515,6 +544,37 @@ def test_in_a_pipe(built):
     command = [sys.executable, "-m", "stepcache.cli", "cache", "ls", "--dir", str(built)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "3 steps, 3 programs" in result.stdout and "\x1b" not in result.stdout
+
+
+NAMES = dataclasses.replace(
+    row(),
+    script=f"{'long' * 40}.py",
+    changes=[["value", "cfg:key:y", "1", "2"]],
+    untrackable=["notes.py:book:page"],
+)
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    """In a pipe, a file or a log: whole, to be copied, and without pictures for `:key:`."""
+    write_runs(tmp_path, [NAMES])
+    (listed,) = run_json("report", "--list", "--dir", tmp_path)["runs"]
+    lines = run("report", "--list", "--dir", tmp_path).stdout.splitlines()
+    assert len(lines) == 2 and listed["script"] in lines[1] and listed["name"] in lines[1]
+    text = run("cache", "why", "--dir", tmp_path).stdout
+    assert "cfg:key:y 1 → 2" in text and "notes.py:book:page" in text
+
+
+@pytest.mark.parametrize("command", [("cache", "why"), ("report",)])
+def test_an_output_of_few_letters(tmp_path, command):
+    write_runs(tmp_path, [NAMES])
+    done = subprocess.run(
+        [sys.executable, "-m", "stepcache.cli", *command, "--dir", str(tmp_path)],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"1 ? 2" in done.stdout or "1 → 2" in done.stdout.decode()
 
 
 def test_looking_starts_no_backend(directory):

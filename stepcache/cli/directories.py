@@ -37,7 +37,7 @@ class Quantity(click.ParamType):
         if not isinstance(value, str):
             return value
         found = re.fullmatch(r"([\d.]+)\s*([a-z]*)", value.strip().lower())
-        with contextlib.suppress(ValueError, KeyError):
+        with contextlib.suppress(ValueError, KeyError, OverflowError):
             if found is not None:
                 return self.kind(float(found[1]) * self.units[found[2]])
         self.fail(f"{value!r} is not a {self.name}, such as {self.examples}", param, ctx)
@@ -65,7 +65,7 @@ class Result(NamedTuple):
             if self.error:
                 click.echo(self.error, err=True)
             if isinstance(self.text, str):
-                click.echo(self.text, nl=False)
+                click.echo(self.text.encode(), nl=False)
             else:
                 render.show(self.text)
         if self.error or self.failed:
@@ -94,7 +94,7 @@ def on_directory(function: Callable[..., Result]) -> Callable[..., None]:
         except ForeignBundleError as error:
             parts = {"foreign": [asdict(part) for part in error.parts]}
             result = Result(parts, [render.records(error.parts)], str(error))
-        except StepCacheError as error:
+        except (StepCacheError, OSError) as error:
             result = Result({}, error=str(error))
         result.show(as_json)
 

@@ -6,6 +6,7 @@ their name, such as `size_bytes`, `built_seconds` or `used_time`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -49,13 +50,21 @@ _EVENTS = {
 
 
 def show(parts: Iterable[str | Text | Table]) -> None:
-    """Prints parts. Tables are as wide as the terminal, or 100 columns where there is none."""
-    console = Console(width=terminal_width(), markup=False, highlight=False)
+    """Prints parts. A terminal sets the width of tables; elsewhere nothing is cut or folded.
+
+    Letters that the output has no code for are shown as `?`.
+    """
+    console = Console(width=_width(), markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         for part in parts:
             console.print(part, soft_wrap=not console.is_terminal)
+    encoding = sys.stdout.encoding or "utf-8"
     for line in capture.get().splitlines():
-        click.echo(line.rstrip().encode(errors="replace").decode())
+        click.echo(line.rstrip().encode(encoding, errors="replace").decode(encoding))
+
+
+def _width() -> int:
+    return terminal_width() if sys.stdout.isatty() else sys.maxsize
 
 
 # ---- fields, tables and outlines ----------------------------------------------------------------
@@ -99,7 +108,7 @@ def _table(
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     columns = list(rows[0])
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in columns]
-    excess = sum(widths) + 2 * len(columns) - terminal_width()
+    excess = sum(widths) + 2 * len(columns) - _width()
     for name, width in zip(columns, widths, strict=True):
         justify = "right" if name in right else "left"
         overflow = "fold" if name in wrap else "ellipsis"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -53,6 +54,8 @@ def report(
     """
     if every and not out:
         raise click.UsageError("--every needs --out FILE")
+    if listing and (out or form):
+        raise click.UsageError("--list writes no report: leave --out and --format away")
     if listing:
         found = runs.summaries(inventory.open_existing(directory))
         shown = [render.records(found)] if found else [f"No run has used {directory} yet."]
@@ -93,3 +96,6 @@ def _write(file: Path, text: str) -> None:
         temporary.replace(file)
     except OSError as error:
         raise click.UsageError(f"{file} cannot be written: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()

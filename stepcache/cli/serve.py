@@ -75,11 +75,13 @@ def serve(
     are actors of a Ray cluster, for stepcache.Session(target="ray:NAME").
     """
     if size is not None or place is not None:
-        if size and place and not (name or directory):
+        others = directory or hosts > 1
+        if size and place and not (name or others):
             return _serve_tasks(size, place)
-        if size and name and not (place or directory):
+        if size and name and not (place or others):
             return _serve_tasks_on_ray(size, name)
-        raise click.UsageError("--tasks needs --directory or --ray, and excludes --variables")
+        what = "--tasks needs --directory or --ray, and excludes --variables and --hosts"
+        raise click.UsageError(what)
     if directory is None:
         raise click.UsageError("give --variables DIRECTORY, or --tasks 2x4 --directory DIRECTORY")
     if hosts > 1 and not name:

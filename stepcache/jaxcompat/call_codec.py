@@ -10,9 +10,9 @@ raises `ValueError`, `TypeError`, `KeyError` or `IndexError`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,10 +136,9 @@ def _dtypes() -> dict[str, np.dtype]:
     return {"float0": jax.dtypes.float0} | {dtype.name: dtype for dtype in scalars}
 
 
-def _random_keys() -> Any:
-    """JAX's module of random keys, with their type and their generators by name."""
-    places = (sys.modules.get(name) for name in ("jax._src.random.prng", "jax._src.prng"))
-    return next((module for module in places if hasattr(module, "prngs")), None)
+@functools.cache
+def _key_dtype(generator: str) -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=generator)).dtype
 
 
 def encode_dtype(dtype: Any) -> Any:
@@ -148,10 +147,10 @@ def encode_dtype(dtype: Any) -> Any:
         name = "float0" if dtype == jax.dtypes.float0 else dtype.name
         if _dtypes().get(name) == dtype:
             return name
-    elif isinstance(dtype, getattr(_random_keys(), "KeyTy", ())):
-        name = dtype._impl.name
-        if _random_keys().prngs.get(name) is dtype._impl:
-            return ["key", name]
+    elif jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        with contextlib.suppress(ValueError):  # A generator that is not known by its name.
+            if _key_dtype(dtype._impl.name) == dtype:
+                return ["key", dtype._impl.name]
     raise NotStorable(f"it has elements of the unknown type {dtype}")
 
 
@@ -162,7 +161,7 @@ def decode_dtype(data: Any) -> Any:
     kind, name = data
     if kind != "key":
         raise ValueError(f"unknown type {kind!r:.80}")
-    return _random_keys().KeyTy(_random_keys().prngs[name])
+    return _key_dtype(of_kind(str, name))
 
 
 def _encode_aval(aval: Any, meshes: _Table) -> list[Any]:

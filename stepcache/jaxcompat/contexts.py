@@ -232,9 +232,9 @@ def entering(session: Any, token: ContextToken | None):
 @contextlib.contextmanager
 def _in_settings(values: dict[Any, Any], mesh: Any, session: Any, token: ContextToken | None):
     before = {holder: holder.get_local() for holder in values}
-    for holder, value in values.items():
-        holder.set_local(value)
     try:
+        for holder, value in values.items():
+            holder.set_local(value)
         with contextlib.ExitStack() as stack:
             if session is not None:
                 stack.enter_context(entering(session, token))

@@ -62,11 +62,7 @@ def _plain_jit() -> Any:
 def pytree_functions(cls: type) -> tuple[Callable, ...]:
     """The functions that take instances of a registered class apart and put them together."""
     entry = tree_util._registry.get(cls) if PRIVATE_API else None
-    if entry is None:
-        return ()
-    with_paths = getattr(tree_util, "_registry_with_keypaths", {}).get(cls)
-    more = () if with_paths is None else (with_paths.flatten_with_keys,)
-    return (entry.to_iter, entry.from_iter, *more)
+    return () if entry is None else (entry.to_iter, entry.from_iter)
 
 
 def devices_text(devices: Iterable[tuple[str, int]]) -> str:

@@ -388,6 +388,4 @@ InvalidInputError = dtypes.InvalidInputException if PRIVATE_API else _Unraised
 
 def explain_floating_point_error(error: Any, fun: Any, args: tuple, kwargs: dict):
     """Calls `fun` eagerly to find the operation that made a NaN; always raises."""
-    if getattr(fun, "_apply_primitive", False):  # It is one operation already.
-        raise FloatingPointError(f"invalid value ({error.ty}) encountered in {fun.__qualname__}")
     api_util.maybe_recursive_nan_check(error, fun, args, kwargs)

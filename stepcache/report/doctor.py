@@ -214,7 +214,8 @@ def _probe(directory: Path) -> dict[str, Any]:
     """
     script = directory / "probe.py"
     script.write_text(_PROBE, encoding="utf-8")
-    variables = {"STEPCACHE_DIR": "off", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    variables = {"STEPCACHE_DIR": "off", "STEPCACHE_REMOTE": "off"}
+    variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(
         [sys.executable, str(script), str(directory / "programs")],
         env={**os.environ, **variables},

@@ -11,6 +11,7 @@ import textwrap
 import time
 import types
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -220,6 +221,7 @@ def test_runs_have_numbers_and_names(tmp_path):
     assert "--list" in run("2", "--dir", tmp_path, code=1).stderr
     assert "--list" in run("other.py", "--dir", tmp_path, code=1).stderr
     assert "FILE" in run("--every", "1s", "--dir", tmp_path, code=2).stderr
+    assert "--out" in run("--list", "--out", tmp_path / "a", "--dir", tmp_path, code=2).stderr
 
 
 def test_a_file_is_written_again_and_again(tmp_path, monkeypatch):
@@ -231,6 +233,16 @@ def test_a_file_is_written_again_and_again(tmp_path, monkeypatch):
     run("--every", "15s", "--out", out, "--dir", tmp_path)
     assert ("stepcache_start_time_seconds",) in metrics(out.read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.prom", "v1"]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no space")
+
+    write_run(tmp_path, row())
+    monkeypatch.setattr(Path, "replace", fail)
+    assert "no space" in run("--out", tmp_path / "a.html", "--dir", tmp_path, code=2).stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
 
 
 @pytest.mark.parametrize("form", FORMATS)
