@@ -145,6 +145,7 @@ class Session:
         for option, seconds in limits.items():
             if not seconds > 0:
                 raise OptionError(f"{option} must be positive", where="Session", got=repr(seconds))
+        given = rules if isinstance(rules, Rules) else Rules(rules or ())
         tasks = None
         if target is not None:
             from stepcache.remote.starting import open_target
@@ -160,7 +161,6 @@ class Session:
                 deadline_seconds=wait_seconds,
             )
             mesh = tasks.mesh
-        given = rules if isinstance(rules, Rules) else Rules(rules or ())
         placer = _placer(mesh, given, data_axis, Mesh if tasks is None else AbstractMesh)
         cache_used = cache or DEFAULT_SCOPE.cache
         together = functools.partial(peers_of, agree_seconds=agree_timeout)
@@ -236,11 +236,11 @@ class Session:
     def __enter__(self) -> Session:
         if self.closed:
             raise SessionClosedError("this session has been closed", hint="make a new one")
-        context = jaxcompat.entering(self._scope, self._token)
-        context.__enter__()
-        self._contexts().append(context)
-        if (peers := self._scope.peers) is not None:
-            peers.enter(*self._on_hang)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jaxcompat.entering(self._scope, self._token))
+            if (peers := self._scope.peers) is not None:
+                peers.enter(*self._on_hang)
+            self._contexts().append(stack.pop_all())
         return self
 
     def __exit__(self, *exception) -> None:

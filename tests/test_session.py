@@ -529,6 +529,18 @@ def test_a_copy_of_a_step_of_a_session_runs_in_it_too(mesh, take):
     assert take(step)(np.ones(8)).sharding == step(np.ones(8)).sharding
 
 
+def test_a_session_that_cannot_be_entered_is_not_current(mesh, monkeypatch):
+    session = sc.Session(mesh)
+
+    def lost(ranks):
+        raise sc.RankLostError("rank 1 is lost", (1,))
+
+    session._scope.together = lost
+    with pytest.raises(sc.RankLostError):
+        session.__enter__()
+    assert sc.current_session() is not session
+
+
 def test_a_session_is_entered_by_each_thread():
     # One device: XLA on CPU can deadlock when threads launch programs over several at once, under
     # plain jax.jit too.

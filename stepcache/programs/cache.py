@@ -28,7 +28,6 @@ from stepcache.programs.opening import (
     USER_DIRECTORY,
     VERIFY,
     asked_place,
-    default_verify,
     open_for,
 )
 from stepcache.weak_objects import WeakObjects
@@ -162,7 +161,7 @@ class ProgramCache:
             open_for,
             directory,
             max_bytes or _DEFAULT_DISK_BYTES,
-            verify or default_verify(),
+            verify,
             min_build_seconds,
             asked_place(remote, directory),
         )
