@@ -33,7 +33,6 @@ from stepcache.step import NOT_GIVEN, make_step
 from stepcache.variables.variables import Variables
 
 OnMiss = Literal["compile", "warn", "error"]
-_ON_MISS = ("compile", "warn", "error")
 
 
 class Session:
@@ -134,7 +133,7 @@ class Session:
         watch: str | None = None,
         deadline: float | None = None,
     ):
-        _check_choice("on_miss", on_miss, _ON_MISS)
+        _check_choice("on_miss", on_miss, get_args(OnMiss))
         _check_choice("on_hang", on_hang, get_args(OnHang))
         _check_count("max_step_bytes counts bytes", max_step_bytes, 0)
         _check_count("check_replicas_every counts calls", check_replicas_every, 1)
