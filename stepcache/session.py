@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import jax
@@ -30,6 +31,7 @@ from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
+from stepcache.units import listed
 from stepcache.variables.variables import Variables
 
 OnMiss = Literal["compile", "warn", "error"]
@@ -111,7 +113,8 @@ class Session:
     Raises:
         PlacementError: a rule or `data_axis` names an axis that the mesh does not have.
         OptionError: `on_miss` is unknown, a rule is malformed, there are rules or a `data_axis`
-            without a mesh, or `max_step_bytes` is no number of bytes.
+            without a mesh, or options of a target without one, `cache` is no `ProgramCache`, or
+            `max_step_bytes` is no number of bytes.
     """
 
     def __init__(
@@ -142,19 +145,24 @@ class Session:
         limits = {"agree_timeout": agree_timeout, "hang_after": hang_seconds}
         limits["deadline"] = wait_seconds
         for option, seconds in limits.items():
-            if not seconds > 0:
+            if not (isinstance(seconds, Real) and seconds > 0):
                 raise OptionError(f"{option} must be positive", where="Session", got=repr(seconds))
+        of_target = {"name": name, "watch": watch, "deadline": deadline}
+        useless = [option for option, given in of_target.items() if given is not None]
+        if target is None and useless:
+            raise OptionError(f"{listed(useless)} without a target", where="Session")
+        if cache is not None and not isinstance(cache, ProgramCache):
+            hint = "Session(cache=stepcache.ProgramCache(directory))"
+            raise OptionError(
+                "cache is a ProgramCache", where="Session", got=repr(cache), hint=hint
+            )
         given = rules if isinstance(rules, Rules) else Rules(rules or ())
         tasks = None
         if target is not None:
             from stepcache.remote.starting import open_target
 
             tasks = open_target(
-                target,
-                mesh,
-                data_axis,
-                name,
-                watch,
+                *(target, mesh, data_axis, name, watch),
                 hang_seconds=hang_seconds,
                 on_hang=on_hang,
                 deadline_seconds=wait_seconds,
