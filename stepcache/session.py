@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import jax
@@ -30,10 +31,10 @@ from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
+from stepcache.units import listed
 from stepcache.variables.variables import Variables
 
 OnMiss = Literal["compile", "warn", "error"]
-_ON_MISS = ("compile", "warn", "error")
 
 
 class Session:
@@ -112,7 +113,8 @@ class Session:
     Raises:
         PlacementError: a rule or `data_axis` names an axis that the mesh does not have.
         OptionError: `on_miss` is unknown, a rule is malformed, there are rules or a `data_axis`
-            without a mesh, or `max_step_bytes` is no number of bytes.
+            without a mesh, or options of a target without one, `cache` is no `ProgramCache`, or
+            `max_step_bytes` is no number of bytes.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Session:
         watch: str | None = None,
         deadline: float | None = None,
     ):
-        _check_choice("on_miss", on_miss, _ON_MISS)
+        _check_choice("on_miss", on_miss, get_args(OnMiss))
         _check_choice("on_hang", on_hang, get_args(OnHang))
         _check_count("max_step_bytes counts bytes", max_step_bytes, 0)
         _check_count("check_replicas_every counts calls", check_replicas_every, 1)
@@ -143,24 +145,29 @@ class Session:
         limits = {"agree_timeout": agree_timeout, "hang_after": hang_seconds}
         limits["deadline"] = wait_seconds
         for option, seconds in limits.items():
-            if not seconds > 0:
+            if not (isinstance(seconds, Real) and seconds > 0):
                 raise OptionError(f"{option} must be positive", where="Session", got=repr(seconds))
+        of_target = {"name": name, "watch": watch, "deadline": deadline}
+        useless = [option for option, given in of_target.items() if given is not None]
+        if target is None and useless:
+            raise OptionError(f"{listed(useless)} without a target", where="Session")
+        if cache is not None and not isinstance(cache, ProgramCache):
+            hint = "Session(cache=stepcache.ProgramCache(directory))"
+            raise OptionError(
+                "cache is a ProgramCache", where="Session", got=repr(cache), hint=hint
+            )
+        given = rules if isinstance(rules, Rules) else Rules(rules or ())
         tasks = None
         if target is not None:
             from stepcache.remote.starting import open_target
 
             tasks = open_target(
-                target,
-                mesh,
-                data_axis,
-                name,
-                watch,
+                *(target, mesh, data_axis, name, watch),
                 hang_seconds=hang_seconds,
                 on_hang=on_hang,
                 deadline_seconds=wait_seconds,
             )
             mesh = tasks.mesh
-        given = rules if isinstance(rules, Rules) else Rules(rules or ())
         placer = _placer(mesh, given, data_axis, Mesh if tasks is None else AbstractMesh)
         cache_used = cache or DEFAULT_SCOPE.cache
         together = functools.partial(peers_of, agree_seconds=agree_timeout)
@@ -238,11 +245,11 @@ class Session:
     def __enter__(self) -> Session:
         if self.closed:
             raise SessionClosedError("this session has been closed", hint="make a new one")
-        context = jaxcompat.entering(self._scope, self._token)
-        context.__enter__()
-        self._contexts().append(context)
-        if (peers := self._scope.peers) is not None:
-            peers.enter(*self._on_hang)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jaxcompat.entering(self._scope, self._token))
+            if (peers := self._scope.peers) is not None:
+                peers.enter(*self._on_hang)
+            self._contexts().append(stack.pop_all())
         return self
 
     def __exit__(self, *exception) -> None:

@@ -73,11 +73,13 @@ class Step(functools.partial, Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self):
-        path = getattr(self, "__qualname__", "")
-        found = sys.modules.get(getattr(self, "__module__", ""))
+        path, module = getattr(self, "__qualname__", ""), getattr(self, "__module__", "")
+        found = sys.modules.get(module)
         for name in path.split("."):
             found = getattr(found, name, None)
-        if found is self:
+        # Those of `__main__` cloudpickle sends to processes that have another one.
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if found is self and not (module == "__main__" and "cloudpickle" in caller):
             return path  # Pickled by name, as functions are.
         return make_step, (*self._stepcache_parts, self._engine.scope)
 

@@ -29,7 +29,9 @@ def readable_time(seconds: float | None) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """`310 µs`, `12.3 ms`, `1.5 s`: three digits."""
+    """`310 µs`, `12.3 ms`, `1.5 s`: three digits, or whole seconds."""
+    if seconds >= 999.5:
+        return f"{seconds:.0f} s"
     for factor, unit in ((1, "s"), (1e3, "ms")):
         if seconds * factor >= 0.9995:
             return f"{seconds * factor:.3g} {unit}"

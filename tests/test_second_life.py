@@ -738,6 +738,20 @@ def test_a_url_as_the_directory_is_said_and_nothing_fails(url, tmp_path, monkeyp
     assert not list(empty.iterdir())
 
 
+def test_the_home_of_an_unknown_user_is_said_and_nothing_fails():
+    done = run_script(ONE_STEP, "~nobody-of-this-name/programs")
+    assert done.stdout.split() == ["2.0", "2.0", "0"]
+    assert done.stderr.count("not kept on disk: No such user") == 1
+
+
+def test_how_to_verify_is_read_when_the_directory_is_opened(tmp_path, monkeypatch):
+    cache = sc.ProgramCache()
+    monkeypatch.setenv("STEPCACHE_DIR", str(tmp_path / "programs"))
+    monkeypatch.setenv("STEPCACHE_VERIFY", "off")
+    archive = cache.archive()
+    assert archive is not None and archive.verify == "off"
+
+
 def test_off_means_off(tmp_path):
     done = run_script(ONE_STEP + "print(step._engine.scope().cache.archive())", "off")
     assert done.stdout.split() == ["2.0", "2.0", "0", "None"]

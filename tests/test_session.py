@@ -238,7 +238,10 @@ def test_malformed_rules_are_an_error_at_once(rules):
         sc.Rules(rules)
 
 
-@pytest.mark.parametrize("options", [{"on_miss": "explode"}, {"mesh": "cpu"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"on_miss": "explode"}, {"mesh": "cpu"}, {"cache": "~/programs"}, {"agree_timeout": "60"}],
+)
 def test_malformed_sessions(options):
     with pytest.raises(sc.OptionError):
         sc.Session(**options)
@@ -250,6 +253,12 @@ def test_what_speaks_of_a_mesh_needs_one(options):
     with pytest.raises(sc.OptionError, match=f"{name} without a mesh") as raised:
         sc.Session(**options)
     assert "jax.make_mesh" in raised.value.hint
+
+
+@pytest.mark.parametrize("options", [{"name": "me"}, {"watch": "you"}, {"deadline": 5}])
+def test_what_is_for_tasks_needs_a_target(options):
+    with pytest.raises(sc.OptionError, match=f"{next(iter(options))} without a target"):
+        sc.Session(**options)
 
 
 def test_a_rule_that_matches_nothing_is_warned_of_once(mesh):
@@ -527,6 +536,18 @@ def test_a_step_of_a_session_runs_in_it_wherever_it_is_called(mesh):
 def test_a_copy_of_a_step_of_a_session_runs_in_it_too(mesh, take):
     step = sc.Session(mesh).step(lambda x: x * 2, batch="x")
     assert take(step)(np.ones(8)).sharding == step(np.ones(8)).sharding
+
+
+def test_a_session_that_cannot_be_entered_is_not_current(mesh, monkeypatch):
+    session = sc.Session(mesh)
+
+    def lost(ranks):
+        raise sc.RankLostError("rank 1 is lost", (1,))
+
+    session._scope.together = lost
+    with pytest.raises(sc.RankLostError):
+        session.__enter__()
+    assert sc.current_session() is not session
 
 
 def test_a_session_is_entered_by_each_thread():

@@ -7,7 +7,7 @@ import pytest
 import stepcache as sc
 from stepcache.errors import warn
 from stepcache.report.advice import Advice
-from stepcache.units import counted, shortened
+from stepcache.units import counted, readable_seconds, shortened
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,14 @@ from stepcache.units import counted, shortened
 )
 def test_counted(count, noun, text):
     assert counted(count, noun) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.00031, "310 µs"), (0.0123, "12.3 ms"), (1.5, "1.5 s"), (999.4, "999 s"), (1234, "1234 s")],
+)
+def test_readable_seconds(seconds, text):
+    assert readable_seconds(seconds) == text
 
 
 def test_shortened():

@@ -8,6 +8,8 @@ import copy
 import functools
 import inspect
 import pickle
+import subprocess
+import sys
 import weakref
 
 import jax
@@ -258,3 +260,43 @@ def test_steps_of_a_module_are_pickled_by_name_and_others_by_their_function():
     assert copied is not other and copied(2.0) == 9.0
     assert copied.__wrapped__ is cubed
     assert copy.deepcopy(sc.step(functools.partial(cubed, 2.0)))() == 9.0
+
+
+MAIN = """
+import pickle, sys
+import numpy as np
+from ray import cloudpickle
+import stepcache as sc
+
+@sc.step(static_argnames="n")
+def step(x, n=2):
+    return x * n
+
+class Model:
+    @sc.step
+    def double(x):
+        return x * 2
+
+def use(x):
+    return step(x) + Model.double(x)
+
+assert pickle.loads(pickle.dumps(step)) is step
+assert use(np.ones(2))[0] == 4
+sys.stdout.buffer.write(cloudpickle.dumps((step, use)))
+"""
+ELSEWHERE = """
+import pickle, sys
+import numpy as np
+
+step, use = pickle.load(sys.stdin.buffer)
+assert (step(np.ones(2), n=3)[0], use(np.ones(2))[0]) == (3, 4)
+"""
+
+
+def test_cloudpickle_sends_the_steps_of_a_script_to_other_processes():
+    """As it does with what is under `jax.jit`. Ray, dask and joblib pickle by it."""
+    pytest.importorskip("ray")
+    sent = subprocess.run([sys.executable, "-c", MAIN], capture_output=True, check=True)
+    command = [sys.executable, "-c", ELSEWHERE]
+    done = subprocess.run(command, input=sent.stdout, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()

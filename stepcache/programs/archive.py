@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -45,17 +45,12 @@ _RUNS_COMPARED = 8
 _log = logging.getLogger("stepcache")
 
 Stage = Callable[[str], AbstractContextManager[Any]]
-
-P = ParamSpec("P")
-R = TypeVar("R")
+Method = TypeVar("Method", bound=Callable)
 
 
 def _no_matter_of_the_step(
-    what: str, instead: Callable[[], R]
-) -> Callable[
-    [Callable[Concatenate[Archive, P], R]],
-    Callable[Concatenate[Archive, P], R],
-]:
+    what: str, instead: Callable[[], Any] = lambda: None
+) -> Callable[[Method], Method]:
     """Logs what a method of the archive raises; the step goes on as without an archive.
 
     Args:
@@ -63,11 +58,11 @@ def _no_matter_of_the_step(
         instead: gives what is returned then.
     """
 
-    def guarded(method: Callable[Concatenate[Archive, P], R]) -> Any:
+    def guarded(method: Any) -> Any:
         @functools.wraps(method)
-        def call(archive: Archive, *args: P.args, **kwargs: P.kwargs) -> R:
+        def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return method(archive, *args, **kwargs)
+                return method(*args, **kwargs)
             except Exception:
                 _log.exception("stepcache could not %s", what)
                 return instead()
@@ -75,10 +70,6 @@ def _no_matter_of_the_step(
         return call
 
     return guarded
-
-
-def _nothing() -> Any:
-    return None
 
 
 class Archive:
@@ -140,14 +131,11 @@ class Archive:
             if found.untrackable:
                 return LookupResult(untrackable=found.untrackable)
             if agree(record.dependencies, found.dependencies):
-                if (
-                    self.remote is not None
-                    and (lookup.address.digest, record.digest) in self._offered
-                ):
-                    self.remote.fetch_run_of(lookup.address.digest, record)
-                offered = (lookup.address.digest, record.digest) in self._offered
-                remote = self.remote.url if offered and self.remote is not None else ""
-                return LookupResult(record, remote=remote)
+                remote = self._offering(lookup.address, record)
+                if remote is None:
+                    return LookupResult(record)
+                remote.fetch_run_of(lookup.address.digest, record)
+                return LookupResult(record, remote=remote.url)
             newest = newest or _compared(record, found.dependencies)
         return newest or self._compared_with_last_run(lookup)
 
@@ -164,6 +152,10 @@ class Archive:
             if each.digest not in digests:
                 self._offered.add((lookup, each.digest))
                 yield each
+
+    def _offering(self, address: Address, record: DependencyRecord) -> SharedEntries | None:
+        """The shared cache, where a record was found there and is not on disk."""
+        return self.remote if (address.digest, record.digest) in self._offered else None
 
     def _records(self, lookup: str) -> list[DependencyRecord]:
         entry = self.disk.read("step", lookup)
@@ -189,7 +181,7 @@ class Archive:
         nearest = min(latest, key=lambda each: _distance(each.dependencies, base))
         return _compared(nearest, lookup.with_used(nearest.used).dependencies)
 
-    @_no_matter_of_the_step("load a program", _nothing)
+    @_no_matter_of_the_step("load a program")
     def load(
         self,
         record: DependencyRecord,
@@ -206,16 +198,13 @@ class Archive:
             stage: as for `look_up`.
         """
         try:
-            offered = (address.digest, record.digest) in self._offered
-            if offered and self.remote is not None:
-                self.remote.fetch_run_of(address.digest, record)
             devices = tuple(address.devices[position] for position in record.devices)
             executable = self._executable(record.program, devices, stage)
             if executable is None:
                 return None
             tree = storing.decode_tree(record.tree, in_tree)
             run = storing.assemble(executable, record.call, tree, devices)
-            if offered:
+            if self._offering(address, record) is not None:
                 self._add_record(address, record)
             return run
         except Exception as error:
@@ -241,7 +230,7 @@ class Archive:
         entry = self.disk.read("program", digest)
         return entry.payload if entry is not None else b""
 
-    @_no_matter_of_the_step("store a program", _nothing)
+    @_no_matter_of_the_step("store a program")
     def keep(self, address: Address, record: DependencyRecord, data: bytes) -> None:
         """Stores what another process built and this one has loaded."""
         if self.disk.publish("program", record.program, {"label": address.label}, data):
@@ -281,14 +270,10 @@ class Archive:
 
     # ---- level 2: without compiling ------------------------------------------------------------
 
-    @_no_matter_of_the_step("load a program", _nothing)
+    @_no_matter_of_the_step("load a program")
     def find(self, digest: str, load: Callable[[bytes], Any], stage: Stage | None = None) -> Any:
         """The stored executable of a lowered module; None if there is none."""
         return self._read_executable(digest, load, stage)
-
-    def finder(self, stage: Stage) -> storing.Find:
-        """`find`, for a trace whose stages are timed."""
-        return functools.partial(self.find, stage=stage)
 
     # ---- level 3: keeping what was built -------------------------------------------------------
 
@@ -330,7 +315,7 @@ class Archive:
         about, payload = pack_records(address.label, records)
         self.disk.publish("step", address.digest, about, payload)
 
-    @_no_matter_of_the_step("remove a wrong program", _nothing)
+    @_no_matter_of_the_step("remove a wrong program")
     def forget(self, address: Address, record: DependencyRecord) -> None:
         """Invalidates a record that does not match a new trace."""
         self.starts.forget(start_name(address, record))
@@ -363,7 +348,7 @@ class Archive:
         if self.remote is not None:
             self.remote.upload_verified(address.digest, record)
 
-    @_no_matter_of_the_step("keep what modules hold", _nothing)
+    @_no_matter_of_the_step("keep what modules hold")
     def keep_contents(self) -> None:
         """Keeps what this process found in files of modules, so that others need not read them."""
         rows = module_contents.found()
@@ -372,7 +357,7 @@ class Archive:
 
     # ---- the run log ---------------------------------------------------------------------------
 
-    @_no_matter_of_the_step("write its run log", _nothing)
+    @_no_matter_of_the_step("write its run log")
     def note(self, event: str, step: str, label: str, **details: Any) -> None:
         """Writes a row of this run."""
         now = self.run_log.clock()

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, Protocol
 
 from stepcache import jaxcompat
@@ -28,7 +29,6 @@ from stepcache.programs.opening import (
     USER_DIRECTORY,
     VERIFY,
     asked_place,
-    default_verify,
     open_for,
 )
 from stepcache.weak_objects import WeakObjects
@@ -109,7 +109,8 @@ class ProgramCache:
             may cost.
 
     Raises:
-        OptionError: a bound that is not positive, an unknown `verify`, or no such `remote`.
+        OptionError: a bound that is not positive, a `min_build_seconds` that is no number, an
+            unknown `verify`, or no such `remote`.
         CacheDirectoryError: `directory` is a URL, or others can write to it; or `remote` has no
             key that can be trusted.
 
@@ -137,8 +138,12 @@ class ProgramCache:
             ("max_memory_programs", max_memory_programs),
             ("check_every", check_every),
         ):
-            if bound is not None and bound < 1:
+            if bound is not None and not (isinstance(bound, Real) and bound >= 1):
                 raise OptionError(f"{name} must be positive", where="ProgramCache", got=repr(bound))
+        if not isinstance(min_build_seconds, Real):
+            raise OptionError(
+                "min_build_seconds is a number", where="ProgramCache", got=repr(min_build_seconds)
+            )
         if verify is not None and verify not in VERIFY:
             raise OptionError(
                 "unknown verify",
@@ -162,7 +167,7 @@ class ProgramCache:
             open_for,
             directory,
             max_bytes or _DEFAULT_DISK_BYTES,
-            verify or default_verify(),
+            verify,
             min_build_seconds,
             asked_place(remote, directory),
         )

@@ -154,11 +154,11 @@ class Levels:
             # What JAX has traced inside the step before is shared where the dependencies are equal,
             # and where it was recorded.
             values = (self._token, records, digest_dependencies(known))
-        find = archive.finder(stopwatch.stage) if archive is not None else lambda digest, load: None
+        find = sharing.find if sharing else call.find
         examine = functools.partial(self._examined, request, lookup, result)
         if not records:
             examine = _not_examined
-        trace = RecordedTrace(sharing.find if sharing else find, sharing, examine, records)
+        trace = RecordedTrace(find, sharing, examine, records)
         watched = trace.watched(own if shared else None, shared or values)
         hooks = (watched, trace.compiling, trace.is_lowered_by_jax)
         try:

@@ -46,7 +46,7 @@ def open_archive(
 def open_for(
     directory: Any,
     max_bytes: int,
-    verify: str,
+    verify: str | None,
     min_build_seconds: float,
     remote: Place | str | None,
 ) -> Archive | None:
@@ -54,7 +54,8 @@ def open_for(
 
     Args:
         directory: as `ProgramCache` was given it.
-        max_bytes, verify, min_build_seconds: as for `open_archive`.
+        max_bytes, min_build_seconds: as for `open_archive`.
+        verify: likewise; None for what the environment says.
         remote: as `asked_place` gives it.
 
     Raises:
@@ -69,6 +70,7 @@ def open_for(
         if path is None:
             return None
         place = _default_place() if isinstance(remote, str) else remote
+        verify = verify or default_verify()
         return open_archive(path, max_bytes, verify, min_build_seconds, place)
     except CacheDirectoryError as error:
         if directory is not USER_DIRECTORY:

@@ -37,6 +37,12 @@ class MissedCall:
     before_trace: Callable[[LookupResult], None]
     watch: bool
 
+    def find(self, digest: str, load: storing.Load) -> Any:
+        """The stored executable of a lowered module; None if there is none."""
+        if self.archive is None:
+            return None
+        return self.archive.find(digest, load, self.stopwatch.stage)
+
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
@@ -54,10 +60,6 @@ class Lowered:
     sources: Callable[[int], list[tuple[str, int]]] = lambda line: []
 
 
-def _keep(value: Any) -> None:
-    """Does nothing with a value."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """How a trace is shared with other processes.
@@ -69,8 +71,8 @@ class Sharing:
     """
 
     find: storing.Find
-    compare: Callable[[Lowered], None] = _keep
-    tell: Callable[[Traced], None] = _keep
+    compare: Callable[[Lowered], None]
+    tell: Callable[[Traced], None]
 
 
 @dataclass(frozen=True, slots=True)

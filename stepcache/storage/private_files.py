@@ -28,13 +28,16 @@ def default_directory() -> Path | None:
     """The user's own cache directory; None for none.
 
     Raises:
-        CacheDirectoryError: `STEPCACHE_DIR` is a URL.
+        CacheDirectoryError: `STEPCACHE_DIR` is a URL, or in the home of an unknown user.
     """
     asked = os.environ.get("STEPCACHE_DIR", "")
     if asked.lower() == "off":
         return None
     refuse_url(asked, CacheDirectoryError, "STEPCACHE_DIR")
-    return Path(asked).expanduser() if asked else platformdirs.user_cache_path("stepcache")
+    try:
+        return Path(asked).expanduser() if asked else platformdirs.user_cache_path("stepcache")
+    except RuntimeError:
+        raise CacheDirectoryError("No such user", where="STEPCACHE_DIR", got=asked) from None
 
 
 def make_directory(path: Path) -> None:

@@ -98,7 +98,15 @@ def test_bounded_by_bytes():
     assert [program for program, _ in tenant.gone[:2]] == [a, b]
 
 
-@pytest.mark.parametrize("options", [{"max_bytes": 0}, {"max_memory_programs": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_bytes": 0},
+        {"max_memory_programs": 0},
+        {"max_bytes": "1GB"},
+        {"min_build_seconds": None},
+    ],
+)
 def test_bounds_must_be_positive(options):
     with pytest.raises(sc.OptionError, match=next(iter(options))):
         sc.ProgramCache(**options)

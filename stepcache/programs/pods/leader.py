@@ -78,9 +78,7 @@ class Leader(Part):
 
     def _find(self, digest: str, load: Callable[[bytes], Any]) -> Any:
         """Loads the executable of the lowered program from this disk, or from another rank's."""
-        found = None
-        if self.archive is not None:
-            found = self.archive.find(digest, load, self.stopwatch.stage)
+        found = self.call.find(digest, load)
         if found is not None:
             return found
         with self.stopwatch.stage("wait"):

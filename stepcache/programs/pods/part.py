@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from stepcache.distributed.agreement import Round
 from stepcache.errors import first_line
+from stepcache.jaxcompat import storing
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup, LookupResult
 from stepcache.programs.pods.lowered import (
@@ -83,14 +83,11 @@ class Part:
 
     def _trace(
         self,
-        find: Callable[[str, Callable[[bytes], Any]], Any] | None = None,
+        find: storing.Find | None = None,
         send: Callable[[Traced], None] = lambda traced: None,
     ) -> Resolution:
         self.call.before_trace(self.result)
-        if find is None:
-            archive, stage = self.archive, self.stopwatch.stage
-            find = archive.finder(stage) if archive is not None else lambda digest, load: None
-        sharing = Sharing(find, self._compare_before_xla, send)
+        sharing = Sharing(find or self.call.find, self._compare_before_xla, send)
         return self.levels.trace(self.call, self.lookup, self.result, sharing)
 
     def _compare_before_xla(self, lowered: Lowered) -> None:
