@@ -7,6 +7,7 @@ version.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -42,6 +43,7 @@ class Copies:
         self._ahead: Copy | None = None
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._known_outside = 0  # Of sessions.
+        self._lock = threading.Lock()
         self.hits = self.fetches = 0
 
     def wrote(self, writer: Any, version: int) -> None:
@@ -52,10 +54,11 @@ class Copies:
 
     def saw(self, reader: Any, version: int) -> None:
         """Records that a session, or None, read a version: it reads no older one from now on."""
-        if reader is None:
-            self._known_outside = max(version, self._known_outside)
-        else:
-            self._known[reader] = max(version, self._known.get(reader, 0))
+        with self._lock:  # Who looks does not hold the lock of the variables.
+            if reader is None:
+                self._known_outside = max(version, self._known_outside)
+            else:
+                self._known[reader] = max(version, self._known.get(reader, 0))
 
     def serving(self, reader: Any, current: int | None) -> tuple[Copy | None, str]:
         """The copy that may serve a session, or None, now; or None, and why none may.

@@ -49,11 +49,12 @@ def describe(
     for path, leaf in named:
         aval = abstract(leaf)
         if aval is None:
+            dtype = getattr(leaf, "dtype", None)  # Such as ">i4", which JAX does not have.
             raise VariablesError(
                 "a leaf is no array",
                 where=joined(name, path),
                 expected="a jax.Array, a numpy array or a number",
-                got=type(leaf).__name__,
+                got=type(leaf).__name__ + (f" of dtype {dtype!s}" if dtype is not None else ""),
                 hint="keep what is not an array outside, or in the tree's static parts",
             )
         sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from stepcache import jaxcompat
 from stepcache.sharding import Placer, Rules, processes_of
 from stepcache.variables.link_times import ROUTES, LinkTimes, keep, kept_times, machine_of, today
 from stepcache.variables.masters import hold
@@ -76,7 +77,7 @@ def link_times(placer: Placer | None) -> LinkTimes:
 
 
 def _devices(placer: Placer | None) -> list[Any]:
-    return list(placer.mesh.devices.flat) if placer else jax.devices()[:1]
+    return list(placer.mesh.devices.flat) if placer else [jaxcompat.default_device()]
 
 
 def _measured(machine: str, placer: Placer | None, routes: Sequence[str] = ROUTES) -> LinkTimes:

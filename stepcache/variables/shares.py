@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.jaxcompat import PINNED_HOST
 from stepcache.sharding import axes_of, is_in_type
@@ -187,7 +188,7 @@ def replicated(sharding: Any) -> Any:
 
 def host_layout(layout: Layout, mesh: Mesh | None, where: str) -> HostLayout:
     """How the buffers of a layout lie on the hosts of a mesh."""
-    devices = list(mesh.devices.flat) if mesh is not None else [jax.devices()[0]]
+    devices = list(mesh.devices.flat) if mesh is not None else [jaxcompat.default_device()]
     for device in {device.device_kind: device for device in devices}.values():
         _check_memory(device, where)
     return _host_layout(layout, devices[0])

@@ -112,6 +112,34 @@ def test_further_writes_do_not_make_a_stale_copy_serve_longer():
     assert seen == [0, 0, 3, 3, 3, 6]
 
 
+def test_a_look_on_another_thread_does_not_hide_a_write():
+    """It looks up what the session knows, and notes it later."""
+    store, hashes, wrote = Store(sc.Read(cache="device", max_staleness=9)), [], threading.Event()
+
+    class Slow:
+        def __hash__(self):
+            if threading.current_thread() is looker:
+                hashes.append(0)
+                if len(hashes) == 2:
+                    writer.start()
+                    wrote.wait(0.5)
+            return 0
+
+    session = Slow()
+    store.read(session)
+
+    def write():
+        store.write(session)
+        wrote.set()
+
+    writer = threading.Thread(target=write)
+    looker = threading.Thread(target=lambda: store.copies.saw(session, 0))
+    looker.start()
+    looker.join(60)
+    writer.join(60)
+    assert store.version == 1 and store.read(session) == 1
+
+
 def test_the_session_that_wrote_reads_its_own():
     store, mine, yours = Store(sc.Read(cache="device", max_staleness=9)), Session(), Session()
     assert store.read(mine) == store.read(yours) == 0

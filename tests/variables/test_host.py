@@ -599,6 +599,16 @@ def test_without_a_mesh_a_value_follows_the_other_arguments_of_each_call(read):
     np.testing.assert_array_equal(hosted.value, 3)
 
 
+@pytest.mark.parametrize("read", [sc.Read(cache="device"), sc.Read(prefetch=1)], ids=str)
+def test_without_a_mesh_a_value_is_read_to_the_default_device(read):
+    step = sc.step(lambda state: state + 1)
+    with jax.default_device(jax.devices()[3]):
+        hosted = sc.Variables(np.zeros(3, np.float32), placement=sc.OnHost(), read=read)
+        step(hosted)
+        copy = hosted._master._copies._kept or hosted._master._copies._ahead
+        assert [array.devices() for array in copy.value.buffers] == [{jax.devices()[3]}]
+
+
 def test_layouts_and_their_programs_go_with_the_variables():
     tree = {"many": np.zeros(1013, np.float32), "one": 0.5, "weak": jnp.full(7, 0.5)}
     hosted = sc.Variables(tree, placement=sc.OnHost(), read=sc.Read(route="each"))
