@@ -65,8 +65,13 @@ def test_training_goes_on_from_the_last_step_that_was_not_cancelled(session, bus
     assert count > 0
     found = cancelled(first)
     assert found == [False] * (25 - count) + [True] * count
+    for leaf in jax.tree.leaves(state) if kind == "tree" else ():
+        leaf.block_until_ready()
+    made = sc.Variables(first[-1], name=f"cancelled with {kind}")
     state, again = busy(state, 2)
     assert cancelled(again) == [False, False] and session.cancel() == 0
+    with pytest.raises(sc.TaskError, match=f"^{CANCELLED}"):
+        _ = made.value
     value = state if kind == "tree" else state.value
     for leaf in jax.tree.leaves(value):
         np.testing.assert_array_equal(leaf, 27 - count)
@@ -84,10 +89,9 @@ def test_what_is_given_a_cancelled_output_is_cancelled_with_it(session, busy):
     looked = doubled(busy(state)[1][-1])
     session.cancel()
     weights.push({"w": looked})
-    with pytest.raises(sc.TaskError, match=CANCELLED):
-        looked.tolist()
-    with pytest.raises(sc.TaskError, match=CANCELLED):
-        doubled(looked).tolist()
+    for look in (looked.tolist, looked.block_until_ready, doubled(looked).block_until_ready):
+        with pytest.raises(sc.TaskError, match=f"^{CANCELLED}"):
+            look()
     assert weights.value["w"] == 0.5
     weights.push({"w": np.float32(1)})
     assert weights.value["w"] == np.float32(0.5 - 0.5 * 1.9)

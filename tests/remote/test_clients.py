@@ -1,5 +1,6 @@
 """Many clients of the same tasks, threads of one client, and forks of it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 import stepcache as sc
 from stepcache.remote import connection
-from tests.remote.processes import ServedTasks, wait_until
+from tests.remote.processes import ServedTasks, tasks_of, wait_until
 
 
 @sc.step(carry="state")
@@ -121,6 +122,36 @@ def test_a_long_run_does_not_keep_other_threads_from_the_tasks(one_task):
     step(1.0).block_until_ready()
     waits.join(10)
     assert not waits.is_alive()
+
+
+@pytest.mark.parametrize("name", ["ask", "wait"])
+def test_tasks_that_are_lost_just_before_a_thread_waits(name, monkeypatch):
+    """Another thread has been told; this one must not wait for the tasks of before."""
+    step = sc.step(lambda x: x + 1)
+    with sc.Session(target="local:1x1", deadline=20) as session:
+        made, method = step(np.float32(1)), getattr(connection.Connection, name)
+        of_session = session._scope.target.connection
+
+        def told():
+            with contextlib.suppress(sc.RankLostError):
+                while True:
+                    of_session.ready()
+
+        def lose_first(self, *args, **options):
+            monkeypatch.undo()
+            os.kill(tasks_of(session)[1][0], signal.SIGKILL)
+            other = threading.Thread(target=told)
+            other.start()
+            other.join()
+            return method(self, *args, **options)
+
+        monkeypatch.setattr(connection.Connection, name, lose_first)
+        with pytest.raises((sc.RankLostError, sc.TaskError), match="lost"):
+            if name == "wait":
+                made.block_until_ready()
+            float(made)
+        assert float(step(np.float32(1))) == 2
+    session.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

@@ -131,15 +131,19 @@ def test_updates_are_pushed_outside_of_the_session_too():
 
 
 def test_after_ctrl_c_in_a_call_the_same_call_works(one_task):
-    number, was_there = 0, True
-    while was_there:
-        step = sc.step(lambda state, n: state + n, carry="state")
-        of_its_own = sc.Variables(np.float32(0), name=f"call form {number}")
-        step.warm(of_its_own, np.float32(1))
-        was_there = interrupted(lambda: step(of_its_own, np.float32(1)), Target._run, number)
-        before = of_its_own.value
-        step(of_its_own, np.float32(1))
-        assert of_its_own.value == before + 1
+
+    def is_interrupted(number):
+        """Whether the first call of a call form has so many lines."""
+        state = sc.Variables(np.float32(0), name=f"call form {number}")
+        add.warm(state, np.float32(1))
+        found = interrupted(lambda: add(state, np.float32(1)), Target._run, number)
+        before = state.value
+        add(state, np.float32(1))
+        assert state.value == before + 1
+        return found
+
+    number = 0
+    while is_interrupted(number):
         number += 1
     assert number > 20
 

@@ -5,13 +5,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import stepcache as sc
+from stepcache.remote.coordinator import Output
 from stepcache.remote.local_tasks import LocalTasks, address
 from stepcache.storage.load_markers import Process
 from tests.remote.processes import ServedTasks, directory_of, has_ended, tasks_of, wait_until
@@ -181,6 +184,39 @@ def test_a_second_coordinator_in_a_directory_is_refused(tmp_path):
     with pytest.raises(sc.StepCacheError, match="tasks run in this directory already"):
         LocalTasks(tmp_path, 1, 1)
     tasks.close()
+
+
+def test_tasks_that_cannot_be_started_again_are_no_hang(tmp_path, caplog):
+    class Once(LocalTasks):
+        def _launched(self):
+            if self.coordinator.incarnation > 1:
+                raise OSError("no more processes")
+            return super()._launched()
+
+    tasks = Once(tmp_path, 1, 1)
+    running = threading.Thread(target=tasks.run)
+    running.start()
+    with sc.Session(target=f"local:{tmp_path}"):
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        tasks.coordinator.from_task = lambda *_: Output(lost=("one has said so", []))
+        for reason in ("one has said so", "the coordinator of the tasks has ended"):
+            with pytest.raises(sc.RankLostError, match=reason):
+                state.assign(np.ones(3, np.float32))
+                _ = state.value
+    running.join(20)
+    assert not running.is_alive() and "cannot be started again: OSError: no more" in caplog.text
+
+
+def test_a_killed_client_leaves_no_directory(tmp_path):
+    script = """
+    session = sc.Session(target="local:1x1")
+    with session:
+        assert float(add(np.zeros(3, np.float32), 1.0)[1]) == 0
+    print(session._scope.target.connection.where)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    directory = run(script, cache=tmp_path, code=-signal.SIGKILL).strip()
+    wait_until(lambda: not Path(directory).exists())
 
 
 @pytest.mark.slow

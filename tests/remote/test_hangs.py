@@ -39,6 +39,15 @@ def opened_files(pid):
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+@contextlib.contextmanager
+def no_more_files(pid):
+    """A process cannot open memory that it has not opened yet."""
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (opened_files(pid), limits[1]))
+    yield
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
 def test_a_run_that_fails_on_one_task_alone_ends_for_all():
     """The other task waits for it in a collective."""
@@ -47,15 +56,31 @@ def test_a_run_that_fails_on_one_task_alone_ends_for_all():
         mean(state, np.ones((2, 4), np.float32))
         mean.warm(state, LARGE)
         _, (_, second) = tasks_of(session)
-        limits = resource.prlimit(second, resource.RLIMIT_NOFILE)
-        resource.prlimit(second, resource.RLIMIT_NOFILE, (opened_files(second), limits[1]))
-        mean(state, LARGE)  # It cannot open the memory.
-        with pytest.raises(sc.RankLostError, match=r"failed on task . alone: OSError") as error:
+        lost = pytest.raises(sc.RankLostError, match=r"failed on task . alone: OSError")
+        with no_more_files(second), lost as error:
+            mean(state, LARGE)
             _ = state.value
         assert len(error.value.ranks) == 1
         state.assign(np.float32(0))
         mean(state, LARGE)
         assert state.value == 1
+    closed(session)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
+def test_a_value_that_one_task_alone_does_not_get_ends_for_all():
+    """They would go on with different values."""
+    with sc.Session(target="local:2x1") as session:
+        state = sc.Variables(np.zeros(1 << 16, np.float32), name="state")
+        mean(state, np.ones((2, 4), np.float32))
+        assert state.value[0] == 1
+        with no_more_files(tasks_of(session)[1][1]):
+            large = {"a": np.ones(1 << 18, np.float32)}  # In memory that no task has opened.
+            with pytest.raises(sc.RankLostError, match=r"failed on task . alone: OSError"):
+                _ = sc.Variables(large, name="large").value
+        state.assign(np.zeros(1 << 16, np.float32))
+        mean(state, np.ones((2, 4), np.float32))
+        assert state.value[0] == 1
     closed(session)
 
 
@@ -69,13 +94,11 @@ def test_a_checkpoint_that_one_task_alone_cannot_take_part_in(tmp_path):
         _, tasks = tasks_of(session)
         for number, victim in enumerate(tasks, 1):
             large = np.ones(number << 16, np.float32)  # In memory that no task has opened.
-            limits = resource.prlimit(victim, resource.RLIMIT_NOFILE)
-            resource.prlimit(victim, resource.RLIMIT_NOFILE, (opened_files(victim), limits[1]))
-            with pytest.raises(sc.TaskError, match="Too many open files"):
-                sc.save(tmp_path, keep=2, state=state, large=large, step=2)
-            with pytest.raises(sc.TaskError):
-                sc.restore(tmp_path, state=state)
-            resource.prlimit(victim, resource.RLIMIT_NOFILE, limits)
+            with no_more_files(victim):
+                with pytest.raises(sc.TaskError, match="Too many open files"):
+                    sc.save(tmp_path, keep=2, state=state, large=large, step=2)
+                with pytest.raises(sc.TaskError):
+                    sc.restore(tmp_path, state=state)
             assert state.value == 2
         assert sc.restore(tmp_path, state=state, step=0)["step"] == 1
         assert state.value == 1
@@ -175,6 +198,23 @@ def test_a_deadline_ends_the_wait_and_nothing_else():
         patiently(lambda: mean(state, LARGE))
         assert patiently(lambda: state.value) == len(made) + 2 == 34
         assert [patiently(each.__float__) for each in made] == [n + 1 for n in range(32)]
+    closed(session)
+
+
+def test_a_deadline_ends_a_call_whose_values_nobody_takes():
+    """They are sent as soon as somebody does."""
+    total = sc.step(lambda tree: sum(tree.values()).sum())
+    small = {str(n): np.ones(15_000, np.float32) for n in range(100)}  # Not through shared memory.
+    with sc.Session(target="local:1x1", deadline=0.5) as session:
+        total.warm(small)
+        coordinator, _ = tasks_of(session)
+        os.kill(coordinator, signal.SIGSTOP)
+        made = []
+        with pytest.raises(sc.DeadlineError):
+            for _ in range(2):
+                made.append(total(small))
+        os.kill(coordinator, signal.SIGCONT)
+        assert [patiently(each.__float__) for each in made] == [1_500_000]
     closed(session)
 
 
