@@ -265,9 +265,8 @@ class Table(Holder):
             self._cache.invalidate(ids)
 
         def write(host: int, at: Any, numbers: np.ndarray) -> None:
-            types = self._type.update_types(numbers.size)
-            row = (self.name, "rows", BlockLayout(types), [numbers, update[at]])
-            self._hosts.clients[host].write(*row, types=types)
+            layout = BlockLayout(self._type.update_types(numbers.size))
+            self._hosts.clients[host].write(self.name, "rows", layout, [numbers, update[at]])
 
         self._on_each_host(ids, write)
         self._note(ids.nbytes + ids.size * self._row_bytes)

@@ -273,19 +273,29 @@ def resident_bytes(server):
 
 
 def test_a_fork_of_a_client_cannot_write_in_its_name(server):
+    """Nor does it wait for a thread that held the client when it was forked."""
     script = f"""
-        import os
+        import os, threading
         import numpy as np
         import stepcache as sc
         with sc.connect("local:{server.directory}") as connection:
             params = connection.variables("params", {{"w": np.zeros(2)}}, write=sc.Write("add"))
             params.push({{"w": np.ones(2)}})
+            is_held, go_on = threading.Event(), threading.Event()
+            def hold():
+                with connection.hosts.clients[0]._lock:
+                    is_held.set()
+                    go_on.wait()
+            threading.Thread(target=hold).start()
+            is_held.wait()
             if (child := os.fork()) == 0:
                 try:
                     params.push({{"w": np.ones(2)}})
                 except sc.VariablesError as error:
+                    connection.close()
                     os._exit(7 * ("forked" in str(error)))
                 os._exit(1)
+            go_on.set()
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
             params.push({{"w": np.ones(2)}})
             assert params.value["w"].tolist() == [2, 2] and params.version == 2
