@@ -320,6 +320,7 @@ class DurableHost:
             self._end(self._stored)
         is_saved = self.host.moment == self._stored.moment
         if is_saved:
+            self._check_there()  # Another host may serve one of this name.
             host_directory.note_stop(self.directory, self.host.epoch)
             self._images.remove()
         return is_saved

@@ -162,11 +162,10 @@ class Host:
         return Values(self.epoch, self.moment, numbers, tokens, sent), blocks
 
     def _find(self, name: str) -> HeldVariables:
-        held = self._held.get(name)
-        if held is None:
+        if name not in self._held:
             known = ", ".join(sorted(self._held)[:8]) or "none"
             raise RefusalError("unknown", f"it has no variables {name!r}; it has {known}")
-        return held
+        return self._held[name]
 
     def _described(self, name: str) -> Described:
         is_saved = name not in self.unsaved

@@ -170,6 +170,19 @@ def replace(directory):
     (directory / "lock").write_text("of another host")
 
 
+def test_the_end_of_a_host_leaves_another_one_of_its_directory_alone(tmp_path):
+    host = begin(tmp_path / "served")
+    shutil.rmtree(tmp_path / "served")
+    other = begin(tmp_path / "served")
+    write(other, "client", Process.current())
+    before = (tmp_path / "served" / "epoch").read_text()
+    with pytest.raises(VariablesError, match="removed or replaced"):
+        host.finish()
+    assert (tmp_path / "served" / "epoch").read_text() == before
+    host.close()
+    other.close()
+
+
 @pytest.mark.parametrize("change", [remove, rename, replace])
 @pytest.mark.parametrize("is_written", [False, True])
 def test_it_ends_when_its_directory_is_gone(tmp_path, monkeypatch, change, is_written):
