@@ -242,8 +242,8 @@ class Table(Holder):
             )
         update = update[: rows.ids.size]
         with self._lock:
-            if self._every > 1:
-                update = update.copy()  # The caller may change it before it is sent.
+            if self._every > 1:  # A copy: the caller may change it before it is sent.
+                update = update.astype(self.dtype)
             self._pending.append((rows.ids, update))
             if len(self._pending) >= self._every:
                 self._send()

@@ -220,6 +220,14 @@ def test_the_end_of_a_connection_sends_sums(connection, name):
     assert table.lookup([5]).values[0, 0] == 600
 
 
+def test_updates_of_different_types_are_added_up_in_that_of_the_table(connection, name):
+    table = connection.table(name, 10, (2,), every=2)
+    rows = table.lookup([1])
+    table.push(rows, np.ones((8, 2), np.int32))
+    table.push(rows, np.full((8, 2), 0.5, np.float32))
+    assert table.lookup([1]).values[0].tolist() == [1.5, 1.5]
+
+
 @pytest.mark.parametrize("every", [0, True, 1.5])
 def test_every_counts_updates(connection, name, every):
     with pytest.raises(OptionError, match="every counts updates"):
