@@ -481,6 +481,12 @@ def test_unknown_addresses_are_refused(address):
         sc.connect(address)
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1"])
+def test_what_is_no_timeout_is_refused(timeout):
+    with pytest.raises(OptionError, match="no timeout"):
+        sc.connect("local:nowhere", timeout=timeout)
+
+
 def test_no_server_is_an_error_in_time(engine, tmp_path):
     with engine(tmp_path / "nobody").connect(timeout=0.3) as connection:
         began = time.monotonic()
