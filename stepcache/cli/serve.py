@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -18,6 +18,8 @@ import stepcache.cli.render as render
 from stepcache._process_hooks import signals_handled
 from stepcache.cli.directories import DURATION, Result, shown_errors
 from stepcache.units import counted
+
+T = TypeVar("T")
 
 _DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
@@ -99,7 +101,10 @@ def _serve_here(directory: Path, options: dict[str, Any]) -> None:
     server = LocalServer(directory, **options)
     held = server.host.status().variables
     what = f"serving {directory} ({len(held)} variables, epoch {server.host.epoch})"
-    _run_until_signalled(what, server.run, server.stop)
+    if not _run_until_signalled(what, server.run, server.stop):
+        raise click.ClickException(
+            "stopped; the last snapshot lacks writes. Clients keep theirs: serve again"
+        )
     click.echo(f"stopped; {server.host.moment} writes are in the last snapshot")
 
 
@@ -138,11 +143,11 @@ def _serve_tasks_on_ray(size: str, name: str) -> None:
     click.echo("stopped")
 
 
-def _run_until_signalled(what: str, run: Callable[[], object], stop: Callable[[], None]) -> None:
+def _run_until_signalled(what: str, run: Callable[[], T], stop: Callable[[], None]) -> T:
     """Prints what runs, and runs it; SIGTERM or Ctrl-C stops it. A second signal does not wait."""
     with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: stop()):
         click.echo(what)
-        run()
+        return run()
 
 
 @click.command("status")

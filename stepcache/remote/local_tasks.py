@@ -20,7 +20,7 @@ from typing import Any
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import StepCacheError
 from stepcache.remote.task_group import TaskGroup
-from stepcache.serving.channel import listen_at
+from stepcache.serving.channel import Listener
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory, replace_file, socket_path
 
@@ -49,10 +49,10 @@ class LocalTasks(TaskGroup):
                 raise StepCacheError("tasks run in this directory already", where=str(directory))
         self.directory, self._devices, self._owner = directory, devices, owner
         self.logs = str(directory)
-        self._path = Path(socket_path(directory / ADDRESS_FILE))
+        self._path = path = socket_path(directory / ADDRESS_FILE)
         self._popens: list[subprocess.Popen] = []
-        super().__init__(listen_at(str(self._path)), tasks)
-        data = {"address": str(self._path), "process": str(Process.current()), "tasks": tasks}
+        super().__init__(Listener(path), tasks)
+        data = {"address": path, "process": str(Process.current()), "tasks": tasks}
         replace_file(directory / ADDRESS_FILE, json.dumps(data))
 
     def close(self) -> None:
@@ -60,14 +60,12 @@ class LocalTasks(TaskGroup):
         with contextlib.suppress(OSError):
             (self.directory / ADDRESS_FILE).unlink()
         super().close()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
 
     def _launched(self) -> Sequence[subprocess.Popen]:
         self._popens = []
         pod, count = f"127.0.0.1:{free_port()}", self.coordinator.tasks
         for rank in range(count):
-            command = [sys.executable, "-m", "stepcache.remote.task", str(self._path), str(rank)]
+            command = [sys.executable, "-m", "stepcache.remote.task", self._path, str(rank)]
             command += [str(count), str(self._devices), pod, str(self.coordinator.incarnation)]
             with (self.directory / f"task{rank}.log").open("ab") as log:
                 self._popens.append(

@@ -31,13 +31,25 @@ _CHUNK_BYTES = 1 << 16
 _MAX_CHUNK_BYTES = 1 << 22
 
 
-def listen_at(path: str) -> socket.socket:
-    """Returns a Unix socket that is bound to a path, also where an earlier server has left one."""
-    with contextlib.suppress(FileNotFoundError):
-        Path(path).unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(path)
-    return listener
+class Listener(socket.socket):
+    """A Unix socket that is bound to a path, also where an earlier server has left one.
+
+    Once it is closed the path is free, unless a later server has taken it.
+    """
+
+    def __init__(self, path: str):
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._path = Path(path)
+        self._path.unlink(missing_ok=True)
+        self.bind(path)
+        self._inode = self._path.stat().st_ino
+
+    def close(self) -> None:
+        """Closes the socket, and removes it."""
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+        super().close()
 
 
 class Channel(Generic[T]):
@@ -81,6 +93,7 @@ class Channel(Generic[T]):
             made.sendall(key)
             return cls(made, decode)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        made.settimeout(_CONNECT_SECONDS)  # Else it waits while too many others wait there.
         try:
             made.connect(address)
         except OSError:

@@ -8,16 +8,18 @@ applies each write once.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from stepcache.errors import ServerLostError, VariablesError, first_line
+from stepcache.serving import transport
 from stepcache.serving.held import Block
 from stepcache.serving.messages import (
     BlockLayout,
@@ -25,7 +27,6 @@ from stepcache.serving.messages import (
     DescribeRequest,
     Joined,
     JoinRequest,
-    LeafType,
     ReadRequest,
     Refused,
     Request,
@@ -37,17 +38,15 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
-from stepcache.serving.transport import Transport, Version, keep_in_thread, refusal
+from stepcache.serving.transport import Transport, Version
 from stepcache.serving.unsaved import Sent, Unsaved
 from stepcache.storage.load_markers import Process
-from stepcache.units import readable_bytes
 
 _TRANSIENT = ("epoch", "gap", "recovering")
+_WITH_TYPES = ("create", "rows")
 _ADDING, _NOT_CONFIRMED = ("add", "apply", "rows"), (1 << 62, 0)  # After all that was confirmed.
 _CLOSING_SECONDS = 5.0
 _KEPT_SECONDS = 0.5  # How often a client that has written checks whether the host has restarted.
-
-T = TypeVar("T")
 
 _log = logging.getLogger("stepcache")
 
@@ -72,15 +71,20 @@ class Client:
         keeps: bool = True,
     ):
         self.name, self.where = secrets.token_hex(16), where
-        self._timeout, self._keeps = timeout, keeps
-        self._max_unsaved_bytes = max_unsaved_bytes
+        self._timeout, self._max_unsaved_bytes, self._keeps = timeout, max_unsaved_bytes, keeps
         self._transport = connect(self.name)
-        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._own_lock = threading.RLock()
         self._epoch: int | None = None
         self._unsaved = Unsaved()
-        self._is_flushed = True
-        self._is_closed = False
+        self._is_flushed, self._is_closed = True, False
         self._keeper: threading.Thread | None = None
+
+    @property
+    def _lock(self) -> threading.RLock:
+        if self._pid != os.getpid():  # It may be locked for ever, and numbers would come twice.
+            raise transport.forked(self.where)
+        return self._own_lock
 
     # ---- writes --------------------------------------------------------------------------------
 
@@ -91,7 +95,6 @@ class Client:
         layout: BlockLayout,
         leaves: Sequence[Any],
         base: int = 0,
-        types: Sequence[LeafType] = (),
         rule: bytes = b"",
         wire: str = "",
         on_kept: Callable[[], None] = lambda: None,
@@ -99,7 +102,7 @@ class Client:
         """Writes exactly once.
 
         Args:
-            name, mode, base, types, rule, wire: as in `WriteRequest`.
+            name, mode, base, rule, wire: as in `WriteRequest`.
             layout: layout of the block that is sent.
             leaves: the leaves in it. They are copied.
             on_kept: called once the host has applied the write, or this client keeps it to repeat
@@ -108,22 +111,23 @@ class Client:
         Raises:
             VariablesError: the host refused the write.
             ServerLostError: the host did not answer in time. It gets the write with the next
-                request of this client, if it has not got it already.
+                request of this client, if it has not got it already; unless this client keeps as
+                many bytes as it may.
         """
         with self._lock:
             deadline = time.monotonic() + self._timeout
             self._save_until(self._max_unsaved_bytes - layout.size_bytes, deadline)
             block = self._transport.allocate(layout.size_bytes)
             layout.fill(block.data, leaves)
-            self._settle(deadline)
-            row = (self.name, self._unsaved.next, self._epoch or 0, name, mode, base, list(types))
-            more = {"rule": rule, "wire": wire, "serial": self._unsaved.serial}
-            sent = Sent(WriteRequest(*row, **more), block)
-            self._unsaved.add(sent)
+            types = layout.types if mode in _WITH_TYPES else []
+            row = (self.name, self._unsaved.next, self._epoch or 0, name, mode, base, types, rule)
+            sent = Sent(WriteRequest(*row, wire=wire, serial=self._unsaved.serial), block)
             self._is_flushed = False
-            if self._keeps and self._keeper is None:
-                self._keeper = keep_in_thread(self.keep, _KEPT_SECONDS)
             try:
+                self._unsaved.add(sent)
+                if self._keeps and self._keeper is None:
+                    self._keeper = transport.keep_in_thread(self.keep, _KEPT_SECONDS)
+                self._settle(deadline, sent)
                 reply = self._send(sent, deadline)
             except BaseException:
                 on_kept()
@@ -132,7 +136,7 @@ class Client:
                 on_kept()
                 return Version(reply.number, reply.token, reply.moment, reply.epoch)
             self._unsaved.drop(sent)
-            raise refusal(reply, name)
+            raise transport.refusal(reply, name)
 
     def create(self, name: str, mode: str, *what: Any, **more: Any) -> Version:
         """Creates variables or a table, unless they exist; the arguments are those of `write`.
@@ -173,18 +177,21 @@ class Client:
             if reply.kind == "recovering":
                 self._transport.pause()
 
-    def _settle(self, deadline: float) -> None:
-        """Joins the host if that was not done, and sends the last write if it is not confirmed."""
+    def _settle(self, deadline: float, last: Sent | None = None) -> None:
+        """Joins the host if that was not done, and sends the writes that are not confirmed.
+
+        Each is sent when the ones before it are confirmed; `last` by the caller.
+        """
         if self._epoch is None:
             self._join(deadline)
-        if self._unsaved and (sent := self._unsaved[-1]).stamp is None:
-            reply = self._send(sent, deadline)
-            if not isinstance(reply, Written):
+        for sent in self._unsaved.not_confirmed:
+            if sent is not last and not isinstance(reply := self._send(sent, deadline), Written):
                 self._give_up(sent, reply)
 
     def _save_until(self, most_bytes: int, deadline: float) -> None:
         """Has writes of this client saved until those that are kept have at most so many bytes."""
         while self._unsaved and self._unsaved.size_bytes > most_bytes:
+            self._settle(deadline)
             self._request(SnapshotRequest(on_disk=False), None, deadline)
             self._join(deadline)
             if self._unsaved:
@@ -197,13 +204,11 @@ class Client:
             if joined.lost:
                 text = "%s has restarted from an older snapshot: %d writes of this process are lost"
                 _log.error(text, self.where, joined.lost)
-            if not self._repeat(joined, deadline):
-                continue
-            if joined.epoch == self._epoch:
-                return
-            if self._say_joined(deadline, joined.epoch).epoch == joined.epoch:
-                self._epoch = joined.epoch
-                return
+            if self._repeat(joined, deadline):
+                epoch = joined.epoch
+                if epoch == self._epoch or self._say_joined(deadline, epoch).epoch == epoch:
+                    self._epoch = epoch
+                    return
 
     def _say_joined(self, deadline: float, complete: int = 0) -> Joined:
         first = self._unsaved[0].request.sequence if self._unsaved else self._unsaved.next
@@ -215,24 +220,25 @@ class Client:
     def _repeat(self, joined: Joined, deadline: float) -> bool:
         """Repeats the writes that the host lacks. Returns False if it must be joined again."""
         for sent in self._unsaved:
-            if sent.request.sequence <= joined.applied:
-                continue
-            if sent.stamp is None and sent.request.mode not in _ADDING:
-                break  # It was not confirmed: `_settle` sends it once all clients have joined.
-            # Without a base: it must be repeated even after writes of others, who may have read it.
-            stamp = sent.stamp or _NOT_CONFIRMED
-            request = replace(sent.request, epoch=joined.epoch, base=0, stamp=stamp)
-            reply = self._request(request, sent.block, deadline).message
-            if isinstance(reply, Refused) and reply.kind in _TRANSIENT:
-                return False
-            if isinstance(reply, Refused):
-                self._give_up(sent, reply)
-                return False  # The writes after it have other numbers now.
+            is_sent_again = sent.stamp is not None or sent.request.mode in _ADDING
+            if is_sent_again and sent.request.sequence > joined.applied:
+                # Without a base: others may have read it, and have written since.
+                stamp = sent.stamp or _NOT_CONFIRMED
+                request = replace(sent.request, epoch=joined.epoch, base=0, stamp=stamp)
+                reply = self._request(request, sent.block, deadline).message
+                is_refused = isinstance(reply, Refused)
+                if is_refused and reply.kind in _TRANSIENT:
+                    return False
+                if is_refused and sent.stamp is not None:
+                    self._give_up(sent, reply)
+                    return False  # The writes after it have other numbers now.
+            if sent.stamp is None:
+                break  # `_settle` sends it, once all clients have joined, and those after it.
         return True
 
     def _give_up(self, sent: Sent, refused: Any) -> None:
-        why = refused.why if isinstance(refused, Refused) else f"{refused}"
-        _log.error("%s: a write of %s is lost: %s", self.where, sent.request.name, why)
+        text, why = "%s: a write of %s is lost: %s", getattr(refused, "why", refused)
+        _log.error(text, self.where, sent.request.name, why)
         self._unsaved.drop(sent)
 
     # ---- reads ---------------------------------------------------------------------------------
@@ -244,14 +250,14 @@ class Client:
         *,
         values: bool = True,
         wires: Sequence[str] = (),
-    ) -> tuple[list[Version], dict[str, np.ndarray]]:
+    ) -> tuple[list[Version], list[np.ndarray | None]]:
         """Reads variables as of one moment, after all writes of this client.
 
         Args:
             names, known, values, wires: as in `ReadRequest`.
 
         Returns:
-            The versions, and the blocks of those that the caller lacks, by name. A block does not
+            The versions, and the block of each, or None where the caller has it. A block does not
             change while an array refers to it.
 
         Raises:
@@ -262,11 +268,9 @@ class Client:
         with self._lock:
             message = ReadRequest([*names], [*known], values, [*wires])
             reply, data = self._read(message, None, deadline, ", ".join(names))
-        sent = [name for name, is_sent in zip(names, reply.sent, strict=True) if is_sent]
-        blocks = dict(zip(sent, data, strict=True))
-        rows = zip(reply.numbers, reply.tokens, strict=True)
-        versions = [Version(*row, reply.moment, reply.epoch) for row in rows]
-        return versions, blocks
+        blocks = iter(data)
+        found = [next(blocks) if is_sent else None for is_sent in reply.sent]
+        return transport.versions_of(reply), found
 
     def rows(self, name: str, asked: np.ndarray, epoch: int = -1) -> tuple[Version, np.ndarray]:
         """Reads rows of a table, after all writes of this client.
@@ -283,7 +287,7 @@ class Client:
             block = self._transport.allocate(asked.nbytes)
             block.data[:] = asked.view(np.uint8)
             reply, (data,) = self._read(RowsRequest(name, epoch), block, deadline, name)
-        return Version(reply.numbers[0], reply.tokens[0], reply.moment, reply.epoch), data
+        return transport.versions_of(reply)[0], data
 
     def _read(
         self, message: Request, block: Block | None, deadline: float, where: str
@@ -297,7 +301,7 @@ class Client:
                 return reply, received.blocks
             is_transient = isinstance(reply, Refused) and reply.kind in _TRANSIENT
             if not is_transient and not isinstance(reply, Values):
-                raise refusal(reply, where)
+                raise transport.refusal(reply, where)
             self._join(deadline)
             if is_transient:
                 self._transport.pause()
@@ -319,9 +323,9 @@ class Client:
             reply = self._request(StatusRequest(), None, time.monotonic() + self._timeout).message
         return self._expected(reply, Status)
 
-    def _expected(self, reply: Any, kind: type[T], name: str | None = None) -> T:
+    def _expected(self, reply: Any, kind: type, name: str | None = None) -> Any:
         if not isinstance(reply, kind):
-            raise refusal(reply, name or self.where)
+            raise transport.refusal(reply, name or self.where)
         return reply
 
     def flush(self) -> None:
@@ -376,18 +380,13 @@ class Client:
         return received
 
     def _lost(self, what: str = "has not answered in") -> ServerLostError:
-        kept = ""
-        if self._unsaved:
-            size = readable_bytes(self._unsaved.size_bytes)
-            kept = f"; {len(self._unsaved)} writes ({size}) are kept"
-        return ServerLostError(
-            f"the host of the variables {what} {self._timeout:g} s{kept}",
-            where=self.where,
-            hint="start `stepcache serve` for this place; writes that no snapshot has are repeated",
-        )
+        kept = f"; {self._unsaved} are kept" if self._unsaved else ""
+        return transport.lost(self.where, f"{what} {self._timeout:g} s{kept}")
 
     def close(self) -> None:
         """Closes the connection, once all writes are saved; after five seconds it warns instead."""
+        if self._pid != os.getpid():  # It is its parent's.
+            return
         with self._lock:
             if self._is_closed:
                 return

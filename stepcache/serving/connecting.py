@@ -57,7 +57,7 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
             got=repr(address),
         )
     for name, bound in (("timeout", timeout), ("max_unsaved_bytes", max_unsaved_bytes)):
-        if not isinstance(bound, int | float) or bound <= 0:
+        if not isinstance(bound, int | float) or not bound > 0:  # NaN is not.
             got = repr(bound)
             raise OptionError(f"no {name}", where="connect", expected="a number > 0", got=got)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -156,7 +157,7 @@ class Connection:
         """
         check_not_tracing("a table cannot be made", name)
         _check_name(name, "table")
-        _check_table_type(rows, shape, np.dtype(dtype), optimizer)
+        _check_table_type(rows, shape, np.dtype(dtype), optimizer, stddev, seed)
         _check_table_policy(read, cache_rows, np.dtype(dtype))
         _check_every(every, optimizer)
         sizes = [int(size) for size in shape]
@@ -295,7 +296,9 @@ def _check_name(name: object, where: str) -> None:
         raise OptionError("no name", where=where, expected="a str that is not empty", got=got)
 
 
-def _check_table_type(rows: object, shape: object, dtype: np.dtype, optimizer: object) -> None:
+def _check_table_type(
+    rows: object, shape: object, dtype: np.dtype, optimizer: object, stddev: Any, seed: Any
+) -> None:
     def are_counts(sizes: Any, least: int) -> bool:
         return all(isinstance(each, int | np.integer) and each >= least for each in sizes)
 
@@ -304,10 +307,13 @@ def _check_table_type(rows: object, shape: object, dtype: np.dtype, optimizer: o
     is_float = jax.numpy.issubdtype(dtype, np.inexact)
     numbers = "float32 or another type of floats" if takes_gradients else "a type of numbers"
     is_shape = isinstance(shape, Sequence) and are_counts(shape, 0)
+    is_spread = isinstance(stddev, int | float | np.number) and 0 <= stddev < math.inf
     for argument, given, is_legal, expected in (
         ("rows", rows, are_counts([rows], 1), "the number of rows, an int ≥ 1"),
         ("shape", shape, is_shape, "the shape of one row, such as (64,)"),
         ("optimizer", optimizer, is_optimizer, 'a RowOptimizer, such as RowOptimizer("adam", 0.1)'),
+        ("stddev", stddev, is_spread, "a standard deviation: a number ≥ 0"),
+        ("seed", seed, are_counts([seed], 0) and seed < 1 << 62, "an int ≥ 0"),
         ("dtype", dtype, dtype.name in DTYPES and (is_float or not takes_gradients), numbers),
     ):
         if not is_legal:

@@ -24,7 +24,6 @@ from stepcache.serving.held import Block, HostState
 from stepcache.serving.host import Host
 from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.messages import (
-    JoinRequest,
     LeafType,
     Refused,
     Reply,
@@ -120,7 +119,7 @@ class DurableHost:
         if not was_stopped:
             self.host.waiting_for = {*alive, *([""] if known is None else [])}
         host_directory.store_writers(self.directory, alive)
-        self._writers, self._processes = set(alive), dict[str, str]()
+        self._writers = set(alive)
         self._stored = StateWriter("snapshots", self._store, stored)
         self._kept = self._stored  # Once a write is in it, clients may forget the write.
         if has_images and CAN_IMAGE:
@@ -188,12 +187,10 @@ class DurableHost:
 
     def _note_writer(self, message: Request, reply: Reply) -> None:
         """Stores who writes, before the write is confirmed: after a crash the host waits for it."""
-        if isinstance(message, JoinRequest):
-            self._processes[message.client] = message.process
-        elif isinstance(message, WriteRequest) and isinstance(reply, Written):
+        if isinstance(message, WriteRequest) and isinstance(reply, Written):
             client = message.client
             if client not in self._writers and client.isprintable() and " " not in client:
-                process = self._processes.get(client, "")
+                process = self.host.processes.get(client, "")
                 host_directory.add_writer(self.directory, client, process)
                 self._writers.add(client)
 
@@ -323,6 +320,7 @@ class DurableHost:
             self._end(self._stored)
         is_saved = self.host.moment == self._stored.moment
         if is_saved:
+            self._check_there()  # Another host may serve one of this name.
             host_directory.note_stop(self.directory, self.host.epoch)
             self._images.remove()
         return is_saved

@@ -42,9 +42,11 @@ from stepcache.serving.messages import (
     Values,
     WriteRequest,
     Written,
+    check_name,
 )
 from stepcache.serving.repeats import Repeat, Repeats
 from stepcache.serving.tables import Tables, TableStorage
+from stepcache.storage.load_markers import Process
 
 MAX_CLIENTS = 65_536
 """How many clients are remembered: those that wrote last."""
@@ -53,7 +55,8 @@ MAX_CLIENTS = 65_536
 def _token(before: int, request: WriteRequest) -> int:
     """Returns the token of a new version, given that of the version before; 0 for an assignment."""
     text = f"{before} {request.client} {request.sequence} {request.name}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") | 1
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") | 1
 
 
 class Host:
@@ -74,6 +77,7 @@ class Host:
         saved: number of the last write of each client that a snapshot or an image holds.
         unsaved: names of the variables and tables that no snapshot or image holds.
         tables: the tables.
+        processes: the process of each client, as `Process` writes it; empty if it is malformed.
     """
 
     def __init__(
@@ -89,13 +93,14 @@ class Host:
         state = state or HostState({}, {}, 0, {}, {})
         self.tables = Tables(storage, state.tables)
         self._held = {name: replace(each) for name, each in state.variables.items()}
-        self._applied, self._processes = OrderedDict(state.applied), dict(state.processes)
+        self._applied, self.processes = OrderedDict(state.applied), dict(state.processes)
         self.waiting_for: set[str] = set()
         self.moment = state.moment
         self.saved = {client: last.sequence for client, last in state.applied.items()}
         self.unsaved: set[str] = set()
         self._repeats = Repeats()
-        self._refused: dict[str, tuple[int, Exception]] = {}  # Serial of the last, by client.
+        # Serial, kind and reason of the last, by client. An exception would keep the value.
+        self._refused: dict[str, tuple[int, str, str]] = {}
 
     def handle(self, request: Request, payload: np.ndarray | None) -> tuple[Reply, list[Block]]:
         """Serves a request.
@@ -157,11 +162,10 @@ class Host:
         return Values(self.epoch, self.moment, numbers, tokens, sent), blocks
 
     def _find(self, name: str) -> HeldVariables:
-        held = self._held.get(name)
-        if held is None:
+        if name not in self._held:
             known = ", ".join(sorted(self._held)[:8]) or "none"
             raise RefusalError("unknown", f"it has no variables {name!r}; it has {known}")
-        return held
+        return self._held[name]
 
     def _described(self, name: str) -> Described:
         is_saved = name not in self.unsaved
@@ -174,20 +178,20 @@ class Host:
     # ---- writes --------------------------------------------------------------------------------
 
     def _join(self, request: JoinRequest) -> Joined:
-        if request.first < 1 or not request.client:
-            raise MalformedMessageError("the client has no name, or its first write no number")
+        check_name(request.client)
+        if request.first < 1:
+            raise MalformedMessageError("the client's first write has no number")
         last, before = self._applied.get(request.client, LastWrite()), request.first - 1
         lost = max(before - last.sequence, 0)
         self._applied[request.client] = LastWrite(before) if lost else last
-        self._processes[request.client] = request.process
+        self.processes[request.client] = request.process if Process.parse(request.process) else ""
         self._applied.move_to_end(request.client)
         if request.complete == self.epoch:
             self.waiting_for.discard(request.client)
         while len(self._applied) > MAX_CLIENTS:
             client, _ = self._applied.popitem(last=False)
-            self.saved.pop(client, None)
-            self._processes.pop(client, None)
-            self._refused.pop(client, None)
+            for each in (self.saved, self.processes, self._refused):
+                each.pop(client, None)
         saved = self.saved.get(request.client, 0)
         return Joined(self.epoch, self._applied[request.client].sequence, saved, lost)
 
@@ -212,13 +216,14 @@ class Host:
 
     def _do_unless_refused(self, request: WriteRequest, payload: np.ndarray | None) -> None:
         """Applies a write, unless it was refused before: the next one may have its number."""
-        serial, why = self._refused.get(request.client, (0, None))
-        if why is not None and 0 < request.serial <= serial:
-            raise why
+        serial, *why = self._refused.get(request.client, (0, "", ""))
+        if 0 < request.serial <= serial:
+            raise RefusalError(*why)
         try:
             self._do(request, payload)
         except Exception as error:
-            self._refused[request.client] = request.serial, error
+            kind = error.kind if isinstance(error, RefusalError) else "failed"
+            self._refused[request.client] = request.serial, kind, str(error)
             raise
 
     def _do(self, request: WriteRequest, payload: np.ndarray | None) -> None:
@@ -308,8 +313,7 @@ class Host:
             return
         if name in self.tables.held:
             raise RefusalError("type", f"{name} is the name of a table, not of variables")
-        if not name or len(self._held) >= MAX_NAMES:
-            raise MalformedMessageError(f"the name is empty, or there are {MAX_NAMES:,} variables")
+        check_name(name, self._held)
         made = HeldVariables(layout, 0, _token(0, request), (0, 0), self._copy(payload))
         self._held[name] = self._with_rule(name, made, request.rule) if request.rule else made
         self.unsaved.add(name)
@@ -369,9 +373,7 @@ class Host:
     def state(self, *, on_disk: bool = True) -> HostState:
         """Returns the state, for a snapshot on disk or an image. Its blocks do not change."""
         held = {name: replace(each) for name, each in self._held.items()}
-        processes = {
-            name: self._processes[name] for name in self._applied if name in self._processes
-        }
+        processes = {name: self.processes[name] for name in self._applied if name in self.processes}
         tables = self.tables.saved(on_disk=on_disk)
         return HostState(held, dict(self._applied), self.moment, processes, tables)
 
@@ -392,7 +394,7 @@ class Host:
             variables.append((name, held.number, *sizes))
         variables += self.tables.status()
         clients = [
-            (client, self._processes.get(client, ""), last.sequence, self.saved.get(client, 0))
+            (client, self.processes.get(client, ""), last.sequence, self.saved.get(client, 0))
             for client, last in self._applied.items()
         ]
         return Status(self.epoch, variables, clients[-1000:], {"writes": self.moment})

@@ -172,8 +172,7 @@ class Hosts:
                 if is_like and (there.is_saved or self.clients[host].is_saved_at_last(name)):
                     return Version(there.number, 0)
             value = [np.asarray(leaves[number]) for number in part.leaves]
-            row = (name, "create", part.block, value)
-            return self.clients[host].create(*row, types=part.block.types, rule=rule)
+            return self.clients[host].create(name, "create", part.block, value, rule=rule)
 
         versions = self.together([functools.partial(opened, host) for host in others])
         versions = {first: opened(first), **dict(zip(others, versions, strict=True))}
@@ -341,10 +340,10 @@ class Hosts:
         versions: list[Versions] = [{} for _ in names]
         blocks: list[dict[int, np.ndarray]] = [{} for _ in names]
         for (host, indices), (found, sent) in zip(asked.items(), results, strict=True):
-            for index, version in zip(indices, found, strict=True):
+            for index, version, block in zip(indices, found, sent, strict=True):
                 versions[index][host] = version
-                if names[index] in sent:
-                    blocks[index][host] = sent[names[index]]
+                if block is not None:
+                    blocks[index][host] = block
         return versions, blocks
 
     def _joined(

@@ -8,7 +8,6 @@ the ray engine serves the processes of its machine in the same way.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from stepcache.serving.channel import Channel, Channels, listen_at
+from stepcache.serving.channel import Channel, Channels, Listener
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.local_transport import ADDRESS_FILE, bytes_of, joined, splitter
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
@@ -71,23 +70,26 @@ class LocalServer:
         self.directory, self.host = self._durable.directory, self._durable.host
         self._counts = self._durable.counts
         self._sent: dict[str, _Reply] = {}  # The last one to each client.
-        self._processes: dict[str, Process] = {}
+        self._processes: set[Process] = set()
         self._stopping = threading.Event()
         allow_many_files()
         address = socket_path(self.directory)
-        self._path = Path(address)
         self._channels: Channels[_Channel] = Channels(
-            listen_at(address), lambda made: Channel(made, splitter(MAX_REQUEST_BYTES))
+            Listener(address), lambda made: Channel(made, splitter(MAX_REQUEST_BYTES))
         )
         _publish_address(self.directory, address, self.host.epoch)
 
     # ---- the loop ------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Serves until `stop`, writes a last snapshot, and unlocks the directory."""
+    def run(self) -> bool:
+        """Serves until `stop`, writes a last snapshot, and unlocks the directory.
+
+        Returns:
+            Whether the last snapshot holds all writes.
+        """
         try:
             self.serve()
-            self._durable.finish()
+            return self._durable.finish()
         finally:
             self._durable.close()
 
@@ -106,8 +108,6 @@ class LocalServer:
                     swept = time.monotonic()
         finally:
             self._channels.close()
-            with contextlib.suppress(OSError):
-                self._path.unlink()
 
     def stop(self) -> None:
         """Makes `run` and `serve` return. Signal handlers and other threads may call it."""
@@ -144,7 +144,7 @@ class LocalServer:
             return
         reply, blocks = self._durable.handle(client, message, payload)
         if hasattr(message, "process") and (process := Process.parse(message.process)):
-            self._processes[client] = process
+            self._processes.add(process)
         self._send(channel, number, client, reply, blocks)
         self._durable.seconds.append(time.perf_counter() - started)
 
@@ -160,7 +160,8 @@ class LocalServer:
         if any(places):
             sent = self._sent.setdefault(client, _Reply(number, [], channel))
             sent.blocks.extend(blocks)
-            sent.channel = channel
+            if number >= sent.number:  # Else it was late, by a connection that may have ended.
+                sent.channel = channel
         header = plain.pack([number, places, to_plain(reply)])
         inline = [block.data for block in blocks if block.place is None]
         self._counts["bytes sent"] += len(header) + sum(each.size for each in inline)
@@ -172,11 +173,13 @@ class LocalServer:
 
     def _sweep(self) -> None:
         """Releases the blocks of processes that have ended."""
-        for client, process in list(self._processes.items()):
-            if process.is_local() and process.has_ended():
-                del self._processes[client]
-                self._sent.pop(client, None)
-                self._opened.forget(process.pid)
+        ended = {each for each in self._processes if each.is_local() and each.has_ended()}
+        self._processes -= ended
+        for process in ended:
+            self._opened.forget(process.pid)
+        texts = {str(each) for each in ended}  # Forks of these may have their sockets.
+        for client in [name for name in self._sent if self.host.processes.get(name) in texts]:
+            del self._sent[client]
 
 
 def _envelope(frames: list[bytes]) -> tuple[int, str, Any, Any]:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import logging
-import os
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -99,7 +98,6 @@ class LocalTransport:
     def __init__(self, directory: Path, client: str):
         self._directory, self._client = directory.expanduser().resolve(), client
         self._channel: Channel[list[bytes]] | None = None
-        self._pid = os.getpid()
         self._number = 0
         self._opened = Opened()
         self._pool = Pool()
@@ -119,16 +117,7 @@ class LocalTransport:
 
         Returns:
             The reply; None if none arrives in time.
-
-        Raises:
-            VariablesError: this process was forked from that of the client.
         """
-        if self._pid != os.getpid():  # The writes of both would have the same numbers.
-            raise VariablesError(
-                "this connection belongs to the process that this one was forked from",
-                where=str(self._directory),
-                hint="connect in this process",
-            )
         self._number += 1
         place = astuple(block.place) if block is not None and block.place is not None else None
         header = plain.pack([self._number, self._client, place, to_plain(message)])
@@ -222,5 +211,5 @@ class LocalTransport:
     def close(self) -> None:
         """Closes the connection. The server then releases the blocks of its last reply."""
         if self._channel is not None:
-            self._channel.close(for_all=self._pid == os.getpid())
+            self._channel.close()
             self._channel = None

@@ -242,8 +242,8 @@ class Table(Holder):
             )
         update = update[: rows.ids.size]
         with self._lock:
-            if self._every > 1:
-                update = update.copy()  # The caller may change it before it is sent.
+            if self._every > 1:  # A copy: the caller may change it before it is sent.
+                update = update.astype(self.dtype)
             self._pending.append((rows.ids, update))
             if len(self._pending) >= self._every:
                 self._send()
@@ -265,9 +265,8 @@ class Table(Holder):
             self._cache.invalidate(ids)
 
         def write(host: int, at: Any, numbers: np.ndarray) -> None:
-            types = self._type.update_types(numbers.size)
-            row = (self.name, "rows", BlockLayout(types), [numbers, update[at]])
-            self._hosts.clients[host].write(*row, types=types)
+            layout = BlockLayout(self._type.update_types(numbers.size))
+            self._hosts.clients[host].write(self.name, "rows", layout, [numbers, update[at]])
 
         self._on_each_host(ids, write)
         self._note(ids.nbytes + ids.size * self._row_bytes)

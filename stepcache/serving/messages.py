@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
@@ -55,6 +55,17 @@ class MalformedMessageError(RefusalError):
         super().__init__("malformed", why)
 
 
+def is_text(text: str) -> bool:
+    """Returns whether UTF-8 can write a text, as snapshots must: it has no half of a pair."""
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def check_name(name: str, held: Sized = ()) -> None:
+    """Raises `MalformedMessageError` for what is no name, or if too many are held."""
+    if not name or not is_text(name) or len(held) >= MAX_NAMES:
+        raise MalformedMessageError(f"it is no name, or there are {MAX_NAMES:,} already")
+
+
 class BlockLayout:
     """Layout of the leaves of a value in its block.
 
@@ -73,8 +84,8 @@ class BlockLayout:
         self._places: list[tuple[int, int, tuple[int, ...], np.dtype]] = []
         offset = 0
         for path, shape, dtype in self.types:
-            if dtype not in DTYPES or any(size < 0 for size in shape):
-                raise MalformedMessageError(f"{path}: {dtype}{shape} is not the type of an array")
+            if dtype not in DTYPES or any(size < 0 for size in shape) or not is_text(path):
+                raise MalformedMessageError(f"{path!r}: {dtype}{shape} is not the type of an array")
             size_bytes = math.prod(shape) * DTYPES[dtype].itemsize
             self._places.append((offset, size_bytes, tuple(shape), DTYPES[dtype]))
             offset += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT

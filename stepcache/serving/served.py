@@ -85,6 +85,7 @@ class Served(Master):
         self._fetched: Any = None  # The current value, in the form in which copies are kept.
         self._job: Job | None = None  # A read in the background, for the next call.
         self._ahead_links: Links = ()  # Bytes that it has moved, until a call counts them.
+        self._granted: Copy | None = None  # Serves this call, of which the hosts were not asked.
         self._seen = 0  # The version that `leaves` returned last.
 
     # ---- which copy serves ---------------------------------------------------------------------
@@ -121,11 +122,11 @@ class Served(Master):
                 hint="leave the wire out, or push updates",
             )
         self._is_asked = False
-        may_serve = self._serving(reader)[0] is not None
+        self._granted, _ = self._serving(reader)
         self._is_asked = True
         copy, _ = self._serving(reader)
         is_current = copy is not None and copy.version == self.version
-        copied_at = self._copied_at if may_serve else None
+        copied_at = self._copied_at if self._granted is not None else None
         return self._name, self._current if is_current else None, copied_at
 
     def receive(self, version: Versions | None, leaves: list[list[np.ndarray]] | None) -> None:
@@ -137,6 +138,7 @@ class Served(Master):
         """
         self._is_asked, self._fetched = version is not None, None
         if version is not None:
+            self._granted = None
             self._set_current(version)
         self._fetched = self.as_copy(leaves)
 
@@ -254,11 +256,10 @@ class Served(Master):
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         fetched, self._fetched = self._fetched, None
-        copy, _ = self._serving(reader)
-        if fetched is None and copy is None:  # The hosts were not asked, or the copy was dropped.
-            self._source.read_together([(self, reader)], values=True)
-            fetched, self._fetched = self._fetched, None
-            copy, _ = self._serving(reader)
+        # One that was granted serves, though it has become too old: the values of a call are of one
+        # moment.
+        copy = self._granted or self._serving(reader)[0]
+        self._granted = None
         if fetched is not None:
             self._copies.fetches += 1
             self._copies.keep(self.version, fetched)
@@ -291,19 +292,24 @@ class Served(Master):
         meter[HOST_LINK] += self.layout.size_bytes
         leaves = packed.layout.unpack([np.asarray(each) for each in packed.buffers])
         self._assign(leaves, session, meter, base=self._current)
-        kept = packed if self._policy.cache == "device" else [[np.array(leaf)] for leaf in leaves]
+        on_host = self._policy.cache == "host"
+        kept = [[np.array(leaf)] for leaf in leaves] if on_host else packed
         self._copies.keep(self.version, kept, exact=True)
         self._copied_at = self._current
 
     def _assign(
         self, leaves: Sequence[Any], session: Any, meter: Meter, base: Versions | None = None
     ) -> None:
-        arrays = [[leaf] for leaf in leaves]
-        self._written(
-            self._hosts.write(self._name, "assign", arrays, base), self._exact, session, meter
-        )
+        self._write("assign", [[leaf] for leaf in leaves], self._exact, session, meter, base=base)
 
-    def _written(self, version: Versions, coding: Coding, session: Any, meter: Meter) -> None:
+    def _write(
+        self, mode: str, arrays: Any, coding: Coding, session: Any, meter: Meter, **options: Any
+    ) -> None:
+        try:
+            version = self._hosts.write(self._name, mode, arrays, **options)
+        except BaseException:
+            self._copies.drop()  # The hosts may have the write, or get it later.
+            raise
         self._set_current(version)
         meter[SERVER_LINK] += coding.size_bytes
         self._copies.wrote(session, self.version)
@@ -319,8 +325,7 @@ class Served(Master):
         arrays, left = self._feedback.encode(leaves)
         coding, on_kept = self._feedback.coding, functools.partial(self._feedback.keep, left)
         options = {"wire": coding.wire or "", "on_kept": on_kept}
-        version = self._hosts.write(self._name, mode, coding.of_leaves(arrays), **options)
-        self._written(version, coding, session, meter)
+        self._write(mode, coding.of_leaves(arrays), coding, session, meter, **options)
 
     def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
         way = ("devices", "server", "update", "the host computes", ())

@@ -159,6 +159,7 @@ class _OpenedFile:
         self._map = mmap.mmap(self.descriptor, found.st_size, prot=mmap.PROT_READ)
         self._readers: collections.Counter[int] = collections.Counter()  # By offset.
         self._lock = threading.RLock()  # The garbage collector may free arrays at any point.
+        self._pid = os.getpid()
 
     def array(self, place: Place) -> np.ndarray:
         if not 0 <= place.offset <= len(self._map) - place.size_bytes:
@@ -174,6 +175,8 @@ class _OpenedFile:
         return data
 
     def _unlock(self, offset: int) -> None:
+        if self._pid != os.getpid():  # A forked child has the locks in common with its parent.
+            return
         with self._lock:
             self._readers[offset] -= 1
             if not self._readers[offset]:

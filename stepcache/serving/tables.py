@@ -18,12 +18,12 @@ import numpy as np
 
 from stepcache.serving.messages import (
     DTYPES,
-    MAX_NAMES,
     BlockLayout,
     LeafType,
     MalformedMessageError,
     RefusalError,
     RowsRequest,
+    check_name,
 )
 from stepcache.storage import plain
 from stepcache.variables.policy import RowOptimizer
@@ -316,8 +316,7 @@ class Tables:
         if known is not None:
             known.type = kind
             return False
-        if not name or len(self.held) >= MAX_NAMES:
-            raise MalformedMessageError(f"the name is empty, or there are {MAX_NAMES:,} tables")
+        check_name(name, self.held)
         key = f"{quote(name, safe='')[:80]}-{token:016x}"
         try:
             self._storage.make(key, kind)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from stepcache.errors import VariablesError
+from stepcache.errors import ServerLostError, VariablesError
 from stepcache.serving.held import Block
-from stepcache.serving.messages import Refused, Request
+from stepcache.serving.messages import Refused, Request, Values
 
 _log = logging.getLogger("stepcache")
 
@@ -38,6 +38,12 @@ class Version(NamedTuple):
     token: int
     moment: int = 0
     epoch: int = 0
+
+
+def versions_of(reply: Values) -> list[Version]:
+    """Returns the versions in a reply."""
+    rows = zip(reply.numbers, reply.tokens, strict=True)
+    return [Version(*row, reply.moment, reply.epoch) for row in rows]
 
 
 class Received(NamedTuple):
@@ -76,6 +82,24 @@ def refusal(reply: Any, where: str) -> VariablesError:
     if is_refused and reply.kind == "conflict":
         hint = "where several processes write, push updates: only one may carry"
     return VariablesError(f"the host of the variables refuses: {why}", where=where, hint=hint)
+
+
+def lost(where: str, what: str) -> ServerLostError:
+    """Returns the error for a host that has not done something."""
+    return ServerLostError(
+        f"the host of the variables {what}",
+        where=where,
+        hint="start `stepcache serve` for this place; writes that no snapshot has are repeated",
+    )
+
+
+def forked(where: str) -> VariablesError:
+    """Returns the error for a connection of the parent process."""
+    return VariablesError(
+        "this connection belongs to the process that this one was forked from",
+        where=where,
+        hint="connect in this process",
+    )
 
 
 def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread:

@@ -20,6 +20,7 @@ from stepcache.storage.private_files import CREATE_FLAGS, listed
 # A process of another host cannot be checked; it is taken to be loading for this long.
 _FOREIGN_LOAD_SECONDS = 600
 _MAX_HOST_LETTERS = 48
+_WRITTEN = re.compile(r"([0-9]{1,10})\.([0-9]{1,20})\.([A-Za-z0-9-]{1,100})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,9 @@ class Process:
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
-        """The process that `str` made the text of."""
-        parts = text.split(".")
-        if len(parts) != 3 or not parts[0].isdecimal():
-            return None
-        return cls(int(parts[0]), parts[1], parts[2])
+        """The process that `str` made the text of; None for any other text."""
+        found = _WRITTEN.fullmatch(text)
+        return cls(int(found[1]), found[2], found[3]) if found else None
 
     def __str__(self) -> str:
         return f"{self.pid}.{self.start}.{self.host}"

@@ -1027,6 +1027,8 @@ def test_processes_tell_apart():
     assert not process.has_ended() and ended_process().has_ended()
     for text in ("", "x", "1.2", "x.1.host", "1.2.3.4"):
         assert Process.parse(text) is None
+    for text in ("9" * 5000 + ".1.host", "1.\ud800.host", "1.2.a host", "1.2.host\n3.4.host"):
+        assert Process.parse(text) is None
     assert Process(10**30, "0", process.host).has_ended()
 
 

@@ -8,7 +8,7 @@ import selectors
 import threading
 import time
 
-from stepcache.serving.channel import Channel, listen_at
+from stepcache.serving.channel import Channel, Listener
 from stepcache.serving.local_transport import ADDRESS_FILE, joined, splitter
 
 
@@ -36,7 +36,7 @@ class FaultyNetwork(threading.Thread):
 
     def __enter__(self):
         self.selector = selectors.DefaultSelector()
-        self.listener = listen_at(f"{self.directory}/s")
+        self.listener = Listener(f"{self.directory}/s")
         self.listener.listen()
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.publish()

@@ -99,6 +99,7 @@ class Network:
         self.late, self.asked = [], []
         self.states, self.reads = {}, []
         self.crashes = self.lost = 0
+        self.is_slow = False  # Requests may end without a reply.
         self.begin()
 
     def begin(self):
@@ -197,6 +198,8 @@ class Transport:
             if network.happens():  # Lost on the way, or late.
                 if network.random.random() < 0.5:
                     network.late.append((message, payload))
+                if network.is_slow and network.happens():
+                    return None
                 continue
             received = network.deliver(message, payload)
             if network.happens():  # Doubled.

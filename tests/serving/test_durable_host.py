@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import weakref
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from stepcache.errors import VariablesError
 from stepcache.serving import durable_host, host_directory
 from stepcache.serving.durable_host import DurableHost
 from stepcache.serving.messages import BlockLayout, JoinRequest, Refused, WriteRequest, Written
+from stepcache.serving.tables import TableType
 from stepcache.storage.load_markers import Process
+from stepcache.variables.policy import RowOptimizer
 
 LAYOUT = BlockLayout([("w", [1], "float32")])
 ENDED = Process(2**22 + 1, "1", Process.current().host)
@@ -86,6 +89,48 @@ def test_a_write_is_not_confirmed_while_the_disk_is_full(tmp_path, monkeypatch):
     after.close()
 
 
+def refused(host, sequence, payload, *row, **options):
+    """The kind of the refusal of a write."""
+    reply, _ = host.handle(
+        "me", WriteRequest("me", sequence, host.host.epoch, *row, **options), payload
+    )
+    return reply.kind
+
+
+@pytest.mark.parametrize("process", ["9" * 5000 + ".1.x", "1.\ud800.x", "1.2.x\nother 5.5.y"])
+def test_a_client_may_call_its_process_anything(tmp_path, process):
+    host = begin(tmp_path / "served")
+    write(host, "client", process)
+    assert (tmp_path / "served" / "writers").read_text().split() == ["client"]
+    host.close()
+    after = begin(tmp_path / "served")
+    assert not after.host.waiting_for
+    after.close()
+
+
+def test_what_no_snapshot_can_hold_is_refused(tmp_path):
+    host, value = begin(tmp_path / "served"), np.zeros(LAYOUT.size_bytes, np.uint8)
+    host.handle("me", JoinRequest("me", "", 1), None)
+    table = TableType(3, [], "int8", 0.0, 0, RowOptimizer()).packed()
+    for name, path in (("", "w"), ("\ud800", "w"), ("w", "\ud800")):
+        types = [(path, [1], "float32")]
+        assert refused(host, 1, value, name, "create", types=types) == "malformed"
+    assert refused(host, 1, value[:0], "\ud800", "create table", rule=table) == "malformed"
+    write(host, "client", "1.1.x")
+    host.close()
+
+
+def test_a_refused_write_is_not_kept(tmp_path):
+    host, value = begin(tmp_path / "served"), np.zeros(LAYOUT.size_bytes, np.uint8)
+    write(host, "me", "1.1.x")
+    kept = weakref.ref(value)
+    assert refused(host, 2, value, "me", "assign", base=5, serial=2) == "conflict"
+    del value
+    assert kept() is None
+    assert refused(host, 2, np.zeros(64, np.uint8), "me", "assign", serial=2) == "conflict"
+    host.close()
+
+
 def test_what_is_recovered_in_part_is_recovered_again(tmp_path):
     before, clients = begin(tmp_path / "served"), ["one", "other"]
     for client in clients:
@@ -123,6 +168,19 @@ def replace(directory):
     shutil.rmtree(directory)
     directory.mkdir(mode=0o700)
     (directory / "lock").write_text("of another host")
+
+
+def test_the_end_of_a_host_leaves_another_one_of_its_directory_alone(tmp_path):
+    host = begin(tmp_path / "served")
+    shutil.rmtree(tmp_path / "served")
+    other = begin(tmp_path / "served")
+    write(other, "client", Process.current())
+    before = (tmp_path / "served" / "epoch").read_text()
+    with pytest.raises(VariablesError, match="removed or replaced"):
+        host.finish()
+    assert (tmp_path / "served" / "epoch").read_text() == before
+    host.close()
+    other.close()
 
 
 @pytest.mark.parametrize("change", [remove, rename, replace])

@@ -187,7 +187,7 @@ def test_what_was_made_in_part_is_made_whole(connection, name, clients):
     first, host, _ = shares
     types = [(f"w{leaf}", [*TREE[f"w{leaf}"].shape], "float32") for leaf in shares[host]]
     values = [np.full(shape, 9, np.float32) for _, shape, _ in types]
-    clients[host].write(name, "create", BlockLayout(types), values, types=types)
+    clients[host].write(name, "create", BlockLayout(types), values)
     found = connection.variables(name, TREE).value
     assert {path for path in TREE if found[path][0] == 9} == {path for path, *_ in types}
     assert clients[first].describe(name) is not None

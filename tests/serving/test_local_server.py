@@ -1,9 +1,13 @@
 """The local engine: what it leaves behind, who may use it, and messages that are none."""
 
+import contextlib
 import gc
+import json
 import os
 import random
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,7 +20,7 @@ import numpy as np
 import pytest
 
 import stepcache as sc
-from stepcache.serving.channel import Channel
+from stepcache.serving.channel import Channel, Listener
 from stepcache.serving.local_transport import address, joined, splitter
 from stepcache.serving.shared_memory import Opened, Place
 from stepcache.serving.tables import TableType
@@ -76,6 +80,21 @@ def test_blocks_stay_until_the_next_request(server):
         channel.close()
 
 
+def test_a_late_request_of_an_old_connection_releases_nothing(server):
+    read = ["ReadRequest", {"names": ["params"], "known": [0], "values": True}]
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.ones(50_000, np.float32)})
+        old, new = channel_to(server), channel_to(server)
+        _, (place,), _ = msgpack.unpackb(asked(new, [8, "me", None, read]))
+        seen = Opened().open(Place(*place))
+        asked(old, [7, "me", None, read])
+        old.close()
+        for value in range(2, 30):
+            params.assign({"w": np.full(50_000, value, np.float32)})
+        assert seen.view(np.float32)[0] == 1
+        new.close()
+
+
 def test_closed_connections_leave_no_memory_with_the_server(server):
     tree = {"w": np.zeros(20 << 20, np.uint8)}
     with server.connect() as connection:
@@ -129,6 +148,48 @@ def test_a_server_whose_directory_is_removed_ends_with_one_error(server):
         with pytest.raises(sc.ServerLostError):
             params.assign({"w": np.zeros(3, np.float32)})
     assert not server.directory.exists()
+
+
+def test_a_server_of_a_new_directory_outlives_that_of_the_old_one(server, engine):
+    shutil.rmtree(server.directory)
+    other = engine(server.directory).start()
+    assert server.child.end()[0] == 1
+    with server.connect() as connection:
+        assert connection.variables("params", {"w": np.ones(2)}).value["w"].sum() == 2
+    assert "1 writes" in other.stop()
+    assert not Path(address(server.directory)["address"]).exists()
+
+
+def test_a_server_says_that_its_last_snapshot_lacks_writes(server):
+    with server.connect() as connection:
+        params = connection.variables("params", {"w": np.ones(2)})
+        connection.flush()
+        shutil.rmtree(server.directory / "snapshots")
+        (server.directory / "snapshots").write_bytes(b"")
+        params.assign({"w": np.zeros(2)})
+        connection.hosts.clients[0]._is_closed = True  # It waits for no snapshot.
+    server.child.send_signal(signal.SIGTERM)
+    code, printed, errors = server.child.end()
+    assert code == 1 and "lacks writes" in errors and "writes are in" not in printed
+
+
+def test_a_request_to_a_server_that_accepts_nobody_ends_in_time(tmp_path):
+    """Though as many connections wait as the system lets wait."""
+    path = f"{tmp_path}/s"
+    listener, waiting = Listener(path), []
+    listener.listen(0)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            waiting.append(socket.socket(socket.AF_UNIX))
+            waiting[-1].setblocking(False)
+            waiting[-1].connect(path)
+    row = {"address": path, "epoch": 1, "process": "1.1.x"}
+    (tmp_path / "server.json").write_text(json.dumps(row))
+    with sc.connect(f"local:{tmp_path}", timeout=0.3) as connection:
+        with pytest.raises(sc.ServerLostError):
+            connection.status()
+    for each in (*waiting, listener):
+        each.close()
 
 
 def test_a_directory_that_others_can_write_to_is_refused(tmp_path):
@@ -273,19 +334,29 @@ def resident_bytes(server):
 
 
 def test_a_fork_of_a_client_cannot_write_in_its_name(server):
+    """Nor does it wait for a thread that held the client when it was forked."""
     script = f"""
-        import os
+        import os, threading
         import numpy as np
         import stepcache as sc
         with sc.connect("local:{server.directory}") as connection:
             params = connection.variables("params", {{"w": np.zeros(2)}}, write=sc.Write("add"))
             params.push({{"w": np.ones(2)}})
+            is_held, go_on = threading.Event(), threading.Event()
+            def hold():
+                with connection.hosts.clients[0]._lock:
+                    is_held.set()
+                    go_on.wait()
+            threading.Thread(target=hold).start()
+            is_held.wait()
             if (child := os.fork()) == 0:
                 try:
                     params.push({{"w": np.ones(2)}})
                 except sc.VariablesError as error:
+                    connection.close()
                     os._exit(7 * ("forked" in str(error)))
                 os._exit(1)
+            go_on.set()
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
             params.push({{"w": np.ones(2)}})
             assert params.value["w"].tolist() == [2, 2] and params.version == 2

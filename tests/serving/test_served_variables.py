@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 import stepcache as sc
 from stepcache.errors import OptionError, ServerLostError, VariablesError
 from stepcache.serving.transport import place_of
+from stepcache.variables.copies import Copies
 from stepcache.variables.plan import SERVER_LINK
 from tests.serving.servers import SIZE, two
 
@@ -186,6 +187,46 @@ def test_copies_of_other_moments_do_not_serve_together(connection, name):
     total(pair[1], 1.0)
     difference.explain(*pair)
     assert difference(*pair)[0] == 0
+
+
+def test_copies_that_grow_too_old_within_a_call_serve_it(connection, name):
+    """Else one of them would be of another moment."""
+    seconds, tree = [0.0], {"w": np.zeros(1, np.float32)}
+    read = sc.Read(cache="device", max_age=10)
+    pair = [connection.variables(f"{name}{n}", tree, read=read) for n in range(2)]
+    theirs = [sc.connect(connection.address).variables(f"{name}{n}", tree) for n in range(2)]
+    for each in pair:
+        each._master._copies = Copies(read, lambda: seconds[0])
+
+    @sc.step
+    def difference(a, b):
+        return a["w"] - b["w"]
+
+    difference(*pair)
+    for each in theirs:
+        each.assign({"w": np.ones(1, np.float32)})
+    seconds[0], taken = 9.9, pair[0]._master.take
+
+    def take(*row):
+        value = taken(*row)
+        seconds[0] = 10.1
+        return value
+
+    pair[0]._master.take = take
+    assert difference(*pair)[0] == 0
+    assert total(pair[1], 1.0) == 1
+
+
+def test_a_push_that_was_not_confirmed_is_seen_by_its_process(connection, name, monkeypatch):
+    mine, _ = two(connection, name, 0.0, 1, read=STALE, write=sc.Write(mode="add"))
+    assert total(mine, 1.0) == 0
+    clients = connection.hosts.clients
+    with monkeypatch.context() as patch:
+        for each in clients:
+            patch.setattr(each._transport, "request", lambda *_: None)
+        with pytest.raises(ServerLostError):
+            mine.push({"w": np.ones(1, np.float32)})
+    assert total(mine, 1.0) == 1
 
 
 # ---- what is written -----------------------------------------------------------------------------
@@ -438,6 +479,12 @@ def test_random_keys_are_refused(connection, name):
 def test_unknown_addresses_are_refused(address):
     with pytest.raises(OptionError, match="unknown address"):
         sc.connect(address)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1"])
+def test_what_is_no_timeout_is_refused(timeout):
+    with pytest.raises(OptionError, match="no timeout"):
+        sc.connect("local:nowhere", timeout=timeout)
 
 
 def test_no_server_is_an_error_in_time(engine, tmp_path):

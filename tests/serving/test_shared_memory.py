@@ -1,5 +1,8 @@
 """Blocks that processes share: their memory is not used again while somebody reads it."""
 
+import os
+import warnings
+
 import numpy as np
 import pytest
 
@@ -70,6 +73,22 @@ def test_what_a_killed_process_has_read_is_used_again(tmp_path):
     reader.kill()
     reader.end()
     assert pool.allocate(SIZES[1]).place == place
+
+
+def test_a_forked_child_does_not_unlock_what_its_parent_reads():
+    pool, opened = Pool(), Opened()
+    first = block(pool, SIZES[1], 7)
+    place, read = first.place, opened.locked(first.place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of threads.
+        child = os.fork()
+    if not child:
+        del read
+        os._exit(0)
+    os.waitpid(child, 0)
+    del first
+    assert all(each.place != place for each in [pool.allocate(SIZES[1]) for _ in range(3)])
+    assert (read == 7).all()
 
 
 def test_a_part_of_a_block_keeps_it():

@@ -1,12 +1,15 @@
 """The state machine and its clients, over a network that loses, doubles, delays and reorders."""
 
 import itertools
+import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stepcache.errors import VariablesError
+from stepcache.errors import ServerLostError, VariablesError
 from stepcache.serving.coding import Coding
 from stepcache.serving.held import LastWrite
 from stepcache.serving.host import Host
@@ -22,12 +25,12 @@ LAYOUT = BlockLayout(TYPES)
 
 
 def create(each, name):
-    each.create(name, "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types)
+    each.create(name, "create", LAYOUT, [np.zeros(WRITES)])
 
 
 def counts(each, name):
     versions, blocks = each.read([name], [0])
-    found = LAYOUT.views(blocks[name])[0].copy()
+    found = LAYOUT.views(blocks[0])[0].copy()
     return found, versions[0]
 
 
@@ -37,8 +40,8 @@ def one_hot(number):
     return update
 
 
-def run(network, wire=""):
-    """Some clients that push, read, and are killed.
+def run(network, wire="", is_slow=False):
+    """Some clients that push, read, and are killed. What a slow host does not confirm is kept.
 
     Returns the counts of each variable, which writes of it were acknowledged, and which were begun.
     """
@@ -47,6 +50,7 @@ def run(network, wire=""):
     for name in NAMES:
         for each in clients:
             create(each, name)
+    network.is_slow = is_slow
     begun = {name: set() for name in NAMES}
     acknowledged = {name: set() for name in NAMES}
     seen = {}
@@ -66,6 +70,9 @@ def run(network, wire=""):
                 own = seen[index, name]
                 assert all(found[own_write] == 1 for own_write in own), "its own write is missing"
                 assert now.epoch > version.epoch or now.number >= version.number
+        except ServerLostError:
+            acknowledged[name].add(number)
+            seen.setdefault((index, name), set()).add(number)
         except Killed:
             # What no snapshot has of its writes is nobody's any more.
             for of_it, name_of in [key for key in seen if key[0] == index]:
@@ -80,8 +87,8 @@ def run(network, wire=""):
     return found, acknowledged, begun
 
 
-def check(network, wire=""):
-    found, acknowledged, begun = run(network, wire)
+def check(network, *how):
+    found, acknowledged, begun = run(network, *how)
     for name in NAMES:
         assert found[name].max() <= 1, f"{name}: a write was done twice"
         done = {int(number) for number in np.flatnonzero(found[name])}
@@ -101,6 +108,12 @@ def test_writes_are_done_exactly_once(block):
 def test_writes_are_done_exactly_once_for_10_000_seeds(block):
     for seed in range(1000 + block * 100, 1000 + block * 100 + 100):
         check(Network(seed))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_writes_that_were_not_confirmed_in_time_are_done_exactly_once(block):
+    for seed in range(block * 25, block * 25 + 25):
+        check(Network(seed, faults=0.5), "", True)
 
 
 def test_coded_writes_are_done_exactly_once():
@@ -136,7 +149,7 @@ def check_replaced_once(network):
     random = network.random
     clients = [client(network) for _ in range(3)]
     for each in clients:
-        each.create("a", "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types, rule=b"1")
+        each.create("a", "create", LAYOUT, [np.zeros(WRITES)], rule=b"1")
     begun, acknowledged, replaced = set(), {}, random.randrange(WRITES)
     for number in range(WRITES):
         if number == replaced:
@@ -197,7 +210,7 @@ def test_rows_are_updated_exactly_once(block):
             ids = np.array(sorted(random.sample(range(WRITES), 5)))
             types = TABLE.update_types(5)
             each = random.choice(clients)
-            each.write("table", "rows", BlockLayout(types), [ids, np.ones((5, 2))], types=types)
+            each.write("table", "rows", BlockLayout(types), [ids, np.ones((5, 2))])
             expected[ids] += 1
             if random.random() < 0.3:
                 _, data = each.rows("table", ids)
@@ -355,7 +368,7 @@ def carry(each, name, value, base):
 def test_the_only_one_that_carries_never_has_a_conflict(seed):
     network = Network(seed)
     each = client(network)
-    version = each.create("a", "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types)
+    version = each.create("a", "create", LAYOUT, [np.zeros(WRITES)])
     for step in range(1, WRITES):
         version = carry(each, "a", step, version)
         found, now = counts(each, "a")
@@ -409,8 +422,8 @@ def test_a_write_confirmed_after_those_of_others_is_not_taken_for_the_newest(see
     (kept, version), carried = counts(carrying, "a"), 0
     while carried < 40:
         (current,), blocks = carrying.read(["a"], [version.token])
-        if "a" in blocks:
-            kept = LAYOUT.views(blocks["a"])[0].copy()
+        if blocks[0] is not None:
+            kept = LAYOUT.views(blocks[0])[0].copy()
         try:
             row = ("a", "assign", LAYOUT, [kept + one_hot(1)])
             version = carrying.write(*row, base=current.token)
@@ -449,7 +462,7 @@ def test_an_assignment_does_not_undo_that_an_optimizer_was_replaced(first):
     network = Network(0, faults=0.0)
     clients = replacing, assigning = client(network), client(network)
     for each in clients:
-        each.create("a", "create", LAYOUT, [np.zeros(WRITES)], types=LAYOUT.types, rule=b"1")
+        each.create("a", "create", LAYOUT, [np.zeros(WRITES)], rule=b"1")
     assigning.write("a", "apply", LAYOUT, [one_hot(0)])
     replacing.write("a", "replace optimizer", BlockLayout([]), [], rule=b"2")
     assigning.write("a", "assign", LAYOUT, [one_hot(1)])
@@ -473,6 +486,68 @@ def test_a_new_write_is_not_taken_for_one_before_the_crash():
     assigning.write("a", "assign", LAYOUT, [one_hot(1)])
     pushing.write("a", "add", LAYOUT, [one_hot(2)])
     assert counts(assigning, "a")[0].tolist() == (one_hot(1) + one_hot(2)).tolist()
+
+
+@pytest.mark.parametrize("mode", ["add", "assign"])
+def test_writes_that_were_not_confirmed_are_sent_with_the_next_request(mode):
+    """Also those that take more than half of what may be kept; and by the end of a client."""
+    network = Network(0, faults=0.0)
+    writer, other = client(network), client(network)
+    create(writer, "a")
+    writer.flush()
+    writer._max_unsaved_bytes = LAYOUT.size_bytes * (100 if mode == "add" else 1.5)
+    carried = writer._transport.carried
+    for turn in range(2):
+        writer._transport.carried = lambda *_: None
+        for number in range(2 if mode == "add" else 1):
+            with pytest.raises(ServerLostError):
+                writer.write("a", mode, LAYOUT, [one_hot(2 * turn + number)])
+        writer._transport.carried = carried
+        if turn == 0:
+            writer.write("a", mode, LAYOUT, [one_hot(7)])
+            writer.flush()
+    writer.close()
+    expected = one_hot([0, 1, 2, 3, 7]) if mode == "add" else one_hot(2)
+    assert counts(other, "a")[0].tolist() == expected.tolist()
+
+
+def test_ctrl_c_at_any_line_of_a_write_loses_no_other():
+    line = 1
+    while interrupted_at(line):
+        line += 1
+    assert line > 20
+
+
+def interrupted_at(wanted):
+    """Interrupts a write at a line of the client. Returns whether there are so many."""
+    network, lines = Network(0, faults=0.0), itertools.count(1)
+    each = client(network)
+    create(each, "a")
+    each.write("a", "add", LAYOUT, [one_hot(0)])
+
+    def trace(frame, event, _):
+        if Path(frame.f_code.co_filename).name not in ("client.py", "unsaved.py"):
+            return None
+        if event == "line" and next(lines) == wanted:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        each.write("a", "add", LAYOUT, [one_hot(1)])
+        was_interrupted = False
+    except KeyboardInterrupt:
+        was_interrupted = True
+    finally:
+        sys.settrace(before)
+    each._own_lock = threading.RLock()  # The trace may interrupt its release, Ctrl-C cannot.
+    for number in range(2, 5):
+        each.write("a", "add", LAYOUT, [one_hot(number)])
+    network.crash()
+    found = counts(each, "a")[0]
+    assert found[[0, 2, 3, 4]].tolist() == [1, 1, 1, 1] and found[1] <= 1, wanted
+    return was_interrupted
 
 
 def test_a_refused_write_that_arrives_once_more_is_not_taken_for_the_next():
@@ -509,7 +584,7 @@ def test_rows_that_are_assigned_again_keep_the_latest_values(order):
         each.create("table", "create table", BlockLayout([]), [], rule=kind.packed())
         ids, types = np.array([number, 2]), kind.update_types(2)
         row = ("table", "rows", BlockLayout(types), [ids, np.full((2, 2), number + 1)])
-        each.write(*row, types=types)
+        each.write(*row)
     network.crash()
     for index in order:
         clients[index].keep(1e6)
@@ -529,6 +604,6 @@ def test_the_last_optimizer_of_a_table_counts_in_whatever_order_writes_come_agai
     for index in order:
         clients[index].keep(1e6)
     types = TABLE.update_types(1)
-    clients[0].write("table", "rows", BlockLayout(types), [[3], np.ones((1, 2))], types=types)
+    clients[0].write("table", "rows", BlockLayout(types), [[3], np.ones((1, 2))])
     _, data = clients[0].rows("table", np.array([3]))
     assert TABLE.layout(1).views(data)[0].tolist() == [[-2, -2]] and not caplog.records

@@ -162,6 +162,12 @@ def test_what_is_no_row_is_refused(connection, name):
         ("rows", {"rows": 1.5}),
         ("shape", {"rows": 10, "shape": 2}),
         ("optimizer", {"rows": 10, "optimizer": "adam"}),
+        ("stddev", {"rows": 10, "stddev": -1.0}),
+        ("stddev", {"rows": 10, "stddev": float("nan")}),
+        ("stddev", {"rows": 10, "stddev": "1"}),
+        ("seed", {"rows": 10, "seed": -1}),
+        ("seed", {"rows": 10, "seed": 1.5}),
+        ("seed", {"rows": 10, "seed": 1 << 70}),
         ("dtype", {"rows": 10, "dtype": str}),
         ("dtype", {"rows": 10, "dtype": int, "optimizer": sc.RowOptimizer("sgd", 0.1)}),
     ],
@@ -218,6 +224,14 @@ def test_the_end_of_a_connection_sends_sums(connection, name):
         for _ in range(600):  # One by one, in bfloat16, they would add up to 256.
             summing.push(rows, np.ones_like(rows.values))
     assert table.lookup([5]).values[0, 0] == 600
+
+
+def test_updates_of_different_types_are_added_up_in_that_of_the_table(connection, name):
+    table = connection.table(name, 10, (2,), every=2)
+    rows = table.lookup([1])
+    table.push(rows, np.ones((8, 2), np.int32))
+    table.push(rows, np.full((8, 2), 0.5, np.float32))
+    assert table.lookup([1]).values[0].tolist() == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("every", [0, True, 1.5])

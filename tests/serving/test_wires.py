@@ -140,6 +140,17 @@ def test_coded_copies_on_a_mesh(connection, name, mesh, moved, rules):
     assert np.abs(np.asarray(seen) - normal()).max() <= np.abs(normal()).max() / 254 * 1.001
 
 
+def test_a_call_may_take_a_value_twice_coded_and_exact(connection, name):
+    tree = {"w": normal()}
+    exact = connection.variables(name, tree)
+    coded = connection.variables(name, tree, read=sc.Read(cache="device", wire="int8"))
+    both = sc.step(lambda exact, coded: (exact["w"] * 1, coded["w"] * 1))
+    for _ in range(2):
+        found, rounded = both(exact, coded)
+        assert np.array_equal(found, normal()) and not np.array_equal(rounded, found)
+        assert np.abs(rounded - found).max() < 0.1
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_carried_value_is_not_coded(connection, name, wire):
     params, theirs = two(connection, name, read=sc.Read(cache="device", wire=wire))
