@@ -48,7 +48,8 @@ class Recording:
         of_jax: JAX's own that any trace has entered so far, which counts as entered. Recordings
             share one dictionary until there is more, so that what was found out about it is found
             again by its identity. Not to be changed.
-        files: paths of the files opened for reading; relative ones as they were given.
+        files: paths of the files opened for reading, relative ones as they were given, with the
+            state of each as `state_of_file` gives it.
         variables: names of environment variables asked for.
         impure: what it called that makes it valid for this run only.
         unavailable: why it has not been watched, or not to its end; None if it has.
@@ -56,7 +57,7 @@ class Recording:
 
     entered: dict[int, CodeType] = field(default_factory=dict)
     of_jax: dict[int, CodeType] = field(default_factory=dict)
-    files: set[str] = field(default_factory=set)
+    files: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     impure: dict[str, None] = field(default_factory=dict)
     unavailable: str | None = None

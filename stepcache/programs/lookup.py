@@ -36,6 +36,7 @@ from stepcache.fingerprint.provenance import (
     file_label,
     origin_of_file,
     origin_of_module,
+    state_of_file,
 )
 from stepcache.fingerprint.recorder import Recording
 from stepcache.fingerprint.tokens import atom, plain_text
@@ -198,6 +199,9 @@ class Lookup:
         untrackable = [*self._walk().untrackable, *recording.impure]
         if recording.unavailable:
             untrackable.append(recording.unavailable)
+        for path, state in recording.files.items():
+            if state_of_file(path) != state:
+                untrackable.append(f"file {path}: it was written to while the step was traced")
         unknown = {
             code
             for code in recording.entered.values()
@@ -219,7 +223,7 @@ class Lookup:
         if not Path(path).is_absolute():
             return "directory", path, path
         if self._root and path.startswith(self._root + os.sep):
-            return "source", os.path.relpath(path, self._root), path
+            return "source", path.removeprefix(self._root + os.sep), path
         return "absolute", path, path
 
     def _content(self, base: str, path: str, original: str) -> str:
