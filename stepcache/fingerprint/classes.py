@@ -182,11 +182,17 @@ def follow_library_class(walk: Trail, cls: type) -> None:
                 walk.once(path, text)
             elif is_foreign(value):
                 walk.value(path, value)
+            elif attribute.startswith("__"):
+                continue
             elif type(value) in CONTAINERS:
                 if (text := container_text(value)) is not None:
                     walk.when_named(attribute, path, text)
-            elif isinstance(value, functools.partialmethod) or origin_of(type(value)) == USER:
+            elif isinstance(value, functools.partialmethod) or _is_of_the_user(type(value)):
                 walk.when_named(attribute, path, value)
+
+
+def _is_of_the_user(cls: type) -> bool:
+    return origin_of(cls) == USER and instances.is_shown(cls)
 
 
 def is_special(name: str) -> bool:
