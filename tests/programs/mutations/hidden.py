@@ -317,6 +317,7 @@ IN_CLASSES = [
         """
         import flax.linen as nn
         nn.Dense.sc_table = {"a": «2.0¦3.0»}
+        def restore(): del nn.Dense.sc_table
         def step(x): return x * nn.Dense.sc_table["a"]
         """,
         "Dense.sc_table",
@@ -328,6 +329,7 @@ IN_CLASSES = [
         class Config:
             def __init__(self, rate): self.rate = rate
         argparse.Action.sc_config = Config(«2.0¦3.0»)
+        def restore(): del argparse.Action.sc_config
         def step(x): return x * argparse.Action.sc_config.rate
         """,
         "Action.sc_config.rate",
@@ -338,6 +340,7 @@ IN_CLASSES = [
         import fractions, functools
         half = fractions.Fraction.limit_denominator
         fractions.Fraction.sc_near = functools.partialmethod(half, «2¦30»)
+        def restore(): del fractions.Fraction.sc_near
         F = fractions.Fraction(1, 17)
         def step(x): return x * float(F.sc_near())
         """,
@@ -520,6 +523,7 @@ OF_THE_PROCESS = [
         """
         import logging
         logging.getLogger("logger_by_its_name").setLevel(«10¦40»)
+        def restore(): logging.getLogger("logger_by_its_name").setLevel(0)
         def step(x):
             log = logging.getLogger("logger_by_its_name")
             return x * (3 if log.isEnabledFor(logging.INFO) else 2)
