@@ -131,7 +131,7 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
     (`ir.Location.file`), or one of `self` in a class of JAX or numpy, such as the `start_time` with
     which JAX measures how long it traces: of an object whose class inherits from theirs, all
     attributes are noted. Nor does JAX read `params` of others than its equations and the like, or
-    mean an attribute where a function speaks of itself, as `jnp.mean` does in its errors.
+    mean an attribute where a function speaks of itself, as `jax.random.key` does in its errors.
     """
     package = (module or "").partition(".")[0]
     if package == "jax" and name == "params":

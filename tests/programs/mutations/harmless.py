@@ -59,15 +59,6 @@ HARMLESS = [
         """,
     ),
     _kind(
-        "harmless_name_of_a_function_of_jax",  # Which speaks of itself in its errors.
-        """
-        class Trainer:
-            def __init__(self): self.mean, self.rate = «1.0¦2.0», 3.0
-            def run(self, x): return jnp.mean(x) * self.rate
-        step = Trainer().run
-        """,
-    ),
-    _kind(
         "harmless_constructor_beside_a_dataclass",  # Whose methods compare classes, and name them.
         """
         import dataclasses, time
