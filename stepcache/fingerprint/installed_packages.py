@@ -18,7 +18,7 @@ from typing import Any
 
 from stepcache.fingerprint.dependencies import NAMES_OF
 from stepcache.fingerprint.held import Held
-from stepcache.fingerprint.module_contents import content_of
+from stepcache.fingerprint.module_contents import PROCESS_BEGAN_NS, content_of
 from stepcache.fingerprint.name_meanings import (
     Meaning,
     class_text,
@@ -53,7 +53,10 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
         if names:
             look_again()
         for name in modules:
-            walk.once(f"module {name}", content_of(name).digest)
+            content = content_of(name)
+            walk.once(f"module {name}", content.digest)
+            if content.written_ns > PROCESS_BEGAN_NS and name in sys.modules:
+                walk.blame(f"module {name}", "its file was written to since this process began")
             walk.distribution(name)
             package = name.partition(".")[0]
             if package not in TRUSTED and _has_compiled_code(package):

@@ -27,7 +27,10 @@ DESCRIPTORS = (
 )
 _NATIVE_METHODS = frozenset(("nb_method", "nb_func", "cython_function_or_method"))
 # Their content is looked at by itself.
-CONTENT = (dict, list, tuple, set, frozenset, deque, int, float, str, bytes, complex, bytearray)
+CONTENT = (
+    *(dict, list, tuple, set, frozenset, deque, int, float, str, bytes, complex, bytearray),
+    *(property, staticmethod, classmethod),
+)
 _KNOWN = frozenset((*CONTENT, OrderedDict, defaultdict, functools.partial, types.SimpleNamespace))
 _NOT_TAKEN_APART = frozenset(("itertools", "_io", "io", "weakref"))
 

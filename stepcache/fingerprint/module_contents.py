@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepcache.fingerprint.provenance import file_of_module
+from stepcache.fingerprint.provenance import file_of_module, state_of_file
 
 Rows = dict[str, list[Any]]
 """By path: size, inode, both times of change in nanoseconds, and the fields of `Content`."""
@@ -27,10 +27,11 @@ _SETTLED_NS = 2_000_000_000
 
 
 class Content(NamedTuple):
-    """A digest of a module's file, and the globals that its own functions assign."""
+    """What there is in a module's file."""
 
     digest: str
-    varying: frozenset[str]
+    varying: frozenset[str]  # The globals that its own functions assign.
+    written_ns: int = 0  # When it was last changed, in nanoseconds since the epoch.
 
 
 def content_of(module: str) -> Content:
@@ -58,24 +59,21 @@ def found() -> Rows | None:
 
 def _content_of_file(path: str) -> Content:
     global _is_new
+    state = state_of_file(path)
+    if state is None:
+        return _ABSENT
+    known = _rows.get(path)
+    if known is not None and tuple(known[:4]) == state:
+        return Content(known[4], frozenset(known[5]), max(state[2:]))
     try:
-        state = _state_of(path)
-        known = _rows.get(path)
-        if known is not None and known[:4] == state:
-            return Content(known[4], frozenset(known[5]))
         content = Path(path).read_bytes()
     except OSError:
         return _ABSENT
     varying = sorted(set(_assigned_globals(content))) if path.endswith(".py") else []
     digest = hashlib.sha256(content).hexdigest()[:16] if content else _ABSENT.digest
-    if max(state[2:]) < time.time_ns() - _SETTLED_NS and state == _state_of(path):
+    if max(state[2:]) < time.time_ns() - _SETTLED_NS and state == state_of_file(path):
         _rows[path], _is_new = [*state, digest, varying], True
-    return Content(digest, frozenset(varying))
-
-
-def _state_of(path: str) -> list[int]:
-    status = os.stat(path)  # noqa: PTH116  (many, on the way to a first call)
-    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+    return Content(digest, frozenset(varying), max(state[2:]))
 
 
 def _assigned_globals(source: bytes) -> Iterator[str]:
@@ -87,6 +85,19 @@ def _assigned_globals(source: bytes) -> Iterator[str]:
                 yield name.strip().decode()
 
 
+def _process_began_ns() -> int:
+    """When this process began; where the system does not tell, the time of now."""
+    now = time.time_ns()
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[19])  # Since the system began.
+        since_boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        return now - since_boot + (ticks + 1) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now
+
+
+PROCESS_BEGAN_NS = _process_began_ns()
 _GLOBAL = re.compile(rb"global ([\w, ]+)")
 _ABSENT = Content("absent", frozenset())
 _lock = threading.RLock()

@@ -15,7 +15,7 @@ from typing import Any
 from stepcache import _process_hooks
 from stepcache.fingerprint.active_recordings import any_active, current
 from stepcache.fingerprint.callers import is_of_imports, passes_by, responsible
-from stepcache.fingerprint.provenance import PYTHON, USER, origin_of_file
+from stepcache.fingerprint.provenance import PYTHON, USER, origin_of_file, state_of_file
 
 _BLAMED_EVENTS = {
     "os.listdir": "lists a directory",
@@ -83,24 +83,29 @@ def _audit(event: str, arguments: tuple) -> None:
 
 
 def _opened(path: Any, mode: Any = None) -> None:
-    if isinstance(path, int) or (isinstance(mode, str) and not set("r+") & set(mode)):
+    if isinstance(path, int) or (isinstance(mode, str) and ("w" in mode or not {*"r+"} & {*mode})):
         return
     frame = sys._getframe(2)
     while frame is not None and origin_of_file(frame.f_code.co_filename) == PYTHON:
         if passes_by(frame):
             return
         frame = frame.f_back
-    text = os.path.normpath(os.fsdecode(path))
+    text = os.fsdecode(path)
+    if ".." not in text:  # Where one follows a link, it does not lead back.
+        text = os.path.normpath(text)
     by_user = frame is not None and origin_of_file(frame.f_code.co_filename) == USER
     if text.endswith((".pyc", ".py", ".so")) and not by_user:
         return  # A library that shows source lines.
-    if text.startswith(_SYSTEM_FILES):
-        if by_user and frame is not None and text != os.devnull:
-            for recording in current():
-                recording.impure[f"{frame.f_code.co_qualname}: it reads {text}"] = None
+    of_system = text.startswith(_SYSTEM_FILES) and not text.startswith(_SHARED_MEMORY)
+    if of_system and (not by_user or text == os.devnull):
         return
+    state = state_of_file(text)
     for recording in current():
-        recording.files.add(text)
+        if of_system or (state is None and os.path.exists(text)):  # noqa: PTH110
+            caller = frame.f_code.co_qualname if frame is not None else "step"
+            recording.impure[f"{caller}: it reads {text}"] = None
+        else:
+            recording.files[text] = state
 
 
-_SYSTEM_FILES = ("/proc/", "/sys/", "/dev/")
+_SYSTEM_FILES, _SHARED_MEMORY = ("/proc/", "/sys/", "/dev/"), "/dev/shm/"

@@ -13,9 +13,11 @@ import importlib.machinery
 import importlib.metadata
 import os
 import re
+import stat
 import sys
 import sysconfig
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from stepcache import errors
@@ -86,7 +88,7 @@ def _origin_if_imported(name: str) -> str:
 def origin_of(value: Any) -> str:
     """The origin of a function or a class."""
     code = getattr(value, "__code__", None)
-    if code is not None and not code.co_filename.startswith("<"):
+    if isinstance(code, CodeType) and not code.co_filename.startswith("<"):
         return origin_of_file(code.co_filename)
     module = getattr(value, "__module__", None)
     return origin_of_module(module) if module or code is None else USER
@@ -167,23 +169,38 @@ def file_label(filename: str, module: str | None) -> str:
     return "/".join(path.parts[-depth:])
 
 
-_digests: dict[str, tuple[tuple[int, int], str]] = {}
+def state_of_file(path: str) -> tuple[int, ...] | None:
+    """Size, inode and both times of change: equal where a file was not written to since.
+
+    None where there is no file, or something else.
+    """
+    try:
+        status = os.stat(path)  # noqa: PTH116  (many, on the way to a first call)
+    except (OSError, ValueError):
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+_digests: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
 def file_digest(path: str) -> str:
     """A digest of a file's content; "absent" where it cannot be read.
 
-    A file of the same size and time of change is not read again.
+    A file that was not written to since is not read again.
     """
+    state = state_of_file(path)
+    known = _digests.get(path)
+    if known is not None and known[0] == state:
+        return known[1]
     try:
-        status = Path(path).stat()
-        stamp = (status.st_mtime_ns, status.st_size)
-        known = _digests.get(path)
-        if known is not None and known[0] == stamp:
-            return known[1]
+        if state is None:
+            return "absent"
         with Path(path).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     except OSError:
         return "absent"
-    _digests[path] = (stamp, digest)
+    _digests[path] = (state, digest)
     return digest

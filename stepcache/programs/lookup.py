@@ -36,9 +36,10 @@ from stepcache.fingerprint.provenance import (
     file_label,
     origin_of_file,
     origin_of_module,
+    state_of_file,
 )
-from stepcache.fingerprint.recorder import Recording
-from stepcache.fingerprint.tokens import atom, plain_text
+from stepcache.fingerprint.recorder import WHICH_VARIABLES, Recording
+from stepcache.fingerprint.tokens import atom, digest, plain_text
 from stepcache.fingerprint.visitor import Fingerprint, Walk
 from stepcache.jaxcompat import inspection
 from stepcache.storage.dependency_record import Address, DependencyRecord, Used
@@ -166,7 +167,8 @@ class Lookup:
             walk.alive.append(used.names)
             installed_packages.note_modules(walk, used.modules, used.names)
         for name in used.variables:
-            walk.once(f"environment variable {name}", atom(os.environ.get(name)))
+            found = digest(sorted(os.environ)) if name == WHICH_VARIABLES else os.environ.get(name)
+            walk.once(f"environment variable {name}", atom(found))
         for base, path, original in used.files:
             walk.once(f"file {path}", self._content(base, path, original))
         return walk.fingerprint()
@@ -198,6 +200,9 @@ class Lookup:
         untrackable = [*self._walk().untrackable, *recording.impure]
         if recording.unavailable:
             untrackable.append(recording.unavailable)
+        for path, state in recording.files.items():
+            if state_of_file(path) != state:
+                untrackable.append(f"file {path}: it was written to while the step was traced")
         unknown = {
             code
             for code in recording.entered.values()
@@ -219,7 +224,7 @@ class Lookup:
         if not Path(path).is_absolute():
             return "directory", path, path
         if self._root and path.startswith(self._root + os.sep):
-            return "source", os.path.relpath(path, self._root), path
+            return "source", path.removeprefix(self._root + os.sep), path
         return "absolute", path, path
 
     def _content(self, base: str, path: str, original: str) -> str:

@@ -134,6 +134,59 @@ def test_other_places(again, tmp_path):
     assert run(["-m", "script"], programs, cwd=copy.parent)[0] == 1
 
 
+MEANWHILE = """
+import logging, sys
+from pathlib import Path
+import numpy as np
+import library
+import stepcache as sc
+
+RATE = Path(__file__).with_name("rate.txt")
+log = logging.getLogger("mine")
+
+class Change(logging.Handler):  # Which is no part of the trace.
+    def emit(self, record):
+        path = Path(library.__file__) if record.msg == "begun" else RATE
+        if sys.argv[1:] == [record.msg]:
+            path.write_text(path.read_text().replace("2.0", "30.0"))
+
+log.addHandler(Change())
+log.warning("begun")
+
+@sc.step
+def step(x):
+    rate = float(RATE.read_text())
+    log.warning("read")
+    return library.scale(x) * rate
+
+result = float(step(np.float32(1)))
+stats = step.stats()
+print(f"level {3 if stats.compiles else 2 if stats.traces else 1}")
+print(result)
+"""
+
+
+@pytest.mark.parametrize("when", ["begun", "read"])
+def test_what_is_changed_while_the_process_runs(when, tmp_path):
+    """A package that is upgraded after it was imported; a file that is rewritten once it was read.
+
+    The program is of what was there before, and must not be taken for one of what is there now.
+    """
+    place = tmp_path / "site-packages"
+    for each in (place / "library", place / "library-1.0.dist-info"):
+        each.mkdir(parents=True)
+    (place / "library" / "__init__.py").write_text("def scale(x):\n    return x * 2.0\n")
+    (place / "library-1.0.dist-info" / "METADATA").write_text("Name: library\nVersion: 1.0\n")
+    script = tmp_path / "script.py"
+    script.write_text(MEANWHILE)
+    (tmp_path / "rate.txt").write_text("2.0")
+    found = []
+    for arguments in ([when], [], []):
+        paths = os.pathsep.join([str(place), *sys.path])
+        found.append(run([str(script), *arguments], tmp_path / "programs", PYTHONPATH=paths))
+    assert found == [(3, "4.0\n"), (3, "60.0\n"), (1, "60.0\n")]
+
+
 @pytest.mark.slow
 def test_code_without_a_file(tmp_path):
     """A program given with -c or on standard input has no file to be known by, and yet is."""

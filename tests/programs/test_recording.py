@@ -5,13 +5,16 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from stepcache.fingerprint.provenance import state_of_file
 from stepcache.fingerprint.recorder import Recording
 
 MONITORED = sys.version_info >= (3, 12)
@@ -91,7 +94,44 @@ def test_files_are_seen_as_they_were_named(tmp_path, monkeypatch):
         (tmp_path / "written.txt").write_text("1")
         with pytest.raises(FileNotFoundError):
             (tmp_path / "missing.txt").read_text()
-    assert recording.files == {str(tmp_path / "a.txt"), "a.txt", str(tmp_path / "missing.txt")}
+    state = state_of_file("a.txt")
+    assert state is not None
+    assert recording.files == {
+        str(tmp_path / "a.txt"): state,
+        "a.txt": state,
+        str(tmp_path / "missing.txt"): None,
+    }
+
+
+def test_a_path_that_goes_back_behind_a_link_is_left_as_it_is(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "data").write_text("1")
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    path = f"{tmp_path}/link/../data"
+    with Recording() as recording:
+        open(path).close()  # noqa: PTH123
+    assert recording.files == {path: state_of_file(path)} and recording.files[path]
+
+
+def test_a_pipe_is_no_file_to_read_again(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)
+    try:
+        with Recording() as recording:
+            (tmp_path / "pipe").open("rb").close()
+    finally:
+        os.close(writer)
+    assert not recording.files and "it reads" in "\n".join(recording.impure)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
+def test_a_file_in_shared_memory_is_a_file():
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".npy") as file:
+        np.save(file, np.arange(3.0))
+        file.flush()
+        with Recording() as recording:
+            np.load(file.name)
+    assert set(recording.files) == {file.name}
 
 
 OPENERS = """
@@ -139,7 +179,7 @@ for name, opener in openers.items():
                 opener()
             except SyntaxError:  # It was opened, and is no source.
                 pass
-        os._exit(recording.files != {path})
+        os._exit({*recording.files} != {path})
     if os.waitpid(child, 0)[1]:
         print(name)
 """
