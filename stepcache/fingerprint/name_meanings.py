@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +160,9 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
         return _callable_text(notes, path, value)
     if has_state or origin_of(kind) == USER:
         return kind.__qualname__
+    if kind in _WEAK:  # Its other attributes tell when something in it died.
+        holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
+        return f"{kind.__qualname__} of objects" if holds else kind.__qualname__
     state = instances.attributes_of(value)
     texts = [f"{name} {container_text(each)}" for name, each in state.items()]
     return f"{kind.__qualname__} {digest(texts)}"
@@ -202,6 +206,7 @@ def _callable_text(notes: Meaning, path: str, value: Any) -> str:
     return f"{kind} {getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', kind)}"
 
 
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _UNTOLD = frozenset(
     "__doc__ __module__ __qualname__ __firstlineno__ __slotnames__ _abc_impl".split()
 )

@@ -7,7 +7,10 @@ from typing import Any
 
 
 class NotStorable(Exception):
-    """A program that cannot be kept outside its process, with the reason as its text."""
+    """A program that cannot be kept outside its process, with the reason as its text: one line."""
+
+    def __init__(self, reason: str):
+        super().__init__(" ".join(reason.split()))
 
 
 def of_kind(kind: type, value: Any) -> Any:

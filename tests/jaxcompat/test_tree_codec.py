@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import re
 import sys
 import types
 from collections import OrderedDict, defaultdict
@@ -113,6 +114,18 @@ def test_what_nodes_of_the_arguments_keep_is_kept_by_nodes_of_the_outputs():
     there_and_back(State(None, abs), [State({"w": 1}, abs)])
     with pytest.raises(NotStorable, match="State"):
         there_and_back(State({"w": 1}, abs), [State({"w": 1}, max)])
+
+
+def test_why_a_tree_is_not_stored_is_said_on_one_line():
+    """It is part of a line of `last_miss`; a structure of nnx shows itself on hundreds of lines."""
+
+    class Structure:
+        def __repr__(self):
+            return "Structure(\n  nodes=[\n    1,\n  ],\n)"
+
+    with pytest.raises(NotStorable, match=re.escape("Structure( nodes=[ 1, ], )")) as raised:
+        there_and_back(State(None, Structure()))
+    assert "\n" not in str(raised.value)
 
 
 def test_true_is_not_taken_for_one():

@@ -3,6 +3,7 @@
 The same source made anew stands for another process, with the packages that it uses imported anew.
 """
 
+import gc
 import importlib
 import logging
 import sys
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen import module as linen_module
 
 import stepcache as sc
 from stepcache import jaxcompat
@@ -124,6 +126,76 @@ def test_what_the_user_puts_into_that_cache_first_is_a_change(install, tmp_path)
         "import filling_pkg\n    filling_pkg._types['mine'] = filling_pkg.Backend()\n",
     )
     assert levels(start(mine, "filling_pkg", tmp_path))[0] == 1
+
+
+KEEPS_WHAT_LIVES = {
+    "__init__.py": """
+    import weakref
+
+    watchers = weakref.WeakKeyDictionary()
+
+    def scale(x):
+        return x * (2 + len(watchers))
+    """
+}
+WATCHES = """
+    import weak_pkg
+
+    class Watcher:
+        pass
+
+    watcher = Watcher()
+    weak_pkg.watchers[watcher] = 1
+    """
+ASKS_WHO_WATCHES = """
+    import weak_pkg
+
+    @sc.step
+    def step(x):
+        return weak_pkg.scale(x)
+    """
+
+
+def test_a_weak_dictionary_of_a_package_that_held_something_for_a_while(install, tmp_path):
+    install("weak_pkg", KEEPS_WHAT_LIVES)
+    start(ASKS_WHO_WATCHES, "weak_pkg", tmp_path)
+    passing = f"{WATCHES}del weak_pkg.watchers[watcher]\n{ASKS_WHO_WATCHES}"
+    assert levels(start(passing, "weak_pkg", tmp_path)) == WITHOUT_A_TRACE
+
+
+def test_what_the_user_keeps_in_a_weak_dictionary_of_a_package_is_a_change(install, tmp_path):
+    install("weak_pkg", KEEPS_WHAT_LIVES)
+    start(ASKS_WHO_WATCHES, "weak_pkg", tmp_path)
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):  # Not twice any more.
+        start(f"{WATCHES}\n{ASKS_WHO_WATCHES}", "weak_pkg", tmp_path)
+
+
+def test_flax_modules_that_are_alive_elsewhere(tmp_path):
+    """Flax keeps them in a weak dictionary, until the garbage collector happens to run."""
+    source = """
+    from flax import linen as nn
+
+    class Twice(nn.Module):
+        def setup(self):
+            self.inner = nn.Dense(3, use_bias=False, kernel_init=nn.initializers.ones)
+
+        def __call__(self, x):
+            return 2 * x + 0 * self.inner(x)
+
+    @sc.step
+    def step(x):
+        return Twice().apply({"params": {"inner": {"kernel": jnp.ones((3, 3))}}}, x)
+    """
+    alive = """
+    alive = Twice().bind({"params": {"inner": {"kernel": jnp.ones((3, 3))}}})
+    alive.inner
+    """
+    gc.collect()
+    assert not linen_module._caches
+    start(source, "", tmp_path)
+    again = start(source + alive, "", tmp_path)
+    assert linen_module._caches
+    assert levels(again) == WITHOUT_A_TRACE
 
 
 def test_a_module_that_a_package_imports_when_it_is_needed(install, tmp_path):
