@@ -152,10 +152,7 @@ class Session:
         if target is None and useless:
             raise OptionError(f"{listed(useless)} without a target", where="Session")
         if cache is not None and not isinstance(cache, ProgramCache):
-            hint = "Session(cache=stepcache.ProgramCache(directory))"
-            raise OptionError(
-                "cache is a ProgramCache", where="Session", got=repr(cache), hint=hint
-            )
+            raise OptionError("cache is a ProgramCache", where="Session", got=repr(cache))
         given = rules if isinstance(rules, Rules) else Rules(rules or ())
         tasks = None
         if target is not None:
@@ -176,7 +173,7 @@ class Session:
         self._open(scope)
         self._on_hang = hang_seconds, on_hang
         if tasks is not None:
-            tasks.session = scope.session
+            tasks.session = weakref.ref(self)
         _ = self._scope.peers  # From now on they know of each other.
         if cache is not None:
             preload_all(cache)

@@ -50,10 +50,7 @@ _EVENTS = {
 
 
 def show(parts: Iterable[str | Text | Table]) -> None:
-    """Prints parts. A terminal sets the width of tables; elsewhere nothing is cut or folded.
-
-    Letters that the output has no code for are shown as `?`.
-    """
+    """Prints parts; what the output has no code for as `?`. Only terminals cut or fold tables."""
     console = Console(width=_width(), markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         for part in parts:
