@@ -51,7 +51,9 @@ def serve(engine: weakref.ref[Any], jitted: Any, /, *args, **kwargs) -> tuple[An
         if whole is not None:
             alive.has_global_arguments = True
             try:
-                args, kwargs = bare(*whole) if alive.is_over_buffers else whole
+                args, kwargs = whole
+                if alive.is_over_buffers:
+                    args, kwargs = bare(args, kwargs, alive.spec.parameters.roles)
                 return alive.dispatcher.call(*args, **kwargs), None, False
             finally:
                 alive.has_global_arguments = False

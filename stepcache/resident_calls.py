@@ -78,7 +78,7 @@ class ResidentCalls:
                 check_budget(scope, self.spec.name, request, use)
             before, _admitted.engine = getattr(_admitted, "engine", None), engine
             try:
-                args, kwargs = bare(*use.taken())
+                args, kwargs = bare(*use.taken(), self.spec.parameters.roles)
                 outputs = engine.dispatcher.call(*args, **kwargs)
                 written = use.written(outputs)
                 self._plan(scope, use, args[0], outputs)

@@ -114,7 +114,7 @@ class CallPlans:
         names |= {"carried": functools.partial(carried, self._spec), "form": form}
         names |= {"starmap": itertools.starmap, "locked": locked}
         try:
-            source = _source(use, outputs, names)
+            source = _source(use, form, outputs, names)
         except _Unplanned:
             return None
         constants = [value for name, value in names.items() if name.startswith("key")]
@@ -158,7 +158,7 @@ def _write(each: Variables, buffers: tuple) -> None:
     each._master.write(Packed(each._layout, buffers))
 
 
-def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
+def _source(use: Use, form: Form, outputs: Any, names: dict[str, Any]) -> str:
     """The source code of a plan; its constants are added to `names`."""
     (args, kwargs), numbers = use.given, range(len(use.variables))
     if not all(name.isidentifier() and not keyword.iskeyword(name) for name in kwargs):
@@ -190,9 +190,10 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
         if isinstance(key, str):
             checks.append(f"{key!r} in kwargs")
         arguments[key] = _rebuilt(where, argument, taken, checks, names)
-    passed = [arguments[position] for position in range(len(args))]
-    if kwargs:
-        names["call"] = named = functools.partial(names["call"], **dict.fromkeys(kwargs))
+    passed = [arguments[key] for key in (*range(len(args)), *form.by_position)]
+    by_name = [name for name in kwargs if name not in form.by_position]
+    if by_name:
+        names["call"] = named = functools.partial(names["call"], **dict.fromkeys(by_name))
         names["named"] = named.keywords
 
     put: list[str] = []
@@ -224,13 +225,13 @@ def _source(use: Use, outputs: Any, names: dict[str, Any]) -> str:
                 else f"k{n} = master{n}.packed.buffers"
                 for n in numbers
             ]
-            + [f"named[{name!r}] = {arguments[name]}" for name in kwargs]
+            + [f"named[{name!r}] = {arguments[name]}" for name in by_name]
         ),
         arguments=", ".join(passed),
         expected=" and ".join(expected),
         put="; ".join(put) or "pass",
         outputs=returned,
-        forget="; ".join(f"named[{name!r}] = None" for name in kwargs) or "pass",
+        forget="; ".join(f"named[{name!r}] = None" for name in by_name) or "pass",
     )
 
 

@@ -171,13 +171,18 @@ class Form:
     Attributes:
         places: position or name of each argument with stand-ins, its structure, and for each leaf
             the layout of a value, an `Again`, or None.
+        by_position: names of arguments that the call passes by position, after all others, as JAX
+            reads those sooner.
     """
 
     places: tuple[tuple[int | str, Any, tuple], ...]
+    by_position: tuple[str, ...]
 
     def opened(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments with stand-ins. Raises `ValueError` if they have another structure."""
-        args, kwargs = list(args), dict(kwargs)
+        count = len(args) - len(self.by_position)
+        kwargs = kwargs | dict(zip(self.by_position, args[count:], strict=True))
+        args = list(args[:count])
         for key, structure, kinds in self.places:
             holder: Any = args if isinstance(key, int) else kwargs
             pairs = zip(kinds, structure.flatten_up_to(holder[key]), strict=True)
@@ -200,10 +205,16 @@ def _opened(kind: Layout | Again | None, given: Any) -> Any:
     return given if kind is None else kind
 
 
-def bare(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def bare(
+    args: Sequence[Any], kwargs: dict[str, Any], roles: jaxcompat.ArgumentRoles
+) -> tuple[tuple, dict[str, Any]]:
     """The arguments with tuples of buffers for stand-ins, which JAX reads sooner than `Packed`.
 
     The first one is the `Form` that opens them again.
+
+    Args:
+        args, kwargs: of a call over buffers.
+        roles: the static arguments of the step.
     """
     places = []
 
@@ -217,7 +228,13 @@ def bare(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, 
 
     closed_args = [closed(position, tree) for position, tree in enumerate(args)]
     closed_kwargs = {name: closed(name, tree) for name, tree in kwargs.items()}
-    return (_form_of(tuple(places)), *closed_args), closed_kwargs
+    by_position: tuple[str, ...] = ()
+    if all(0 <= number < len(args) for number in roles.static_argnums):
+        # In the order in which JAX numbers the leaves of keyword arguments.
+        by_position = tuple(sorted(kwargs.keys() - set(roles.static_argnames)))
+    form = _form_of(tuple(places), by_position)
+    given = [closed_kwargs.pop(name) for name in by_position]
+    return (form, *closed_args, *given), closed_kwargs
 
 
 def shapes_in(outputs: Any) -> Any:

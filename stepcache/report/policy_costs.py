@@ -305,6 +305,7 @@ class ServedCosts(PolicyCosts):
             def make(placement: Placement, read: Read, write: Write) -> Subject:
                 made = ours.variables(name, tree, placement=placement, read=read, write=write)
                 if self._pushes():
+                    ours.flush()  # Later pushes find the memory of earlier ones, as on any server.
                     return Subject(made, push=lambda: made.push(update))
                 written = others.variables(name, tree, write=write)
                 return Subject(made, None if self.carried else lambda: written.assign(tree))

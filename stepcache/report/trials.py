@@ -17,7 +17,7 @@ from stepcache.variables.policy import Placement, Read, Write, on_host
 from stepcache.variables.variables import Variables
 
 _SETTLING = 2  # Calls that compile, and read for the first time.
-_BLOCK, _BLOCKS = 8, 3
+_BLOCK, _BLOCKS = 16, 5
 _TRIAL_SECONDS = 20.0
 _SENT_BYTES = 1 << 28  # Larger values are not sent to a server for a trial.
 

@@ -210,6 +210,26 @@ def test_static_arguments_keep_their_places(numbers, entered):
     assert len(entered) == 1
 
 
+@pytest.mark.parametrize("static", [(), ("n",), ("m",), ("n", "m")])
+@pytest.mark.parametrize("names", [(), ("z",), ("m",), ("n",), ("m", "n", "z")])
+def test_keywords_keep_their_places_beside_static_arguments(static, names, entered):
+    """They are passed by position, where that is none of a static argument's."""
+
+    def add(x, n=2, *, state, a, m=3, z=0.0):
+        assert all(isinstance({"n": n, "m": m}[name], int) for name in static)
+        return up(state, 1000 * x + 100 * a + 10 * n + m + z)
+
+    step = sc.step(add, carry="state", static_argnames=static)
+    state = sc.Variables(ramp(0))
+    more = {"m": 4, "n": 5, "z": np.float32(0.5)}
+    given = {name: more[name] for name in names} | {"a": np.float32(6), "state": state}
+    by = float(add(7, **given | {"state": np.float32(0)}))
+    for calls in range(1, 5):
+        assert step(np.float32(7), **given) is state
+        assert float(state.value["b"]) == calls * by
+    assert len(entered) == 1
+
+
 def test_what_lies_beside_variables_may_change_its_structure(entered):
     step = sc.step(
         lambda held, x: (up(held["v"], len(jax.tree.leaves(held["n"]))), held["n"]), carry=()
