@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
@@ -99,6 +100,20 @@ def test_only_outputs_that_follow_the_size_are_cut():
     assert rows.shape == (5, 8) and same.shape == (3, 8) and both["both"].shape == (5, 5)
     assert f(DATA[:5], table, mode="table").shape == (8, 3)
     np.testing.assert_allclose(both["both"], DATA[:5] @ DATA[:5].T, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_rows_of_arrays_that_are_split_over_a_mesh(kind, is_placed):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    step = sc.step(lambda x: (2 * x, x.T), batch="x", pad=sc.Pad("x"))
+    with sc.Session(mesh):
+        for size in (12, 20) if is_placed else (3, 4, 5, 12):
+            x = DATA[:size]
+            given = jax.device_put(x, NamedSharding(mesh, P("data"))) if is_placed else x
+            double, other = step(given)
+            np.testing.assert_array_equal(double, 2 * x)
+            np.testing.assert_array_equal(other, x.T)
 
 
 def test_outputs_are_cut_by_the_shapes_that_variables_hold():

@@ -34,8 +34,8 @@ def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variabl
         return False
     if not jaxcompat.PRIVATE_API or jaxcompat.arguments_outlive_calls():
         return False
-    if variables[0]._mesh is not None:
-        return True
+    if (mesh := variables[0]._mesh) is not None:
+        return len(set(mesh.axis_types)) == 1  # JAX reshards over axes of one type only.
     # Without a session's mesh: where the call names no device, or one.
     return (
         not jaxcompat.has_concrete_mesh()

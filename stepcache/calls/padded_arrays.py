@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from stepcache.jaxcompat import Tracer
+from stepcache.sharding import axes_of, is_in_type
 
 _MASKS_REMEMBERED = 1024
 
@@ -60,7 +63,7 @@ def filled(leaf: Any, axis: int, padded: int, row: int = -1) -> Any:
     row %= size
     if not isinstance(leaf, np.ndarray) and not _is_numpys(leaf):
         rows = np.arange(padded)
-        return jnp.take(leaf, np.where(rows < size, rows, row), axis=axis)
+        return _rows_of(leaf, axis, np.where(rows < size, rows, row), padded)
     leaf = np.asarray(leaf)
     shape = (*leaf.shape[:axis], padded - size, *leaf.shape[axis + 1 :])
     added = np.broadcast_to(np.take(leaf, [row], axis=axis), shape)
@@ -71,10 +74,21 @@ def kept(leaf: Any, axis: int, size: int) -> Any:
     """Returns the first rows of an array."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return with_size(leaf, axis, size)
-    rows = (slice(None),) * axis + (slice(size),)
     if _is_numpys(leaf):
-        return jax.device_put(np.asarray(leaf)[rows])
-    return leaf[rows]
+        return jax.device_put(np.asarray(leaf)[(slice(None),) * axis + (slice(size),)])
+    return _rows_of(leaf, axis, slice(size), size)
+
+
+def _rows_of(leaf: Any, axis: int, rows: Any, size: int) -> Any:
+    """Returns so many rows. On Explicit axes of a mesh they are split as they were, if possible."""
+    at, sharding = (slice(None),) * axis + (rows,), jax.typeof(leaf).sharding
+    if not is_in_type(sharding):
+        return leaf[at]
+    spec = list(sharding.spec)
+    if size % math.prod(sharding.mesh.shape[name] for name in axes_of(spec[axis])):
+        spec[axis] = None
+    out = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return leaf.at[at].get(out_sharding=out)
 
 
 def _is_numpys(leaf: Any) -> bool:

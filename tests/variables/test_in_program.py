@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from moving import mesh_of, session, watching
 
@@ -169,3 +169,15 @@ def test_programs_that_cannot_name_one_device(case):
     assert len(out.devices()) == (1 if case == "placed outputs" else 8)
     np.testing.assert_array_equal(moments.value["b"], 18)
     assert step.stats().misses == 1
+
+
+@pytest.mark.parametrize("on_device", [sc.Replicated(), sc.Sharded([("w", P("data", "model"))])])
+def test_a_mesh_with_axes_of_two_types(on_device):
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=jax.devices())
+    step = sc.step(lambda state, x: ({"w": state["w"] + x}, x), carry="state")
+    with sc.Session(mesh):
+        hosted = sc.Variables({"w": np.zeros((8, 4), np.float32)}, placement=sc.OnHost(on_device))
+        for _ in range(2):
+            step(hosted, 1.0)
+        np.testing.assert_array_equal(hosted.value["w"], 2)
