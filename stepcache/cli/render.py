@@ -50,12 +50,12 @@ _EVENTS = {
 
 
 def show(parts: Iterable[str | Text | Table]) -> None:
-    """Prints parts; what the output has no code for as `?`. Only terminals cut or fold tables."""
+    """Prints parts. A terminal sets the width of tables; elsewhere nothing is cut or folded."""
     console = Console(width=_width(), markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         for part in parts:
             console.print(part, soft_wrap=not console.is_terminal)
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = sys.stdout.encoding or "utf-8"  # A letter that it lacks is shown as `?`.
     for line in capture.get().splitlines():
         click.echo(line.rstrip().encode(encoding, errors="replace").decode(encoding))
 
