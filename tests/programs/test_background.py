@@ -248,7 +248,8 @@ if child:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 @pytest.mark.skipif(not jaxcompat.PRIVATE_API, reason="whether JAX is running is a private name")
 def test_a_forked_child_waits_for_no_lock_of_a_job_of_its_parent():
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "-W", "ignore", "-c", FORK]  # Python 3.12 warns of each such fork.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
 
 
