@@ -212,13 +212,16 @@ class Engine:
         is_jax_s = scope.placer is None and not self.spec.parameters.carry
         if not (is_jax_s or jaxcompat.is_tracing()):
             with contextlib.suppress(Unreadable):
-                return trace(self.spec, self.request(scope, args, kwargs)).as_traced()
+                request = self.request(scope, args, kwargs)
+                with jaxcompat.tracing_context(request.mesh):
+                    return trace(self.spec, request).as_traced()
         return self.spec.jitted.trace(*args, **kwargs)
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
         """The shapes and dtypes of the outputs of a call."""
         engine, args, kwargs = self.resident(args, kwargs)
-        return shapes_in(engine.spec.jitted.eval_shape(*args, **kwargs))
+        with jaxcompat.tracing_context(None if jaxcompat.is_tracing() else self.scope().mesh):
+            return shapes_in(engine.spec.jitted.eval_shape(*args, **kwargs))
 
     def _delegate(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         self.miss_log.count(delegated=1)

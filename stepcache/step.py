@@ -175,7 +175,7 @@ class Step(functools.partial, Generic[P, R]):
         if count not in self._repeated:
             spec = repeated(self._engine.spec, count)
             made = Step(Engine(spec, self._engine.scope), self._options)
-            self._repeated[count] = made
+            self._repeated.setdefault(count, made)  # Another thread may have come first.
         return self._repeated[count]
 
     def stats(self) -> StepStats:

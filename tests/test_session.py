@@ -135,6 +135,20 @@ def test_constraints_inside_a_step_mean_the_sessions_mesh(mesh):
         assert f(np.ones((8, 2))).sharding.spec == P(None, "model")
 
 
+@pytest.mark.parametrize("pad", [(), sc.Pad("x", sizes=(8, 16))], ids=["", "padded"])
+def test_stages_of_a_step_mean_the_sessions_mesh_too(mesh, pad):
+    @sc.step(batch="x", pad=pad)
+    def f(x):
+        return jax.lax.with_sharding_constraint(x * 2, P("data"))
+
+    with sc.Session(mesh):
+        x = np.ones(4 if pad else 8)
+        assert f.eval_shape(x).shape == x.shape
+        assert "sharding_constraint" in str(f.trace(x).jaxpr)
+        assert "sharding" in f.lower(x).as_text()
+        assert f(x).shape == x.shape
+
+
 def test_scalars_keys_and_static_arguments(mesh):
     @sc.step(carry="state", static_argnames="n")
     def f(state, rate, key, n):

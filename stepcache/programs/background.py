@@ -44,8 +44,9 @@ SOON: Any = object()
 def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
     """Runs `work` in another thread, under this thread's settings of JAX, while the body runs.
 
-    Where no thread can be started, `work` runs here, after the body. After it the future is done,
-    unless its thread was ended: ask it with a timeout of 0.
+    Where no thread can be started, and within a build that a signal has interrupted, whose locks
+    the thread would wait for, `work` runs here, after the body. After it the future is done, unless
+    its thread was ended: ask it with a timeout of 0.
     """
     settings = jaxcompat.carried_settings()
     future: Future[T] = Future()
@@ -57,13 +58,14 @@ def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="stepcache beside", daemon=True)
+    thread = None
     # This thread comes back from XLA while the other one is in Python.
     with _process_hooks.quick_switching():
-        try:
-            thread.start()
-        except _NO_THREAD:
-            thread = None
+        if not builds.are_nested():
+            with contextlib.suppress(*_NO_THREAD):
+                started = threading.Thread(target=run, name="stepcache beside", daemon=True)
+                started.start()
+                thread = started
         try:
             yield future
         finally:

@@ -18,6 +18,7 @@ class Builds:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._in_python, self._latest = 0, 0.0
+        self._thread = threading.local()
         self._none = threading.Event()
         self._none.set()
 
@@ -33,10 +34,13 @@ class Builds:
     @contextlib.contextmanager
     def in_python(self) -> Iterator[None]:
         """Open while a program is looked for and built."""
+        outer = getattr(self._thread, "count", 0)
         self._add(1)
         try:
+            self._thread.count = outer + 1
             yield
         finally:
+            self._thread.count = outer
             self._add(-1)
 
     @contextlib.contextmanager
@@ -47,6 +51,10 @@ class Builds:
             yield
         finally:
             self._add(1)
+
+    def are_nested(self) -> bool:
+        """Whether this thread builds within a build, as where a signal is handled during one."""
+        return getattr(self._thread, "count", 0) > 1
 
     def are_quiet(self, seconds: float = 0.0) -> bool:
         """Whether no build has been in Python for some time."""

@@ -17,6 +17,7 @@ import pytest
 
 import stepcache as sc
 from stepcache import jaxcompat
+from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.recorder import Recording
 from stepcache.programs import background
 from stepcache.programs.background import LATER, Worker, until_ready
@@ -248,7 +249,8 @@ if child:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 @pytest.mark.skipif(not jaxcompat.PRIVATE_API, reason="whether JAX is running is a private name")
 def test_a_forked_child_waits_for_no_lock_of_a_job_of_its_parent():
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "-W", "ignore", "-c", FORK]  # Python 3.12 warns of each such fork.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -301,6 +303,19 @@ def test_a_call_needs_nothing_of_a_trace_that_could_not_be_looked_at(tmp_path, m
         assert step(np.ones(8))[0] == 3
     assert "no room" in caplog.text
     assert "MemoryError" in str(step.last_miss)
+
+
+@stored
+def test_a_call_that_interrupts_a_build_waits_for_none_of_its_locks(tmp_path):
+    """As where a signal is handled by a step while another one is built."""
+    cache = cache_in(tmp_path)
+    step = life(SOURCE, tmp_path).step
+
+    def call():
+        with background.builds.in_python(), installed_packages._lock, sc.Session(cache=cache):
+            return step(np.ones(8))[0]
+
+    assert within_limit(call) == 3
 
 
 @stored
