@@ -167,7 +167,8 @@ class Watch:
         if isinstance(error, RankLostError | AgreementError) or self._closed:
             return
         if not self.loss.known.is_set():
-            if not _OF_TRANSPORT.search(str(error)):
+            of_jax = isinstance(error, RuntimeError | ValueError)  # Sockets raise others.
+            if not (of_jax and _OF_TRANSPORT.search(str(error))):
                 return
             self._events.inbox.put(("suspicion", first_line(error)))
             for _ in range(_PROBES):  # Rank 0's port closes a little later than its connections.

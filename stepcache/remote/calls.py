@@ -1,6 +1,6 @@
 """Calls of steps that tasks run: what their arguments refer to, and what becomes of the outputs."""
 
-import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -158,19 +158,18 @@ class CallPlan:
             sent = None if isinstance(leaf, Variables | RemoteArray) else request.leaves[first]
             self.rows.append((first, count, sent))
             first += count
+        args, kwargs = arguments.given
+        carried = [
+            argument_of(spec.parameters.positional, args, kwargs, name)
+            for name in spec.parameters.carry
+        ]
+        self.outputs = Outputs(program, carried)
         self.writes: list[tuple[int, int, int]] = []
-        self.outputs = Outputs(program)
         offset = 0
-        for name in spec.parameters.carry:
-            args, kwargs = arguments.given
-            given = argument_of(spec.parameters.positional, args, kwargs, name)
-            for leaf in jax.tree_util.tree_leaves(given):
-                count = _leaves_in(leaf)
-                if isinstance(leaf, Variables):
-                    self.writes.append((master_of(leaf).number, offset, count))
-                    self.outputs.written.append(leaf)
-                offset += count
-            self.outputs.carry(given)
+        for leaf in jax.tree_util.tree_leaves(carried):
+            if isinstance(leaf, Variables):
+                self.writes.append((master_of(leaf).number, offset, _leaves_in(leaf)))
+            offset += _leaves_in(leaf)
 
     def dynamic_leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         """Returns the leaves of the arguments that are not static."""
@@ -186,65 +185,42 @@ def _leaves_in(leaf: Any) -> int:
 class Outputs:
     """What becomes of the outputs of a run.
 
+    Args:
+        program: whose they are.
+        carried: the arguments that are carried, as they were given.
+
     Attributes:
-        written: the variables that are carried.
+        written: the variables among these.
     """
 
-    def __init__(self, program: RemoteProgram):
-        self._program = program
-        self._carried: list[tuple[Any, list[Variables | None]]] = []
-        self._opened: list[Any] = []
-        self.written: list[Variables] = []
-        self._inside: frozenset[int] = frozenset()
+    def __init__(self, program: RemoteProgram, carried: list[Any]):
+        self._types, tree = program.outputs, program.out_tree
+        numbers = itertools.count()
 
-    def carry(self, given: Any) -> None:
-        """Adds an argument that is carried, as it was given."""
-        leaves, structure = jax.tree_util.tree_flatten(given)
-        self._carried.append((structure, [x if isinstance(x, Variables) else None for x in leaves]))
-        self._opened.append(jax.tree_util.tree_structure(_opened(given)))
-        offset, inside = 0, []
-        for _, variables in self._carried:
-            for each in variables:
-                count = 1 if each is None else _leaves_in(each)
-                inside += [] if each is None else range(offset, offset + count)
-                offset += count
-        self._inside = frozenset(inside)
+        def of_carry(leaf: Any) -> Any:
+            """Returns the number of the output for a leaf; variables stay in their place."""
+            taken = list(itertools.islice(numbers, _leaves_in(leaf)))
+            return leaf if isinstance(leaf, Variables) else taken[0]
+
+        returned = [jax.tree_util.tree_map(of_carry, each) for each in carried]
+        if carried and [tree] != [jax.tree_util.tree_structure(_opened(each)) for each in carried]:
+            for rest in jax.tree_util.treedef_children(tree)[len(carried) :]:
+                returned.append(rest.unflatten(itertools.islice(numbers, rest.num_leaves)))
+            node = tree.node_data()[0]
+            made = node(returned) if node in (tuple, list) else node(*returned)
+        else:  # The carry is returned alone, or there is none.
+            made = returned[0] if carried else tree.unflatten(range(tree.num_leaves))
+        self._leaves, self._tree = jax.tree_util.tree_flatten(made)
+        self.written = [leaf for leaf in self._leaves if isinstance(leaf, Variables)]
 
     def tree(self, connection: Connection, incarnation: int, run: int) -> Any:
         """Returns what the step returns."""
-        program = self._program
-        leaves: list[Any] = [
-            None
-            if index in self._inside
-            else RemoteArray(connection, incarnation, run, index, each)
-            for index, each in enumerate(program.outputs)
-        ]
-        return self._with_variables(leaves) if self.written else program.out_tree.unflatten(leaves)
-
-    def _with_variables(self, leaves: list[Any]) -> Any:
-        new: list[Any] = []
-        offset = 0
-        for structure, variables in self._carried:
-            values = []
-            for each in variables:
-                values.append(leaves[offset] if each is None else each)
-                offset += 1 if each is None else _leaves_in(each)
-            new.append(structure.unflatten(values))
-        node, children = self._node
-        if node is None:
-            return new[0]
-        for each in children[len(new) :]:
-            new.append(each.unflatten(leaves[offset : offset + each.num_leaves]))
-            offset += each.num_leaves
-        return node(new) if node in (tuple, list) else node(*new)
-
-    @functools.cached_property
-    def _node(self) -> tuple[Any, list[Any]]:
-        """The class of the outputs, and their trees; None for a carry that is returned alone."""
-        tree = self._program.out_tree
-        if [tree] == self._opened:
-            return None, []
-        return tree.node_data()[0], jax.tree_util.treedef_children(tree)
+        return self._tree.unflatten(
+            each
+            if isinstance(each, Variables)
+            else RemoteArray(connection, incarnation, run, each, self._types[each])
+            for each in self._leaves
+        )
 
 
 def _opened(tree: Any) -> Any:

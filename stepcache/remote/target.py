@@ -74,7 +74,7 @@ class Target:
     def __init__(self, connection: Connection, mesh: AbstractMesh):
         self.connection, self.mesh = connection, mesh
         self.number = next(self._numbers)
-        self.session: Callable[[], Any] = lambda: None
+        self.session: Any = lambda: None
         self.lock = threading.RLock()
         self._programs: dict[tuple[int, Key], RemoteProgram] = {}  # Also by incarnation.
         self._engines: dict[tuple, Engine] = {}

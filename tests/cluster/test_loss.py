@@ -586,6 +586,25 @@ except sc.RankLostError as error:
 """
 
 
+OWN_ERROR = """
+total = sc.step(lambda batch: batch.sum(), batch="batch")
+for turn in range(2):
+    try:
+        with sc.Session(mesh):
+            say("total", float(total(np.ones(2, np.float32))))
+            if RANK == 1 and turn == 0:
+                raise ConnectionResetError("Connection reset by peer")
+    except ConnectionResetError:
+        say("mine")
+"""
+
+
+def test_an_error_of_a_users_own_connection_is_no_loss(together):
+    ranks = succeeded(together("own error"))
+    assert [rank.said("total") for rank in ranks] == [["4.0", "4.0"]] * 2, ranks[1].output
+    assert [rank.said("mine") for rank in ranks] == [[], [""]]
+
+
 def test_a_users_own_connections_outlive_a_loss(together):
     for rank in together("connections")[:2]:
         assert rank.said("received") == ["b'x'"], rank.output
@@ -607,6 +626,7 @@ TOGETHER = {
     "some ranks": lambda place: run_pod(place, SOME_RANKS, 3),
     "next pod": lambda place: run_pod(place, NEXT_POD),
     "shut down": lambda place: run_pod(place, SHUT_DOWN),
+    "own error": lambda place: run_pod(place, OWN_ERROR),
     "connections": lambda place: run_pod(place, CONNECTIONS, 3),
 }
 

@@ -210,10 +210,12 @@ def test_a_deadline_ends_a_call_whose_values_nobody_takes():
         coordinator, _ = tasks_of(session)
         os.kill(coordinator, signal.SIGSTOP)
         made = []
-        with pytest.raises(sc.DeadlineError):
-            for _ in range(2):
-                made.append(total(small))
-        os.kill(coordinator, signal.SIGCONT)
+        try:
+            with pytest.raises(sc.DeadlineError):
+                for _ in range(2):
+                    made.append(total(small))
+        finally:
+            os.kill(coordinator, signal.SIGCONT)
         assert [patiently(each.__float__) for each in made] == [1_500_000]
     closed(session)
 
