@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -40,20 +40,9 @@ def _in_parts(operate: Callable[..., Any], *arrays: np.ndarray) -> None:
         return
     flat = [each.reshape(-1) for each in arrays]
     cuts = [flat[0].size * part // count for part in range(count + 1)]
-    parts = [[each[a:b] for each in flat] for a, b in itertools.pairwise(cuts)]
-    errors: list[BaseException] = []
-
-    def run(part: list[np.ndarray]) -> None:
+    parts = [[each[a:b] for a, b in itertools.pairwise(cuts)] for each in flat]
+    with ThreadPoolExecutor(count) as threads:
         try:
-            operate(*part)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(part,)) for part in parts[1:]]
-    for thread in threads:
-        thread.start()
-    run(parts[0])
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+            list(threads.map(operate, *parts))  # It raises what an operation has raised.
+        except RuntimeError:  # The process is about to end, and starts no thread any more.
+            operate(*arrays)

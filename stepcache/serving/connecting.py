@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ from stepcache.errors import OptionError
 
 if TYPE_CHECKING:
     from stepcache.serving.connection import Connection
-    from stepcache.serving.transport import Transport
 
 
 def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 << 30) -> Connection:
@@ -49,7 +47,7 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
     from stepcache.serving.transport import place_of
 
     engine, _, place = str(address).partition(":")
-    if engine not in _ENGINES or not place:
+    if engine not in ("local", "ray") or not place:
         raise OptionError(
             "unknown address of variables",
             where="connect",
@@ -63,23 +61,13 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
 
     where = f"local:{Path(place).expanduser().absolute()}" if engine == "local" else address
 
+    if engine == "local":
+        from stepcache.serving.local_transport import LocalTransport as EngineTransport
+    else:
+        from stepcache.serving.ray_transport import RayTransport as EngineTransport
+
     def client(host: int) -> Client:
-        make = functools.partial(_ENGINES[engine], place_of(place, host))
+        make = functools.partial(EngineTransport, place_of(place, host))
         return Client(make, place_of(where, host), timeout, max_unsaved_bytes)
 
     return Connection(address, Hosts(client))
-
-
-def _local(place: str, client: str) -> Transport:
-    from stepcache.serving.local_transport import LocalTransport
-
-    return LocalTransport(Path(place), client)
-
-
-def _ray(place: str, client: str) -> Transport:
-    from stepcache.serving.ray_transport import RayTransport
-
-    return RayTransport(place, client)
-
-
-_ENGINES: dict[str, Callable[[str, str], Transport]] = {"local": _local, "ray": _ray}

@@ -24,7 +24,6 @@ from stepcache.serving.held import Block, HostState
 from stepcache.serving.host import Host
 from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.messages import (
-    LeafType,
     Refused,
     Reply,
     Request,
@@ -92,7 +91,7 @@ class DurableHost:
         self._recovery_seconds = recovery_seconds
         self._lock = host_directory.lock(self.directory)
         self._path = path = self.directory / "snapshots"
-        self._images = Images(self.directory, _state_types)
+        self._images = Images(self.directory)
         self.hosts = hosts
         try:
             host_directory.check_hosts(self.directory, hosts)
@@ -263,7 +262,7 @@ class DurableHost:
         """Merges the rows of the previous snapshot into the files of tables; writes a snapshot."""
         if self._unmerged is not None:
             self._files.merge(self._unmerged.tables, self._unmerged.moment)
-        snapshots.write(self._path, state, _state_types)
+        snapshots.write(self._path, state)
 
     def _is_stored(self, state: HostState) -> None:
         """Notes that a snapshot is whole."""
@@ -328,10 +327,6 @@ class DurableHost:
     def close(self) -> None:
         """Unlocks the directory."""
         os.close(self._lock)
-
-
-def _state_types(rule: bytes) -> list[LeafType]:
-    return ExportedRule(rule).state_types
 
 
 def _alive(known: Mapping[str, str], state: HostState | None) -> dict[str, str]:

@@ -55,6 +55,7 @@ class HeldVariables:
         value: block of the value.
         rule: the exported optimizer; empty for none.
         state: block of the optimizer's state.
+        state_types: types of the leaves in it.
     """
 
     layout: BlockLayout
@@ -64,6 +65,7 @@ class HeldVariables:
     value: Block
     rule: bytes = b""
     state: Block | None = None
+    state_types: list[LeafType] = field(default_factory=list)
     _codings: dict[str, Coding] = field(default_factory=dict)
     _coded: dict[str, tuple[int, Block]] = field(default_factory=dict)  # Token and block, by wire.
 

@@ -325,13 +325,12 @@ class Host:
     ) -> tuple[Block, Block]:
         if held.state is None:
             raise RefusalError("type", f"{name} was created without an optimizer")
-        rule = self._rule(held.rule)
-        old_state = BlockLayout(rule.state_types).views(held.state.data)
+        rule, before = self._rule(held.rule), BlockLayout(held.state_types).views(held.state.data)
         try:
-            value, state = rule.update(held.layout.views(held.value.data), old_state, update)
+            value, state = rule.update(held.layout.views(held.value.data), before, update)
         except Exception as error:
             raise RefusalError("failed", f"the optimizer of {name} failed: {error}") from None
-        return self._filled(held.layout.types, value), self._filled(rule.state_types, state)
+        return self._filled(held.layout.types, value), self._filled(held.state_types, state)
 
     def _with_rule(self, name: str, held: HeldVariables, sent: bytes) -> HeldVariables:
         """Returns variables with this optimizer.
@@ -349,7 +348,8 @@ class Host:
                 leaves = [old if np.array_equal(was, new) else new for old, was, new in rows]
         except Exception as error:
             raise RefusalError("failed", f"the optimizer of {name} failed: {error}") from None
-        return replace(held, rule=sent, state=self._filled(rule.state_types, leaves))
+        state = self._filled(rule.state_types, leaves)
+        return replace(held, rule=sent, state=state, state_types=rule.state_types)
 
     def _rule(self, sent: bytes) -> Rule:
         try:

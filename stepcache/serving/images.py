@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.serving.held import Block, HostState
-from stepcache.serving.snapshots import StateTypes, arrays_of, begun, contents
+from stepcache.serving.snapshots import arrays_of, begun, contents
 from stepcache.storage import plain
 from stepcache.storage.private_files import write_at
 
@@ -37,11 +37,10 @@ class Images:
 
     Args:
         directory: directory of the host.
-        state_types: returns the types of an optimizer's state, given the exported optimizer.
     """
 
-    def __init__(self, directory: Path, state_types: StateTypes):
-        self._paths, self._state_types = [directory / name for name in _NAMES], state_types
+    def __init__(self, directory: Path):
+        self._paths = [directory / name for name in _NAMES]
 
     def write(self, state: HostState) -> None:
         """Overwrites the older of the two images.
@@ -49,7 +48,7 @@ class Images:
         Raises:
             OSError: the image cannot be written.
         """
-        items, about = contents(state, self._state_types)
+        items, about = contents(state)
         head = plain.pack([_BOOT_ID.read_text(), about])
         path, *rest = self._paths
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

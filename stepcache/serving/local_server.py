@@ -77,7 +77,8 @@ class LocalServer:
         self._channels: Channels[_Channel] = Channels(
             Listener(address), lambda made: Channel(made, splitter(MAX_REQUEST_BYTES))
         )
-        _publish_address(self.directory, address, self.host.epoch)
+        data = {"address": address, "epoch": self.host.epoch, "process": str(Process.current())}
+        replace_file(self.directory / ADDRESS_FILE, json.dumps(data))
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -203,11 +204,3 @@ def _envelope(frames: list[bytes]) -> tuple[int, str, Any, Any]:
     if not fits or (place is not None and not 0 < place[-1] < 1 << 62):
         raise MalformedMessageError("a field of its header has another type")
     return number, client, place, from_plain(message)
-
-
-# ---- the socket and its address ----------------------------------------------------------------
-
-
-def _publish_address(directory: Path, path: str, epoch: int) -> None:
-    data = {"address": path, "epoch": epoch, "process": str(Process.current())}
-    replace_file(directory / ADDRESS_FILE, json.dumps(data))

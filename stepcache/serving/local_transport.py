@@ -95,8 +95,8 @@ class LocalTransport:
         client: name of the client.
     """
 
-    def __init__(self, directory: Path, client: str):
-        self._directory, self._client = directory.expanduser().resolve(), client
+    def __init__(self, directory: Path | str, client: str):
+        self._directory, self._client = Path(directory).expanduser().resolve(), client
         self._channel: Channel[list[bytes]] | None = None
         self._number = 0
         self._opened = Opened()

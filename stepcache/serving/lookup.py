@@ -23,7 +23,12 @@ from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.plan import links
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "index"],
+    meta_fields=[],
+    drop_fields=["ids"],
+)
 @dataclass(eq=False)
 class Rows:
     """The rows of a table for some ids. It is a pytree, to be passed to a step.
@@ -53,17 +58,6 @@ class Rows:
             values: rows to use in place of `self.values`, to differentiate with respect to them.
         """
         return (self.values if values is None else values)[self.index]
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
-        keys = map(jax.tree_util.GetAttrKey, ("values", "index"))
-        return tuple(zip(keys, (self.values, self.index), strict=True)), None
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
-        return (self.values, self.index), None
-
-    @classmethod
-    def tree_unflatten(cls, about: None, children: tuple[Any, Any]) -> Rows:
-        return cls(*children)
 
 
 class Table(Holder):

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,38 +40,8 @@ from ray.exceptions import RayActorError  # isort: skip
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # isort: skip
 
 _RECOVERY_SECONDS = 2.0  # Ray's control service takes time to tell clients of a new actor.
-
-
-class ActorBlock:
-    """Memory of a value, and from the first read by a call of Ray on, also of the object store.
-
-    Args:
-        memory: the block that holds it.
-
-    Attributes:
-        data: the bytes; read only after `reference` was called.
-        place: address for processes of this machine; None for private memory.
-    """
-
-    __slots__ = ("_memory", "_reference", "data", "place")
-
-    def __init__(self, memory: SharedBlock):
-        self._memory: SharedBlock | None = memory
-        self.data: np.ndarray = memory.data
-        self.place = memory.place
-        self._reference: Any = None
-
-    def reference(self) -> Any:
-        """Puts the bytes into the object store, unless they are there, and returns the reference.
-
-        Private memory is freed then, and `data` is a view of the object store.
-        """
-        if self._reference is None:
-            reference: Any = ray.put(self.data)
-            if self.place is None:  # A snapshot in progress keeps a reference to the old memory.
-                self._memory, self.data = None, ray.get(reference)
-            self._reference = reference
-        return self._reference
+# Of blocks that are in the object store too, as calls of Ray have read them.
+_references: weakref.WeakKeyDictionary[SharedBlock, Any] = weakref.WeakKeyDictionary()
 
 
 class About(NamedTuple):
@@ -121,12 +92,7 @@ class HostActor:
                 hint="serve a directory that all nodes share",
             )
         options = {"recovery_seconds": _RECOVERY_SECONDS, **options}
-        pool = Pool()
-
-        def allocate(size_bytes: int) -> ActorBlock:
-            here = pool.allocate if shares else private
-            return ActorBlock(here(size_bytes))
-
+        allocate = Pool().allocate if shares else private
         self._durable = durable = DurableHost(Path(directory), allocate, **options)
         self._is_stopped = False
         self._server = LocalServer(Path(directory), durable) if shares else None
@@ -212,8 +178,20 @@ def _packed(reply: Reply, blocks: list[Any]) -> Any:
     pairs = list(zip(blocks, are_small, strict=True))
     inline = [block.data.tobytes() if is_small else None for block, is_small in pairs]
     packed = plain.pack([to_plain(reply), inline])
-    held = [block.reference() for block, is_small in pairs if not is_small]
+    held = [_reference(block) for block, is_small in pairs if not is_small]
     return (packed, held) if held else packed
+
+
+def _reference(block: SharedBlock) -> Any:
+    """Puts a block into the object store, unless it is there, and returns the reference.
+
+    Private memory is freed then, and `data` is a view of the object store.
+    """
+    if (reference := _references.get(block)) is None:
+        _references[block] = reference = ray.put(block.data)
+        if block.place is None:  # A snapshot in progress keeps a reference to the old memory.
+            block.data = ray.get(reference)
+    return reference
 
 
 def _unpacked(request: Any, payload: Any) -> tuple[str, Any, np.ndarray | None]:

@@ -30,23 +30,21 @@ _KEPT = 2
 
 Items = dict[str, dict[str, dict[str, np.ndarray]]]
 """Arrays by part ("values", "optimizers" or "tables"), name of the variables or table, and path."""
-StateTypes = Callable[[bytes], Any]
 
 _log = logging.getLogger("stepcache")
 
 
-def write(directory: Path, state: HostState, state_types: StateTypes) -> None:
+def write(directory: Path, state: HostState) -> None:
     """Writes a snapshot, and removes all older ones but the last.
 
     Args:
         directory: directory of all snapshots.
         state: state of the host.
-        state_types: returns the types of an optimizer's state, given the exported optimizer.
 
     Raises:
         VariablesError: the snapshot cannot be written.
     """
-    arrays, about = contents(state, state_types)
+    arrays, about = contents(state)
     about["checksum"] = _checksum(arrays)
     items: dict[str, Any] = {**arrays, "table": np.frombuffer(plain.pack(about), np.uint8)}
     save(directory, keep=_KEPT, step=state.moment, **items)
@@ -55,16 +53,15 @@ def write(directory: Path, state: HostState, state_types: StateTypes) -> None:
     sync(directory)
 
 
-def contents(state: HostState, state_types: StateTypes) -> tuple[Items, dict[str, Any]]:
+def contents(state: HostState) -> tuple[Items, dict[str, Any]]:
     """Returns the arrays of a host, without a copy, and the rest of its state as plain data."""
     values, optimizers, rows, about = {}, {}, {}, []
     for name, held in state.variables.items():
         values[name] = _named(held.layout, held.value)
-        types = state_types(held.rule) if held.rule else []
         if held.state is not None:
-            optimizers[name] = _named(BlockLayout(types), held.state)
+            optimizers[name] = _named(BlockLayout(held.state_types), held.state)
         version = (held.number, held.token, held.assigned)
-        about.append([name, *version, held.layout.types, held.rule, types])
+        about.append([name, *version, held.layout.types, held.rule, held.state_types])
     tables = []
     for name, table in state.tables.items():
         rows[name] = {"ids": table.ids, **table.arrays}
@@ -146,7 +143,8 @@ def begun(about: dict[str, Any], allocate: Callable[[int], Block]) -> tuple[Host
         variables[name] = held
         items["values"][name] = _named(layout, held.value)
         if rule:
-            layout = BlockLayout([tuple(each) for each in state_types])
+            held.state_types = [tuple(each) for each in state_types]
+            layout = BlockLayout(held.state_types)
             held.state = allocate(layout.size_bytes)
             items["optimizers"][name] = _named(layout, held.state)
     tables = {}

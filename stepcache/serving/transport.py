@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -120,5 +121,6 @@ def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread
             time.sleep(seconds)
 
     thread = threading.Thread(target=run, name="stepcache client", daemon=True)
-    thread.start()
+    with contextlib.suppress(RuntimeError):  # The process is about to end.
+        thread.start()
     return thread

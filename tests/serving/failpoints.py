@@ -30,11 +30,7 @@ OF_IMAGES = {  # The ray engine has none.
 OF_CALLS = {  # Of Ray.
     "before a reply is packed": ("stepcache.serving.ray_engine:_packed", "before", 90),
     "after a reply is packed": ("stepcache.serving.ray_engine:_packed", "after", 90),
-    "before a block is in the store": (
-        "stepcache.serving.ray_engine:ActorBlock.reference",
-        "before",
-        30,
-    ),
+    "before a block is in the store": ("stepcache.serving.ray_engine:_reference", "before", 30),
 }
 OF_RESTARTS = {
     "after an epoch": ("stepcache.serving.host_directory:next_epoch", "after", 1),

@@ -130,6 +130,27 @@ print(params.version, flush=True)
     assert time.monotonic() - began < 30
 
 
+def test_a_process_may_close_its_connection_at_its_very_end(server, tmp_path):
+    """When Python starts no thread any more."""
+    size = 5 << 20
+    with server.connect() as connection:
+        tree = {"w": np.zeros(size, np.float32)}
+        params = connection.variables("params", tree)
+        code = f"""
+import atexit, numpy as np, stepcache as sc
+connection = sc.connect("{server.address}")
+tree = {{"w": np.zeros({size}, np.float32)}}
+params = connection.variables("params", tree, write=sc.Write(mode="add", every=2))
+params.push({{"w": np.ones({size}, np.float32)}})
+atexit.register(connection.close)
+"""
+        script = tmp_path / "closing.py"
+        script.write_text(code)
+        command = [sys.executable, script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+        assert "RuntimeError" not in done.stderr and (params.value["w"] == 1).all()
+
+
 # ---- the command line ----------------------------------------------------------------------------
 
 

@@ -20,10 +20,6 @@ LAYOUT = BlockLayout([("w", [3000], "float32"), ("empty", [0, 2], "int8"), ("b",
 pytestmark = pytest.mark.skipif(not images.CAN_IMAGE, reason="needs the number of a start")
 
 
-def types_of_rule(rule):
-    return ExportedRule(rule).state_types
-
-
 def handle(host, *message):
     return host.handle(*(("client",) if isinstance(host, DurableHost) else ()), *message)
 
@@ -80,21 +76,21 @@ def compare(state, expected):
 
 def test_an_image_has_all_that_a_host_has(tmp_path):
     host = filled(Host(1, Block, ExportedRule, MemoryTables()))
-    images.Images(tmp_path, types_of_rule).write(host.state())
-    compare(images.Images(tmp_path, types_of_rule).newest(Block), host.state())
+    images.Images(tmp_path).write(host.state())
+    compare(images.Images(tmp_path).newest(Block), host.state())
 
 
 def test_the_newest_image_that_is_whole_counts(tmp_path):
     host, written = (
         filled(Host(1, Block, ExportedRule, MemoryTables())),
-        images.Images(tmp_path, types_of_rule),
+        images.Images(tmp_path),
     )
     states = []
     for sequence in range(7, 10):
         write(host, sequence, "plain", "add", sequence)
         states.append(host.state())
         written.write(states[-1])
-        compare(images.Images(tmp_path, types_of_rule).newest(Block), states[-1])
+        compare(images.Images(tmp_path).newest(Block), states[-1])
 
     class KilledBlock:
         @property
@@ -106,7 +102,7 @@ def test_the_newest_image_that_is_whole_counts(tmp_path):
     state.variables["adam"].value = KilledBlock()  # The host is killed in the middle of an image.
     with pytest.raises(KeyboardInterrupt):
         written.write(state)
-    compare(images.Images(tmp_path, types_of_rule).newest(Block), states[-1])
+    compare(images.Images(tmp_path).newest(Block), states[-1])
 
 
 def begin(directory, **options):
