@@ -178,21 +178,17 @@ def follow_library_class(walk: Trail, cls: type) -> None:
             walk.once(f"{qualified_name(base)} (registered)", ", ".join(sorted(registered)))
         for attribute, value in list(vars(base).items()):
             path = f"{qualified_name(base)}.{attribute}"
-            if not attribute.startswith("__") and (text := plain_text(value)) is not None:
-                walk.once(path, text)
-            elif is_foreign(value):
+            if is_foreign(value):
                 walk.value(path, value)
             elif attribute.startswith("__"):
                 continue
+            elif (text := plain_text(value)) is not None:
+                walk.once(path, text)
             elif type(value) in CONTAINERS:
                 if (text := container_text(value)) is not None:
                     walk.when_named(attribute, path, text)
-            elif isinstance(value, functools.partialmethod) or _is_of_the_user(type(value)):
+            elif type(value) is functools.partialmethod or instances.is_users(type(value)):
                 walk.when_named(attribute, path, value)
-
-
-def _is_of_the_user(cls: type) -> bool:
-    return origin_of(cls) == USER and instances.is_shown(cls)
 
 
 def is_special(name: str) -> bool:

@@ -103,6 +103,12 @@ def is_shown(cls: type) -> bool:
     return base is object or base in _KNOWN
 
 
+@functools.lru_cache(maxsize=4096)
+def is_users(cls: type) -> bool:
+    """Whether a class is the user's, and not one written in C by whomever."""
+    return origin_of(cls) == USER and not (_is_native(cls) or issubclass(cls, type))
+
+
 def taken_apart(value: Any) -> tuple[Any, ...] | None:
     """The parts of an object of Python's own library; None if they cannot be determined."""
     base = native_base(type(value))

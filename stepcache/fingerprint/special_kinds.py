@@ -41,7 +41,7 @@ def note_special(walk: Trail, path: str, value: Any) -> bool:
     kind = type(value)
     if not _may_be_special(kind) or not _note_by_nature(walk, path, value):
         return False
-    if origin_of(kind) == USER:
+    if instances.is_users(kind):
         walk.follow_class(kind)
         for name, each in instances.attributes_of(value).items():
             if not (name.startswith("_") and name.endswith("_")):  # An enumeration's own.
