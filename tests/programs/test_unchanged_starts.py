@@ -19,6 +19,7 @@ from flax.linen import module as linen_module
 import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.fingerprint import provenance
+from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
 
@@ -293,3 +294,32 @@ def test_what_a_first_trace_changed_is_told_where_a_second_program_misses_it(ins
     again = start(source, "schedule_pkg", tmp_path).update
     assert (again.stats().traces, again.stats().loads) == (1, 2)
     assert "steps: 2.0 → 2" in str(again.last_miss)
+
+
+def test_a_trace_that_looks_at_the_parameters_of_a_function(tmp_path):
+    source = """
+    import inspect
+
+    def scale(x, factor=2, **others):
+        return x * factor
+
+    def call(function, x, **given):
+        parameters = inspect.signature(function).parameters.values()
+        if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters):
+            given = {}
+        assert [each.default is inspect.Parameter.empty for each in parameters][:2] == [True, False]
+        return function(x, **given)
+
+    @sc.step
+    def step(x):
+        return call(scale, x, rate=1)
+    """
+    start(source, "", tmp_path)
+    assert levels(start(source, "", tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):  # Not twice any more.
+        start(source.replace("factor=2", "factor=3"), "", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["stack", "currentframe", "getsource", "getmodule"])
+def test_what_else_inspect_tells_may_differ(name):
+    assert why_impure(f"inspect.{name}") is not None
