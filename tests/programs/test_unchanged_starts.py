@@ -323,3 +323,19 @@ def test_a_trace_that_looks_at_the_parameters_of_a_function(tmp_path):
 @pytest.mark.parametrize("name", ["stack", "currentframe", "getsource", "getmodule"])
 def test_what_else_inspect_tells_may_differ(name):
     assert why_impure(f"inspect.{name}") is not None
+
+
+def test_a_reason_tells_whose_init_file_it_is(install, tmp_path):
+    install("stamping_pkg", {"__init__.py": "import time\ndef stamp():\n    return time.time()\n"})
+    source = """
+    import stamping_pkg
+
+    @sc.step
+    def step(x):
+        stamping_pkg.stamp()
+        return x * 2
+    """
+    miss = start(source, "stamping_pkg", tmp_path).step.last_miss
+    assert [each.partition(" ")[0] for each in miss.untrackable] == [
+        "stamping_pkg/__init__.py:stamp:"
+    ]
