@@ -339,3 +339,30 @@ def test_a_reason_tells_whose_init_file_it_is(install, tmp_path):
     assert [each.partition(" ")[0] for each in miss.untrackable] == [
         "stamping_pkg/__init__.py:stamp:"
     ]
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("tree", True), ("trees", False)])
+def test_a_package_with_compiled_code(name, is_known, install, tmp_path):
+    """Of dm-tree it is known that its compiled code depends on its arguments alone."""
+    files = """
+    import sys, types
+
+    native = sys.modules[f"{__name__}._native"] = types.ModuleType(f"{__name__}._native")
+    native.__file__ = "_native.so"
+
+    def map_structure(function, value):
+        return function(value)
+    """
+    install(name, {"__init__.py": files})
+    source = f"""
+    import {name}
+
+    @sc.step
+    def step(x):
+        return {name}.map_structure(lambda leaf: leaf * 2, x)
+    """
+    start(source, name, tmp_path)
+    again = start(source, name, tmp_path)
+    assert (levels(again) == WITHOUT_A_TRACE) == is_known
+    why = f"package {name}: it has compiled code, which may read anything"
+    assert (why in again.step.last_miss.untrackable) != is_known
