@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import logging
 import os
 import signal
 import sys
@@ -300,7 +301,6 @@ def audit(hook: Callable[[str, tuple], None]) -> None:
 
 at_exit = atexit.register
 
-
 # Python 3.12.0 to 3.12.2 start no thread any more once the main thread has ended (python#113964).
 THREADS_END_EARLY = (3, 12, 0) <= sys.version_info[:3] <= (3, 12, 2)
 
@@ -322,9 +322,7 @@ def at_fork(**functions: Callable[[], None]) -> None:
 def on_missing_attributes(owner: type, give: Callable[[Any, str, Callable], Any]) -> None:
     """Has a class ask a function for the attributes that an instance lacks, for good.
 
-    Args:
-        owner: the class, which has a `__getattr__`.
-        give: gets the instance, the name, and the `__getattr__` of before.
+    The class has a `__getattr__`; `give` gets the instance, the name, and that `__getattr__`.
     """
     as_before: Any = vars(owner)["__getattr__"]
 
@@ -340,6 +338,16 @@ def without_warnings(text: str) -> Iterator[None]:
     """Ignores the warnings whose message begins so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", text)
+        yield
+
+
+@contextlib.contextmanager
+def without_log(name: str, text: str) -> Iterator[None]:
+    """Drops what is logged under a name and begins so."""
+    logger, keeps = logging.getLogger(name), lambda each: not each.getMessage().startswith(text)
+    with contextlib.ExitStack() as stack:
+        stack.callback(logger.removeFilter, keeps)
+        logger.addFilter(keeps)
         yield
 
 

@@ -13,6 +13,7 @@ What equinox alone can do is left to it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -35,6 +36,8 @@ R = TypeVar("R")
 # Bound once, so that a program which replaces `filter_jit` cannot make a step call itself.
 _filter_jit: Any = eqx.filter_jit
 _OF_STEP = ("batch", "pad")
+_FAILED = ("jax._src.callback", "jax.pure_callback failed")
+"""Logger and message of an error in a callback, which is raised as well."""
 _RAISING = frozenset(("pure_callback", "io_callback"))
 _ARGUMENTS_DONATED = 64
 """How many of the arguments that `*args` takes are donated at most."""
@@ -57,7 +60,7 @@ class FilterStep(Generic[P, R]):
             self._first, inner, call = (taken(fun),), _without_arrays(fun), _call
             this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
             signature = signature.replace(parameters=[this, *signature.parameters.values()])
-        self._is_quiet = donate.startswith("all")
+        self._is_quiet, self._donates = donate.startswith("all"), donate != "none"
         options = {**options, **_donated(donate, self._signature, len(self._first))}
         self._step: Step = step_over_arrays(OverTrees(inner, signature, call), **options)
         self._checked: Miss | None = None
@@ -65,16 +68,18 @@ class FilterStep(Generic[P, R]):
         self._traces, self._may_raise = 0, False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._may_raise or jaxcompat.is_tracing():
+        if (self._may_raise and self._donates) or jaxcompat.is_tracing():
             return self._by_equinox(*args, **kwargs)
         try:
             given, named = self._taken(args, kwargs)
         except TypeError:  # It says what is wrong, such as a static value without a hash.
             return self._by_equinox(*args, **kwargs)
+        is_safe = self._checked is not None and not self._may_raise
         try:
-            outputs = self._run(given, named)
-            if self._step.last_miss is not self._checked and self._is_new_trace():
-                self._may_raise = _may_raise(self._step.trace(*given, **named).jaxpr)
+            with contextlib.nullcontext() if is_safe else _process_hooks.without_log(*_FAILED):
+                outputs = self._run(given, named)
+                if self._step.last_miss is not self._checked and self._is_new_trace():
+                    self._may_raise |= _may_raise(self._step.trace(*given, **named).jaxpr)
                 if self._may_raise:
                     jax.block_until_ready(outputs)
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -82,7 +87,8 @@ class FilterStep(Generic[P, R]):
                 raise
             if any(map(_is_deleted, jax.tree.leaves((args, kwargs)))):
                 raise eqx.EquinoxRuntimeError(_message(error)) from None
-            return self._by_equinox(*args, **kwargs)  # It says where in the function that was.
+            # Called again, with the same arguments, equinox says where in the function that was.
+            return self._by_equinox(*args, **kwargs)
         return given_back(outputs, self._build)
 
     def _is_new_trace(self) -> bool:

@@ -15,7 +15,6 @@ import traceback
 import typing
 import warnings
 import weakref
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,7 +22,13 @@ import jax.monitoring
 
 from stepcache import events
 from stepcache.fingerprint.nondeterminism import why_impure
-from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of_file, package_of
+from stepcache.fingerprint.provenance import (
+    INSTALLED,
+    PYTHON,
+    file_label,
+    origin_of_file,
+    package_of,
+)
 
 # Frameworks call the clock and the like for their own logs; it does not reach the trace.
 FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
@@ -107,7 +112,8 @@ def responsible(frame: FrameType | None) -> str | None:
     """Where the call came from: the nearest frame that is not of Python's own library.
 
     Returns:
-        `file:function`; None where it came from a framework or from a bystander such as logging.
+        `package/file:function`; None where it came from a framework or from a bystander such as
+        logging.
     """
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -118,7 +124,8 @@ def responsible(frame: FrameType | None) -> str | None:
         if package in FRAMEWORKS:
             return None
         if origin != PYTHON and package != "numpy":
-            return f"{Path(filename).name}:{frame.f_code.co_qualname}"
+            label = file_label(filename, frame.f_globals.get("__name__"))
+            return f"{label}:{frame.f_code.co_qualname}"
         frame = frame.f_back
     return None
 

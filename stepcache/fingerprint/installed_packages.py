@@ -35,6 +35,8 @@ from stepcache.jaxcompat.hooks import REPLACED
 
 # They keep counters and caches in their modules, which differ from process to process.
 _WITH_STATE = frozenset(("jax", "jaxlib", "numpy", "stepcache"))
+# dm-tree: its compiled code takes containers apart, and reads and keeps nothing else.
+_PURE = frozenset(("tree",))
 _GONE = object()
 
 
@@ -59,7 +61,8 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
                 walk.blame(f"module {name}", "its file was written to since this process began")
             walk.distribution(name)
             package = name.partition(".")[0]
-            if package not in TRUSTED and _has_compiled_code(package):
+            known = package in TRUSTED or package in _PURE
+            if not known and _has_compiled_code(package):
                 walk.blame(f"package {package}", "it has compiled code, which may read anything")
         for name, read in names.items():
             module = sys.modules.get(name)

@@ -96,7 +96,8 @@ _PATH_IMPURE = frozenset(
 _TIME_PURE = frozenset(("sleep", "struct_time"))
 _RANDOM_PURE = frozenset(("Random", "Generator", "RandomState", "SeedSequence"))
 _INSPECT_PURE = frozenset(
-    ("signature", "Parameter", "Signature", "isclass", "isfunction", "ismethod")
+    "signature getfullargspec Parameter Signature isclass isfunction ismethod ismodule "
+    "isbuiltin isgeneratorfunction iscoroutinefunction".split()
 )
 
 
@@ -113,8 +114,10 @@ def _by_module(name: str) -> str | None:
         return _in_os(head)
     if head[0] == "time" and head[-1] in _TIME_PURE:
         return None
-    if head[-1] in _RANDOM_PURE or (head[0] == "inspect" and head[-1] in _INSPECT_PURE):
+    if head[-1] in _RANDOM_PURE:
         return None
+    if head[0] == "inspect" and not _INSPECT_PURE.isdisjoint(head[1:2]):
+        return None  # Also `inspect.Parameter.empty`.
     while module:
         if module in _MODULES:
             return _MODULES[module]

@@ -162,6 +162,29 @@ def test_errors(jit):
         jit(lambda x: x)(y=1)
 
 
+@pytest.mark.parametrize("donate", ["none", "all"])
+def test_a_step_that_may_raise_is_compiled_once(donate, caplog):
+    traces = []
+
+    @seqx.step(donate=donate)
+    def positive(x):
+        traces.append(x)
+        return eqx.error_if(x, x < 0, "x is negative") + 1
+
+    for _ in range(3):
+        assert positive(jnp.zeros(())) == 1
+    assert len(traces) == (1 if donate == "none" else 2)  # Equinox says where donated arrays are.
+    with pytest.raises(eqx.EquinoxRuntimeError, match="x is negative"):
+        positive(-jnp.ones(()))
+    assert positive(jnp.ones((2,))).tolist() == [2, 2]
+    with pytest.raises(eqx.EquinoxRuntimeError, match="x is negative"):
+        positive(-jnp.ones((2,)))
+    assert positive(jnp.zeros(())) == 1
+    with pytest.raises(eqx.EquinoxRuntimeError, match="x is negative"):
+        seqx.step(lambda x: eqx.error_if(x, x < 0, "x is negative"))(-jnp.ones(()))
+    assert not [each for each in caplog.records if each.name.startswith("jax")]
+
+
 @BOTH
 def test_under_other_transformations(jit):
     step = jit(lambda model, x: model(x).sum())

@@ -19,6 +19,7 @@ from flax.linen import module as linen_module
 import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.fingerprint import installed_packages, provenance
+from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
 
@@ -294,3 +295,75 @@ def test_what_a_first_trace_changed_is_told_where_a_second_program_misses_it(ins
     again = start(source, "schedule_pkg", tmp_path).update
     assert (again.stats().traces, again.stats().loads) == (1, 2)
     assert "steps: 2.0 → 2" in str(again.last_miss)
+
+
+def test_a_trace_that_looks_at_the_parameters_of_a_function(tmp_path):
+    source = """
+    import inspect
+
+    def scale(x, factor=2, **others):
+        return x * factor
+
+    def call(function, x, **given):
+        parameters = inspect.signature(function).parameters.values()
+        if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters):
+            given = {}
+        assert [each.default is inspect.Parameter.empty for each in parameters][:2] == [True, False]
+        return function(x, **given)
+
+    @sc.step
+    def step(x):
+        return call(scale, x, rate=1)
+    """
+    start(source, "", tmp_path)
+    assert levels(start(source, "", tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):  # Not twice any more.
+        start(source.replace("factor=2", "factor=3"), "", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["stack", "currentframe", "getsource", "getmodule"])
+def test_what_else_inspect_tells_may_differ(name):
+    assert why_impure(f"inspect.{name}") is not None
+
+
+def test_a_reason_tells_whose_init_file_it_is(install, tmp_path):
+    install("stamping_pkg", {"__init__.py": "import time\ndef stamp():\n    return time.time()\n"})
+    source = """
+    import stamping_pkg
+
+    @sc.step
+    def step(x):
+        stamping_pkg.stamp()
+        return x * 2
+    """
+    miss = start(source, "stamping_pkg", tmp_path).step.last_miss
+    assert [each.partition(" ")[0] for each in miss.untrackable] == [
+        "stamping_pkg/__init__.py:stamp:"
+    ]
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("tree", True), ("trees", False)])
+def test_a_package_with_compiled_code(name, is_known, install, tmp_path):
+    """Of dm-tree it is known that its compiled code depends on its arguments alone."""
+    files = """
+    import sys, types
+
+    native = sys.modules[f"{__name__}._native"] = types.ModuleType(f"{__name__}._native")
+    native.__file__ = "_native.so"
+
+    def map_structure(function, value):
+        return function(value)
+    """
+    install(name, {"__init__.py": files})
+    source = f"""
+    import {name}
+
+    @sc.step
+    def step(x):
+        return {name}.map_structure(lambda leaf: leaf * 2, x)
+    """
+    start(source, name, tmp_path)
+    again = start(source, name, tmp_path)
+    assert (levels(again) == WITHOUT_A_TRACE) == is_known
+    why = f"package {name}: it has compiled code, which may read anything"
+    assert (why in again.step.last_miss.untrackable) != is_known
