@@ -15,6 +15,7 @@ import traceback
 import typing
 import warnings
 import weakref
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
