@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # They stand between the instructions that matter, and change nothing about the value on the stack.
@@ -23,13 +23,15 @@ TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", 
 DYNAMIC_ACCESS = frozenset(
     "getattr hasattr vars dir locals globals eval exec __dict__ __getattribute__ __getstate__ "
     "attrgetter methodcaller getattr_static getmembers asdict astuple fields replace copy "
-    "deepcopy dumps loads __reduce__ __slots__ __dataclass_fields__ f_globals f_locals modules "
-    "format format_map".split()
+    "deepcopy dump dumps loads __reduce__ __reduce_ex__ __slots__ __dataclass_fields__ f_globals "
+    "f_locals modules format format_map vformat".split()
 )
 # What is no part of the code, so that a change of it would not be seen.
 UNSEEN = {
     "__doc__": "docstrings",
     "__annotations__": "annotations",
+    "annotation": "annotations",
+    "return_annotation": "annotations",
     "get_type_hints": "annotations",
     "__globals__": "the globals of a function",
     "__subclasses__": "the classes that exist",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import datetime
 import enum
 import functools
 import inspect
@@ -75,6 +76,8 @@ def _name_of_builtin(function: Any) -> str | None:
         return f"{module}.{name}" if module else None
     if isinstance(owner, type):
         return f"{owner.__module__}.{owner.__qualname__}.{name}"
+    if isinstance(owner, datetime.datetime) and (owner.tzinfo is None or name == "astimezone"):
+        return f"datetime.datetime.{name}"
     for module, generator, public in _HIDDEN_GENERATORS:
         if owner is getattr(sys.modules.get(module), generator, None):
             return f"{public}.{name}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import argparse
 import dataclasses
+import decimal
 import enum
 import functools
 import operator
@@ -17,15 +18,16 @@ from typing import Any
 
 from stepcache.fingerprint import instances, opened_files, values
 from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS
+from stepcache.fingerprint.held import CONTAINERS
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
-from stepcache.fingerprint.tokens import digest, plain_text, qualified_name
+from stepcache.fingerprint.tokens import container_text, digest, plain_text, qualified_name
 from stepcache.fingerprint.trail import Trail, making
 from stepcache.jaxcompat import inspection
 
 # What Python itself keeps in a class; none of it is the user's.
 _INTERNALS = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __qualname__ __annotations__ __abstractmethods__ "
-    "_abc_impl __parameters__ __orig_bases__ __firstlineno__ __static_attributes__ __slots__ "
+    "_abc_impl __parameters__ __firstlineno__ __static_attributes__ "
     "__annotate__ __annotate_func__ __annotations_cache__ __type_params__ "
     "__dataclass_params__ __signature__ __jax_pytree__ __classdictcell__ __slotnames__".split()
 )
@@ -100,15 +102,15 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
     walk.note(name, f"class({', '.join(bases)})")
     if type(cls) is not type:
         walk.follow_class(type(cls))
-    if type(cls) is abc.ABCMeta:
-        walk.note(f"{name} (registered)", _registered(cls))
+    if isinstance(cls, abc.ABCMeta):
+        walk.note(f"{name} (registered)", ", ".join(sorted(_registered(cls, True))))
     for function in inspection.pytree_functions(cls):
         walk.value(f"{name} (pytree)", function)
     is_enum = issubclass(cls, enum.Enum)
     if is_enum:
         walk.note(f"{name} (members)", ", ".join(cls.__members__))
-        for member in cls:
-            walk.value(f"{name}.{member.name}", member.value)
+        for each, member in cls.__members__.items():
+            walk.value(f"{name}.{each}", member)
     selective = is_plain(cls) and not dataclasses.is_dataclass(cls)
     order = tuple(each for each in vars(cls) if each != "__annotations__")
     walk.when_dynamic(f"{name} (order of attributes)", order)
@@ -146,13 +148,15 @@ def _prefixes_of_packages(cls: type) -> tuple[str, ...]:
 _CONSTRUCTORS = ("__init__", "__new__")
 
 
-def _registered(cls: type) -> str:
-    """The classes that were registered with an abstract one, by name."""
-    dump: Any = getattr(abc, "_get_dump", None)
-    if dump is None:
-        return ""
-    found = [each() for each in dump(cls)[0]]
-    return ", ".join(sorted(qualified_name(each) for each in found if each is not None))
+def _registered(cls: abc.ABCMeta, also_of_libraries: bool = False) -> set[str]:
+    """The user's classes that were registered with an abstract one or its subclasses, by name."""
+    found: set[str] = set()
+    for each in (reference() for reference in abc._get_dump(cls)[0]):  # type: ignore[attr-defined]
+        if each is not None and (also_of_libraries or origin_of(each) == USER):
+            found.add(qualified_name(each))
+    for subclass in type.__subclasses__(cls):
+        found |= _registered(subclass, also_of_libraries)
+    return found
 
 
 def follow_library_class(walk: Trail, cls: type) -> None:
@@ -163,15 +167,28 @@ def follow_library_class(walk: Trail, cls: type) -> None:
         code = getattr(getattr(function, "func", function), "__code__", None)
         if is_foreign(function) or (code is not None and code.co_filename.startswith("<")):
             walk.value(f"{qualified_name(cls)} (pytree)", function)
+    if cls.__module__ == "decimal":
+        context = decimal.getcontext().copy()
+        context.clear_flags()
+        walk.once("decimal.getcontext()", repr(context))
     for base in cls.__mro__:
         if base is object or origin_of(base) == USER:
             continue
+        if isinstance(base, abc.ABCMeta) and (registered := _registered(base)):
+            walk.once(f"{qualified_name(base)} (registered)", ", ".join(sorted(registered)))
         for attribute, value in list(vars(base).items()):
             path = f"{qualified_name(base)}.{attribute}"
-            if not attribute.startswith("__") and (text := plain_text(value)) is not None:
-                walk.once(path, text)
-            elif is_foreign(value):
+            if is_foreign(value):
                 walk.value(path, value)
+            elif attribute.startswith("__"):
+                continue
+            elif (text := plain_text(value)) is not None:
+                walk.once(path, text)
+            elif type(value) in CONTAINERS:
+                if (text := container_text(value)) is not None:
+                    walk.when_named(attribute, path, text)
+            elif type(value) is functools.partialmethod or instances.is_users(type(value)):
+                walk.when_named(attribute, path, value)
 
 
 def is_special(name: str) -> bool:

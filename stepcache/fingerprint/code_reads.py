@@ -130,12 +130,13 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
     It does not where it reads a global, an attribute of an installed module or of a class in one
     (`ir.Location.file`), or one of `self` in a class of JAX or numpy, such as the `start_time` with
     which JAX measures how long it traces: of an object whose class inherits from theirs, all
-    attributes are noted. Nor does JAX read `params` of others than its equations and the like.
+    attributes are noted. Nor does JAX read `params` of others than its equations and the like, or
+    mean an attribute where a function speaks of itself, as `jax.random.key` does in its errors.
     """
     package = (module or "").partition(".")[0]
     if package == "jax" and name == "params":
         return False
-    if name in code.co_consts:
+    if name in code.co_consts and not (package == "jax" and name == code.co_name):
         return True
     space = vars(sys.modules[module]) if module in sys.modules else {}
     is_method = package in ("jax", "numpy")
@@ -171,7 +172,8 @@ def _owner(value: Any) -> types.ModuleType | type | None:
 
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _NO_ATTRIBUTE = frozenset(
-    "LOAD_GLOBAL LOAD_NAME STORE_ATTR STORE_GLOBAL IMPORT_NAME LOAD_FAST STORE_FAST".split()
+    "LOAD_CONST LOAD_GLOBAL LOAD_NAME STORE_ATTR STORE_GLOBAL IMPORT_NAME LOAD_FAST "
+    "STORE_FAST".split()
 )
 
 

@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from stepcache.fingerprint import instances, values
+from stepcache.fingerprint import instances, special_kinds, values
 from stepcache.fingerprint.bytecode import (
     UNSEEN,
     Import,
@@ -55,6 +55,8 @@ def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
     walk.check_pure(path, name)
     if origin == INSTALLED and module:
         walk.distribution(module)
+    if name == "logging.getLogger":
+        walk.when_named(_ASKING_LOGGERS, "levels of loggers", special_kinds.levels_of_loggers())
     defaults = f", {plain_text(function.__defaults__)}" if function.__defaults__ else ""
     if function.__module__ == module and instances.found_by_name(function):
         walk.note(path, f"function {name}{defaults}")
@@ -84,7 +86,13 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
     for imported in names.imports:
         package = function.__globals__.get("__package__") or ""
         _follow_module(walk, label, package, imported)
+    if "isEnabledFor" in names.loads or "getEffectiveLevel" in names.loads:
+        walk.read_attributes((_ASKING_LOGGERS,))
     walk.add_names(names)
+
+
+_ASKING_LOGGERS = "ask a logger"
+"""Stands among the names that code reads for a question of the user's to a logger."""
 
 
 def _note_captured(
@@ -119,7 +127,7 @@ def _follow_global(walk: Trail, label: str, function: types.FunctionType, read: 
     path = f"{walk.namespace(space, function)}:{read.name}"
     value = space.get(read.name, _MISSING)
     if value is _MISSING:
-        value = vars(builtins).get(read.name, _MISSING)
+        value = function.__builtins__.get(read.name, _MISSING)  # Those of `exec` may be others.
         if value is not _MISSING:
             path = read.name
     if value is _MISSING:
@@ -139,9 +147,9 @@ def _follow_global(walk: Trail, label: str, function: types.FunctionType, read: 
 def _note_namespace(walk: Trail, function: types.FunctionType) -> None:
     space = function.__globals__
     label = walk.namespace(space, function)
-    walk.note(f"{label} (order)", str([key for key in space if not key.startswith("__")]))
+    walk.note(f"{label} (order)", str([key for key in space if key not in _OF_MODULES]))
     for key, value in list(space.items()):
-        if not key.startswith("__") and walk.first_time((id(space), Read("global", key, ()))):
+        if key not in _OF_MODULES and walk.first_time((id(space), Read("global", key, ()))):
             walk.value(f"{label}:{key}", value)
 
 
@@ -197,8 +205,9 @@ def _note_library_value(
             value = getattr(value, name, _MISSING)
             path = f"{path}.{name}"
             if is_known_kind(value) or is_foreign(value):
-                note_library_object(walk, path, value)
-                return
+                break
+        if value is not _MISSING:
+            note_library_object(walk, path, value)
 
 
 def _check_standard_stream(walk: Trail, path: str, value: Any) -> None:
@@ -303,7 +312,18 @@ def note_module(walk: Trail, path: str, value: types.ModuleType) -> None:
     if origin_of_module(value.__name__) != USER:
         walk.distribution(value.__name__)
         return
+    if type(value) is not types.ModuleType:
+        walk.follow_class(type(value))
     label = walk.namespace(vars(value), None, value.__name__)
     for name, each in list(vars(value).items()):
-        if not name.startswith("__") or name == "__getattr__":
+        if name == "__getattr__":  # Python asks it for what is not there.
+            walk.value(f"{label}:{name}", each)
+        elif name not in _OF_MODULES:
             walk.when_named(name, f"{label}:{name}", each)
+
+
+# What Python keeps in each module.
+_OF_MODULES = frozenset(
+    "__name__ __doc__ __package__ __loader__ __spec__ __file__ __cached__ __builtins__ __path__ "
+    "__annotations__ __annotate__ __conditional_annotations__".split()
+)

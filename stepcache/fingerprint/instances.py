@@ -27,7 +27,10 @@ DESCRIPTORS = (
 )
 _NATIVE_METHODS = frozenset(("nb_method", "nb_func", "cython_function_or_method"))
 # Their content is looked at by itself.
-CONTENT = (dict, list, tuple, set, frozenset, deque, int, float, str, bytes, complex, bytearray)
+CONTENT = (
+    *(dict, list, tuple, set, frozenset, deque, int, float, str, bytes, complex, bytearray),
+    *(property, staticmethod, classmethod),
+)
 _KNOWN = frozenset((*CONTENT, OrderedDict, defaultdict, functools.partial, types.SimpleNamespace))
 _NOT_TAKEN_APART = frozenset(("itertools", "_io", "io", "weakref"))
 
@@ -98,6 +101,12 @@ def is_shown(cls: type) -> bool:
     """Whether attributes and content are all there is to an instance."""
     base = native_base(cls)
     return base is object or base in _KNOWN
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users(cls: type) -> bool:
+    """Whether a class is the user's, and not one written in C by whomever."""
+    return origin_of(cls) == USER and not (_is_native(cls) or issubclass(cls, type))
 
 
 def taken_apart(value: Any) -> tuple[Any, ...] | None:

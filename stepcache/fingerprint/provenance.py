@@ -17,6 +17,7 @@ import stat
 import sys
 import sysconfig
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from stepcache import errors
@@ -87,7 +88,7 @@ def _origin_if_imported(name: str) -> str:
 def origin_of(value: Any) -> str:
     """The origin of a function or a class."""
     code = getattr(value, "__code__", None)
-    if code is not None and not code.co_filename.startswith("<"):
+    if isinstance(code, CodeType) and not code.co_filename.startswith("<"):
         return origin_of_file(code.co_filename)
     module = getattr(value, "__module__", None)
     return origin_of_module(module) if module or code is None else USER

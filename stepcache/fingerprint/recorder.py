@@ -35,8 +35,14 @@ from stepcache.fingerprint.provenance import (
 
 _ENVIRON: dict[CodeType, str] = {
     type(os.environ).__getitem__.__code__: "key",
-    type(os.environ).__iter__.__code__: "",
+    **{
+        vars(type(os.environ))[name].__code__: ""
+        for name in ("__iter__", "__len__", "__repr__")
+        if name in vars(type(os.environ))
+    },
 }
+WHICH_VARIABLES = "(names of all)"
+"""Stands among the names of environment variables for what these names are."""
 
 
 @dataclass(slots=True)
@@ -50,7 +56,7 @@ class Recording:
             again by its identity. Not to be changed.
         files: paths of the files opened for reading, relative ones as they were given, with the
             state of each as `state_of_file` gives it.
-        variables: names of environment variables asked for.
+        variables: names of environment variables asked for, `WHICH_VARIABLES` among them.
         impure: what it called that makes it valid for this run only.
         unavailable: why it has not been watched, or not to its end; None if it has.
     """
@@ -164,7 +170,7 @@ def _note_variables(code: CodeType, frame: FrameType) -> None:
     name = frame.f_locals.get(key) if key else None
     names = [name] if isinstance(name, str | bytes) else []
     if not key:
-        names = list(os.environ._data)  # type: ignore[attr-defined]
+        names = [WHICH_VARIABLES, *os.environ._data]  # type: ignore[attr-defined]
     for recording in active.current():
         recording.variables.update(os.fsdecode(name) for name in names)
 

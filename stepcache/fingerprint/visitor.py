@@ -20,7 +20,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from stepcache.fingerprint import classes, functions, values
+from stepcache.fingerprint import classes, functions, special_kinds, values
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
 from stepcache.fingerprint.tokens import ATOMS, atom, digest, key_text, plain_text, short
 from stepcache.fingerprint.trail import Trail
@@ -94,7 +94,7 @@ class Walk(Trail):
             functions.note_module(self, path, value)
         elif type(value).__module__.startswith("weakref") and "Proxy" in type(value).__name__:
             self.blame(path, "it is a weak reference that poses as its object")
-        elif not values.note_special(self, path, value):
+        elif not special_kinds.note_special(self, path, value):
             classes.note_instance(self, path, value)
 
     # ---- classes and trees ---------------------------------------------------------------------

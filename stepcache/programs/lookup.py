@@ -38,8 +38,8 @@ from stepcache.fingerprint.provenance import (
     origin_of_module,
     state_of_file,
 )
-from stepcache.fingerprint.recorder import Recording
-from stepcache.fingerprint.tokens import atom, plain_text
+from stepcache.fingerprint.recorder import WHICH_VARIABLES, Recording
+from stepcache.fingerprint.tokens import atom, digest, plain_text
 from stepcache.fingerprint.visitor import Fingerprint, Walk
 from stepcache.jaxcompat import inspection
 from stepcache.storage.dependency_record import Address, DependencyRecord, Used
@@ -167,7 +167,8 @@ class Lookup:
             walk.alive.append(used.names)
             installed_packages.note_modules(walk, used.modules, used.names)
         for name in used.variables:
-            walk.once(f"environment variable {name}", atom(os.environ.get(name)))
+            found = digest(sorted(os.environ)) if name == WHICH_VARIABLES else os.environ.get(name)
+            walk.once(f"environment variable {name}", atom(found))
         for base, path, original in used.files:
             walk.once(f"file {path}", self._content(base, path, original))
         return walk.fingerprint()

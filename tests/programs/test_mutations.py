@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mutations import changes, frameworks, harmless
+from mutations import changes, frameworks, harmless, hidden
 
 import stepcache
 
@@ -23,6 +23,9 @@ CHANGES = [
     *changes.VALUES,
     *changes.OBJECTS,
     *changes.OUTSIDE,
+    *hidden.BESIDE_VALUES,
+    *hidden.IN_CLASSES,
+    *hidden.OF_THE_PROCESS,
     *frameworks.LOWERED,
     *frameworks.INSTALLED,
     *frameworks.TREES,

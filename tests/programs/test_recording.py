@@ -109,7 +109,7 @@ def test_a_path_that_goes_back_behind_a_link_is_left_as_it_is(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     path = f"{tmp_path}/link/../data"
     with Recording() as recording:
-        open(path).close()  # noqa: PTH123, SIM115
+        open(path).close()  # noqa: PTH123
     assert recording.files == {path: state_of_file(path)} and recording.files[path]
 
 

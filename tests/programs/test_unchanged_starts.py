@@ -16,7 +16,7 @@ import pytest
 
 import stepcache as sc
 from stepcache import jaxcompat
-from stepcache.fingerprint import provenance
+from stepcache.fingerprint import installed_packages, provenance
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
 
@@ -29,7 +29,8 @@ BUILT, WITHOUT_COMPILING, WITHOUT_A_TRACE = (1, 1, 0), (1, 0, 1), (0, 0, 1)
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs a package of the given files for one test."""
+    """Installs a package of the given files for one test, as if this process began later."""
+    monkeypatch.setattr(installed_packages, "PROCESS_BEGAN_NS", sys.maxsize)
     site = tmp_path / "site-packages"
     monkeypatch.syspath_prepend(str(site))
     installed = []

@@ -230,6 +230,7 @@ HARMLESS = [
         """
         import logging
         logging.getLogger("sc_mine").setLevel(«10¦20»)
+        def restore(): logging.getLogger("sc_mine").setLevel(0)
         def step(x): return x * 2
         """,
     ),
