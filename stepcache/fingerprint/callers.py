@@ -9,13 +9,19 @@ import datetime
 import enum
 import functools
 import inspect
+import logging
 import sys
+import traceback
 import typing
+import warnings
 import weakref
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import jax.monitoring
+
+from stepcache import events
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of_file, package_of
 
@@ -26,8 +32,14 @@ _CALL_FOR_THEMSELVES = frozenset(
     module.__file__
     for module in (collections, contextlib, dataclasses, enum, functools, inspect, typing, weakref)
 )
-_BYSTANDERS = ("/logging", "/warnings.py", "/linecache.py", "/traceback.py", "/abc.py")
-_LISTENERS = ("/logging/__init__.py", "/jax/_src/monitoring.py", "/stepcache/events.py")
+_BYSTANDERS = (
+    f"{Path(logging.__file__).parent}/",
+    warnings.formatwarning.__code__.co_filename,
+    traceback.print_exc.__code__.co_filename,
+)
+_LISTENERS = frozenset(
+    (logging.__file__, jax.monitoring.record_event.__code__.co_filename, events.__file__)
+)
 _FINDING = frozenset(("_find_spec", "_get_spec", "_path_hooks"))
 
 
@@ -56,7 +68,7 @@ def is_import_hook(frame: FrameType) -> bool:
 def is_bystander(frame: FrameType | None) -> bool:
     """Whether code runs on behalf of a log or of a listener, which the trace does not see."""
     while frame is not None:
-        if frame.f_code.co_filename.endswith(_LISTENERS):
+        if frame.f_code.co_filename in _LISTENERS:
             return True
         frame = frame.f_back
     return False
@@ -115,7 +127,7 @@ def passes_by(frame: FrameType) -> bool:
     """Whether code of Python's imports a module, or works for a log, and so not for a trace."""
     code = frame.f_code
     is_import = code.co_name == "_find_and_load" and is_of_imports(code)
-    return is_import or any(each in code.co_filename for each in _BYSTANDERS)
+    return is_import or code.co_filename.startswith(_BYSTANDERS)
 
 
 def is_of_imports(code: CodeType) -> bool:

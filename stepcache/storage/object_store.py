@@ -103,6 +103,7 @@ class Requests:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
+            del future, work  # What was written may be large, and this thread waits for more.
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()

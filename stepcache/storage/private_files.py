@@ -228,8 +228,13 @@ def sync(path: Path) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Writes a private file so that all of it is seen or none, also after the machine crashed."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    _create(new, text.encode())
-    new.replace(path)
+    try:
+        _create(new, text.encode())
+        new.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
     sync(path.parent)
 
 

@@ -21,6 +21,7 @@ import pytest
 
 import stepcache as sc
 from stepcache.storage import entry as format_
+from stepcache.storage import private_files
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.load_markers import Process, unique_name
 
@@ -1213,3 +1214,16 @@ def test_eight_processes_at_once(directory, seconds):
     """
     counts = run(body, directory, seconds, timeout=seconds + 100)
     assert min(counts.values()) > 20, counts
+
+
+def test_a_small_file_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    private_files.replace_file(tmp_path / "file", "before")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            private_files.replace_file(tmp_path / "file", "after")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "before"

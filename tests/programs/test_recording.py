@@ -1,6 +1,7 @@
 """What a recording sees, on both of Python's ways to watch code, and what it leaves alone."""
 
 import dataclasses
+import logging
 import os
 import random
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stepcache.fingerprint import callers
 from stepcache.fingerprint.provenance import state_of_file
 from stepcache.fingerprint.recorder import Recording
 
@@ -300,6 +302,22 @@ def test_all_monitoring_tools_are_taken():
         assert traced.__code__ in recording.codes
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+def test_only_python_s_own_logging_passes_by():
+    """Not a package of the user's, nor a Python that is installed in a directory of that name."""
+
+    def made(filename):
+        space = {"sys": sys}
+        exec(compile("def here(): return sys._getframe()", filename, "exec"), space)
+        return space["here"]
+
+    here = made("/home/me/app/logging/__init__.py")
+    with Recording() as recording:
+        here()
+    assert here.__code__ in recording.codes
+    assert not callers.passes_by(made("/opt/logging/lib/python3.11/pathlib.py")())
+    assert callers.passes_by(made(logging.__file__)())
 
 
 def test_import_hooks_are_not_the_traces(monkeypatch):

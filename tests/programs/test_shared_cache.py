@@ -1,5 +1,6 @@
 """A cache behind the directory, in an object store: what one machine builds, others load."""
 
+import functools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import types
 import uuid
 import warnings
+import weakref
 from pathlib import Path
 
 import jax
@@ -20,7 +22,7 @@ import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.events import Loaded, recorder
 from stepcache.programs.archive import start_name
-from stepcache.storage.object_store import ObjectStore
+from stepcache.storage.object_store import ObjectStore, Requests
 from stepcache.storage.shared_names import ROOT, Catalogue, signed
 from stepcache.storage.shared_place import Place
 from tests.cluster.pods import run_pod, succeeded
@@ -582,3 +584,17 @@ def test_the_command_line(bucket, server, tmp_path, monkeypatch):
     monkeypatch.setenv("STEPCACHE_REMOTE_MODE", "read")
     assert "read only" in cache("push", "--dir", own, code=1)
     assert "read only" in cache("prune", "--remote", "--older-than", "1s", code=1)
+
+
+def test_a_thread_that_waits_for_requests_holds_none_of_the_last():
+    class Payload:
+        pass
+
+    requests, payload = Requests("test", 1), Payload()
+    requests.stay()
+    reference = weakref.ref(payload)
+    future = requests.submit(functools.partial(id, payload))
+    assert future.result() and requests.wait() == 0
+    del future, payload
+    assert reference() is None
+    requests.stop()
