@@ -92,9 +92,10 @@ def _process_began_ns() -> int:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         ticks = int(fields[19])  # Since the system began.
         since_boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        return now - since_boot + (ticks + 1) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+        began = now - since_boot + (ticks + 1) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return now
+    return began if ticks else now
 
 
 PROCESS_BEGAN_NS = _process_began_ns()
