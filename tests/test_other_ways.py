@@ -19,6 +19,7 @@ NOT_PUBLIC = (
     "sharding_that_does_not_divide",
     "incompatible_devices",
     "tree_that_validates_its_leaves",
+    "class_can_hold_nothing_else",
     "abstract_argument",
     "clear_caches_of_jax",
     "static_that_cannot_be_compared",
