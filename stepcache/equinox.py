@@ -13,7 +13,6 @@ What equinox alone can do is left to it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -36,8 +35,6 @@ R = TypeVar("R")
 # Bound once, so that a program which replaces `filter_jit` cannot make a step call itself.
 _filter_jit: Any = eqx.filter_jit
 _OF_STEP = ("batch", "pad")
-_FAILED = ("jax._src.callback", "jax.pure_callback failed")
-"""Logger and message of an error in a callback, which is raised as well."""
 _RAISING = frozenset(("pure_callback", "io_callback"))
 _ARGUMENTS_DONATED = 64
 """How many of the arguments that `*args` takes are donated at most."""
@@ -74,14 +71,12 @@ class FilterStep(Generic[P, R]):
             given, named = self._taken(args, kwargs)
         except TypeError:  # It says what is wrong, such as a static value without a hash.
             return self._by_equinox(*args, **kwargs)
-        is_safe = self._checked is not None and not self._may_raise
         try:
-            with contextlib.nullcontext() if is_safe else _process_hooks.without_log(*_FAILED):
-                outputs = self._run(given, named)
-                if self._step.last_miss is not self._checked and self._is_new_trace():
-                    self._may_raise |= _may_raise(self._step.trace(*given, **named).jaxpr)
-                if self._may_raise:
-                    jax.block_until_ready(outputs)
+            if self._checked is not None and not self._may_raise:
+                outputs = self._outputs(given, named)
+            else:
+                with _process_hooks.without_log(*jaxcompat.LOG_OF_CALLBACKS):
+                    outputs = self._outputs(given, named)
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if "EquinoxRuntimeError" not in str(error):
                 raise
@@ -90,6 +85,14 @@ class FilterStep(Generic[P, R]):
             # Called again, with the same arguments, equinox says where in the function that was.
             return self._by_equinox(*args, **kwargs)
         return given_back(outputs, self._build)
+
+    def _outputs(self, given: tuple, named: dict[str, Any]) -> Any:
+        outputs = self._run(given, named)
+        if self._step.last_miss is not self._checked and self._is_new_trace():
+            self._may_raise |= _may_raise(self._step.trace(*given, **named).jaxpr)
+        if self._may_raise:
+            jax.block_until_ready(outputs)
+        return outputs
 
     def _is_new_trace(self) -> bool:
         """Whether the latest program was traced: what was stored never calls back into Python."""

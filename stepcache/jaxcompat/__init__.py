@@ -44,6 +44,7 @@ from stepcache.jaxcompat.contexts import (
     tracing_context,
 )
 from stepcache.jaxcompat.hooks import (
+    LOG_OF_CALLBACKS,
     WATCHED_BINDS,
     WATCHED_ENDS,
     WATCHED_JITS,

@@ -27,6 +27,9 @@ if CAN_STORE:
     from jax._src import cache_key, compiler, core, pjit
     from jax._src.interpreters import partial_eval
 
+LOG_OF_CALLBACKS = ("jax._src.callback", "jax.pure_callback failed")
+"""Logger and message of an error in a callback, which is raised as well."""
+
 # ---- compiling, with a store in between --------------------------------------------------------
 
 Load = Callable[[bytes], Any]
@@ -49,7 +52,7 @@ def compiling_through(find: Find) -> Iterator[None]:
             topology, as JAX's own cache key has them), and a function that loads an executable of
             this kind from bytes. Returns the loaded executable, or None to have it compiled.
     """
-    with contextlib.ExitStack() as stack:  # An interrupt leaves nothing behind.
+    with contextlib.ExitStack() as stack:
         stack.callback(setattr, _compiling, "find", _compiling.find)
         _compiling.find = find
         for each in (_compile, _hash):
