@@ -17,7 +17,7 @@ from typing import Any
 
 from stepcache.remote.messages import Kind, Message, decode, packed
 from stepcache.remote.task_group import TaskGroup
-from stepcache.serving.channel import Channel, listen_at
+from stepcache.serving.channel import Channel, Listener
 from stepcache.serving.shared_memory import allow_many_files
 from stepcache.storage.load_markers import Process
 
@@ -122,6 +122,6 @@ if __name__ == "__main__":
     what, path, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
     if what == "answer":
         answer(path, count)
-    made = _Group(listen_at(path), count)
+    made = _Group(Listener(path), count)
     print("serving", flush=True)
     made.run()
