@@ -109,8 +109,7 @@ def test_the_next_process_finds_it_whatever_is_committed(tmp_path):
         with sc.Session(cache=cache):
             assert places(step(x, FREE)) == places(jax.jit(function)(x, FREE))
         cache.flush()
-        # What is built may be traced twice, after another test has replaced a library's object.
-        assert (step.stats().traces == 0, step.stats().loads) == (bool(loads), loads)
+        assert (step.stats().traces, step.stats().loads) == (1 - loads, loads)
         jax.clear_caches()
 
 

@@ -52,6 +52,7 @@ def install(tmp_path, monkeypatch):
     yield install_package
     for name in installed:
         unload(name)
+    installed_packages.look_again()  # Else the next step of this process would be traced twice.
 
 
 def unload(package):
@@ -192,10 +193,11 @@ def test_flax_modules_that_are_alive_elsewhere(tmp_path):
     alive.inner
     """
     gc.collect()
-    assert not linen_module._caches
+    caches = getattr(linen_module, "_caches", None)  # Newer versions of flax have none.
+    assert not caches
     start(source, "", tmp_path)
     again = start(source + alive, "", tmp_path)
-    assert linen_module._caches
+    assert caches or caches is None
     assert levels(again) == WITHOUT_A_TRACE
 
 
