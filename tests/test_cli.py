@@ -21,6 +21,7 @@ from click.testing import CliRunner
 import stepcache as sc
 from stepcache.cli import main
 from stepcache.cli.directories import DURATION, SIZE
+from stepcache.report import doctor
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import Row, RunLog
 
@@ -500,6 +501,15 @@ def test_doctor_warns_of_little_space(built, monkeypatch):
     assert statuses(found)["space"] == "warning"
 
 
+def test_doctor_blames_a_full_disk_for_a_program_that_was_not_stored(tmp_path, monkeypatch):
+    full = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    monkeypatch.setattr(doctor, "_probe", lambda path: {"seconds": 1.0, "loads": 0, "why": "-"})
+    found = doctor.examine(tmp_path, 1 << 30)
+    (trip,) = (check for check in found.checks if check.name == "round trip")
+    assert trip.status == "fault" and "space" in trip.hint
+
+
 def test_doctor_goes_round(tmp_path, tmp_path_factory, monkeypatch):
     shared = tmp_path_factory.mktemp("shared")
     (shared / "key").write_text("0123456789abcdef" * 4)
@@ -544,6 +554,12 @@ def test_in_a_pipe(built):
     command = [sys.executable, "-m", "stepcache.cli", "cache", "ls", "--dir", str(built)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "3 steps, 3 programs" in result.stdout and "\x1b" not in result.stdout
+
+
+def test_without_a_standard_output(built, monkeypatch):
+    """As `>&-` and some daemons start a process."""
+    monkeypatch.setattr(sys, "stdout", None)
+    main(["cache", "ls", "--dir", str(built)], standalone_mode=False)
 
 
 NAMES = dataclasses.replace(
@@ -595,7 +611,7 @@ for command in {commands!r}:
 
 def test_the_fields_are_documented():
     """The JSON is that of the records, where a comment explains every field."""
-    from stepcache.report import doctor, inventory, moving, runs
+    from stepcache.report import inventory, moving, runs
     from stepcache.storage import run_activity
 
     records = [inventory.Item, inventory.Inventory, inventory.Build, inventory.Details]

@@ -51,6 +51,8 @@ _EVENTS = {
 
 def show(parts: Iterable[str | Text | Table]) -> None:
     """Prints parts. A terminal sets the width of tables; elsewhere nothing is cut or folded."""
+    if sys.stdout is None:
+        return
     console = Console(width=_width(), markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         for part in parts:

@@ -31,6 +31,7 @@ _ROUND_TRIP_SECONDS = 300
 _LITTLE_BYTES = 64 << 20
 _TESTED = "install a JAX version that this stepcache was tested with"
 _ELSEWHERE = "name another directory in STEPCACHE_DIR"
+_FREE = f"free some space, or {_ELSEWHERE}"
 
 # Runs in two processes: the first builds a small step, the second loads it.
 _PROBE = """\
@@ -160,7 +161,7 @@ def _contents(directory: Path, max_bytes: int) -> Iterator[Check]:
         f"{readable_bytes(free_bytes)} free"
     )
     if free_bytes < _LITTLE_BYTES:
-        yield Check("space", "fault", detail, f"free some space, or {_ELSEWHERE}")
+        yield Check("space", "fault", detail, _FREE)
     elif free_bytes < max_bytes - used_bytes:
         hint = f"set sc.ProgramCache(max_bytes={used_bytes + free_bytes // 2})"
         yield Check("space", "warning", detail, hint)
@@ -198,7 +199,8 @@ def _round_trip(directory: Path) -> Check:
     detail = f"built in {built['seconds']:.2f} s"
     if not loaded["loads"]:
         detail += f", but rebuilt by another process: {loaded['why']}"
-        return Check("round trip", "fault", detail, "please report this")
+        is_full = shutil.disk_usage(place or tempfile.gettempdir()).free < _LITTLE_BYTES
+        return Check("round trip", "fault", detail, _FREE if is_full else "please report this")
     if loaded["traces"]:
         detail += f", loaded by another process, but after a trace: {loaded['why']}"
         return Check("round trip", "warning", detail, "please report this")
