@@ -194,7 +194,8 @@ class EntryDirectory:
                 while view:
                     view = view[os.write(descriptor, view) :]
                     self._reached("written in part")
-            os.utime(descriptor, (used_time, used_time))
+            with contextlib.suppress(OSError):  # Some file systems set no times.
+                os.utime(descriptor, (used_time, used_time))
             self._reached("written")
             os.fsync(descriptor)
             self._reached("synced")

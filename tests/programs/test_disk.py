@@ -671,6 +671,12 @@ def test_a_failure_to_write_the_directory_is_none(tier, monkeypatch):
     assert tier.read("program", OTHER)
 
 
+def test_a_file_system_that_sets_no_times_keeps_its_own(tier, monkeypatch):
+    with failing(monkeypatch, "utime", errno.EPERM):
+        assert tier.publish("program", DIGEST, {}, b"x")
+    assert tier.read("program", DIGEST).payload == b"x"
+
+
 def mutations(monkeypatch):
     """A list of what is done to files from now on, all of which fails."""
     done = []
