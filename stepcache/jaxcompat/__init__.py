@@ -16,6 +16,7 @@ from stepcache.jaxcompat.arguments import (
     argument_roles,
     custom_layout,
     default_device,
+    explicit_transfer,
     is_array_type,
     is_committed,
     is_on_host,
