@@ -24,8 +24,9 @@ from stepcache.serving.channel import Channel, Listener
 from stepcache.serving.local_transport import address, joined, splitter
 from stepcache.serving.shared_memory import Opened, Place
 from stepcache.serving.tables import TableType
+from stepcache.storage.load_markers import Process
 from stepcache.variables.policy import RowOptimizer
-from tests.serving.servers import LocalServer, run_command
+from tests.serving.servers import PROJECT, LocalServer, run_command
 
 
 def channel_to(server):
@@ -389,3 +390,31 @@ def test_a_connection_that_the_garbage_collector_frees_holds_nobody_up(server):
     del connection, params
     gc.collect()
     assert freed() is None
+
+
+OWNER = """
+from pathlib import Path
+from stepcache.serving.local_transport import address
+from stepcache.serving.measuring import own_server
+
+with own_server("local:any") as found:
+    print(address(Path(found.removeprefix("local:")))["process"], flush=True)
+    input()
+"""
+
+
+def test_a_server_that_a_process_has_started_for_itself_ends_with_it(tmp_path):
+    command, pipe = [sys.executable, "-c", OWNER], subprocess.PIPE
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(PROJECT)}
+    owner = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    server = Process.parse(owner.stdout.readline().strip())
+    assert not server.has_ended()
+    owner.kill()
+    owner.communicate()
+    try:
+        limit = time.monotonic() + 20
+        while not server.has_ended():
+            assert time.monotonic() < limit, "the server goes on"
+            time.sleep(0.02)
+    finally:
+        server.signal(signal.SIGKILL)
