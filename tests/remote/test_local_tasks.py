@@ -25,7 +25,9 @@ class NoTasks(LocalTasks):
 
 
 def listens(directory):
-    Channel.to(address(directory)["address"], decode).close()
+    found = address(directory)
+    assert found is not None
+    Channel.to(found["address"], decode).close()
     return True
 
 
