@@ -90,7 +90,11 @@ def open_target(
     else:
         found = _started(*size_of(place), name)
     connection = Connection(found, name or "", watch or "", timeout, **waiting)
-    target = Target(connection, _mesh(mesh, connection.about["devices"], data_axis))
+    try:
+        target = Target(connection, _mesh(mesh, connection.about["devices"], data_axis))
+    except BaseException:
+        connection.close()  # Else tasks that were started for it run as long as the error is kept.
+        raise
     weakref.finalize(target, connection.close)
     return target
 
@@ -160,6 +164,15 @@ def _spawn(directory: Path, tasks: int, devices: int, owner: str | None) -> None
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
+    try:
+        _wait_for_address(directory, process)
+    except BaseException:
+        if owner is not None:  # Nobody else knows of it.
+            process.terminate()
+        raise
+
+
+def _wait_for_address(directory: Path, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not _is_of(address(directory), process.pid):
         if process.poll() is not None:

@@ -1,18 +1,24 @@
 """Coordinators that share a directory: one runs, and each removes only what is its own."""
 
+import functools
 import json
 import os
 import shutil
+import subprocess
 import threading
 from pathlib import Path
 
+import jax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 import stepcache as sc
 from stepcache.remote import starting
 from stepcache.remote.local_tasks import LocalTasks, address
 from stepcache.remote.messages import decode
 from stepcache.serving.channel import Channel
+from stepcache.storage.load_markers import Process
+from tests.remote.processes import wait_until
 
 REFUSED = "tasks run in this directory already"
 
@@ -106,3 +112,61 @@ def test_tasks_that_do_not_start_leave_the_directory_free(tmp_path):
     with pytest.raises(OSError, match="no more processes"):
         Failing(tmp_path, 1, 1)
     NoTasks(tmp_path, 1, 1).close()
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    made = NoTasks(tmp_path, 1, 1)
+    running = threading.Thread(target=made.run)
+    running.start()
+    yield made
+    made.stop()
+    running.join()
+
+
+AXIS = {"axis_types": (AxisType.Auto,)}
+
+
+@pytest.mark.parametrize(
+    "options, is_ready",
+    [
+        ({"mesh": AbstractMesh((7,), ("data",), **AXIS)}, True),
+        ({"rules": [("w", jax.P("model"))]}, True),
+        ({"data_axis": "batch", "mesh": AbstractMesh((1,), ("data",), **AXIS)}, True),
+        ({}, False),
+    ],
+)
+def test_a_session_that_is_not_made_holds_no_tasks(tasks, monkeypatch, options, is_ready):
+    """The error may be kept for long, as that of a notebook's cell is."""
+    if is_ready:
+        about = {"devices": 1, "platform": "cpu", "kind": "cpu"}
+        tasks.coordinator.joined(0, about)
+    monkeypatch.setattr(
+        starting, "open_target", functools.partial(starting.open_target, timeout=0.2)
+    )
+    with pytest.raises((sc.OptionError, sc.PlacementError, sc.TaskError)) as kept:
+        sc.Session(target=f"local:{tasks.directory}", **options)
+    assert tasks._had_clients
+    wait_until(lambda: not tasks.coordinator.clients)
+    del kept
+
+
+def test_tasks_whose_start_is_interrupted_end(tmp_path, monkeypatch):
+    started = []
+
+    class Kept(subprocess.Popen):
+        def __init__(self, *args, **options):
+            started.append(self)
+            super().__init__(*args, **options)
+
+    def interrupt(directory):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(starting.subprocess, "Popen", Kept)
+    monkeypatch.setattr(starting, "address", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        starting._spawn(tmp_path, 1, 1, owner=str(Process.current()))
+    try:
+        started[0].wait(20)
+    finally:
+        started[0].kill()
