@@ -81,7 +81,11 @@ class Link:
         self.client, self.incarnation = 0, 0
         self.runs, self.done = 0, 0
         self.on_restart: list[Callable[[], None]] = []
-        self._connect(time.monotonic() + timeout)
+        try:
+            self._connect(time.monotonic() + timeout)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- connecting ------------------------------------------------------------------------------
 
