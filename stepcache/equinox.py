@@ -22,6 +22,7 @@ import equinox as eqx
 import jax
 
 from stepcache import _process_hooks, jaxcompat
+from stepcache.calls.context import current_scope, in_mesh_of
 from stepcache.calls.layers import function_name
 from stepcache.events import Miss, StepStats
 from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken
@@ -66,11 +67,11 @@ class FilterStep(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if (self._may_raise and self._donates) or jaxcompat.is_tracing():
-            return self._by_equinox(*args, **kwargs)
+            return self._run_by_equinox(args, kwargs)
         try:
             given, named = self._taken(args, kwargs)
         except TypeError:  # It says what is wrong, such as a static value without a hash.
-            return self._by_equinox(*args, **kwargs)
+            return self._run_by_equinox(args, kwargs)
         try:
             if self._checked is not None and not self._may_raise:
                 outputs = self._outputs(given, named)
@@ -83,8 +84,12 @@ class FilterStep(Generic[P, R]):
             if any(map(_is_deleted, jax.tree.leaves((args, kwargs)))):
                 raise eqx.EquinoxRuntimeError(_message(error)) from None
             # Called again, with the same arguments, equinox says where in the function that was.
-            return self._by_equinox(*args, **kwargs)
+            return self._run_by_equinox(args, kwargs)
         return given_back(outputs, self._build)
+
+    def _run_by_equinox(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with in_mesh_of(current_scope()):
+            return self._by_equinox(*args, **kwargs)
 
     def _outputs(self, given: tuple, named: dict[str, Any]) -> Any:
         outputs = self._run(given, named)
@@ -128,7 +133,8 @@ class FilterStep(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces and lowers the function for these arguments, as `filter_jit` does."""
-        return self._by_equinox.lower(*args, **kwargs)
+        with in_mesh_of(current_scope()):
+            return self._by_equinox.lower(*args, **kwargs)
 
     # ---- as on stepcache.step ------------------------------------------------------------
 

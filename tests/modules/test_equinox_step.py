@@ -258,6 +258,18 @@ def test_warm_and_clear():
     assert "dot" in step.lower(model, X).as_text()
 
 
+def test_stages_and_calls_that_equinox_serves_mean_the_sessions_mesh(mesh):
+    @seqx.step(donate="all")
+    def split(x):
+        x = eqx.error_if(x, x[0, 0] > 5, "large")
+        return jax.lax.with_sharding_constraint(x, jax.P("data"))
+
+    with sc.Session(mesh):
+        assert "sharding" in split.lower(np.ones((8, 8))).as_text()
+        for _ in range(2):  # The second call is equinox's.
+            assert split(np.ones((8, 8))).sharding.spec[0] == "data"
+
+
 def test_rules_of_a_session(mesh):
     rules = sc.Rules([("model/layers/0/weight", jax.P("model"))])
     step = seqx.step(lambda model, x: (model, jax.vmap(model)(x)), batch="x")
