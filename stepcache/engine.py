@@ -215,7 +215,8 @@ class Engine:
                 request = self.request(scope, args, kwargs)
                 with jaxcompat.tracing_context(request.mesh):
                     return trace(self.spec, request).as_traced()
-        return self.spec.jitted.trace(*args, **kwargs)
+        with jaxcompat.tracing_context(None):
+            return self.spec.jitted.trace(*args, **kwargs)
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
         """The shapes and dtypes of the outputs of a call."""

@@ -245,9 +245,11 @@ def test_a_miss_names_the_attribute():
     step(wider, X)
     assert text in str(step.last_miss)
     step(eqx.tree_at(lambda m: m.activation, wider, jnp.sin), X)
-    assert "model.activation: <" in str(step.last_miss)
+    if jaxcompat.PRIVATE_API:  # Else it is unknown where structures differ.
+        assert "model.activation: <" in str(step.last_miss)
 
 
+@pytest.mark.usefixtures("fresh_directory")
 def test_a_step_over_a_module_is_a_tree_of_its_arrays():
     model = eqx.nn.MLP(3, 3, 4, 1, key=jax.random.key(0))
     step, theirs = seqx.step(model), eqx.filter_jit(model)
@@ -271,14 +273,15 @@ def test_a_step_over_a_module_is_a_tree_of_its_arrays():
             each, loss = train(each, x)
             losses.append(loss)
     assert type(train(step, x)[0]) is type(step) and losses[:3] == losses[3:]
-    assert "cannot be fingerprinted" not in str(train.last_miss)
+    assert train.last_miss is not None and train.last_miss.untrackable == ()
 
 
+@pytest.mark.usefixtures("fresh_directory")
 def test_a_step_that_calls_a_function_under_filter_jit_needs_no_trace_later():
     loss = eqx.filter_jit(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2))
-    step = seqx.step(eqx.filter_value_and_grad(loss))
+    step = seqx.step(lambda model, x: eqx.filter_value_and_grad(loss)(model, x)[0])
     step(eqx.nn.MLP(3, 3, 4, 1, key=jax.random.key(0)), X)
-    assert "cannot be fingerprinted" not in str(step.last_miss)
+    assert step.last_miss is not None and step.last_miss.untrackable == ()
     other = seqx.step(eqx.filter_jit(lambda x: x + len(os.urandom(1))))
     other(X)
     if jaxcompat.PRIVATE_API:

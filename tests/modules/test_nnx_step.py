@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
+from stepcache import jaxcompat
 from stepcache import nnx as snnx
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
@@ -458,7 +459,8 @@ def test_a_miss_names_the_attribute(options):
     assert "model.layers[0].kernel: float32[8,4] → float32[8,5]" in str(step.last_miss)
     wider.layers[0].promote_dtype = lambda xs, dtype: xs
     step(wider, X)
-    assert "model.layers[0].promote_dtype: <function promote_dtype" in str(step.last_miss)
+    if jaxcompat.PRIVATE_API:  # Else it is unknown where structures differ.
+        assert "model.layers[0].promote_dtype: <function promote_dtype" in str(step.last_miss)
 
 
 def test_warm_runs_nothing():
