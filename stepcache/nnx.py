@@ -25,7 +25,7 @@ from flax.nnx.extract import NodeStates
 from flax.nnx.transforms.compilation import JitWrapped, StateSharding
 
 from stepcache import jaxcompat
-from stepcache.calls.context import current_scope
+from stepcache.calls.context import current_scope, in_mesh_of
 from stepcache.calls.layers import function_name
 from stepcache.errors import OptionError, StepCacheWarning, warn
 from stepcache.events import Miss, StepStats
@@ -149,15 +149,18 @@ class ModuleStep(Generic[P, R]):
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces the function for these arguments, as `nnx.jit` does."""
-        return self._by_nnx.trace(*args, **kwargs)
+        with in_mesh_of(current_scope()):
+            return self._by_nnx.trace(*args, **kwargs)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces and lowers the function for these arguments, as `nnx.jit` does."""
-        return self._by_nnx.lower(*args, **kwargs)
+        with in_mesh_of(current_scope()):
+            return self._by_nnx.lower(*args, **kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The outputs, with `jax.ShapeDtypeStruct` in the place of arrays."""
-        return self._by_nnx.eval_shape(*args, **kwargs)
+        with in_mesh_of(current_scope()):
+            return self._by_nnx.eval_shape(*args, **kwargs)
 
     # ---- as on stepcache.step ------------------------------------------------------------
 

@@ -143,7 +143,8 @@ class Variables(NoTree, Savable, Holder):
         self._master = master  # Used under the lock.
         activity_log.watch(self)
         self._made_of, self._moved_bytes = {}, 0  # The first in pods, until it is compared.
-        self._updates = Updates(self.name, self.write, self.placement, self._placer, self._pack)
+        placed = self.placement, self._placer, self._prefix
+        self._updates = Updates(self.name, self.write, *placed, self._pack)
 
     def _tokens(self, tree: Any) -> dict[str, str]:
         """Tokens of the host values in a tree, which the processes of a pod compare; by path."""
@@ -159,7 +160,8 @@ class Variables(NoTree, Savable, Holder):
         matched = set(map(on_device.rules.match, paths))
         examples = ", ".join(paths[:3])
         for index, (pattern, spec) in enumerate(on_device.rules.rules):
-            if index not in matched:
+            of_state = self.write.optimizer is not None and "optimizer" in pattern  # Made later.
+            if index not in matched and not of_state:
                 text = f"rule {pattern!r}, {spec}, matches no leaf of {self.name} ({examples}, …)"
                 warn(text, UnmatchedRuleWarning)
 

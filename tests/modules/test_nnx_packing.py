@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import stepcache as sc
+from stepcache import jaxcompat
 from stepcache import nnx as snnx
 from stepcache.modules import nnx_held
 from tests.modules.test_nnx_step import X, loss_fn, make, same, train_step, values
@@ -403,7 +404,9 @@ def test_warm_and_explain_are_of_the_packed_program():
         step(*objects, X)
     explanation = step.explain(*objects, X)
     row = next(each for each in explanation.arguments if "packed float32" in each.path)
-    assert row.path.startswith("model/") and row.source == "cpu:0" and row.moved_bytes == 0
+    assert row.path.startswith("model/")
+    if jaxcompat.PRIVATE_API:  # Else what stands for a buffer does not say where that is.
+        assert row.source == "cpu:0" and row.moved_bytes == 0
     wide = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.Linear(8, 5, rngs=nnx.Rngs(0))
     call = packing(lambda model, x: model(x))
     call(wide[0], X)
