@@ -278,6 +278,27 @@ def before_threads_end(function: Callable[[], None]) -> None:
     (register or atexit.register)(function)
 
 
+_at_ends: dict[Callable[[], None], Any] = {}
+
+
+def at_end_of_child(function: Callable[[], None]) -> None:
+    """Has a function called when this process ends, if `multiprocessing` has started it.
+
+    Those that it forks run no exit handlers.
+    """
+    parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
+    if parent is None or parent() is None:
+        return
+    from multiprocessing import util
+
+    known = _at_ends.get(function)
+    if known is None or not known.still_active():  # A child forgets those of its parent.
+        _at_ends[function] = util.Finalize(None, function, exitpriority=_AFTER_OTHERS)
+
+
+_AFTER_OTHERS = -100
+
+
 def at_fork(**functions: Callable[[], None]) -> None:
     """As `os.register_at_fork`, where there is one."""
     if hasattr(os, "register_at_fork"):

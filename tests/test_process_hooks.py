@@ -863,3 +863,23 @@ def test_a_child_forked_beside_a_trace_is_free_of_it(tmp_path):
     assert (gc.isenabled(), list(gc.callbacks), sys.getswitchinterval()) == before
     """
     run(tmp_path, STEP + textwrap.dedent(body))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_what_a_forked_child_has_built_the_next_one_loads(tmp_path):
+    """Python ends children of `multiprocessing` without the handlers of `atexit`."""
+    body = """
+    import multiprocessing
+    inside = lambda: None
+    def child():
+        train(np.ones(3, np.float32))
+        print(train.last_miss, flush=True)
+    for turn in range(2):
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        print("turn", turn, flush=True)
+    """
+    built, loaded = run(tmp_path, STEP + textwrap.dedent(body)).split("turn 0")
+    assert "loaded from disk" not in built and "without a trace" in loaded

@@ -127,6 +127,7 @@ class Worker:
         Where no thread can be started, it waits for the next job, for `flush`, or for the end.
         """
         job = Job(work)
+        _process_hooks.at_end_of_child(_stop_all)
         with self._changed:
             if not self.is_stopping:
                 self._jobs.append(job)
