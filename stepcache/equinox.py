@@ -22,6 +22,7 @@ import equinox as eqx
 import jax
 
 from stepcache import _process_hooks, jaxcompat
+from stepcache._changes import Undoing
 from stepcache.calls.context import current_scope, in_mesh_of
 from stepcache.calls.layers import function_name
 from stepcache.events import Miss, StepStats
@@ -75,7 +76,8 @@ class FilterStep(Generic[P, R]):
             if self._seen.checked is not None and not self._seen.may_raise:
                 outputs = self._outputs(given, named)
             else:
-                with _process_hooks.without_log(*jaxcompat.LOG_OF_CALLBACKS):
+                with Undoing() as undoing, undoing:
+                    _process_hooks.without_log(undoing, *jaxcompat.LOG_OF_CALLBACKS)
                     outputs = self._outputs(given, named)
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if "EquinoxRuntimeError" not in str(error):

@@ -40,8 +40,8 @@ from stepcache.jaxcompat.contexts import (
     jit_is_disabled,
     keeps_what_is_read,
     must_delegate,
-    recording_context,
     setting,
+    trace_anew,
     tracing_context,
 )
 from stepcache.jaxcompat.hooks import (
@@ -52,6 +52,7 @@ from stepcache.jaxcompat.hooks import (
     CallReplacement,
     call_on_clear_caches,
     hide_frames,
+    pause_nothing,
     recording_paused,
 )
 from stepcache.jaxcompat.inspection import (
