@@ -239,9 +239,8 @@ class CallMonitor(Shared):
             monitoring.set_events(tool, 0)
         events = monitoring and monitoring.events
         for tool in set(taken).intersection(self._tools[:1]):
-            for (
-                code
-            ) in self._touched.values():  # Python forgets disabled places with the last event.
+            # Python forgets disabled places with the last event.
+            for code in self._touched.values():
                 monitoring.set_local_events(tool, code, events.PY_START)
                 monitoring.set_local_events(tool, code, 0)
         for tool in taken:
