@@ -7,15 +7,17 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import stepcache as sc
-from stepcache.remote import starting
+from stepcache.remote import connection, starting
 from stepcache.remote.local_tasks import LocalTasks, address
-from stepcache.remote.messages import decode
+from stepcache.remote.messages import Kind, decode, packed
 from stepcache.serving.channel import Channel
 from stepcache.storage.load_markers import Process
 from tests.remote.processes import wait_until
@@ -170,3 +172,36 @@ def test_tasks_whose_start_is_interrupted_end(tmp_path, monkeypatch):
         started[0].wait(20)
     finally:
         started[0].kill()
+
+
+def test_few_bytes_are_under_way_outside_shared_memory(tasks, monkeypatch):
+    """The coordinator holds what tasks have not read yet."""
+    monkeypatch.setattr(connection, "IN_FLIGHT_BYTES", 3 << 20)
+    tasks.coordinator.joined(0, {})
+    made = connection.Connection(tasks.directory, timeout=10, deadline_seconds=0.2)
+    made.shares = False
+
+    def put():
+        made.make_room(made.incarnation)
+        values = made.values()
+        rows = [values.add(np.zeros(1 << 20, np.uint8))]
+        return made.run(made.incarnation, 0, packed(feeds=rows), values, Kind.PUT)
+
+    assert [put() for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(sc.DeadlineError):
+        put()
+    made._are_done(1)
+    assert put() == 4
+    made.close()
+
+
+@pytest.mark.parametrize("task", [None, 0])
+def test_who_does_not_read_is_cut_off_unless_it_is_a_task(tmp_path, monkeypatch, task):
+    tasks, closed = NoTasks(tmp_path, 1, 1), []
+    with monkeypatch.context() as patched:
+        patched.setattr(tasks, "_peers", SimpleNamespace(send=lambda *_: None))
+        patched.setattr(tasks, "_close", closed.append)
+        peer = SimpleNamespace(task=task, unsent_bytes=3 << 30, sent=0)
+        tasks._send_to(peer, b"")
+    tasks.close()
+    assert closed == [peer] * (task is None)
