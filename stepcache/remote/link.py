@@ -126,9 +126,10 @@ class Link:
 
     def close(self) -> None:
         """Leaves: the tasks drop what this client holds, unless it has a name."""
-        with self.lock:
+        is_forked = self._pid != os.getpid()  # The lock may be held for ever then.
+        with contextlib.nullcontext() if is_forked else self.lock:
             if self._channel is not None:
-                self._channel.close(for_all=self._pid == os.getpid())
+                self._channel.close(for_all=not is_forked)
             self._channel = None
 
     # ---- messages --------------------------------------------------------------------------------

@@ -70,6 +70,15 @@ def test_tasks_that_others_start_at_once_are_not_taken_for_ones_own(tmp_path):
     tasks.close()
 
 
+@pytest.mark.parametrize("size", ["2x1", "1x4"])
+def test_tasks_of_a_name_and_another_size(tmp_path, monkeypatch, size):
+    tasks = NoTasks(tmp_path, 1, 1)
+    monkeypatch.setattr(starting, "named_directory", lambda name: tmp_path)
+    with pytest.raises(sc.TaskError, match=f"expected: {size}\n *got: 1x1"):
+        sc.Session(target=f"local:{size}", name="train")
+    tasks.close()
+
+
 def test_what_later_tasks_have_written_stays(tmp_path):
     first = NoTasks(tmp_path / "tasks", 1, 1)
     shutil.rmtree(tmp_path / "tasks")
@@ -205,3 +214,14 @@ def test_who_does_not_read_is_cut_off_unless_it_is_a_task(tmp_path, monkeypatch,
         tasks._send_to(peer, b"")
     tasks.close()
     assert closed == [peer] * (task is None)
+
+
+def test_a_fork_closes_its_end_though_another_thread_had_the_lock(tasks):
+    tasks.coordinator.joined(0, {})
+    made = connection.Connection(tasks.directory, timeout=10)
+    made._pid -= 1  # As in a child.
+    with made.lock:
+        closing = threading.Thread(target=made.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
