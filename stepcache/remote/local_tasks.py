@@ -57,7 +57,8 @@ class LocalTasks(TaskGroup):
         self._path = path = socket_path(directory / ADDRESS_FILE)
         self._popens: list[subprocess.Popen] = []
         self._listener = Listener(path)
-        data = {"address": path, "process": str(Process.current()), "tasks": tasks}
+        size = {"tasks": tasks, "devices": devices}
+        data = {"address": path, "process": str(Process.current()), **size}
         try:
             super().__init__(self._listener, tasks)
             replace_file(directory / ADDRESS_FILE, json.dumps(data))

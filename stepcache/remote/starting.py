@@ -143,12 +143,12 @@ def _started(tasks: int, devices: int, name: str | None) -> Path:
         found = address(directory)
         process = Process.parse(found["process"]) if found else None
         if found and process is not None and not process.has_ended():
-            if found["tasks"] != tasks:
+            if (found["tasks"], found.get("devices", devices)) != (tasks, devices):
                 raise TaskError(
                     "tasks of this name run already",
                     where=name,
-                    expected=f"{tasks} tasks",
-                    got=f"{found['tasks']}",
+                    expected=f"{tasks}x{devices}",
+                    got=f"{found['tasks']}x{found['devices']}",
                     hint=f"end them: stepcache stop {name}",
                 )
             return directory

@@ -7,15 +7,17 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import stepcache as sc
-from stepcache.remote import starting
+from stepcache.remote import connection, starting
 from stepcache.remote.local_tasks import LocalTasks, address
-from stepcache.remote.messages import decode
+from stepcache.remote.messages import Kind, decode, packed
 from stepcache.serving.channel import Channel
 from stepcache.storage.load_markers import Process
 from tests.remote.processes import wait_until
@@ -65,6 +67,15 @@ def test_tasks_that_others_start_at_once_are_not_taken_for_ones_own(tmp_path):
     with pytest.raises(sc.TaskError, match=REFUSED):
         starting._spawn(tmp_path, 2, 1, owner=None)
     assert listens(tmp_path)
+    tasks.close()
+
+
+@pytest.mark.parametrize("size", ["2x1", "1x4"])
+def test_tasks_of_a_name_and_another_size(tmp_path, monkeypatch, size):
+    tasks = NoTasks(tmp_path, 1, 1)
+    monkeypatch.setattr(starting, "named_directory", lambda name: tmp_path)
+    with pytest.raises(sc.TaskError, match=f"expected: {size}\n *got: 1x1"):
+        sc.Session(target=f"local:{size}", name="train")
     tasks.close()
 
 
@@ -170,3 +181,47 @@ def test_tasks_whose_start_is_interrupted_end(tmp_path, monkeypatch):
         started[0].wait(20)
     finally:
         started[0].kill()
+
+
+def test_few_bytes_are_under_way_outside_shared_memory(tasks, monkeypatch):
+    """The coordinator holds what tasks have not read yet."""
+    monkeypatch.setattr(connection, "IN_FLIGHT_BYTES", 3 << 20)
+    tasks.coordinator.joined(0, {})
+    made = connection.Connection(tasks.directory, timeout=10, deadline_seconds=0.2)
+    made.shares = False
+
+    def put():
+        made.make_room(made.incarnation)
+        values = made.values()
+        rows = [values.add(np.zeros(1 << 20, np.uint8))]
+        return made.run(made.incarnation, 0, packed(feeds=rows), values, Kind.PUT)
+
+    assert [put() for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(sc.DeadlineError):
+        put()
+    made._are_done(1)
+    assert put() == 4
+    made.close()
+
+
+@pytest.mark.parametrize("task", [None, 0])
+def test_who_does_not_read_is_cut_off_unless_it_is_a_task(tmp_path, monkeypatch, task):
+    tasks, closed = NoTasks(tmp_path, 1, 1), []
+    with monkeypatch.context() as patched:
+        patched.setattr(tasks, "_peers", SimpleNamespace(send=lambda *_: None))
+        patched.setattr(tasks, "_close", closed.append)
+        peer = SimpleNamespace(task=task, unsent_bytes=3 << 30, sent=0)
+        tasks._send_to(peer, b"")
+    tasks.close()
+    assert closed == [peer] * (task is None)
+
+
+def test_a_fork_closes_its_end_though_another_thread_had_the_lock(tasks):
+    tasks.coordinator.joined(0, {})
+    made = connection.Connection(tasks.directory, timeout=10)
+    made._pid -= 1  # As in a child.
+    with made.lock:
+        closing = threading.Thread(target=made.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
