@@ -74,7 +74,7 @@ def filled(leaf: Any, axis: int, padded: int, row: int = -1) -> Any:
 def _zeros(leaf: Any, shape: tuple[int, ...]) -> Any:
     if not is_key(leaf):
         return np.zeros(shape, leaf.dtype)
-    data = np.zeros((*shape, *jax.random.key_data(leaf).shape[leaf.ndim :]), np.uint32)
+    data = jnp.zeros((*shape, *jax.random.key_data(leaf).shape[leaf.ndim :]), np.uint32)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
@@ -101,7 +101,8 @@ def _rows_of(leaf: Any, axis: int, rows: Any, size: int) -> Any:
     if size % math.prod(sharding.mesh.shape[name] for name in axes_of(spec[axis])):
         spec[axis] = None
     out = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    mesh: Any = None if isinstance(leaf, Tracer) else leaf.sharding.mesh  # Of these devices.
+    on_devices: Any = leaf.sharding
+    mesh = None if isinstance(leaf, Tracer) else on_devices.mesh
     with jaxcompat.tracing_context(mesh):
         if not is_key(leaf):
             return leaf.at[at].get(out_sharding=out)
