@@ -88,7 +88,7 @@ def uncommitted(array: jax.Array) -> jax.Array:
 
 def committed(array: jax.Array, is_committed: bool = True) -> jax.Array:
     """The same array, in the same memory, committed to its device or not."""
-    if not PRIVATE_API or array.committed == is_committed:
+    if not PRIVATE_API or not isinstance(array, jax.Array) or array.committed == is_committed:
         return array
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = committed(jax.random.key_data(array), is_committed)
