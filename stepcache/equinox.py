@@ -27,7 +27,7 @@ from stepcache.calls.layers import function_name
 from stepcache.events import Miss, StepStats
 from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken
 from stepcache.report.explanation import Explanation
-from stepcache.step import Step
+from stepcache.step import Step, reduced
 from stepcache.step import step as step_over_arrays
 
 P = ParamSpec("P")
@@ -123,6 +123,9 @@ class FilterStep(Generic[P, R]):
         """The function and the options: what another step that calls this one depends on."""
         return self.__wrapped__, self._options
 
+    def __reduce__(self):
+        return reduced(self, _make, self.__wrapped__, self._options)
+
     def __repr__(self) -> str:
         return f"<stepcache.equinox.step of {function_name(self.__wrapped__)}>"
 
@@ -173,6 +176,10 @@ class FilterStep(Generic[P, R]):
     def last_miss(self) -> Miss | None:
         """Why the latest program was built; None before the first."""
         return self._step.last_miss
+
+
+def _make(fun: Callable, options: dict[str, Any]) -> FilterStep:
+    return step(fun, **options)
 
 
 def _call(fun: Callable, /, *args: Any, **kwargs: Any) -> Any:
