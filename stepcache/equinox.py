@@ -28,7 +28,7 @@ from stepcache.calls.layers import function_name
 from stepcache.events import Miss, StepStats
 from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken, with_stand_ins
 from stepcache.report.explanation import Explanation
-from stepcache.step import Step
+from stepcache.step import Step, reduced
 from stepcache.step import step as step_over_arrays
 
 P = ParamSpec("P")
@@ -129,6 +129,9 @@ class FilterStep(Generic[P, R]):
     def _stepcache_parts(self) -> tuple[Any, dict[str, Any]]:
         """The function and the options: what another step that calls this one depends on."""
         return self.__wrapped__, self._options
+
+    def __reduce__(self):
+        return reduced(self, _make, self.__wrapped__, self._options)
 
     def __repr__(self) -> str:
         return f"<stepcache.equinox.step of {function_name(self.__wrapped__)}>"
@@ -248,6 +251,10 @@ class _Shared:
 jax.tree_util.register_pytree_with_keys(
     _OverArrays, _OverArrays._flattened, _OverArrays._unflattened
 )
+
+
+def _make(fun: Callable, options: dict[str, Any]) -> FilterStep:
+    return step(fun, **options)
 
 
 def _call(fun: Callable, /, *args: Any, **kwargs: Any) -> Any:

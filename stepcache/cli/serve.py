@@ -187,6 +187,8 @@ def status(
     from stepcache.serving.connecting import connect
     from stepcache.serving.transport import place_of
 
+    if name:
+        _join_ray()
     address = f"ray:{name}" if name else f"local:{directory}"
     with connect(address, timeout=timeout) as server:
         found = {address: server.status()}
@@ -200,6 +202,7 @@ def _show_tasks(place: str, as_json: bool, timeout: float) -> None:
     from stepcache.remote.connection import Connection
 
     if place.startswith("ray:"):
+        _join_ray()
         from stepcache.remote import ray_tasks
 
         find = functools.partial(ray_tasks.find, place[4:])
@@ -218,6 +221,7 @@ def _show_tasks(place: str, as_json: bool, timeout: float) -> None:
 def stop(place: str, timeout: float) -> None:
     """Ends the tasks of a name, of a directory, or in Ray. Their arrays and variables are lost."""
     if place.startswith("ray:"):
+        _join_ray()
         from stepcache.remote import ray_tasks
 
         ray_tasks.stop(place[4:], timeout)
@@ -238,6 +242,13 @@ def stop(place: str, timeout: float) -> None:
             raise click.ClickException(f"process {process.pid} has not ended in {timeout:g} s")
         time.sleep(0.02)
     click.echo(f"stopped the tasks in {_directory(place)}")
+
+
+def _join_ray() -> None:
+    """Connects to the Ray cluster that runs; a new one would hold nothing to show or to stop."""
+    from stepcache.serving import ray_transport
+
+    ray_transport.initialise(starts=False)
 
 
 def _directory(place: str) -> Path:

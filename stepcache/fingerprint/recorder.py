@@ -54,6 +54,7 @@ class Recording:
         of_jax: JAX's own that any trace has entered so far, which counts as entered. Recordings
             share one dictionary until there is more, so that what was found out about it is found
             again by its identity. Not to be changed.
+        generated: of code that equinox has generated for a class, by its identity: that class.
         files: paths of the files opened for reading, relative ones as they were given, with the
             state of each as `state_of_file` gives it.
         variables: names of environment variables asked for, `WHICH_VARIABLES` among them.
@@ -63,6 +64,7 @@ class Recording:
 
     entered: dict[int, CodeType] = field(default_factory=dict)
     of_jax: dict[int, CodeType] = field(default_factory=dict)
+    generated: dict[int, type] = field(default_factory=dict)
     files: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     impure: dict[str, None] = field(default_factory=dict)
@@ -112,6 +114,7 @@ class Recording:
         return Recording(
             self.entered | other.entered,
             max(self.of_jax, other.of_jax, key=len),  # It only grows.
+            self.generated | other.generated,
             self.files | other.files,
             self.variables | other.variables,
             self.impure | other.impure,
@@ -168,6 +171,7 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
             return True
+        _note_class(code, frame)
     origin = origin_of_file(code.co_filename)
     if origin != PYTHON and is_import_hook(frame):
         return False
@@ -178,6 +182,14 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     opened_files.watch_before(code, frame.f_globals)
     _note(code)
     return True
+
+
+def _note_class(code: CodeType, frame: FrameType) -> None:
+    """Notes for which class equinox has generated code: it is a global or an argument there."""
+    cls = frame.f_globals.get("module_cls") or frame.f_locals.get("module_cls")
+    if isinstance(cls, type):
+        for recording in active.current():
+            recording.generated[id(code)] = cls
 
 
 def _note_variables(code: CodeType, frame: FrameType) -> None:
