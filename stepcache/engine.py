@@ -16,7 +16,7 @@ from typing import Any
 from stepcache import dispatcher_calls, jaxcompat
 from stepcache.calls import signature as signatures
 from stepcache.calls.carry import check_tied, note_deleted
-from stepcache.calls.context import Scope, current_scope
+from stepcache.calls.context import Scope, current_scope, in_mesh_of
 from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_global_arrays
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
@@ -215,12 +215,13 @@ class Engine:
                 request = self.request(scope, args, kwargs)
                 with jaxcompat.tracing_context(request.mesh):
                     return trace(self.spec, request).as_traced()
-        return self.spec.jitted.trace(*args, **kwargs)
+        with jaxcompat.tracing_context(None):
+            return self.spec.jitted.trace(*args, **kwargs)
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
         """The shapes and dtypes of the outputs of a call."""
         engine, args, kwargs = self.resident(args, kwargs)
-        with jaxcompat.tracing_context(None if jaxcompat.is_tracing() else self.scope().mesh):
+        with in_mesh_of(self.scope()):
             return shapes_in(engine.spec.jitted.eval_shape(*args, **kwargs))
 
     def _delegate(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
 
 from stepcache import _process_hooks, jaxcompat
+from stepcache._changes import Undoing
+from stepcache.calls.context import current_scope, in_mesh_of
 from stepcache.calls.layers import function_name
 from stepcache.events import Miss, StepStats
-from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken
+from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken, with_stand_ins
 from stepcache.report.explanation import Explanation
-from stepcache.step import Step
+from stepcache.step import Step, reduced
 from stepcache.step import step as step_over_arrays
 
 P = ParamSpec("P")
@@ -44,38 +46,38 @@ class FilterStep(Generic[P, R]):
     """A function under `stepcache.equinox.step`: called like the function."""
 
     __wrapped__: Callable[P, R]
+    _first: tuple | None = None  # What the function's own arrays are taken to; None until a call.
 
     def __init__(self, fun: Callable[P, R], donate: str, options: dict[str, Any]):
         of_equinox = {name: value for name, value in options.items() if name not in _OF_STEP}
-        self._by_equinox: Any = _filter_jit(fun, donate=donate, **of_equinox)
+        self._filter_jit = functools.partial(_filter_jit, donate=donate, **of_equinox)
         functools.update_wrapper(self, fun, updated=())
+        _ = self._by_equinox  # Judges the options, and raises as it does.
         self._options = {"donate": donate, **options}
         self._signature = signature = inspect.signature(fun)
-        self._first: tuple = ()
         inner, call = fun, None
-        if _has_arrays(fun):
-            self._first, inner, call = (taken(fun),), _without_arrays(fun), _call
+        if has_arrays := isinstance(self, _OverArrays):
+            inner, call = _without_arrays(fun), _call
             this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
             signature = signature.replace(parameters=[this, *signature.parameters.values()])
         self._is_quiet, self._donates = donate.startswith("all"), donate != "none"
-        options = {**options, **_donated(donate, self._signature, len(self._first))}
+        options = {**options, **_donated(donate, self._signature, int(has_arrays))}
         self._step: Step = step_over_arrays(OverTrees(inner, signature, call), **options)
-        self._checked: Miss | None = None
-        self._build = Builders()
-        self._traces, self._may_raise = 0, False
+        self._build, self._seen = Builders(), _Seen()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if (self._may_raise and self._donates) or jaxcompat.is_tracing():
-            return self._by_equinox(*args, **kwargs)
+        if (self._seen.may_raise and self._donates) or jaxcompat.is_tracing():
+            return self._run_by_equinox(args, kwargs)
         try:
             given, named = self._taken(args, kwargs)
         except TypeError:  # It says what is wrong, such as a static value without a hash.
-            return self._by_equinox(*args, **kwargs)
+            return self._run_by_equinox(args, kwargs)
         try:
-            if self._checked is not None and not self._may_raise:
+            if self._seen.checked is not None and not self._seen.may_raise:
                 outputs = self._outputs(given, named)
             else:
-                with _process_hooks.without_log(*jaxcompat.LOG_OF_CALLBACKS):
+                with Undoing() as undoing, undoing:
+                    _process_hooks.without_log(undoing, *jaxcompat.LOG_OF_CALLBACKS)
                     outputs = self._outputs(given, named)
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if "EquinoxRuntimeError" not in str(error):
@@ -83,22 +85,24 @@ class FilterStep(Generic[P, R]):
             if any(map(_is_deleted, jax.tree.leaves((args, kwargs)))):
                 raise eqx.EquinoxRuntimeError(_message(error)) from None
             # Called again, with the same arguments, equinox says where in the function that was.
-            return self._by_equinox(*args, **kwargs)
+            return self._run_by_equinox(args, kwargs)
         return given_back(outputs, self._build)
 
+    def _run_by_equinox(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with in_mesh_of(current_scope()):
+            return self._by_equinox(*args, **kwargs)
+
+    @functools.cached_property
+    def _by_equinox(self) -> Any:
+        return self._filter_jit(self.__wrapped__)
+
     def _outputs(self, given: tuple, named: dict[str, Any]) -> Any:
-        outputs = self._run(given, named)
-        if self._step.last_miss is not self._checked and self._is_new_trace():
-            self._may_raise |= _may_raise(self._step.trace(*given, **named).jaxpr)
-        if self._may_raise:
+        outputs, seen = self._run(given, named), self._seen
+        if self._step.last_miss is not seen.checked and seen.new_trace_of(self._step):
+            seen.may_raise |= _may_raise(self._step.trace(*given, **named).jaxpr)
+        if seen.may_raise:
             jax.block_until_ready(outputs)
         return outputs
-
-    def _is_new_trace(self) -> bool:
-        """Whether the latest program was traced: what was stored never calls back into Python."""
-        before, self._traces = self._traces, self._step.stats().traces
-        self._checked = self._step.last_miss
-        return self._traces > before
 
     def _run(self, given: tuple, named: dict[str, Any]) -> Any:
         if not self._is_quiet:
@@ -111,7 +115,12 @@ class FilterStep(Generic[P, R]):
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
         named = {name: taken(value) for name, value in kwargs.items()} if kwargs else kwargs
+        if self._first is None:
+            self._first = self._taken_function()
         return (*self._first, *map(taken, args)), named
+
+    def _taken_function(self) -> tuple:
+        return ()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
@@ -121,6 +130,9 @@ class FilterStep(Generic[P, R]):
         """The function and the options: what another step that calls this one depends on."""
         return self.__wrapped__, self._options
 
+    def __reduce__(self):
+        return reduced(self, _make, self.__wrapped__, self._options)
+
     def __repr__(self) -> str:
         return f"<stepcache.equinox.step of {function_name(self.__wrapped__)}>"
 
@@ -128,39 +140,40 @@ class FilterStep(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces and lowers the function for these arguments, as `filter_jit` does."""
-        return self._by_equinox.lower(*args, **kwargs)
+        with in_mesh_of(current_scope()):
+            return self._by_equinox.lower(*args, **kwargs)
 
     # ---- as on stepcache.step ------------------------------------------------------------
 
     def clear_cache(self) -> None:
         """Drops the step's programs and traces; the next call builds anew."""
         self._step.clear_cache()
-        self._build = Builders()
+        self._build.clear()
 
     def warm(self, *args: Any, **kwargs: Any) -> None:
         """Builds the program for these arguments, if it is not there; runs nothing.
 
         Args:
-            *args: as in a call.
+            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
             **kwargs: as in a call.
 
         Raises:
             PlacementError: the session cannot place an argument as asked.
         """
-        given, named = self._taken(args, kwargs)
+        given, named = with_stand_ins(self._taken, args, kwargs)
         self._step.warm(*given, **named)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Says whether a call would hit and why, and where each argument would go. Runs nothing.
 
         Args:
-            *args: as in a call.
+            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
             **kwargs: as in a call.
 
         Returns:
             An `Explanation`, in which arrays have their paths: `model.layers[3].weight`.
         """
-        given, named = self._taken(args, kwargs)
+        given, named = with_stand_ins(self._taken, args, kwargs)
         return self._step.explain(*given, **named)
 
     def stats(self) -> StepStats:
@@ -171,6 +184,77 @@ class FilterStep(Generic[P, R]):
     def last_miss(self) -> Miss | None:
         """Why the latest program was built; None before the first."""
         return self._step.last_miss
+
+
+class _Seen:
+    """What has been seen of a step's programs: by all copies that tree operations make of it.
+
+    Attributes:
+        checked: the miss of the latest program that was looked at.
+        may_raise: whether one of them calls back into Python.
+    """
+
+    def __init__(self) -> None:
+        self.checked: Miss | None = None
+        self.may_raise, self._traces = False, 0
+
+    def new_trace_of(self, step: Step) -> bool:
+        """Whether the latest program was traced: what was stored never calls back into Python."""
+        before, self._traces = self._traces, step.stats().traces
+        self.checked = step.last_miss
+        return self._traces > before
+
+
+_OF_ARRAYS = ("__wrapped__", "_first", "_by_equinox")
+
+
+class _OverArrays(FilterStep[P, R]):
+    """A step over a callable that has arrays in it: as that, a tree of these."""
+
+    def _taken_function(self) -> tuple:
+        return (taken(self.__wrapped__),)
+
+    def _flattened(self) -> tuple[tuple[tuple[Any, Any]], Any]:
+        shared = {name: value for name, value in vars(self).items() if name not in _OF_ARRAYS}
+        children = ((jax.tree_util.GetAttrKey("__wrapped__"), self.__wrapped__),)
+        return children, _Shared(shared)
+
+    @classmethod
+    def _unflattened(cls, shared: _Shared, children: Iterable[Any]) -> _OverArrays:
+        made = cls.__new__(cls)
+        (fun,) = children
+        vars(made).update(shared.attributes, __wrapped__=fun)
+        return made
+
+
+class _Shared:
+    """The attributes of a step without its arrays, which all copies of it share."""
+
+    def __init__(self, attributes: dict[str, Any]):
+        self.attributes = attributes
+
+    @property
+    def _stepcache_parts(self) -> tuple[Any, dict[str, Any]]:
+        return self.attributes["_step"], self.attributes["_options"]
+
+    def __eq__(self, other: object) -> bool:
+        is_one = isinstance(other, _Shared)
+        return is_one and self.attributes["_step"] is other.attributes["_step"]
+
+    def __repr__(self) -> str:
+        return repr(self.attributes["_step"])
+
+    def __hash__(self) -> int:
+        return id(self.attributes["_step"])
+
+
+jax.tree_util.register_pytree_with_keys(
+    _OverArrays, _OverArrays._flattened, _OverArrays._unflattened
+)
+
+
+def _make(fun: Callable, options: dict[str, Any]) -> FilterStep:
+    return step(fun, **options)
 
 
 def _call(fun: Callable, /, *args: Any, **kwargs: Any) -> Any:
@@ -270,4 +354,4 @@ def step(fun: Any = None, /, *, donate: str = "none", **options: Any) -> Any:
     """
     if fun is None:
         return functools.partial(step, donate=donate, **options)
-    return FilterStep(fun, donate, options)
+    return (_OverArrays if _has_arrays(fun) else FilterStep)(fun, donate, options)

@@ -25,7 +25,7 @@ from flax.nnx.extract import NodeStates
 from flax.nnx.transforms.compilation import JitWrapped, StateSharding
 
 from stepcache import jaxcompat
-from stepcache.calls.context import current_scope
+from stepcache.calls.context import current_scope, in_mesh_of
 from stepcache.calls.layers import function_name
 from stepcache.errors import OptionError, StepCacheWarning, warn
 from stepcache.events import Miss, StepStats
@@ -35,7 +35,7 @@ from stepcache.modules.nnx_packing import OverPacked
 from stepcache.modules.nnx_plan import CallPlans, Unplanned, planned
 from stepcache.modules.nnx_tree import OverTrees, TreeCall
 from stepcache.report.explanation import Explanation
-from stepcache.step import Step
+from stepcache.step import Step, reduced
 from stepcache.step import step as step_over_arrays
 
 P = ParamSpec("P")
@@ -57,6 +57,7 @@ class ModuleStep(Generic[P, R]):
         of_nnx = {name: value for name, value in options.items() if name not in _OF_STEP}
         self._by_nnx = _nnx_jit(fun, **of_nnx)  # Judges the options, and raises as it does.
         functools.update_wrapper(self, fun)
+        self._options = options
         of_jax = {name: value for name, value in options.items() if name not in _OF_NNX}
         self._packs = of_jax.pop("pack", False)
         self._call_kind: type[GraphCall | TreeCall] | None = None
@@ -142,6 +143,9 @@ class ModuleStep(Generic[P, R]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
+    def __reduce__(self):
+        return reduced(self, ModuleStep, self.__wrapped__, self._options)
+
     def __repr__(self) -> str:
         return f"<stepcache.nnx.step of {function_name(self.__wrapped__)}>"
 
@@ -149,15 +153,18 @@ class ModuleStep(Generic[P, R]):
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces the function for these arguments, as `nnx.jit` does."""
-        return self._by_nnx.trace(*args, **kwargs)
+        with in_mesh_of(current_scope()):
+            return self._by_nnx.trace(*args, **kwargs)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces and lowers the function for these arguments, as `nnx.jit` does."""
-        return self._by_nnx.lower(*args, **kwargs)
+        with in_mesh_of(current_scope()):
+            return self._by_nnx.lower(*args, **kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The outputs, with `jax.ShapeDtypeStruct` in the place of arrays."""
-        return self._by_nnx.eval_shape(*args, **kwargs)
+        with in_mesh_of(current_scope()):
+            return self._by_nnx.eval_shape(*args, **kwargs)
 
     # ---- as on stepcache.step ------------------------------------------------------------
 

@@ -120,3 +120,11 @@ def test_hits_that_python_serves():
         for x in (FREE, KINDS["here"]) * 3:
             assert places(step(x, x)) == places(plain(x, x))
     assert (step.stats().misses, step.stats().hits) == (1, 5)
+
+
+def test_gradients_of_integers_come_beside_committed_arrays():
+    step = sc.step(jax.grad(lambda x: jnp.sum(x["w"]) * 2, allow_int=True))
+    x = {"w": jax.device_put(jnp.ones(3), jax.devices()[0]), "n": jnp.arange(3)}
+    for _ in range(2):
+        found = step(x)
+        assert found["n"].dtype == jax.dtypes.float0 and found["w"].committed

@@ -224,6 +224,37 @@ def test_keys_are_padded():
     np.testing.assert_array_equal(step(keys), jax.vmap(jax.random.uniform)(keys))
 
 
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_odd_leaves_are_padded_and_cut(kind, rows):
+    mesh = kind and jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    batch = {
+        "keys": jax.random.split(jax.random.key(0), rows),
+        "wide keys": jax.random.split(jax.random.key(0, impl="rbg"), (rows, 2)),
+        "committed": jax.device_put(jnp.ones((rows, 2), bool), jax.devices()[0]),
+        "bfloat16": np.ones((rows, 2), jnp.bfloat16),
+        "empty": np.ones((rows, 0), np.float32),
+        "float0": np.zeros(rows, jax.dtypes.float0),
+        "number": np.float32(2),
+    }
+    if kind is not None:
+        del batch["committed"]  # To a device that is not the mesh.
+    step = sc.step(batch="batch", pad=sc.Pad("batch"))(lambda batch: batch)
+    with sc.Session(mesh):
+        found = step(batch)
+    for name, leaf in batch.items():
+        assert found[name].shape == leaf.shape and found[name].dtype == leaf.dtype, name
+    for name in ("keys", "wide keys"):
+        assert (jax.random.key_data(found[name]) == jax.random.key_data(batch[name])).all()
+    assert (found["bfloat16"] == 1).all()
+
+
+def test_masked_arrays_are_left_to_jax():
+    step = sc.step(pad=sc.Pad("x"))(lambda x: x)
+    with pytest.raises(ValueError, match="masked arrays"):
+        step(np.ma.masked_array(np.ones(3, np.float32), [0, 1, 0]))
+
+
 def test_the_check_names_what_depends_on_the_padding():
     step = sc.step(
         lambda x, mask: {"mean": x.mean(), "sum": (x * mask[:, None]).sum(), "rows": x * 2},

@@ -5,6 +5,7 @@ The session is the front door to it; the engine knows only this.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import weakref
@@ -148,3 +149,11 @@ DEFAULT_SCOPE = Scope(None, None)
 def current_scope() -> Scope:
     """The scope of the innermost session of this thread."""
     return jaxcompat.entered_session() or DEFAULT_SCOPE
+
+
+def in_mesh_of(scope: Scope) -> contextlib.AbstractContextManager[None]:
+    """Context manager of what JAX itself traces or runs in a scope: it means the scope's mesh.
+
+    Inside a transformation it means nothing.
+    """
+    return jaxcompat.tracing_context(None if jaxcompat.is_tracing() else scope.mesh)

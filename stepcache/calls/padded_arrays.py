@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
+from stepcache import jaxcompat
 from stepcache.jaxcompat import Tracer
 from stepcache.sharding import axes_of, is_in_type
 
@@ -54,12 +55,12 @@ def with_size(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
 def filled(leaf: Any, axis: int, padded: int, row: int = -1) -> Any:
     """Appends copies of one of its rows to an array; zeros if it has none."""
     size = leaf.shape[axis]
-    if size == padded:
+    if size == padded or isinstance(leaf, np.ma.MaskedArray):  # JAX does not take these.
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return with_size(leaf, axis, padded)
     if not size:
-        return np.zeros(with_size(leaf, axis, padded).shape, leaf.dtype)
+        return _zeros(leaf, with_size(leaf, axis, padded).shape)
     row %= size
     if not isinstance(leaf, np.ndarray) and not _is_numpys(leaf):
         rows = np.arange(padded)
@@ -68,6 +69,18 @@ def filled(leaf: Any, axis: int, padded: int, row: int = -1) -> Any:
     shape = (*leaf.shape[:axis], padded - size, *leaf.shape[axis + 1 :])
     added = np.broadcast_to(np.take(leaf, [row], axis=axis), shape)
     return np.concatenate([leaf, added], axis=axis)
+
+
+def _zeros(leaf: Any, shape: tuple[int, ...]) -> Any:
+    if not is_key(leaf):
+        return np.zeros(shape, leaf.dtype)
+    data = jnp.zeros((*shape, *jax.random.key_data(leaf).shape[leaf.ndim :]), np.uint32)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+
+
+def is_key(leaf: Any) -> bool:
+    """Returns whether a leaf is an array of random keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def kept(leaf: Any, axis: int, size: int) -> Any:
@@ -82,13 +95,20 @@ def kept(leaf: Any, axis: int, size: int) -> Any:
 def _rows_of(leaf: Any, axis: int, rows: Any, size: int) -> Any:
     """Returns so many rows. On Explicit axes of a mesh they are split as they were, if possible."""
     at, sharding = (slice(None),) * axis + (rows,), jax.typeof(leaf).sharding
-    if not is_in_type(sharding):
+    if not (isinstance(leaf, jax.Array) and is_in_type(sharding)):
         return leaf[at]
     spec = list(sharding.spec)
     if size % math.prod(sharding.mesh.shape[name] for name in axes_of(spec[axis])):
         spec[axis] = None
     out = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    return leaf.at[at].get(out_sharding=out)
+    on_devices: Any = leaf.sharding
+    mesh = None if isinstance(leaf, Tracer) else on_devices.mesh
+    with jaxcompat.tracing_context(mesh):
+        if not is_key(leaf):
+            return leaf.at[at].get(out_sharding=out)
+        whole = PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
+        whole_axis = jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, whole))
+        return jax.sharding.reshard(whole_axis[at], out)
 
 
 def _is_numpys(leaf: Any) -> bool:
@@ -99,7 +119,7 @@ def _is_numpys(leaf: Any) -> bool:
     return (
         isinstance(leaf, jax.Array)
         and not isinstance(leaf, Tracer)
-        and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        and not is_key(leaf)
         and not leaf.committed
         and next(iter(leaf.devices())).platform == "cpu"
     )

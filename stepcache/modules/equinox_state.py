@@ -10,6 +10,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.tree_util import keystr
 
 from stepcache.calls.layers import function_name
@@ -100,6 +101,23 @@ def taken(tree: Any) -> Any:
     if is_module(tree) or eqx.is_array(tree):  # As most arguments: `tree.map` takes some 4 µs.
         return _take(tree)
     return jax.tree.map(_take, tree, is_leaf=is_module)
+
+
+def with_stand_ins(take: Callable[..., Any], *trees: Any) -> Any:
+    """What `take` makes of trees in which a `jax.ShapeDtypeStruct` is an array."""
+    hidden: dict[int, tuple[Any, Any]] = {}
+
+    def hide(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        array = np.empty(0)
+        hidden[id(array)] = array, x
+        return array
+
+    def show(x: Any) -> Any:
+        return hidden[id(x)][1] if id(x) in hidden else x
+
+    return jax.tree.map(show, take(*jax.tree.map(hide, trees)))
 
 
 def _take_output(x: Any) -> Any:
@@ -199,6 +217,10 @@ class Builders:
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[ModuleStructure, Builder]] = {}
+
+    def clear(self) -> None:
+        """Drops what was made."""
+        self._made.clear()
 
     def __call__(self, state: ModuleState) -> Any:
         """The module."""

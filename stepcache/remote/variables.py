@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from stepcache.errors import TaskError, VariablesError
 from stepcache.jaxcompat.call_codec import encode_dtype, encode_spec
 from stepcache.remote.arrays import RemoteArray, fetch_refs
 from stepcache.remote.messages import Kind, packed
-from stepcache.variables.describing import blank, describe
+from stepcache.variables.describing import Parameters, blank, describe, named_leaves, placer_of
 from stepcache.variables.masters import LOST, Master, Reader
 from stepcache.variables.packing import Layout, Packed, Slot, is_key_type, layout_of
 from stepcache.variables.plan import SERVER_LINK, Extent, Transfer, links
@@ -246,6 +246,22 @@ def hold(
     if master.is_new:
         master.store(leaves)
     return master
+
+
+def placed_init(variables: Any) -> Callable[[Any], Any]:
+    """Returns a function of a value that makes the state of its optimizer, placed beside it."""
+    init, slots = variables.write.optimizer.init, variables._layout.slots
+    placer = placer_of(variables.name, variables.placement, variables._placer)
+    parameters = Parameters(variables._prefix, slots)
+
+    def made(value: Any) -> Any:
+        named, structure = named_leaves(init(value))
+        assert placer is not None  # The mesh of the tasks.
+        places = [parameters.beside(placer, path, leaf.shape) for path, leaf in named]
+        leaves = map(jax.lax.with_sharding_constraint, (leaf for _, leaf in named), places)
+        return structure.unflatten(leaves)
+
+    return made
 
 
 def _zeros(slot: Slot) -> Any:

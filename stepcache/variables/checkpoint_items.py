@@ -98,7 +98,7 @@ class Savable:
             if state is not None:
                 own = _filled(restored["optimizer"], state, meter)
                 self._updates.state = self._updates.held_state(
-                    state.layout.tree.unflatten(own), meter
+                    state.layout.tree.unflatten(own), self._master, meter
                 )
             elif about.get("mode") == "apply":
                 self._updates.state = None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.sharding import Placer, devices_of
+from stepcache.sharding import Placer, Rules, devices_of
 from stepcache.variables.packing import Buffer, Layout, Slot
-from stepcache.variables.policy import OnHost, Placement, Sharded
+from stepcache.variables.policy import OnHost, Placement, Replicated, Sharded
 
 
 def joined(name: str, path: str) -> str:
@@ -27,22 +29,54 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(keystr(keys, simple=True, separator="/"), leaf) for keys, leaf in leaves], structure
 
 
+class Parameters:
+    """The parameters of an optimizer, beside which its state is placed.
+
+    Args:
+        prefix: what their paths begin with for rules.
+        slots: what they are, and where they are placed.
+    """
+
+    def __init__(self, prefix: str, slots: Sequence[Slot]):
+        self._prefix, self._slots = prefix, {slot.path: slot for slot in slots}
+
+    def beside(self, placer: Placer, path: str, shape: tuple[int, ...]) -> Sharding | None:
+        """Where a leaf of the optimizer's state is placed, as `Sharded` says."""
+        parameter = self._parameter_of(path)
+        rules = list(placer.rules.rules) if shape else []
+        if parameter is not None:
+            of_parameter = joined(self._prefix, parameter.path)
+            rules = [rule for rule in rules if not re.search(rule[0], of_parameter)]
+        own = joined(joined(self._prefix, "optimizer"), path)
+        placed = Placer(placer.mesh, Rules(rules), None).place(own, shape, "carry")
+        if parameter is not None and placed.rule is None and parameter.shape == shape:
+            return parameter.sharding
+        return placed.sharding
+
+    def _parameter_of(self, path: str) -> Slot | None:
+        """The parameter that a leaf belongs to: the one whose path its own ends with.
+
+        optax makes moments by mapping over the parameters: that of `a/w` is at `0/mu/a/w`.
+        """
+        keys = path.split("/")
+        ends = ("/".join(keys[start:]) for start in range(len(keys) + 1))
+        return next((self._slots[end] for end in ends if end in self._slots), None)
+
+
 def describe(
-    name: str, tree: Any, placement: Placement, placer: Placer | None, prefix: str = ""
+    name: str,
+    tree: Any,
+    placement: Placement,
+    placer: Placer | None,
+    prefix: str = "",
+    parameters: Parameters | None = None,
 ) -> tuple[Any, list[Any], tuple[Slot, ...]]:
     """The structure of a tree, its leaves, and what they are and where they go on the devices.
 
     Raises `VariablesError` for a leaf that is no array, or is to be split without a mesh.
     """
     on_device = placement.on_device if isinstance(placement, OnHost) else placement
-    if isinstance(on_device, Sharded):
-        if placer is None:
-            raise VariablesError(
-                "Sharded(rules) splits over a mesh, and there is none",
-                where=name,
-                hint="make the variables inside `with Session(mesh)`",
-            )
-        placer = Placer(placer.mesh, on_device.rules, None)
+    placer = placer_of(name, on_device, placer)
     devices = set(devices_of(placer.mesh)) if placer is not None else set()
     named, structure = named_leaves(tree)
     described = []
@@ -63,9 +97,25 @@ def describe(
             sharding = sharding.with_memory_kind(device.default_memory().kind)
         is_placed = isinstance(sharding, NamedSharding) and sharding.device_set == devices
         if placer is not None and (isinstance(on_device, Sharded) or not is_placed):
-            sharding = placer.place(joined(prefix, path), aval.shape, "carry").sharding
+            if parameters is not None:
+                sharding = parameters.beside(placer, path, aval.shape)
+            else:
+                sharding = placer.place(joined(prefix, path), aval.shape, "carry").sharding
         described.append(Slot(path, aval.shape, aval.dtype, aval.weak_type, sharding))
     return structure, [leaf for _, leaf in named], tuple(described)
+
+
+def placer_of(name: str, on_device: Replicated | Sharded, placer: Placer | None) -> Placer | None:
+    """What places the leaves of variables: the session's mesh, with the rules of `Sharded`."""
+    if not isinstance(on_device, Sharded):
+        return placer
+    if placer is None:
+        raise VariablesError(
+            "Sharded(rules) splits over a mesh, and there is none",
+            where=name,
+            hint="make the variables inside `with Session(mesh)`",
+        )
+    return Placer(placer.mesh, on_device.rules, None)
 
 
 def blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -16,7 +16,7 @@ from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, processes_of
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
-from stepcache.variables.describing import blank, describe, stand_in
+from stepcache.variables.describing import Parameters, blank, describe, stand_in
 from stepcache.variables.link_times import fastest_route
 from stepcache.variables.packing import (
     PACKED_BELOW_BYTES,
@@ -374,6 +374,7 @@ def hold(
     meter: Meter,
     prefix: str = "",
     pack: bool = False,
+    parameters: Parameters | None = None,
 ) -> Master:
     """Copies the arrays of a tree to where a placement says, and counts what moves.
 
@@ -381,13 +382,14 @@ def hold(
         name: of the variables, for errors.
         prefix: what paths begin with for rules.
         pack: whether small leaves share buffers.
+        parameters: of an optimizer's state, what it is the state of.
 
     Raises:
         VariablesError: a leaf is no array, a device lacks the memory, or a policy needs the whole
             value in one process of a pod.
         PlacementError: a leaf cannot be placed as asked.
     """
-    structure, leaves, described = describe(name, tree, placement, placer, prefix)
+    structure, leaves, described = describe(name, tree, placement, placer, prefix, parameters)
     layout = layout_of(structure, described, PACKED_BELOW_BYTES if pack else 0)
     if not isinstance(placement, OnHost):
         return Master(transfer.pack(leaves, layout))

@@ -70,6 +70,11 @@ class Sharded:
         rules: `Rules`, or pairs of a regex and a `PartitionSpec`. The regex is searched in the path
             of a leaf: the name of the variables, empty for those without one, and the leaf's keys,
             joined by `/`. A leaf that no rule matches is replicated.
+
+    A leaf of the state of `Write(optimizer=...)` has the path `params/optimizer/0/mu/w`. It is
+    placed as the parameter that its path ends with, `w`, if that has the same shape, and else
+    replicated, as scalars and factored moments are; but a rule that matches its path, and not that
+    of the parameter, places it: `("/optimizer/.*mu/", PartitionSpec("data"))`.
     """
 
     rules: Rules

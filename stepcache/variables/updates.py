@@ -6,6 +6,7 @@ optimizer. That runs where the master copy lives, or where the placement of one 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, current_max_bytes, current_reader
 from stepcache.variables import transfer
+from stepcache.variables.describing import Parameters
 from stepcache.variables.masters import InHostMemory, Master, Reader, hold
 from stepcache.variables.packing import Packed, Slot, layout_of
 from stepcache.variables.plan import Plan, Transfer, check_bytes, links
@@ -34,9 +36,15 @@ class Updates:
     """
 
     def __init__(
-        self, name: str, write: Write, placement: Placement, placer: Placer | None, pack: bool
+        self,
+        name: str,
+        write: Write,
+        placement: Placement,
+        placer: Placer | None,
+        prefix: str,
+        pack: bool,
     ):
-        self._name, self._write = name, write
+        self._name, self._write, self._prefix = name, write, prefix
         self._placement, self._placer, self._pack = placement, placer, pack
         self._on_host = isinstance(placement, OnHost) and placement.update == "host"
         self._run = _over_packed(_rule_of(write), placed=not self._on_host)
@@ -120,19 +128,24 @@ class Updates:
                 value, new_state = self._run(master.on_host(), old_state, update)
                 master.store(value, reader.session)
         else:
-            with jaxcompat.tracing_context(self._placer.mesh if self._placer else None):
+            with self._tracing():
                 value = master.take(reader, meter)
                 value, new_state = self._run(value, state.take(reader, meter), update)
                 master.put(value, reader.session, meter)
         if new_state.layout is not state.layout:
             leaves = transfer.unpack(new_state)
-            self.state = self.held_state(new_state.layout.tree.unflatten(leaves), meter)
+            self.state = self.held_state(new_state.layout.tree.unflatten(leaves), master, meter)
         elif state is not _NO_STATE:
             state.put(new_state, reader.session, meter)
+
+    def _tracing(self) -> contextlib.AbstractContextManager:
+        return jaxcompat.tracing_context(self._placer.mesh if self._placer else None)
 
     def _check_budget(
         self, leaves: Sequence[Any], master: Master, reader: Reader, is_last: bool
     ) -> None:
+        if (max_bytes := current_max_bytes()) is None:
+            return
         planned = []
         if master.applies_updates:
             planned += master.plan_apply(self._name, leaves) if is_last else ()
@@ -146,7 +159,7 @@ class Updates:
                     planned += each.plan_take(name, reader)
                     planned += each.plan_put(name, reader)
         needed = Plan(tuple(planned)).bytes_by_transfer
-        check_bytes(f"{self._name}.push", needed, current_max_bytes())
+        check_bytes(f"{self._name}.push", needed, max_bytes)
 
     def ready_state(self, master: Master, meter: Meter) -> Master:
         """The optimizer's state, or a new one, of zeros where the value is lost."""
@@ -158,14 +171,17 @@ class Updates:
             master = Master(transfer.pack(zeros, layout))
         if not self._on_host:
             leaves = transfer.unpack(master.on_devices(meter))
-            return self.held_state(init(layout.tree.unflatten(leaves)), meter)
+            with self._tracing():
+                state = init(layout.tree.unflatten(leaves))
+            return self.held_state(state, master, meter)
         leaves = map(np.asarray, master.leaves(meter))
         with jax.default_device(_host_device(self._name)):
-            return self.held_state(init(layout.tree.unflatten(leaves)), meter)
+            return self.held_state(init(layout.tree.unflatten(leaves)), master, meter)
 
-    def held_state(self, tree: Any, meter: Meter) -> Master:
+    def held_state(self, tree: Any, master: Master, meter: Meter) -> Master:
         """A master copy of an optimizer's state, where the optimizer runs."""
-        name, rest = f"{self._name}/optimizer", (Read(), meter, "", self._pack)
+        parameters = Parameters(self._prefix, master.layout.slots)
+        name, rest = f"{self._name}/optimizer", (Read(), meter, "", self._pack, parameters)
         if not self._on_host:
             return hold(name, tree, self._placement, self._placer, *rest)
         with jax.default_device(_host_device(self._name)):

@@ -7,7 +7,6 @@ import itertools
 import os
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -143,7 +142,8 @@ class Variables(NoTree, Savable, Holder):
         self._master = master  # Used under the lock.
         activity_log.watch(self)
         self._made_of, self._moved_bytes = {}, 0  # The first in pods, until it is compared.
-        self._updates = Updates(self.name, self.write, self.placement, self._placer, self._pack)
+        placed = self.placement, self._placer, self._prefix
+        self._updates = Updates(self.name, self.write, *placed, self._pack)
 
     def _tokens(self, tree: Any) -> dict[str, str]:
         """Tokens of the host values in a tree, which the processes of a pod compare; by path."""
@@ -159,7 +159,8 @@ class Variables(NoTree, Savable, Holder):
         matched = set(map(on_device.rules.match, paths))
         examples = ", ".join(paths[:3])
         for index, (pattern, spec) in enumerate(on_device.rules.rules):
-            if index not in matched:
+            of_state = self.write.optimizer is not None and "optimizer" in pattern  # Made later.
+            if index not in matched and not of_state:
                 text = f"rule {pattern!r}, {spec}, matches no leaf of {self.name} ({examples}, …)"
                 warn(text, UnmatchedRuleWarning)
 
@@ -296,10 +297,11 @@ class Variables(NoTree, Savable, Holder):
     @contextlib.contextmanager
     def _moving(self, method: str, *written: Master) -> Iterator[Meter]:
         """Judges what a method will write, gives a meter for what it moves, and records that."""
-        reader, planned = Reader(current_reader()), Counter()
-        for each in written:
-            planned.update(Plan(each.plan_put(self.name, reader)).bytes_by_transfer)
-        check_bytes(f"{self.name}.{method}", planned, current_max_bytes())
+        if (max_bytes := current_max_bytes()) is not None:
+            reader = Reader(current_reader())
+            planned = (one for each in written for one in each.plan_put(self.name, reader))
+            needed = Plan(tuple(planned)).bytes_by_transfer
+            check_bytes(f"{self.name}.{method}", needed, max_bytes)
         meter = Meter()
         try:
             yield meter

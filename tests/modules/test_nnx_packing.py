@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import stepcache as sc
+from stepcache import jaxcompat
 from stepcache import nnx as snnx
 from stepcache.modules import nnx_held
 from tests.modules.test_nnx_step import X, loss_fn, make, same, train_step, values
@@ -403,12 +404,15 @@ def test_warm_and_explain_are_of_the_packed_program():
         step(*objects, X)
     explanation = step.explain(*objects, X)
     row = next(each for each in explanation.arguments if "packed float32" in each.path)
-    assert row.path.startswith("model/") and row.source == "cpu:0" and row.moved_bytes == 0
+    assert row.path.startswith("model/")
+    if jaxcompat.PRIVATE_API:  # Else it is unknown where buffers are, and where structures differ.
+        assert row.source == "cpu:0" and row.moved_bytes == 0
     wide = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.Linear(8, 5, rngs=nnx.Rngs(0))
     call = packing(lambda model, x: model(x))
     call(wide[0], X)
     call(wide[1], X)
-    assert "model.kernel: float32[8, 4], packed → float32[8, 5], packed" in str(call.last_miss)
+    if jaxcompat.PRIVATE_API:
+        assert "model.kernel: float32[8, 4], packed → float32[8, 5], packed" in str(call.last_miss)
 
 
 @pytest.mark.parametrize("options", [{"graph": False}, {"graph": True, "graph_updates": False}])

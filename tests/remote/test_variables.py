@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
 from stepcache.remote.arrays import RemoteArray
@@ -51,6 +52,23 @@ def test_an_optimizer_runs_on_the_tasks(session):
         updates, state = optimizer.update(jax.tree.map(lambda x: 2 * x, value), state, value)
         value = optax.apply_updates(value, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), variables.value, value)
+
+
+def test_the_state_of_an_optimizer_lies_as_its_parameters_on_the_tasks(session):
+    variables = sc.Variables(
+        tree(),
+        name="split",
+        placement=sc.Sharded([("^split/w", P("data"))]),
+        write=sc.Write(mode="apply", optimizer=optax.adam(0.1)),
+    )
+    variables.push(tree())
+    slots = variables._master.state._layout.slots
+    found = {slot.path: tuple(slot.sharding.spec) for slot in slots}
+    assert found["0/mu/w"] == found["0/nu/w"] == ("data",)
+    assert set(found["0/mu/b"]) <= {None} and found["0/count"] == ()
+    value, optimizer = tree(), optax.adam(0.1)
+    updates, _ = optimizer.update(tree(), optimizer.init(value), value)
+    same(variables.value, optax.apply_updates(value, updates))
 
 
 def test_sums_of_every_are_added_up_here(session):
