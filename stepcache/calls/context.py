@@ -5,6 +5,7 @@ The session is the front door to it; the engine knows only this.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import weakref
@@ -148,3 +149,17 @@ DEFAULT_SCOPE = Scope(None, None)
 def current_scope() -> Scope:
     """The scope of the innermost session of this thread."""
     return jaxcompat.entered_session() or DEFAULT_SCOPE
+
+
+@contextlib.contextmanager
+def no_recompile():
+    """Raises `RecompileError`, with the reason, where a step inside needs a new program.
+
+    Programs that are known already run, also where JAX's dispatcher has to be told about them
+    again. `step.warm` may build. Holds for the current thread, or the current asyncio task.
+    """
+    token = recompiles_forbidden.set(True)
+    try:
+        yield
+    finally:
+        recompiles_forbidden.reset(token)
