@@ -246,7 +246,7 @@ def _explained_by_classes(codes: set[CodeType], recording: Recording, walk: Walk
     """The code that a library has generated, for itself or from a class that is followed.
 
     As equinox does. JAX has a `flatten_with_keys` where Python cannot look for it, so functions of
-    other libraries are found by their code, but not after `gc.freeze`.
+    other libraries are found by their code, but not once the collector has frozen them.
     """
     explained = {
         recording.entered[identity]
