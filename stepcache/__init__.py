@@ -10,6 +10,7 @@ import time as _time
 _started = _time.perf_counter()
 
 from stepcache import jaxcompat as _jaxcompat
+from stepcache.calls.context import no_recompile
 from stepcache.calls.pad import Pad
 from stepcache.deployment import DeploymentConfig
 from stepcache.errors import (
@@ -42,7 +43,7 @@ from stepcache.report import progress as _progress  # noqa: F401  (subscribes to
 from stepcache.report.advice import Advice, advise
 from stepcache.report.explanation import Explanation
 from stepcache.serving.connecting import connect
-from stepcache.session import Session, current_session, no_recompile
+from stepcache.session import Session, current_session
 from stepcache.sharding import Rules
 from stepcache.step import Step, step
 from stepcache.storage import run_log as _history

@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from stepcache import jaxcompat
+from stepcache._changes import Undoing
 from stepcache.calls.context import (
     DEFAULT_SCOPE,
     Scope,
     current_scope,
-    recompiles_forbidden,
     token_of,
 )
 from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang
@@ -242,15 +242,24 @@ class Session:
     def __enter__(self) -> Session:
         if self.closed:
             raise SessionClosedError("this session has been closed", hint="make a new one")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(jaxcompat.entering(self._scope, self._token))
+        entered = Undoing()
+        try:
+            entered.add(setattr, self._entered, "latest", getattr(self._entered, "latest", None))
+            self._entered.latest = entered
+            entered.hold(jaxcompat.entering(self._scope, self._token))
             if (peers := self._scope.peers) is not None:
                 peers.enter(*self._on_hang)
-            self._contexts().append(stack.pop_all())
+        except BaseException:
+            entered.close()
+            raise
         return self
 
     def __exit__(self, *exception) -> None:
-        self._contexts().pop().__exit__(*exception)
+        entered = self._entered.latest
+        try:
+            entered.close()
+        finally:
+            entered.close()  # Ctrl-C may have come before the first line of the other call.
         if (peers := self._scope.peers) is not None:
             peers.leave(exception[1])
             if isinstance(exception[1], Exception):
@@ -258,11 +267,6 @@ class Session:
         if self._scope.built and exception[0] is None:
             unmatched = set(range(len(self.rules))) - self._scope.matched
             self._scope.warn_of_rules(unmatched, "any step of the session")
-
-    def _contexts(self) -> list:
-        if not hasattr(self._entered, "contexts"):
-            self._entered.contexts = []
-        return self._entered.contexts
 
     def cancel(self) -> int:
         """Cancels the steps that were called in this session and that no task has begun.
@@ -383,17 +387,3 @@ def current_session() -> Session:
     """
     scope = current_scope()
     return (scope.session and scope.session()) or _DEFAULT_SESSION
-
-
-@contextlib.contextmanager
-def no_recompile():
-    """Raises `RecompileError`, with the reason, where a step inside needs a new program.
-
-    Programs that are known already run, also where JAX's dispatcher has to be told about them
-    again. `step.warm` may build. Holds for the current thread, or the current asyncio task.
-    """
-    token = recompiles_forbidden.set(True)
-    try:
-        yield
-    finally:
-        recompiles_forbidden.reset(token)

@@ -775,29 +775,6 @@ def test_a_relative_directory_is_that_of_the_start(tmp_path, monkeypatch):
     assert [*(start / "programs/v1/runs").iterdir()]
 
 
-def test_a_child_of_multiprocessing_stores_what_it_has_built(tmp_path):
-    """A forked one ends by `os._exit`, at once here."""
-    done = run_script(
-        """
-        import multiprocessing, numpy as np, stepcache as sc
-
-        step = sc.step(lambda x: x * 2)
-
-        def work():
-            assert step(np.ones(8, np.float32))[0] == 2
-            print(step.stats().traces, step.stats().loads, flush=True)
-
-        for _ in range(2):
-            child = multiprocessing.get_context("fork").Process(target=work)
-            child.start()
-            child.join()
-            assert child.exitcode == 0
-        """,
-        str(tmp_path / "programs"),
-    )
-    assert done.stdout.split() == ["1", "0", "0", "1"], done.stderr
-
-
 def test_how_to_verify_is_read_when_the_directory_is_opened(tmp_path, monkeypatch):
     cache = sc.ProgramCache()
     monkeypatch.setenv("STEPCACHE_DIR", str(tmp_path / "programs"))

@@ -157,3 +157,17 @@ def in_mesh_of(scope: Scope) -> contextlib.AbstractContextManager[None]:
     Inside a transformation it means nothing.
     """
     return jaxcompat.tracing_context(None if jaxcompat.is_tracing() else scope.mesh)
+
+
+@contextlib.contextmanager
+def no_recompile():
+    """Raises `RecompileError`, with the reason, where a step inside needs a new program.
+
+    Programs that are known already run, also where JAX's dispatcher has to be told about them
+    again. `step.warm` may build. Holds for the current thread, or the current asyncio task.
+    """
+    token = recompiles_forbidden.set(True)
+    try:
+        yield
+    finally:
+        recompiles_forbidden.reset(token)

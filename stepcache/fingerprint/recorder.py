@@ -171,7 +171,8 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
             return True
-        _note_class(code, frame)
+        if code.co_filename.startswith(_OF_EQUINOX):
+            _note_class(code, frame)
     origin = origin_of_file(code.co_filename)
     if origin != PYTHON and is_import_hook(frame):
         return False
@@ -182,6 +183,9 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     opened_files.watch_before(code, frame.f_globals)
     _note(code)
     return True
+
+
+_OF_EQUINOX = "<generated_"
 
 
 def _note_class(code: CodeType, frame: FrameType) -> None:

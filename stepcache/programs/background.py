@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import logging
 import operator
-import sys
 import threading
 import time
 import weakref
@@ -334,22 +333,6 @@ def _stop_all() -> None:
         worker.stop()
     for finish in (run_activity.finish, shared_entries.finish_all, load_markers.take_own_away):
         finish()
-
-
-def _stop_with_child() -> None:
-    """Has multiprocessing call `_stop_all` in its children: forked ones end by `os._exit`."""
-    util: Any = sys.modules.get("multiprocessing.util")
-    if util is not None:
-
-        def register(_: Any) -> None:
-            util.Finalize(None, _stop_all, exitpriority=0)
-
-        util.register_after_fork(_stop_all, register)  # A child that begins drops the others.
-        register(None)
-
-
-_stop_with_child()  # In a child that imports stepcache.
-_process_hooks.at_fork(after_in_child=_stop_with_child)
 
 
 def until_ready(outputs: Any, started: float) -> Callable[[], Any]:

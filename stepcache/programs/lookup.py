@@ -246,7 +246,7 @@ def _explained_by_classes(codes: set[CodeType], recording: Recording, walk: Walk
     """The code that a library has generated, for itself or from a class that is followed.
 
     As equinox does. JAX has a `flatten_with_keys` where Python cannot look for it, so functions of
-    other libraries are found by their code, but not after `gc.freeze`.
+    other libraries are found by their code, but not once the collector has frozen them.
     """
     explained = {
         recording.entered[identity]
@@ -255,8 +255,11 @@ def _explained_by_classes(codes: set[CodeType], recording: Recording, walk: Walk
     }
     generated = [code for code in codes - explained if code.co_filename.startswith("<")]
     for function in gc.get_referrers(*generated) if generated else ():
-        if type(function) is FunctionType and origin_of_module(function.__module__) == INSTALLED:
-            explained.add(function.__code__)
+        if type(function) is FunctionType:
+            cls = function.__globals__.get("module_cls")
+            known = isinstance(cls, type) and id(cls) in walk.seen
+            if known or origin_of_module(function.__module__) == INSTALLED:
+                explained.add(function.__code__)
     return explained
 
 

@@ -140,7 +140,7 @@ def changed(before):
     return {name for name in now if now[name] != before[name]}
 
 
-def interrupted_everywhere(codes, work, after, rest=lambda: None, every=1):
+def interrupted_everywhere(codes, work, after, rest=lambda: None, every=1, skipped=None):
     """Does something with an interrupt at each place in turn, and looks after each.
 
     Args:
@@ -149,6 +149,7 @@ def interrupted_everywhere(codes, work, after, rest=lambda: None, every=1):
         after: what is done after each, given the place in words.
         rest: waits for work in the background.
         every: so many places, one is taken.
+        skipped: a place that is not.
 
     Returns:
         How many places there are.
@@ -160,6 +161,7 @@ def interrupted_everywhere(codes, work, after, rest=lambda: None, every=1):
         work()
     rest()
     assert not changed(before)
+    assert skipped is None or passed.places.pop(skipped) is None
     for place in list(passed.places)[::every]:
         where = f"{place[0].co_qualname} at {place[1]}"
         with Interrupt(codes, place) as interrupt:
@@ -204,6 +206,25 @@ def test_an_interrupted_recording_leaves_the_process_as_it_was():
         assert inner.__code__ in recording.codes and recording.unavailable is None, where
 
     assert interrupted_everywhere(HOOKS, work, after) > 60
+
+
+def test_an_interrupt_while_a_session_is_entered_or_left_leaves_it():
+    """But for the one moment before the first line of `__exit__`, which Python calls once."""
+    session = sc.Session()
+    inside = codes_of(_changes.Undoing, contexts.entering)
+    inside |= codes_of(sc.Session.__enter__, sc.Session.__exit__)
+
+    def work():
+        with outer, session:
+            assert sc.current_session() is session
+
+    def after(where):
+        assert sc.current_session() is default and session._entered.latest is None, where
+        assert outer._entered.latest is None, where
+
+    outer, default = sc.Session(), sc.current_session()
+    last = (sc.Session.__exit__.__code__, -1)
+    assert interrupted_everywhere(inside, work, after, skipped=last) > 15
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])

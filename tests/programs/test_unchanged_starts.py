@@ -240,13 +240,13 @@ def test_a_program_that_xla_cannot_serialize_is_no_alarm(tmp_path, monkeypatch, 
 
 def test_what_cannot_be_stored_is_not_recorded_at_the_next_start(tmp_path, monkeypatch):
     recordings = []
-    enter = Recording.__enter__
+    begin = Recording.begin
 
     def counted(recording):
         recordings.append(recording)
-        return enter(recording)
+        return begin(recording)
 
-    monkeypatch.setattr(Recording, "__enter__", counted)
+    monkeypatch.setattr(Recording, "begin", counted)
     source = """
     @sc.step
     def step(x):
