@@ -95,6 +95,9 @@ class _TreeEncoder:
             position = _position_of(extra, self._extras.get(kind, ()), _is_written_alike)
             if position is not None:
                 return ["like", position, parts]
+            for position, other in self._extras.get(kind, ()):
+                if hasattr(other, "less") and (gone := other.gone_in(extra)) is not None:
+                    return ["less", position, gone, parts]
             raise NotStorable(
                 f"its outputs hold a {kind.__qualname__} that cannot be stored: {error}"
             ) from None
@@ -163,6 +166,11 @@ def decode_tree(code: Any, known: Any, depth: int = 0) -> Any:
     elif kind == "like":
         data = _subtree_at(known, *about).node_data()
         _check_node_class(data[0])
+    elif kind == "less":
+        position, gone = about
+        cls, extra = _subtree_at(known, position).node_data()
+        data = (cls, extra.less(gone))
+        _check_node_class(cls)
     elif kind == "node":
         name, extra = about
         data = (named(name, _check_node_class), decode_value(extra))
