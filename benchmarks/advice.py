@@ -5,7 +5,9 @@
 Each scenario is a step, a value, a number of devices, and how often the value is written; `advise`
 is asked once, and then every policy that it ranks is timed, in turn, in loops that wait for each
 step. An error is predicted against measured seconds of a step; regret is the time of the policy
-that it chooses against the least time of all exact ones with the same placement.
+that it chooses against the least time of all exact ones with the same placement. What a machine
+repeats of its own measurements bounds all this: "repeated" is the share of policies whose first and
+last round differ by no more than an error may.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class Case:
     measured: float
     is_exact: bool
     is_chosen: bool
+    rounds: tuple[float, ...]
 
     @property
     def error(self) -> float:
@@ -107,6 +110,7 @@ def timed(
             is_exact=not each.freshness
             and (each.placement, each.write) == (best.placement, best.write),
             is_chosen=each is best,
+            rounds=tuple(times),
         )
         for each, times in zip(choices, seconds, strict=True)
     ]
@@ -226,6 +230,9 @@ def summary(cases: list[Case]) -> dict[str, Any]:
         "cases": len(cases),
         "scenarios": len(regret),
         "within": statistics.mean(each <= WITHIN for each in errors),
+        "repeated": statistics.mean(
+            abs(each.rounds[0] / each.rounds[-1] - 1) <= WITHIN for each in cases
+        ),
         "error_quartiles": quartiles(errors),
         "regret_median": statistics.median(regret),
         "regret_worst": max(regret),
@@ -234,12 +241,12 @@ def summary(cases: list[Case]) -> dict[str, Any]:
 
 def show(groups: dict[str, list[Case]]) -> None:
     table = Table(title=f"errors of at most {WITHIN:.0%}, and regret", title_justify="left")
-    for name in ("group", "cases", "within", "median error", "median regret", "worst"):
+    for name in ("group", "cases", "within", "repeated", "median error", "median regret", "worst"):
         table.add_column(name, justify="left" if name == "group" else "right")
     for name, cases in groups.items():
         of = summary(cases)
         middle = of["error_quartiles"][1]
-        shares = of["within"], middle, of["regret_median"], of["regret_worst"]
+        shares = of["within"], of["repeated"], middle, of["regret_median"], of["regret_worst"]
         table.add_row(name, str(of["cases"]), *(f"{each:.1%}" for each in shares))
     Console(width=118).print(table)
 

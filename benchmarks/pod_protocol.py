@@ -293,6 +293,8 @@ def work(
 ) -> None:
     """One process: writes its records to a file."""
     signal.alarm(1500)
+    if rank:
+        os.nice(5)  # In a pod, the service shares its CPUs with one rank, not with all of them.
     one = Rank(rank, count, address)
 
     def save() -> None:

@@ -17,54 +17,11 @@ import signal
 import sys
 import threading
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
-# ---- changes that several users share ----------------------------------------------------------
-
-
-class Shared(ABC):
-    """A change to the process that is made for its first user, and undone after its last.
-
-    A forked child, where the threads of the users are not, undoes it too.
-    """
-
-    def __init__(self):
-        self._lock, self._users = threading.Lock(), 0
-        _shared.append(self)
-
-    @abstractmethod
-    def _make(self, users: int) -> bool:
-        """Makes the change for one user more than these; False where that cannot be done."""
-
-    @abstractmethod
-    def _undo(self) -> None: ...
-
-    def start(self) -> bool:
-        """Begins a use; False where the change cannot be made."""
-        with self._lock:
-            made = self._make(self._users)
-            self._users += made
-            return made
-
-    def stop(self) -> bool:
-        """Ends what one `start` began; False in a process that was forked since."""
-        with self._lock:
-            used = self._users > 0
-            self._users -= used
-            if used and not self._users:
-                self._undo()
-            return used
-
-    def reset(self) -> None:
-        """Undoes the change, whoever has asked for it."""
-        self._lock, self._users = threading.Lock(), 0
-        self._undo()
-
-
-_shared: list[Shared] = []
+from stepcache._changes import Shared, Undoing, shared
 
 # ---- the switch interval ------------------------------------------------------------------------
 
@@ -74,17 +31,17 @@ _SWITCH_SECONDS = 0.000053
 
 class _Switching(Shared):
     _usual: float | None = None
-    _ours = 0.0
 
     def _make(self, users: int) -> bool:
         usual = sys.getswitchinterval()
         if not users and usual > _SWITCH_SECONDS:
+            self._usual = usual
             sys.setswitchinterval(_SWITCH_SECONDS)
-            self._usual, self._ours = usual, sys.getswitchinterval()
         return True
 
     def _undo(self) -> None:
-        if self._usual is not None and sys.getswitchinterval() == self._ours:
+        ours = round(_SWITCH_SECONDS, 6)
+        if self._usual is not None and round(sys.getswitchinterval(), 6) == ours:
             sys.setswitchinterval(self._usual)
         self._usual = None
 
@@ -92,18 +49,21 @@ class _Switching(Shared):
 _switching = _Switching()
 
 
-@contextlib.contextmanager
-def quick_switching() -> Iterator[None]:
+def switch_quickly(undoing: Undoing) -> None:
     """Has Python switch between threads often, so that others need not wait for this one.
 
     The interval is restored when the last user leaves, unless other code has set it
     meanwhile.
     """
-    _switching.start()
-    try:
+    undoing.use(_switching)
+
+
+@contextlib.contextmanager
+def quick_switching() -> Iterator[None]:
+    """Context manager in which `switch_quickly` holds."""
+    with Undoing() as undoing, undoing:
+        switch_quickly(undoing)
         yield
-    finally:
-        _switching.stop()
 
 
 # ---- garbage collections ------------------------------------------------------------------------
@@ -253,14 +213,14 @@ class CallMonitor(Shared):
         """Has the calls seen that some code makes, until the last user stops."""
         if id(code) not in self._calling:
             self._touched[id(code)] = code
-            self._calling.add(id(code))
             monitoring.set_local_events(self._tools[0], code, monitoring.events.CALL)
+            self._calling.add(id(code))
 
     def _take(self) -> bool:
         tool = self._kept if self._kept not in self._tools else None
         for number in self._TOOLS if tool is None else ():
             with contextlib.suppress(ValueError):
-                monitoring.use_tool_id(number, "stepcache")
+                monitoring.use_tool_id(number, _NAME)
                 tool = number
                 break
         if tool is None:
@@ -273,21 +233,25 @@ class CallMonitor(Shared):
         return True
 
     def _undo(self) -> None:
-        if not self._tools:
-            return
-        events = monitoring.events
-        for tool in self._tools:
+        # Also those that were taken a moment ago, and are not in the list yet.
+        taken = [tool for tool in self._TOOLS if monitoring and monitoring.get_tool(tool) == _NAME]
+        for tool in taken:
             monitoring.set_events(tool, 0)
-        first = self._tools[0]
-        for code in self._touched.values():  # Python forgets disabled places with the last event.
-            monitoring.set_local_events(first, code, events.PY_START)
-            monitoring.set_local_events(first, code, 0)
-        for tool in self._tools:
+        events = monitoring and monitoring.events
+        for tool in set(taken).intersection(self._tools[:1]):
+            # Python forgets disabled places with the last event.
+            for code in self._touched.values():
+                monitoring.set_local_events(tool, code, events.PY_START)
+                monitoring.set_local_events(tool, code, 0)
+        for tool in taken:
             monitoring.register_callback(tool, events.PY_START, None)
             monitoring.register_callback(tool, events.CALL, None)
             if tool != self._kept:
                 monitoring.free_tool_id(tool)
         self._tools, self._touched, self._calling = [], {}, set()
+
+
+_NAME = "stepcache"
 
 
 @functools.cache
@@ -311,6 +275,27 @@ def before_threads_end(function: Callable[[], None]) -> None:
 
     register = getattr(threading, "_register_atexit", None)
     (register or atexit.register)(function)
+
+
+_at_ends: dict[Callable[[], None], Any] = {}
+
+
+def at_end_of_child(function: Callable[[], None]) -> None:
+    """Has a function called when this process ends, if `multiprocessing` has started it.
+
+    Those that it forks run no exit handlers.
+    """
+    parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
+    if parent is None or parent() is None:
+        return
+    from multiprocessing import util
+
+    known = _at_ends.get(function)
+    if known is None or not known.still_active():  # A child forgets those of its parent.
+        _at_ends[function] = util.Finalize(None, function, exitpriority=_AFTER_OTHERS)
+
+
+_AFTER_OTHERS = -100
 
 
 def at_fork(**functions: Callable[[], None]) -> None:
@@ -341,14 +326,11 @@ def without_warnings(text: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def without_log(name: str, text: str) -> Iterator[None]:
+def without_log(undoing: Undoing, name: str, text: str) -> None:
     """Drops what is logged under a name and begins so."""
     logger, keeps = logging.getLogger(name), lambda each: not each.getMessage().startswith(text)
-    with contextlib.ExitStack() as stack:
-        stack.callback(logger.removeFilter, keeps)
-        logger.addFilter(keeps)
-        yield
+    undoing.add(logger.removeFilter, keeps)
+    logger.addFilter(keeps)
 
 
 @contextlib.contextmanager
@@ -376,7 +358,7 @@ def _without(kind: type[BaseException], owner: Any, name: str) -> Iterator[None]
 
 def _reset() -> None:
     """Undoes in a forked child what threads asked for that are not there."""
-    for each in _shared:
+    for each in shared:
         each.reset()
 
 

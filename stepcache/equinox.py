@@ -22,12 +22,13 @@ import equinox as eqx
 import jax
 
 from stepcache import _process_hooks, jaxcompat
+from stepcache._changes import Undoing
 from stepcache.calls.context import current_scope, in_mesh_of
 from stepcache.calls.layers import function_name
 from stepcache.events import Miss, StepStats
 from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken, with_stand_ins
 from stepcache.report.explanation import Explanation
-from stepcache.step import Step
+from stepcache.step import Step, reduced
 from stepcache.step import step as step_over_arrays
 
 P = ParamSpec("P")
@@ -75,7 +76,8 @@ class FilterStep(Generic[P, R]):
             if self._seen.checked is not None and not self._seen.may_raise:
                 outputs = self._outputs(given, named)
             else:
-                with _process_hooks.without_log(*jaxcompat.LOG_OF_CALLBACKS):
+                with Undoing() as undoing, undoing:
+                    _process_hooks.without_log(undoing, *jaxcompat.LOG_OF_CALLBACKS)
                     outputs = self._outputs(given, named)
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if "EquinoxRuntimeError" not in str(error):
@@ -127,6 +129,9 @@ class FilterStep(Generic[P, R]):
     def _stepcache_parts(self) -> tuple[Any, dict[str, Any]]:
         """The function and the options: what another step that calls this one depends on."""
         return self.__wrapped__, self._options
+
+    def __reduce__(self):
+        return reduced(self, _make, self.__wrapped__, self._options)
 
     def __repr__(self) -> str:
         return f"<stepcache.equinox.step of {function_name(self.__wrapped__)}>"
@@ -246,6 +251,10 @@ class _Shared:
 jax.tree_util.register_pytree_with_keys(
     _OverArrays, _OverArrays._flattened, _OverArrays._unflattened
 )
+
+
+def _make(fun: Callable, options: dict[str, Any]) -> FilterStep:
+    return step(fun, **options)
 
 
 def _call(fun: Callable, /, *args: Any, **kwargs: Any) -> Any:

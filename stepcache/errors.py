@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import logging
 import os
 import re
 import sys
@@ -183,7 +184,8 @@ _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__)) + os.sep
 def warn(message: str, category: type[StepCacheWarning]) -> None:
     """Warns at the caller's line: the innermost frame outside of stepcache, JAX and threads.
 
-    A thread of stepcache has no such frame; the warning then points to no line.
+    A thread of stepcache has no such frame; the warning then points to no line, and is logged where
+    a filter turns it into an error, which nobody could catch.
     """
     packages = [sys.modules.get(name) for name in ("jax", "jaxlib", "concurrent.futures")]
     files = [getattr(each, "__file__", None) for each in packages]
@@ -192,10 +194,13 @@ def warn(message: str, category: type[StepCacheWarning]) -> None:
     level, frame = 1, sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(hidden):
         level, frame = level + 1, frame.f_back
-    if frame is None:
-        warnings.warn_explicit(message, category, "<stepcache>", 0, module="stepcache")
-    else:
+    if frame is not None:
         warnings.warn(message, category, stacklevel=level)
+        return
+    try:
+        warnings.warn_explicit(message, category, "<stepcache>", 0, module="stepcache")
+    except category:
+        logging.getLogger("stepcache").warning(message)
 
 
 # `pathlib` and a shell's completion make one slash of two.

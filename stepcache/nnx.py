@@ -35,7 +35,7 @@ from stepcache.modules.nnx_packing import OverPacked
 from stepcache.modules.nnx_plan import CallPlans, Unplanned, planned
 from stepcache.modules.nnx_tree import OverTrees, TreeCall
 from stepcache.report.explanation import Explanation
-from stepcache.step import Step
+from stepcache.step import Step, reduced
 from stepcache.step import step as step_over_arrays
 
 P = ParamSpec("P")
@@ -57,6 +57,7 @@ class ModuleStep(Generic[P, R]):
         of_nnx = {name: value for name, value in options.items() if name not in _OF_STEP}
         self._by_nnx = _nnx_jit(fun, **of_nnx)  # Judges the options, and raises as it does.
         functools.update_wrapper(self, fun)
+        self._options = options
         of_jax = {name: value for name, value in options.items() if name not in _OF_NNX}
         self._packs = of_jax.pop("pack", False)
         self._call_kind: type[GraphCall | TreeCall] | None = None
@@ -141,6 +142,9 @@ class ModuleStep(Generic[P, R]):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
+
+    def __reduce__(self):
+        return reduced(self, ModuleStep, self.__wrapped__, self._options)
 
     def __repr__(self) -> str:
         return f"<stepcache.nnx.step of {function_name(self.__wrapped__)}>"

@@ -154,29 +154,29 @@ class Session:
         if cache is not None and not isinstance(cache, ProgramCache):
             raise OptionError("cache is a ProgramCache", where="Session", got=repr(cache))
         given = rules if isinstance(rules, Rules) else Rules(rules or ())
-        tasks = None
-        if target is not None:
-            from stepcache.remote.starting import open_target
+        with contextlib.ExitStack() as opened:
+            tasks = None
+            if target is not None:
+                from stepcache.remote.starting import open_target
 
-            tasks = open_target(
-                *(target, mesh, data_axis, name, watch),
-                hang_seconds=hang_seconds,
-                on_hang=on_hang,
-                deadline_seconds=wait_seconds,
-            )
-            mesh = tasks.mesh
-        placer = _placer(mesh, given, data_axis, Mesh if tasks is None else AbstractMesh)
-        cache_used = cache or DEFAULT_SCOPE.cache
-        together = functools.partial(peers_of, agree_seconds=agree_timeout)
-        scope = Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together)
-        scope.check_replicas_every, scope.target = check_replicas_every, tasks
-        self._open(scope)
-        self._on_hang = hang_seconds, on_hang
-        if tasks is not None:
-            tasks.session = weakref.ref(self)
-        _ = self._scope.peers  # From now on they know of each other.
-        if cache is not None:
-            preload_all(cache)
+                waiting = {"hang_seconds": hang_seconds, "deadline_seconds": wait_seconds}
+                who = target, mesh, data_axis, name, watch
+                tasks = open_target(*who, on_hang=on_hang, **waiting)
+                opened.callback(tasks.connection.close)
+                mesh = tasks.mesh
+            placer = _placer(mesh, given, data_axis, Mesh if tasks is None else AbstractMesh)
+            cache_used = cache or DEFAULT_SCOPE.cache
+            together = functools.partial(peers_of, agree_seconds=agree_timeout)
+            scope = Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together)
+            scope.check_replicas_every, scope.target = check_replicas_every, tasks
+            self._open(scope)
+            self._on_hang = hang_seconds, on_hang
+            if tasks is not None:
+                tasks.session = weakref.ref(self)
+            _ = self._scope.peers  # From now on they know of each other.
+            if cache is not None:
+                preload_all(cache)
+            opened.pop_all()
 
     def _open(self, scope: Scope) -> None:
         self._scope = scope

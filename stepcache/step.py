@@ -44,7 +44,7 @@ class Step(functools.partial, Generic[P, R]):
     attributes in slots, and in its `__dict__` what a function has too, and what the user sets.
     """
 
-    __slots__ = ("_engine", "_options", "_repeated")
+    __slots__ = ("_engine", "_options", "_repeated", "_repeats")
     __wrapped__: Callable[P, R]
 
     if TYPE_CHECKING:  # At run time a method of ours would stand in the way of the C one.
@@ -57,6 +57,7 @@ class Step(functools.partial, Generic[P, R]):
     def __init__(self, engine: Engine, options: dict[str, Any]):
         self._engine, self._options = engine, options
         self._repeated: dict[int, Step] = {}
+        self._repeats: tuple[Step, int] | None = None  # Which other one it repeats, how often.
         self.__name__ = self.__qualname__ = engine.spec.name
         functools.update_wrapper(self, engine.spec.fun)
         jaxcompat.unhide_methods(self)
@@ -73,15 +74,9 @@ class Step(functools.partial, Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self):
-        path, module = getattr(self, "__qualname__", ""), getattr(self, "__module__", "")
-        found = sys.modules.get(module)
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        # Those of `__main__` cloudpickle sends to processes that have another one.
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if found is self and not (module == "__main__" and "cloudpickle" in caller):
-            return path  # Pickled by name, as functions are.
-        return make_step, (*self._stepcache_parts, self._engine.scope)
+        if self._repeats is not None:
+            return reduced(self, Step.repeat, *self._repeats)
+        return reduced(self, make_step, *self._stepcache_parts, self._engine.scope)
 
     @property
     def _stepcache_parts(self) -> tuple[Any, dict[str, Any]]:
@@ -175,6 +170,7 @@ class Step(functools.partial, Generic[P, R]):
         if count not in self._repeated:
             spec = repeated(self._engine.spec, count)
             made = Step(Engine(spec, self._engine.scope), self._options)
+            made._repeats = (self, count)
             self._repeated.setdefault(count, made)  # Another thread may have come first.
         return self._repeated[count]
 
@@ -258,6 +254,25 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
     return Step(
         Engine(StepSpec.of(fun, jit_options, **named, given=given, pads=pads), scope), options
     )
+
+
+def reduced(step: Any, make: Callable, *args: Any) -> Any:
+    """What the `__reduce__` of a step returns.
+
+    Args:
+        step: the step.
+        make: makes an equal one of `args`, where the step is not found by its name.
+        *args: of `make`.
+    """
+    path, module = getattr(step, "__qualname__", ""), getattr(step, "__module__", "")
+    found = sys.modules.get(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    # Those of `__main__` cloudpickle sends to processes that have another one.
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if found is step and not (module == "__main__" and "cloudpickle" in caller):
+        return path  # Pickled by name, as functions are.
+    return make, args
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -364,6 +364,8 @@ def test_ranks_of_the_latest_run(tmp_path):
     assert "import" in found["ranks"][0]["seconds"]
     both = run_json("cache", "why", "--runs", 5, "--dir", tmp_path)["runs"]
     assert [len(each["ranks"]) for each in both] == [3, 3]
+    text = run("cache", "why", "--ranks", "--runs", 5, "--dir", tmp_path).stdout
+    assert "hash rank 0, load rank 2" in text and text.count("seconds by stage") == 2
 
 
 def test_a_torn_run_log_is_read_as_far_as_it_goes(tmp_path):

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -35,3 +37,20 @@ def test_a_warning_points_to_the_users_line_wherever_that_is(place):
     with pytest.warns(sc.StepCacheWarning, match="a reason") as caught:
         exec(code, {"warn": warn, "category": sc.StepCacheWarning})
     assert caught[0].filename == place
+
+
+def test_a_warning_of_a_thread_is_logged_where_the_user_turns_warnings_into_errors(caplog):
+    """Raised there, it would end the work of the thread, and nobody could catch it."""
+    names = {"warn": warn, "category": sc.StepCacheWarning}
+    places = {"ours": f"{sc.__path__[0]}/on_a_thread.py", "the user's": __file__}
+    code = {
+        whose: compile("warn('a reason', category)", *(place, "exec"))
+        for whose, place in places.items()
+    }
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as pool:
+        warnings.simplefilter("error")
+        with pytest.raises(sc.StepCacheWarning, match="a reason"):
+            exec(code["the user's"], names)
+        assert not caplog.messages
+        pool.submit(exec, code["ours"], names).result()
+    assert caplog.messages == ["a reason"]

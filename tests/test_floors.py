@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "stepcache"
 
 # Longest prefix wins. A file that stands on no floor fails the test.
 FLOORS = {
+    "_changes": 0,
     "_process_hooks": 0,
     "errors": 0,
     "events": 0,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stepcache._changes import Undoing
 from stepcache.fingerprint.recorder import Recording
 from tests.cluster.pods import run_pod, succeeded
 
@@ -180,32 +181,17 @@ def test_who_wraps_jax_s_compiler_stays(monkeypatch, when):
         return mine
 
     mine = wrap() if when == "before" else None
-    with storing.compiling_through(lambda digest, load: digests.append(digest)):
+    with Undoing() as undoing:
+        storing.compile_through(undoing, lambda digest, load: digests.append(digest))
         mine = mine or wrap()
         jax.jit(lambda x: x + 1)(1.0)
     assert len(digests) == 1 and private.compile_or_get_cached is mine
     jax.jit(lambda x: x - 1)(1.0)
-    with storing.compiling_through(lambda digest, load: digests.append(digest)):
+    with Undoing() as undoing:
+        storing.compile_through(undoing, lambda digest, load: digests.append(digest))
         jax.jit(lambda x: x - 2)(1.0)
     assert len(calls) == (1 if when == "before" else 2) and len(digests) == 2
     assert private.compile_or_get_cached is mine
-
-
-def test_an_interrupt_before_a_program_is_compiled_leaves_jax_as_it_was(monkeypatch):
-    import jax
-
-    from stepcache.jaxcompat import hooks, storing
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    private, digests = sys.modules["jax._src.compiler"], []
-    found = private.compile_or_get_cached
-    monkeypatch.setattr(hooks._hash, "start", interrupt)
-    with pytest.raises(KeyboardInterrupt), storing.compiling_through(lambda *_: digests.append(1)):
-        pass
-    jax.jit(lambda x: x - 3)(1.0)
-    assert private.compile_or_get_cached is found and not digests
 
 
 HOOKS = {"_process_hooks.py", "jaxcompat/hooks.py"}
@@ -877,3 +863,23 @@ def test_a_child_forked_beside_a_trace_is_free_of_it(tmp_path):
     assert (gc.isenabled(), list(gc.callbacks), sys.getswitchinterval()) == before
     """
     run(tmp_path, STEP + textwrap.dedent(body))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_what_a_forked_child_has_built_the_next_one_loads(tmp_path):
+    """Python ends children of `multiprocessing` without the handlers of `atexit`."""
+    body = """
+    import multiprocessing
+    inside = lambda: None
+    def child():
+        train(np.ones(3, np.float32))
+        print(train.last_miss, flush=True)
+    for turn in range(2):
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        print("turn", turn, flush=True)
+    """
+    built, loaded = run(tmp_path, STEP + textwrap.dedent(body)).split("turn 0")
+    assert "loaded from disk" not in built and "without a trace" in loaded

@@ -742,6 +742,37 @@ def test_the_home_of_an_unknown_user_is_said_and_nothing_fails():
     done = run_script(ONE_STEP, "~nobody-of-this-name/programs")
     assert done.stdout.split() == ["2.0", "2.0", "0"]
     assert done.stderr.count("not kept on disk: No such user") == 1
+    with pytest.raises(sc.CacheDirectoryError, match="No such user"):
+        sc.ProgramCache("~nobody-of-this-name/programs")
+
+
+def test_a_user_without_a_home_is_told_so(monkeypatch):
+    monkeypatch.delenv("STEPCACHE_DIR")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # As where nobody knows the user.
+    with pytest.warns(
+        sc.StepCacheWarning, match=r"no home directory(.|\n)*STEPCACHE_DIR"
+    ) as warned:
+        assert sc.ProgramCache().archive() is None
+    assert len(warned) == 1 and "No such user" not in str(warned[0].message)
+
+
+def test_a_relative_directory_is_that_of_the_start(tmp_path, monkeypatch):
+    """Scripts change their directory, as those that Hydra runs do."""
+    start, later = tmp_path / "start", tmp_path / "later"
+    start.mkdir()
+    later.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("STEPCACHE_DIR", "programs")
+    for arguments in ((), ("programs",), ("~/start/programs",)):
+        monkeypatch.chdir(start)
+        cache = sc.ProgramCache(*arguments)
+        assert cache.archive() is not None
+        monkeypatch.chdir(later)
+        with sc.Session(cache=cache):
+            sc.step(lambda x: x * 2)(np.ones(3, np.float32))
+        cache.flush()
+    assert [*start.iterdir()] == [start / "programs"] and not [*later.iterdir()]
+    assert [*(start / "programs/v1/runs").iterdir()]
 
 
 def test_how_to_verify_is_read_when_the_directory_is_opened(tmp_path, monkeypatch):

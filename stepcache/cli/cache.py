@@ -78,7 +78,7 @@ def show_command(directory: Path, digest: str, everything: bool) -> Result:
 @on_directory
 @click.argument("step", required=False)
 @click.option("--runs", "count", type=click.IntRange(min=1), help="Compare that many runs.")
-@click.option("--ranks", "by_rank", is_flag=True, help="Compare the processes of the latest run.")
+@click.option("--ranks", "by_rank", is_flag=True, help="Compare the processes of each run.")
 def why_command(directory: Path, step: str | None, count: int | None, by_rank: bool) -> Result:
     """Shows what the latest run built and loaded, and why: all steps, or one STEP."""
     archive = inventories.open_existing(directory)
@@ -91,7 +91,7 @@ def why_command(directory: Path, step: str | None, count: int | None, by_rank: b
         message = f"No recorded run in {directory} used {step!r}.{listed}"
         return Result({"known": known}, error=message)
     if by_rank:
-        text = render.ranks(found[0])
+        text = itertools.chain.from_iterable(map(render.ranks, found))
     else:
         text = render.why(found[0]) if count is None else render.startup_ledger(found)
     return Result({"runs": [asdict(run) for run in found]}, text)

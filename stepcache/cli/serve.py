@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -51,6 +52,7 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
     show_default=True,
     help="Number of Ray actors that share the variables; the same at each start.",
 )
+@click.option("--until-input-ends", "has_parent", is_flag=True, hidden=True)
 @shown_errors()
 def serve(
     directory: Path | None,
@@ -58,6 +60,7 @@ def serve(
     place: Path | None,
     name: str | None,
     hosts: int,
+    has_parent: bool,
     **options: Any,
 ) -> None:
     """Holds variables for other processes, or runs their steps, until SIGTERM or Ctrl-C.
@@ -90,25 +93,25 @@ def serve(
         raise click.UsageError("--hosts needs --ray NAME")
     os.environ["JAX_PLATFORMS"] = "cpu"  # A server takes no accelerator.
     if name:
-        _serve_by_ray(name, directory, {"hosts": hosts, **options})
+        _serve_by_ray(name, directory, has_parent, {"hosts": hosts, **options})
     else:
-        _serve_here(directory, options)
+        _serve_here(directory, has_parent, options)
 
 
-def _serve_here(directory: Path, options: dict[str, Any]) -> None:
+def _serve_here(directory: Path, has_parent: bool, options: dict[str, Any]) -> None:
     from stepcache.serving.local_server import LocalServer
 
     server = LocalServer(directory, **options)
     held = server.host.status().variables
     what = f"serving {directory} ({len(held)} variables, epoch {server.host.epoch})"
-    if not _run_until_signalled(what, server.run, server.stop):
+    if not _run_until_signalled(what, server.run, server.stop, has_parent):
         raise click.ClickException(
             "stopped; the last snapshot lacks writes. Clients keep theirs: serve again"
         )
     click.echo(f"stopped; {server.host.moment} writes are in the last snapshot")
 
 
-def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
+def _serve_by_ray(name: str, directory: Path, has_parent: bool, options: dict[str, Any]) -> None:
     from stepcache.serving import ray_engine
 
     ray_engine.initialise(log_to_driver=True)  # The actor's errors are shown here.
@@ -117,7 +120,7 @@ def _serve_by_ray(name: str, directory: Path, options: dict[str, Any]) -> None:
     held += f", {counted(len(found), 'host')}" if others else ""
     stopping = threading.Event()
     what = f"serving {directory} as ray:{name} ({held})"
-    _run_until_signalled(what, stopping.wait, stopping.set)
+    _run_until_signalled(what, stopping.wait, stopping.set, has_parent)
     click.echo(f"stopped; {ray_engine.stop(name)} writes are in the last snapshot")
 
 
@@ -143,8 +146,21 @@ def _serve_tasks_on_ray(size: str, name: str) -> None:
     click.echo("stopped")
 
 
-def _run_until_signalled(what: str, run: Callable[[], T], stop: Callable[[], None]) -> T:
-    """Prints what runs, and runs it; SIGTERM or Ctrl-C stops it. A second signal does not wait."""
+def _run_until_signalled(
+    what: str, run: Callable[[], T], stop: Callable[[], None], has_parent: bool = False
+) -> T:
+    """Prints what runs, and runs it; SIGTERM or Ctrl-C stops it. A second signal does not wait.
+
+    With a parent, the end of standard input stops it too: the parent holds the other end.
+    """
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        stop()
+
+    if has_parent:
+        threading.Thread(target=watch, daemon=True).start()
     with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: stop()):
         click.echo(what)
         return run()
@@ -171,6 +187,8 @@ def status(
     from stepcache.serving.connecting import connect
     from stepcache.serving.transport import place_of
 
+    if name:
+        _join_ray()
     address = f"ray:{name}" if name else f"local:{directory}"
     with connect(address, timeout=timeout) as server:
         found = {address: server.status()}
@@ -184,6 +202,7 @@ def _show_tasks(place: str, as_json: bool, timeout: float) -> None:
     from stepcache.remote.connection import Connection
 
     if place.startswith("ray:"):
+        _join_ray()
         from stepcache.remote import ray_tasks
 
         find = functools.partial(ray_tasks.find, place[4:])
@@ -202,6 +221,7 @@ def _show_tasks(place: str, as_json: bool, timeout: float) -> None:
 def stop(place: str, timeout: float) -> None:
     """Ends the tasks of a name, of a directory, or in Ray. Their arrays and variables are lost."""
     if place.startswith("ray:"):
+        _join_ray()
         from stepcache.remote import ray_tasks
 
         ray_tasks.stop(place[4:], timeout)
@@ -222,6 +242,13 @@ def stop(place: str, timeout: float) -> None:
             raise click.ClickException(f"process {process.pid} has not ended in {timeout:g} s")
         time.sleep(0.02)
     click.echo(f"stopped the tasks in {_directory(place)}")
+
+
+def _join_ray() -> None:
+    """Connects to the Ray cluster that runs; a new one would hold nothing to show or to stop."""
+    from stepcache.serving import ray_transport
+
+    ray_transport.initialise(starts=False)
 
 
 def _directory(place: str) -> Path:

@@ -1,4 +1,4 @@
-"""Makes global arrays: arrays over the devices of several processes of a pod."""
+"""Places values on devices, also on those of several processes of a pod: global arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepcache import jaxcompat
 
@@ -37,9 +37,11 @@ def part_of(sharding: Sharding | None, shape: tuple[int, ...]) -> tuple[int, ...
 
 def placed(value: Any, sharding: Sharding | None, *, may_alias: bool | None = None) -> jax.Array:
     """Does what `jax.device_put` does; in a pod, each process passes the whole value."""
-    if not spans_processes(sharding):
+    if isinstance(value, np.ndarray) and may_alias is not False and _is_numeric(value.dtype):
+        with jaxcompat.explicit_transfer():  # In a tenth of the time that `jax.device_put` takes.
+            return global_array(value, sharding)
+    if sharding is None or not spans_processes(sharding):
         return jax.device_put(value, sharding, may_alias=may_alias)
-    assert sharding is not None
     if is_key(value):
         data = placed(jax.random.key_data(value), sharding, may_alias=may_alias)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
@@ -48,16 +50,18 @@ def placed(value: Any, sharding: Sharding | None, *, may_alias: bool | None = No
     return global_array(value, sharding)
 
 
-def global_array(value: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Returns an array over devices of several processes, made of this process's part.
+def global_array(
+    value: Any, sharding: Sharding | None, shape: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Returns an array, perhaps over devices of several processes, made of this process's part.
 
     Compares nothing between processes and gathers nothing, as `jax.device_put` would.
 
     Args:
         value: a numpy array, or one on devices of this process.
-        sharding: of the global array.
-        shape: of the global array; by default the value's. Along dimensions where it differs, the
-            value is this process's part.
+        sharding: of the array; None for an uncommitted one on JAX's default device.
+        shape: of the array; by default the value's. Along dimensions where it differs, the value is
+            this process's part.
     """
     if is_key(value):
         whole = value.shape if shape is None else shape
@@ -66,15 +70,21 @@ def global_array(value: Any, sharding: Sharding, shape: tuple[int, ...] | None =
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     part = np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(part.dtype)
-    make = _maker(sharding, part.shape if shape is None else shape, part.shape, dtype)
+    at = sharding or SingleDeviceSharding(jaxcompat.default_device())
+    shapes = part.shape if shape is None else shape, part.shape
+    make = _maker(at, *shapes, dtype, committed=sharding is not None)
     return make(part if part.dtype == dtype else part.astype(dtype))
 
 
 @functools.lru_cache(maxsize=4096)
 def _maker(
-    sharding: Sharding, shape: tuple[int, ...], part_shape: tuple[int, ...], dtype: np.dtype
+    sharding: Sharding,
+    shape: tuple[int, ...],
+    part_shape: tuple[int, ...],
+    dtype: np.dtype,
+    committed: bool,
 ) -> Callable[[np.ndarray], jax.Array]:
-    """Returns a function that makes a global array of this process's part.
+    """Returns a function that makes an array of this process's part.
 
     Computes once, and not at each call as `jax.make_array_from_process_local_data` does, which
     device gets which slice of the part.
@@ -84,8 +94,9 @@ def _maker(
         shape: of the whole.
         part_shape: of this process's part.
         dtype: of both.
+        committed: whether the arrays are committed to their devices.
     """
-    make = jaxcompat.maker_of_arrays(sharding, shape, dtype)
+    make = jaxcompat.maker_of_arrays(sharding, shape, dtype, committed=committed)
     indices: Any = list(sharding.addressable_devices_indices_map(shape).values())
     if sharding.is_fully_replicated:
         return lambda part: make([part] * len(indices))
@@ -102,6 +113,12 @@ def _maker(
             own.append(each)
     keys = [tuple(own) for own in slices]
     return lambda part: make([part[key] for key in keys])
+
+
+@functools.cache
+def _is_numeric(dtype: np.dtype) -> bool:
+    """Returns whether JAX has arrays of a dtype, other than those of float0."""
+    return dtype.isnative and (dtype == np.bool_ or jax.numpy.issubdtype(dtype, np.number))
 
 
 def is_key(value: Any) -> bool:

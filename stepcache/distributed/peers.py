@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+import jax
+
 from stepcache.distributed.agreement import SAME_CALLS, Round
 from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang, Watch
 from stepcache.errors import AgreementError, RankLostError
@@ -131,10 +133,18 @@ def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> Peer
     Args:
         ranks: the processes, in order.
         agree_seconds: how long to wait for one that does not take part in an agreement round.
+
+    Raises:
+        RankLostError: the coordination service, which runs in rank 0, does not answer.
     """
     if len(ranks) < 2 or (service := coordination.service()) is None:
         return None
-    return Peers(tuple(ranks), Watch.of_this_process(service), agree_seconds)
+    try:
+        watch = Watch.of_this_process(service)
+    except coordination.Unreachable as error:
+        what = f"rank 0 of the pod is lost: its coordination service does not answer ({error})"
+        raise RankLostError(what, [0], where=f"rank {jax.process_index()}") from error
+    return Peers(tuple(ranks), watch, agree_seconds)
 
 
 @functools.lru_cache

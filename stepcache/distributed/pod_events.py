@@ -18,6 +18,8 @@ from stepcache.storage import plain
 
 ANSWER_SECONDS = 5.0
 """How long a process may take to answer a roll call."""
+START_SECONDS = 60.0
+"""How long the service may take to note the processes of a pod."""
 ENDED = "its process has ended"
 _END_SECONDS = 2.0  # How long a process may take to end after it has left the pod.
 _HEARTBEAT_SECONDS = 60.0
@@ -40,6 +42,9 @@ class PodEvents:
         inbox: receives (number, event) of each event, and ("unreachable", "") at the end.
         thread: the thread that waits.
         over: whether a loss has been announced; later events are not read.
+
+    Raises:
+        Unreachable: the service does not answer.
     """
 
     def __init__(self, service: Service, rank: int):
@@ -51,7 +56,9 @@ class PodEvents:
         self._machine = _machine()
         self._neighbours: dict[int, int] = {}
         self._list_after, self._list_pause = 0.0, ANSWER_SECONDS
-        self._service.put(f"{_PROCESSES}/{self._machine}/{rank}", str(os.getpid()).encode())
+        # All ranks do this at once, when nobody is known to be lost: the service may take longer.
+        patient = LimitedService(service, START_SECONDS)
+        patient.put(f"{_PROCESSES}/{self._machine}/{rank}", str(os.getpid()).encode())
         self.thread = threading.Thread(target=self._listen, name="stepcache events", daemon=True)
         self.thread.start()
 

@@ -56,18 +56,19 @@ _thread = _Thread()
 _seen: Counter[tuple[Any, type]] = Counter()
 
 
-def watch_binds() -> None:
-    """Has the recording that this thread has just begun pause where JAX's code alone runs."""
+def watch_binds(user: object) -> None:
+    """Has a recording that this thread has just begun pause where JAX's code alone runs."""
     _thread.__init__()
+    jaxcompat.pause_nothing()
     for each in _replaced:
-        each.start()
+        each.start(user)
 
 
-def stop_watching() -> None:
+def stop_watching(user: object) -> None:
     """Ends what `watch_binds` began."""
     _thread.calls.clear()
     for each in _replaced:
-        each.stop()
+        each.stop(user)
 
 
 def runs_jax_alone(primitive: Any, arguments: tuple, parameters: dict[str, Any]) -> bool:

@@ -45,7 +45,7 @@ WHICH_VARIABLES = "(names of all)"
 """Stands among the names of environment variables for what these names are."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Recording:
     """What a trace used.
 
@@ -54,6 +54,7 @@ class Recording:
         of_jax: JAX's own that any trace has entered so far, which counts as entered. Recordings
             share one dictionary until there is more, so that what was found out about it is found
             again by its identity. Not to be changed.
+        generated: of code that equinox has generated for a class, by its identity: that class.
         files: paths of the files opened for reading, relative ones as they were given, with the
             state of each as `state_of_file` gives it.
         variables: names of environment variables asked for, `WHICH_VARIABLES` among them.
@@ -63,29 +64,45 @@ class Recording:
 
     entered: dict[int, CodeType] = field(default_factory=dict)
     of_jax: dict[int, CodeType] = field(default_factory=dict)
+    generated: dict[int, type] = field(default_factory=dict)
     files: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     impure: dict[str, None] = field(default_factory=dict)
     unavailable: str | None = None
-    _stop: Callable[[], bool] | None = field(default=None, init=False, repr=False)
+    _watch: _Watch | None = field(default=None, init=False, repr=False)
     _why_not: str = field(default="", init=False, repr=False)
 
-    def __enter__(self) -> Recording:
+    def begin(self) -> None:
+        """Begins to watch this thread; `end` ends that, also where this is interrupted."""
         if not active.any_active():
             active.collections.thread.collecting = False
-        active.collections.start()
+        active.collections.start(self)
         active.state.__dict__.setdefault("stack", []).append(self)
-        self._stop, self._why_not = _start()
+        self._watch = watch = _Watch()
+        self._why_not = watch.start(self)
+
+    def end(self) -> None:
+        """Ends what `begin` began. To call it again changes nothing."""
+        stack = getattr(active.state, "stack", [])
+        if self in stack:
+            stack.remove(self)
+        watch = self._watch
+        if watch is not None:
+            self.unavailable = self._why_not or watch.stop(self) or self.unavailable
+            if active.collections.thread.collecting:
+                self.unavailable = (
+                    "the end of a garbage collection was not seen while it was traced"
+                )
+            self.of_jax = _of_jax_so_far()
+            self._watch = None
+        active.collections.stop(self)
+
+    def __enter__(self) -> Recording:
+        self.begin()
         return self
 
     def __exit__(self, *exception) -> None:
-        active.state.stack.pop()
-        if self._stop is None or not self._stop():
-            self.unavailable = self._why_not
-        if active.collections.thread.collecting:
-            self.unavailable = "the end of a garbage collection was not seen while it was traced"
-        active.collections.stop()
-        self.of_jax = _of_jax_so_far()
+        self.end()
 
     @property
     def codes(self) -> set[CodeType]:
@@ -97,6 +114,7 @@ class Recording:
         return Recording(
             self.entered | other.entered,
             max(self.of_jax, other.of_jax, key=len),  # It only grows.
+            self.generated | other.generated,
             self.files | other.files,
             self.variables | other.variables,
             self.impure | other.impure,
@@ -153,6 +171,7 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
             return True
+        _note_class(code, frame)
     origin = origin_of_file(code.co_filename)
     if origin != PYTHON and is_import_hook(frame):
         return False
@@ -163,6 +182,14 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     opened_files.watch_before(code, frame.f_globals)
     _note(code)
     return True
+
+
+def _note_class(code: CodeType, frame: FrameType) -> None:
+    """Notes for which class equinox has generated code: it is a global or an argument there."""
+    cls = frame.f_globals.get("module_cls") or frame.f_locals.get("module_cls")
+    if isinstance(cls, type):
+        for recording in active.current():
+            recording.generated[id(code)] = cls
 
 
 def _note_variables(code: CodeType, frame: FrameType) -> None:
@@ -187,29 +214,31 @@ def _call(function: Any, frame: FrameType | None) -> None:
 # ---- the two ways to see calls ----------------------------------------------------------------
 
 
-def _start() -> tuple[Callable[[], bool] | None, str]:
-    """Begins to watch this thread.
+class _Watch:
+    """Watches a thread for one recording."""
 
-    Returns:
-        What ends that and says whether it came to its end, or None where it cannot begin; and why
-        that may be.
-    """
-    if sys.version_info >= (3, 12):
-        if _monitor.start():
-            return _monitor.stop, "the process was forked while it was traced"
-        return None, "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
-    profile = _process_hooks.ThreadProfile(_profiler())
-    if profile.start():
-        jax_alone.watch_binds()
+    def __init__(self) -> None:
+        is_monitored = sys.version_info >= (3, 12)
+        self._profile = None if is_monitored else _process_hooks.ThreadProfile(_profiler())
 
-        def stop() -> bool:
-            jax_alone.stop_watching()
-            return profile.stop()
+    def start(self, user: Recording) -> str:
+        """Begins to watch this thread; why it cannot, or nothing."""
+        if self._profile is None:
+            return "" if _monitor.start(user) else _NO_TOOL
+        if not self._profile.start():
+            return "a profiler written in C is active, so that its trace cannot be watched"
+        jax_alone.watch_binds(user)
+        return ""
 
-        return stop, _ANOTHER_PROFILER
-    return None, "a profiler written in C is active, so that its trace cannot be watched"
+    def stop(self, user: Recording) -> str:
+        """Ends that; why the trace was not watched to its end, or nothing."""
+        if self._profile is None:
+            return "" if _monitor.stop(user) else "the process was forked while it was traced"
+        jax_alone.stop_watching(user)
+        return "" if self._profile.stop() else _ANOTHER_PROFILER
 
 
+_NO_TOOL = "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
 _ANOTHER_PROFILER = "another profiler was set while it was traced, and may have hidden a part of it"
 
 

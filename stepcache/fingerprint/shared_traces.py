@@ -10,19 +10,24 @@ another library or reads a file, sharing starts anew. Other steps share no trace
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable, Set
 from types import CodeType
 
+from stepcache._changes import Undoing
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.provenance import PYTHON, origin_of_file, package_of
 from stepcache.fingerprint.recorder import OF_JAX, Recording
 
 _lock = threading.Lock()
-_active = False
+_active: tuple[str, int, int] | None = None
 _epoch = 0
 
 
-def begin() -> tuple[str, int, int] | None:
+def begin(undoing: Undoing) -> tuple[str, int, int] | None:
     """Begins a recording that shares traces; None while another thread makes one.
+
+    Args:
+        undoing: until its end, if `end` has not been called before.
 
     Returns:
         A token of the traces that may be shared. It changes when a trace uses more than JAX, and
@@ -30,10 +35,12 @@ def begin() -> tuple[str, int, int] | None:
     """
     global _active
     with _lock:
-        if _active:
+        if _active is not None:
             return None
-        _active = True
-        return "of libraries", _epoch, installed_packages.replacements()
+        token = ("of libraries", _epoch, installed_packages.replacements())
+        undoing.add(end, token, None, frozenset())
+        _active = token
+        return token
 
 
 def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
@@ -48,21 +55,24 @@ def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
     return token[2] != installed_packages.replacements()
 
 
-def end(recording: Recording | None, own: set[CodeType]) -> None:
-    """Ends a recording that shares traces.
+def end(token: tuple[Hashable, ...], recording: Recording | None, own: Set[CodeType]) -> None:
+    """Ends a recording that shares traces, if that has not been done.
 
     Args:
+        token: given by `begin`.
         recording: what the step used; None where its trace failed.
         own: the code of the step's own function.
     """
     global _active, _epoch
     with _lock:
-        _active = False
+        if _active is not token:
+            return
         if recording is None or not _is_of_jax(recording, own):
             _epoch += 1
+        _active = None
 
 
-def _is_of_jax(recording: Recording, own: set[CodeType]) -> bool:
+def _is_of_jax(recording: Recording, own: Set[CodeType]) -> bool:
     """Whether a step used nothing but its own code, Python's and JAX's."""
     if recording.files or recording.variables or recording.impure or recording.unavailable:
         return False

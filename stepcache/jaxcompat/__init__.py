@@ -16,6 +16,7 @@ from stepcache.jaxcompat.arguments import (
     argument_roles,
     custom_layout,
     default_device,
+    explicit_transfer,
     is_array_type,
     is_committed,
     is_on_host,
@@ -39,8 +40,8 @@ from stepcache.jaxcompat.contexts import (
     jit_is_disabled,
     keeps_what_is_read,
     must_delegate,
-    recording_context,
     setting,
+    trace_anew,
     tracing_context,
 )
 from stepcache.jaxcompat.hooks import (
@@ -51,6 +52,7 @@ from stepcache.jaxcompat.hooks import (
     CallReplacement,
     call_on_clear_caches,
     hide_frames,
+    pause_nothing,
     recording_paused,
 )
 from stepcache.jaxcompat.inspection import (

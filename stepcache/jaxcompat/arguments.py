@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
     from jax._src import array as array_lib
-    from jax._src import core, tree_util
+    from jax._src import config, core, tree_util
     from jax._src.interpreters import pxla
 
 Tracer = jax.core.Tracer
@@ -169,19 +170,27 @@ def is_on_host(x: Any) -> bool:
 
 
 def maker_of_arrays(
-    sharding: Sharding, shape: tuple[int, ...], dtype: Any
+    sharding: Sharding, shape: tuple[int, ...], dtype: Any, *, committed: bool = True
 ) -> Callable[[Sequence[np.ndarray]], jax.Array]:
     """A function that makes an array of its shards on the devices of this process.
 
-    It takes them in the order of `sharding.addressable_devices_indices_map(shape)`.
+    It takes them in the order of `sharding.addressable_devices_indices_map(shape)`. A CPU device
+    may use the memory of a shard as it is. `jax.transfer_guard` judges it as an implicit transfer.
     """
     devices = list(sharding.addressable_devices_indices_map(shape))
     if not PRIVATE_API:
+        if not committed:
+            return lambda shards: jax.device_put(shards[0])
         return lambda shards: jax.make_array_from_single_device_arrays(
             shape, sharding, jax.device_put(list(shards), devices)
         )
     aval = core.update_aval_with_sharding(jax.core.ShapedArray(shape, dtype), sharding)
-    return lambda shards: pxla.batched_device_put(aval, sharding, shards, devices)
+    return lambda shards: pxla.batched_device_put(aval, sharding, shards, devices, committed)
+
+
+def explicit_transfer() -> contextlib.AbstractContextManager[None]:
+    """A context in which `jax.transfer_guard` judges transfers as those of `jax.device_put`."""
+    return config.explicit_device_put_scope() if PRIVATE_API else contextlib.nullcontext()
 
 
 def is_array_type(aval: Any) -> bool:

@@ -1,7 +1,7 @@
 """Every change that stepcache makes inside JAX, and how it ends.
 
 docs/process.md lists them for users. Functions of JAX are replaced only while a program is compiled
-through `compiling_through`, and while a `CallReplacement` is in use; settings are hooked for as
+through `compile_through`, and while a `CallReplacement` is in use; settings are hooked for as
 long as stepcache is imported.
 """
 
@@ -18,7 +18,8 @@ from typing import Any
 
 import jax
 
-from stepcache._process_hooks import Shared, set_profile
+from stepcache._changes import Shared, Undoing
+from stepcache._process_hooks import set_profile
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
 if PRIVATE_API:
@@ -43,22 +44,19 @@ class _Compiling(threading.local):
 _compiling = _Compiling()
 
 
-@contextlib.contextmanager
-def compiling_through(find: Find) -> Iterator[None]:
+def compile_through(undoing: Undoing, find: Find) -> None:
     """Asks `find` before XLA compiles in this thread, and keeps JAX's persistent cache out.
 
     Args:
+        undoing: until its end.
         find: is given a digest of all that XLA is given (module, options, flags, versions,
             topology, as JAX's own cache key has them), and a function that loads an executable of
             this kind from bytes. Returns the loaded executable, or None to have it compiled.
     """
-    with contextlib.ExitStack() as stack:
-        stack.callback(setattr, _compiling, "find", _compiling.find)
-        _compiling.find = find
-        for each in (_compile, _hash):
-            each.start()
-            stack.callback(each.stop)
-        yield
+    undoing.add(setattr, _compiling, "find", _compiling.find)
+    _compiling.find = find
+    for each in (_compile, _hash):
+        undoing.use(each)
 
 
 class _Replacement(Shared):
@@ -161,6 +159,11 @@ under `jax.jit`, and what collects the equations of a trace."""
 
 _paused = threading.local()
 """Of this thread: `profile`, that of a recording which has paused below a watched call."""
+
+
+def pause_nothing() -> None:
+    """Forgets a pause that was interrupted, where a recording begins in this thread."""
+    _paused.profile = None
 
 
 def _profile_to_pause() -> Any:

@@ -17,7 +17,7 @@ from stepcache.errors import StepCacheWarning, warn
 _TO_CALL = {
     "jax._src.api_util": "maybe_recursive_nan_check InternalFloatingPointError",
     "jax._src.array": "ArrayImpl",
-    "jax._src.config": "trace_context trace_context_names config",
+    "jax._src.config": "trace_context trace_context_names config explicit_device_put_scope",
     "jax._src.core": "trace_state_clean shaped_abstractify check_eval_args MemorySpace "
     "update_aval_with_sharding pytype_aval_mappings mem_space_to_kind",
     "jax._src.dispatch": "check_arg get_intermediate_shardings",

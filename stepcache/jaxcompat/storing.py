@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stepcache._changes import Undoing
 from stepcache.jaxcompat.call_codec import FIELDS, decode_call, encode_call
 from stepcache.jaxcompat.checked_data import NotStorable
-from stepcache.jaxcompat.hooks import Find, Load, compiling_through
+from stepcache.jaxcompat.hooks import Find, Load, compile_through
 from stepcache.jaxcompat.private import CAN_STORE
 from stepcache.jaxcompat.stages import Runnable, Staged, outline
 from stepcache.jaxcompat.tree_codec import decode_tree, encode_tree
@@ -43,7 +44,8 @@ def lowered_digest(staged: Staged) -> str:
         found.append(digest)
         raise _DigestKnown
 
-    with compiling_through(note), contextlib.suppress(_DigestKnown):
+    with contextlib.suppress(_DigestKnown), Undoing() as undoing, undoing:
+        compile_through(undoing, note)
         staged.compile()
     return found[0] if found else ""
 

@@ -10,7 +10,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import jax
 
 from stepcache import _process_hooks, jaxcompat
+from stepcache._changes import Undoing
 from stepcache.programs.builds import builds
 from stepcache.storage import load_markers, run_activity, shared_entries
 from stepcache.weak_objects import WeakObjects
@@ -40,13 +41,12 @@ SOON: Any = object()
 """As `WHEN_QUIET`, for a job whose result others wait for: only a few of these wait, not long."""
 
 
-@contextlib.contextmanager
-def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
-    """Runs `work` in another thread, under this thread's settings of JAX, while the body runs.
+def beside(undoing: Undoing, work: Callable[[], T]) -> Future[T]:
+    """Runs `work` in another thread, under this thread's settings of JAX, until `undoing` ends.
 
     Where no thread can be started, and within a build that a signal has interrupted, whose locks
-    the thread would wait for, `work` runs here, after the body. After it the future is done, unless
-    its thread was ended: ask it with a timeout of 0.
+    the thread would wait for, `work` runs here, at the end. After it the future is done, unless
+    an exception has ended the thread, or this one's wait for it: ask it with a timeout of 0.
     """
     settings = jaxcompat.carried_settings()
     future: Future[T] = Future()
@@ -58,21 +58,17 @@ def beside(work: Callable[[], T]) -> Iterator[Future[T]]:
         except BaseException as error:
             future.set_exception(error)
 
-    thread = None
     # This thread comes back from XLA while the other one is in Python.
-    with _process_hooks.quick_switching():
-        if not builds.are_nested():
-            with contextlib.suppress(*_NO_THREAD):
-                started = threading.Thread(target=run, name="stepcache beside", daemon=True)
-                started.start()
-                thread = started
-        try:
-            yield future
-        finally:
-            if thread is None:
-                run()
-            else:
-                thread.join()
+    _process_hooks.switch_quickly(undoing)
+    wait = run
+    if not builds.are_nested():
+        with contextlib.suppress(*_NO_THREAD):
+            thread = threading.Thread(target=run, name="stepcache beside", daemon=True)
+            thread.start()
+            wait = thread.join
+    waits = [wait]
+    undoing.add(lambda: waits and waits.pop()())  # Once, for Ctrl-C must not wait.
+    return future
 
 
 _QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.2, 10.0  # The first: longer than a small compilation.
@@ -131,6 +127,7 @@ class Worker:
         Where no thread can be started, it waits for the next job, for `flush`, or for the end.
         """
         job = Job(work)
+        _process_hooks.at_end_of_child(_stop_all)
         with self._changed:
             if not self.is_stopping:
                 self._jobs.append(job)

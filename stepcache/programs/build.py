@@ -20,6 +20,7 @@ import jax
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
+from stepcache._changes import Undoing
 from stepcache.calls.carry import check_carry, settled_leaves
 from stepcache.calls.key import Key
 from stepcache.calls.nnx_modules import checking_modules, passes_modules
@@ -157,16 +158,12 @@ def _stand_in(leaf: Leaf) -> jax.ShapeDtypeStruct:
     )
 
 
-_Context = contextlib.AbstractContextManager
-_NOTHING = contextlib.nullcontext()
-
-
 def build(
     spec: StepSpec,
     request: Request,
     stopwatch: Stopwatch,
-    watched: _Context | None = None,
-    compiling: Callable[[jaxcompat.Staged], _Context] | None = None,
+    watch: Callable[[Undoing], None] = lambda undoing: None,
+    compile_through: Callable[[Undoing, jaxcompat.Staged], None] = lambda undoing, staged: None,
     is_traced_alone: Callable[[jaxcompat.Staged], bool] = lambda staged: False,
 ) -> tuple[Program, jaxcompat.Staged]:
     """Builds the program of a call.
@@ -175,9 +172,11 @@ def build(
         spec: the step.
         request: the call.
         stopwatch: times the stages.
-        watched: held open while the user's function is traced and lowered.
-        compiling: given the trace, what is held open while XLA compiles.
-        is_traced_alone: given the trace, whether `watched` is left before it is lowered.
+        watch: called before the user's function is traced; what it changes is undone when that is
+            traced and lowered.
+        compile_through: given the trace before XLA compiles; what it changes is undone after it.
+        is_traced_alone: given the trace, whether what `watch` has changed is undone before it is
+            lowered.
 
     Returns:
         The program, and the trace that it was made from.
@@ -186,9 +185,10 @@ def build(
         NotHoldable: the program captured mutable state, so that only `jax.jit` can run it.
         CarryError: see `trace`.
     """
-    with jaxcompat.tracing_context(request.mesh):
-        with contextlib.ExitStack() as watching:
-            watching.enter_context(watched or _NOTHING)
+    with Undoing() as undoing, undoing:
+        undoing.hold(jaxcompat.tracing_context(request.mesh))
+        with Undoing() as watching, watching:
+            watch(watching)
             with stopwatch.stage("trace"):
                 staged = trace(spec, request)
             if not staged.can_be_held():
@@ -197,7 +197,8 @@ def build(
                 watching.close()
             with stopwatch.stage("lower"):
                 staged.lower()
-        with stopwatch.stage("compile"), compiling(staged) if compiling else _NOTHING:
+        with stopwatch.stage("compile"), Undoing() as compiling, compiling:
+            compile_through(compiling, staged)
             run = staged.compile()
     captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
     program = Program(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from stepcache._changes import Undoing
 
 
 class Builds:
@@ -17,44 +18,46 @@ class Builds:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._in_python, self._latest = 0, 0.0
+        self._in_python: set[object] = set()
+        self._latest = 0.0
         self._thread = threading.local()
         self._none = threading.Event()
         self._none.set()
 
-    def _add(self, number: int) -> None:
+    def _of_thread(self) -> tuple[object, ...]:
+        return getattr(self._thread, "builds", ())
+
+    def _enter(self, build: object) -> None:
         with self._lock:
-            self._in_python += number
-            self._latest = time.perf_counter()
-            if self._in_python:
-                self._none.clear()
-            else:
-                self._none.set()
+            self._in_python.add(build)
+            self._note()
 
-    @contextlib.contextmanager
-    def in_python(self) -> Iterator[None]:
-        """Open while a program is looked for and built."""
-        outer = getattr(self._thread, "count", 0)
-        self._add(1)
-        try:
-            self._thread.count = outer + 1
-            yield
-        finally:
-            self._thread.count = outer
-            self._add(-1)
+    def _leave(self, build: object) -> None:
+        with self._lock:
+            self._in_python.discard(build)
+            self._note()
 
-    @contextlib.contextmanager
-    def in_xla(self) -> Iterator[None]:
-        """Open, within `in_python`, while XLA compiles and Python is free."""
-        self._add(-1)
-        try:
-            yield
-        finally:
-            self._add(1)
+    def _note(self) -> None:
+        self._latest = time.perf_counter()
+        (self._none.clear if self._in_python else self._none.set)()
+
+    def in_python(self, undoing: Undoing) -> None:
+        """A program is looked for and built in this thread until the end of `undoing`."""
+        outer, build = self._of_thread(), object()
+        undoing.add(setattr, self._thread, "builds", outer)
+        undoing.add(self._leave, build)
+        self._enter(build)
+        self._thread.builds = (*outer, build)
+
+    def in_xla(self, undoing: Undoing) -> None:
+        """Within `in_python`, XLA compiles, and Python is free, until the end of `undoing`."""
+        build = self._of_thread()[-1]
+        undoing.add(self._enter, build)
+        self._leave(build)
 
     def are_nested(self) -> bool:
         """Whether this thread builds within a build, as where a signal is handled during one."""
-        return getattr(self._thread, "count", 0) > 1
+        return len(self._of_thread()) > 1
 
     def are_quiet(self, seconds: float = 0.0) -> bool:
         """Whether no build has been in Python for some time."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from stepcache import jaxcompat
+from stepcache._changes import Undoing
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured, Change
 from stepcache.fingerprint import shared_traces
@@ -128,12 +129,18 @@ class Levels:
         """
         resolution = None
         while resolution is None:
-            resolution = self._traced_once(call, lookup, result, sharing)
+            with Undoing() as undoing, undoing:
+                resolution = self._traced_once(undoing, call, lookup, result, sharing)
             result = replace(result, found={})  # What was found then is of before the first trace.
         return _watched(*resolution, call.watch)
 
     def _traced_once(
-        self, call: MissedCall, lookup: Lookup, result: LookupResult, sharing: Sharing | None
+        self,
+        undoing: Undoing,
+        call: MissedCall,
+        lookup: Lookup,
+        result: LookupResult,
+        sharing: Sharing | None,
     ) -> tuple[Resolution, dict[str, str], Used] | None:
         """See `trace`; None if it shared a trace made before a library's object was replaced."""
         request, archive, stopwatch = call.request, call.archive, call.stopwatch
@@ -150,7 +157,7 @@ class Levels:
             # To record what will not be stored would cost each start time for nothing.
             records = not result.is_never_stored or call.watch or sharing is not None
             may_share = records and lookup.is_alone() and sharing is None
-            shared = shared_traces.begin() if may_share else None
+            shared = shared_traces.begin(undoing) if may_share else None
             # What JAX has traced inside the step before is shared where the dependencies are equal,
             # and where it was recorded.
             values = (self._token, records, digest_dependencies(known))
@@ -159,10 +166,16 @@ class Levels:
         if not records:
             examine = _not_examined
         trace = RecordedTrace(find, sharing, examine, records)
-        watched = trace.watched(own if shared else None, shared or values)
-        hooks = (watched, trace.compiling, trace.is_lowered_by_jax)
+        watch = functools.partial(trace.watch, own if shared else None, shared or values)
+        hooks = (watch, trace.compile_through, trace.is_lowered_by_jax)
         try:
             program, staged = build(self._spec, request, stopwatch, *hooks)
+            try:
+                traced = trace.result(staged)
+            except Exception as error:
+                if sharing is not None:
+                    raise  # The other processes have not heard of it.
+                traced = self._unexamined(error)
         except BaseException:
             self._record_anew()  # Nobody has examined what it used.
             raise
@@ -170,12 +183,6 @@ class Levels:
         if trace.is_loaded:
             program.seconds["load"] = program.seconds.pop("compile")
             program = replace(program, level=2)
-        try:
-            traced = trace.result()
-        except Exception as error:
-            if sharing is not None:
-                raise  # The other processes have not heard of it.
-            traced = self._unexamined(error)
         if shared and shared_traces.is_outdated(shared, looked=bool(traced.dependencies)):
             return None
         resolution = Resolution(

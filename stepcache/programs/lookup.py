@@ -214,7 +214,7 @@ class Lookup:
                 where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
                 untrackable.append(f"{where}: {why_impure('builtins.id')}")
         if any(code.co_filename.startswith("<") for code in unknown):
-            unknown -= _explained_by_classes(unknown, self._walk())
+            unknown -= _explained_by_classes(unknown, recording, self._walk())
         for code in unknown:
             where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
             untrackable.append(f"{where}: the trace went through it, but nothing known leads to it")
@@ -242,20 +242,21 @@ class Lookup:
         return content
 
 
-def _explained_by_classes(codes: set[CodeType], walk: Walk) -> set[CodeType]:
+def _explained_by_classes(codes: set[CodeType], recording: Recording, walk: Walk) -> set[CodeType]:
     """The code that a library has generated, for itself or from a class that is followed.
 
-    As equinox does, which keeps the class among the globals of what it generates. JAX has a
-    `flatten_with_keys` where Python cannot look for it, so the functions are found by their code.
+    As equinox does. JAX has a `flatten_with_keys` where Python cannot look for it, so functions of
+    other libraries are found by their code, but not after `gc.freeze`.
     """
-    generated = [code for code in codes if code.co_filename.startswith("<")]
-    explained = set()
-    for function in gc.get_referrers(*generated):
-        if type(function) is FunctionType:
-            cls = function.__globals__.get("module_cls")
-            known = isinstance(cls, type) and id(cls) in walk.seen
-            if known or origin_of_module(function.__module__) == INSTALLED:
-                explained.add(function.__code__)
+    explained = {
+        recording.entered[identity]
+        for identity, cls in recording.generated.items()
+        if id(cls) in walk.seen or origin_of_module(cls.__module__) == INSTALLED
+    }
+    generated = [code for code in codes - explained if code.co_filename.startswith("<")]
+    for function in gc.get_referrers(*generated) if generated else ():
+        if type(function) is FunctionType and origin_of_module(function.__module__) == INSTALLED:
+            explained.add(function.__code__)
     return explained
 
 

@@ -7,11 +7,11 @@ one that never was.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from stepcache.calls.key import Key, diff_settings
 from stepcache.calls.layers import Making
@@ -48,7 +48,7 @@ class MissLog:
         self._known: OrderedDict[Key, tuple[Signature, tuple[Path, ...]]] = OrderedDict()
         self._gone: dict[Key, str] = {}
         self._values: dict[tuple[str, str, object], set] = {}
-        self._stats = StepStats()
+        self._counts: dict[str, Any] = defaultdict(int)  # Named as in `StepStats`.
         self._measuring: set[int] = set()  # Threads.
         self.last_miss: Miss | None = None
         self.warned_of_batch = False
@@ -65,7 +65,7 @@ class MissLog:
         try:
             return self._why(request)
         except Exception as error:
-            number = self._stats.misses + 1
+            number = self._counts["misses"] + 1
             text = f"the difference cannot be described: {type(error).__name__} while comparing"
             return Miss(self._step, number, "changed", (), (text,))
 
@@ -74,7 +74,7 @@ class MissLog:
         with self._lock:
             known = list(self._known.items())
             reason = self._gone.get(key, "new session")
-            number = self._stats.misses + 1
+            number = self._counts["misses"] + 1
         if not known:
             advice = _advise_on_making(self._making)
             return Miss(self._step, number, "first call", advice=advice)
@@ -124,8 +124,8 @@ class MissLog:
         with self._lock:
             if threading.get_ident() in self._measuring:
                 return
-            sums = {name: getattr(self._stats, name) + value for name, value in amounts.items()}
-            self._stats = dataclasses.replace(self._stats, **sums)
+            for name, amount in amounts.items():
+                self._counts[name] += amount
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -140,7 +140,7 @@ class MissLog:
     def stats(self, programs: int) -> StepStats:
         """The counters, with the number of programs held now."""
         with self._lock:
-            return dataclasses.replace(self._stats, programs=programs)
+            return StepStats(**self._counts, programs=programs)
 
     def _remember_values(self, change: Change) -> None:
         for kind, where, before, after in _varying(change):

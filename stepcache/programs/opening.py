@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, refuse_url, warn
+from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive
 from stepcache.storage.content_index import ContentIndex
 from stepcache.storage.disk_store import DiskStore
-from stepcache.storage.private_files import default_directory
+from stepcache.storage.private_files import absolute, default_directory
 from stepcache.storage.run_log import RunLog
 from stepcache.storage.shared_entries import SharedEntries
 from stepcache.storage.shared_place import Place
@@ -59,14 +59,14 @@ def open_for(
         remote: as `asked_place` gives it.
 
     Raises:
-        CacheDirectoryError: `directory` is a URL, or others can write to it.
+        CacheDirectoryError: `directory` cannot be used, or others can write to it.
     """
     if directory is not None and directory is not USER_DIRECTORY:
-        refuse_url(directory, CacheDirectoryError, "ProgramCache(directory)")
+        directory = absolute(directory, "ProgramCache(directory)")
     if directory is None or not storing.CAN_STORE:
         return None
     try:
-        path = default_directory() if directory is USER_DIRECTORY else Path(directory)
+        path = default_directory() if directory is USER_DIRECTORY else directory
         if path is None:
             return None
         place = _default_place() if isinstance(remote, str) else remote

@@ -5,14 +5,13 @@ While XLA compiles, Python is free: another thread finds out then what the trace
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from contextlib import nullcontext
 from types import CodeType
 from typing import Any
 
 from stepcache import jaxcompat
+from stepcache._changes import Undoing
 from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.lowering_rules import code_of_lowering
 from stepcache.fingerprint.recorder import Recording, count_in
@@ -52,23 +51,27 @@ class RecordedTrace:
         self.digest, self.is_loaded = "", False
         self.lowered: Lowered | None = None
 
-    @contextlib.contextmanager
-    def watched(self, own: set[CodeType] | None, token: tuple[Hashable, ...]) -> Iterator[None]:
-        """Context manager that records what is traced and lowered in it.
+    def watch(
+        self, own: set[CodeType] | None, token: tuple[Hashable, ...], undoing: Undoing
+    ) -> None:
+        """Records what is traced and lowered until the end of `undoing`.
 
         Args:
             own: the code of a step that shares traces with others; None where it does not.
             token: identifies the traces that it may share.
+            undoing: what it ends with.
         """
-        recording, complete = self._recording, None
-        try:
-            watch = recording if self._records else nullcontext()
-            with watch, jaxcompat.recording_context(jaxcompat.ValueToken(token)):
-                yield
-            complete = recording
-        finally:
-            if own is not None:
-                shared_traces.end(complete, own)
+        recording = self._recording
+
+        def end_sharing() -> None:
+            shared_traces.end(token, None if undoing.has_failed else recording, own or set())
+
+        if own is not None:
+            undoing.add(end_sharing)
+        if self._records:
+            undoing.add(recording.end)
+            recording.begin()
+        jaxcompat.trace_anew(undoing, jaxcompat.ValueToken(token))
 
     def is_lowered_by_jax(self, staged: jaxcompat.Staged) -> bool:
         """Whether the recording may end before the trace is lowered: JAX's own code does that."""
@@ -78,36 +81,38 @@ class RecordedTrace:
                 count_in(codes)
             return codes is not None
 
-    @contextlib.contextmanager
-    def compiling(self, staged: jaxcompat.Staged) -> Iterator[None]:
-        """Context manager for the compilation: looks for the executable, and examines the trace."""
+    def compile_through(self, undoing: Undoing, staged: jaxcompat.Staged) -> None:
+        """Looks for the executable while XLA compiles, and examines the trace.
+
+        Args:
+            undoing: what that ends with.
+            staged: the trace.
+        """
         if self._sharing is not None:
             self.lowered = self._compared(staged, self._sharing)
-        with contextlib.ExitStack() as in_xla:
 
-            def to_xla() -> None:
-                """Called when XLA is about to compile or load, without Python's lock."""
-                if self._examined is None:
-                    in_xla.enter_context(builds.in_xla())
-                    self._examined = in_xla.enter_context(beside(lambda: self._told(staged)))
+        def to_xla() -> None:
+            """Called when XLA is about to compile or load, without Python's lock."""
+            if self._examined is None:
+                builds.in_xla(undoing)
+                self._examined = beside(undoing, lambda: self._told(staged))
 
-            def find(digest: str, load: Callable[[bytes], Any]) -> Any:
-                def load_by_xla(data: bytes) -> Any:
-                    to_xla()
-                    return load(data)
-
-                self.digest = digest
-                executable = self._find(digest, load_by_xla)
-                self.is_loaded = executable is not None
+        def find(digest: str, load: Callable[[bytes], Any]) -> Any:
+            def load_by_xla(data: bytes) -> Any:
                 to_xla()
-                return executable
+                return load(data)
 
-            with storing.compiling_through(find) if storing.CAN_STORE else nullcontext():
-                if not storing.CAN_STORE:
-                    self.digest = storing.lowered_digest(staged)
-                    to_xla()
-                yield
-            to_xla()  # JAX had compiled it before.
+            self.digest = digest
+            executable = self._find(digest, load_by_xla)
+            self.is_loaded = executable is not None
+            to_xla()
+            return executable
+
+        if storing.CAN_STORE:
+            storing.compile_through(undoing, find)
+        else:
+            self.digest = storing.lowered_digest(staged)
+            to_xla()
 
     def _told(self, staged: jaxcompat.Staged) -> Traced:
         traced = self._examine(self._recording, staged)
@@ -130,7 +135,8 @@ class RecordedTrace:
         sharing.compare(lowered)
         return lowered
 
-    def result(self) -> Traced:
+    def result(self, staged: jaxcompat.Staged) -> Traced:
         """What the trace depended on. Raises what examining or sharing it raised."""
-        assert self._examined is not None
+        if self._examined is None:  # JAX had compiled it before.
+            return self._told(staged)
         return self._examined.result(timeout=0)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from stepcache._changes import Undoing
 from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
 from stepcache.calls.global_arguments import compare_call_values
@@ -87,6 +88,25 @@ class Resolver:
         """
         build_id, name = next(_build_ids), self._spec.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
+        try:
+            program = self._resolved(build_id, stopwatch, scope, request, started, explicit)
+        except BaseException as error:
+            recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
+            raise
+        carries = bool(self._spec.parameters.carry)
+        scope.check_rules(name, request.shown.paths, carries=carries)
+        return program
+
+    def _resolved(
+        self,
+        build_id: int,
+        stopwatch: Stopwatch,
+        scope: Scope,
+        request: Request,
+        started: float,
+        explicit: bool,
+    ) -> Program:
+        """See `resolve`; what is raised is no event yet."""
         miss = self._miss_log.why(request)
         warn_of_carried_module(self._spec, request.call)
 
@@ -96,17 +116,14 @@ class Resolver:
 
         archive, watch = scope.cache.archive(), scope.cache.check_every is not None
         call = MissedCall(request, archive, stopwatch, before_trace, watch)
-        try:
-            peers = scope.together(request.ranks)
-            with builds.in_python():
-                if peers is None:
-                    resolution = self._levels.resolve(call)
-                else:
-                    reason = miss.in_a_line
-                    resolution = resolve_together(self._levels, self._spec, call, peers, reason)
-        except BaseException as error:
-            recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
-            raise
+        peers = scope.together(request.ranks)
+        with Undoing() as undoing, undoing:
+            builds.in_python(undoing)
+            if peers is None:
+                resolution = self._levels.resolve(call)
+            else:
+                reason = miss.in_a_line
+                resolution = resolve_together(self._levels, self._spec, call, peers, reason)
         call_seconds = time.perf_counter() - started
         own_seconds = call_seconds - sum(stopwatch.seconds.values())
         miss = dataclasses.replace(miss, called_time=time.time() - call_seconds)
@@ -127,8 +144,6 @@ class Resolver:
         if archive is not None and resolution.address is not None:
             self._unsettled[request.key] = (archive, resolution, miss_known)
         self._record(build_id, request, resolution, miss_known, own_seconds, remote_bytes)
-        carries = bool(self._spec.parameters.carry)
-        scope.check_rules(name, request.shown.paths, carries=carries)
         return resolution.program
 
     def _settled(self, request: Request, resolution: Resolution) -> tuple[Resolution, str]:

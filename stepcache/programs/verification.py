@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from stepcache import jaxcompat
+from stepcache._changes import Undoing
 from stepcache._process_hooks import quick_switching
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import Request, StepSpec
@@ -245,7 +246,9 @@ class Checks:
             out_tree: the tree of the outputs as it was: another one gives no digest.
         """
         token = jaxcompat.ValueToken((self._number, "retrace", time.monotonic()))
-        with jaxcompat.tracing_context(request.mesh), jaxcompat.recording_context(token):
+        with Undoing() as undoing, undoing:
+            undoing.hold(jaxcompat.tracing_context(request.mesh))
+            jaxcompat.trace_anew(undoing, token)
             try:
                 staged = trace(self._spec, request)
                 staged.lower()

@@ -11,11 +11,11 @@ from typing import Any
 from stepcache.errors import TaskError
 from stepcache.remote.link import Link
 from stepcache.remote.messages import Kind, Message, Values, packed, receive_array
-from stepcache.serving.shared_memory import Opened, Pool
+from stepcache.serving.shared_memory import INLINE_BYTES, Opened, Pool
 from stepcache.units import counted
 
-IN_FLIGHT = 32
-"""Runs of one client that may be under way."""
+IN_FLIGHT, IN_FLIGHT_BYTES = 32, 256 << 20
+"""Runs of one client that may be under way, and bytes of their values outside shared memory."""
 _SOON_ANSWERED = (Kind.FETCH, Kind.OPEN, Kind.STATUS, Kind.CANCEL)
 _FREE_AT_ONCE = 128
 _FREE_BYTES = 64 << 20
@@ -76,9 +76,10 @@ class Connection(Link):
             identity = kind, self.client, incarnation, number
             data = Message(*identity, form, body, values.blob).encoded()
             self.runs = number  # Before it is sent: no other run may have this number.
-            if values.kept:
+            if values.kept or len(values.blob) > INLINE_BYTES:
                 self.sent_bytes["values"] += values.shared_bytes
-                self._kept.append((number, values.kept))
+                self._kept.append((number, values.kept, len(values.blob)))
+                self._kept_bytes += len(values.blob)
             self.sent_bytes["runs"] += self.send(data)
             if is_step:
                 self._steps.append(number)
@@ -103,8 +104,13 @@ class Connection(Link):
         An error here, or Ctrl-C, changes nothing.
         """
         number = self.runs + 1 - IN_FLIGHT
-        if self.done < number or not self.has_sent:
-            self.wait_until(lambda: self.done >= number and self.has_sent, incarnation)
+
+        def has_room() -> bool:
+            is_little = self._kept_bytes < IN_FLIGHT_BYTES
+            return self.done >= number and self.has_sent and is_little
+
+        if not has_room():
+            self.wait_until(has_room, incarnation)
 
     def wait(self, number: int, incarnation: int = 0) -> None:
         """Waits until a run of this client is done.

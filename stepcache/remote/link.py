@@ -73,7 +73,9 @@ class Link:
         self._pid, self._heard = os.getpid(), time.monotonic()
         self._replies: dict[int, list[Message]] = {}  # That somebody waits for.
         self._failures: dict[int, str] = {}  # By run.
-        self._kept: deque[tuple[int, list[Any]]] = deque()  # Values of runs that are under way.
+        # Runs under way that have brought values: what is kept of these, and what was sent.
+        self._kept: deque[tuple[int, list[Any], int]] = deque()
+        self._kept_bytes = 0  # Of what was sent.
         self._loss: tuple[str, Sequence[int], str] = "", (), ""
         self._is_told = True  # Whether the latest loss of tasks has been raised.
         self._taken = self._reports = 0  # Messages, and those of them that say where tasks hang.
@@ -81,7 +83,11 @@ class Link:
         self.client, self.incarnation = 0, 0
         self.runs, self.done = 0, 0
         self.on_restart: list[Callable[[], None]] = []
-        self._connect(time.monotonic() + timeout)
+        try:
+            self._connect(time.monotonic() + timeout)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- connecting ------------------------------------------------------------------------------
 
@@ -120,9 +126,10 @@ class Link:
 
     def close(self) -> None:
         """Leaves: the tasks drop what this client holds, unless it has a name."""
-        with self.lock:
+        is_forked = self._pid != os.getpid()  # The lock may be held for ever then.
+        with contextlib.nullcontext() if is_forked else self.lock:
             if self._channel is not None:
-                self._channel.close(for_all=self._pid == os.getpid())
+                self._channel.close(for_all=not is_forked)
             self._channel = None
 
     # ---- messages --------------------------------------------------------------------------------
@@ -220,7 +227,7 @@ class Link:
     def _are_done(self, number: int) -> None:
         self.done = max(self.done, number)
         while self._kept and self._kept[0][0] <= self.done:
-            self._kept.popleft()
+            self._kept_bytes -= self._kept.popleft()[2]
 
     def _set_lost(self, why: str, ranks: Sequence[int]) -> None:
         after = f"after run {self.done} of this client" if self.done else "before its first run"
@@ -228,7 +235,7 @@ class Link:
         for each in (self._replies, self._kept, self._failures):
             each.clear()  # Numbers of runs begin again.
         self.incarnation = 0
-        self.runs = self.done = 0
+        self.runs = self.done = self._kept_bytes = 0
         for forget in self.on_restart:
             forget()
 

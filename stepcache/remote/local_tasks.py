@@ -21,10 +21,11 @@ from stepcache._process_hooks import signals_handled
 from stepcache.errors import StepCacheError
 from stepcache.remote.task_group import TaskGroup
 from stepcache.serving.channel import Listener
+from stepcache.storage import file_lock
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory, replace_file, socket_path
 
-ADDRESS_FILE = "tasks.json"
+ADDRESS_FILE, LOCK_FILE = "tasks.json", "tasks.lock"
 
 
 class LocalTasks(TaskGroup):
@@ -42,24 +43,50 @@ class LocalTasks(TaskGroup):
     """
 
     def __init__(self, directory: Path, tasks: int, devices: int, owner: Process | None = None):
+        self.directory = directory = directory.expanduser().resolve()
         make_directory(directory)
-        if (found := address(directory)) is not None:
-            other = Process.parse(found["process"])
-            if other is not None and not other.has_ended():
-                raise StepCacheError("tasks run in this directory already", where=str(directory))
-        self.directory, self._devices, self._owner = directory, devices, owner
+        lock = file_lock.lock(directory / LOCK_FILE)
+        if lock is None:
+            process = file_lock.holder(directory / LOCK_FILE)
+            got = f"process {process.pid if process else '?'}"
+            raise StepCacheError(
+                "tasks run in this directory already", where=str(directory), got=got
+            )
+        self._lock, self._devices, self._owner = lock, devices, owner
         self.logs = str(directory)
         self._path = path = socket_path(directory / ADDRESS_FILE)
         self._popens: list[subprocess.Popen] = []
-        super().__init__(Listener(path), tasks)
-        data = {"address": path, "process": str(Process.current()), "tasks": tasks}
-        replace_file(directory / ADDRESS_FILE, json.dumps(data))
+        self._listener = Listener(path)
+        size = {"tasks": tasks, "devices": devices}
+        data = {"address": path, "process": str(Process.current()), **size}
+        try:
+            super().__init__(self._listener, tasks)
+            replace_file(directory / ADDRESS_FILE, json.dumps(data))
+        except BaseException:
+            self._unlock()
+            raise
 
     def close(self) -> None:
-        """Ends the tasks, and removes the address."""
+        """Ends the tasks, and removes the address; and the directory, if only the owner needs it.
+
+        Others may start tasks in the directory once the address is removed, or where the directory
+        was removed before: what they have written stays.
+        """
+        is_ours = False
         with contextlib.suppress(OSError):
-            (self.directory / ADDRESS_FILE).unlink()
+            is_ours = file_lock.is_there(self.directory / LOCK_FILE, self._lock)
+            if is_ours:
+                (self.directory / ADDRESS_FILE).unlink()
+        self._unlock()
         super().close()
+        # The logs of tasks that have not started are for the owner.
+        is_read = self.coordinator.is_ready or (self._owner is not None and self._owner.has_ended())
+        if is_ours and self._owner is not None and is_read:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _unlock(self) -> None:
+        self._listener.close()
+        os.close(self._lock)
 
     def _launched(self) -> Sequence[subprocess.Popen]:
         self._popens = []
@@ -132,7 +159,4 @@ def main(arguments: Sequence[str]) -> None:
     made = LocalTasks(Path(directory), int(tasks), int(devices), process)
     with signals_handled((signal.SIGTERM, signal.SIGINT), lambda *_: made.stop()):
         made.run()
-        # The logs of tasks that have not started are for the owner.
-        if process is not None and (made.coordinator.is_ready or process.has_ended()):
-            shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)

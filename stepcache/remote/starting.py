@@ -90,7 +90,11 @@ def open_target(
     else:
         found = _started(*size_of(place), name)
     connection = Connection(found, name or "", watch or "", timeout, **waiting)
-    target = Target(connection, _mesh(mesh, connection.about["devices"], data_axis))
+    try:
+        target = Target(connection, _mesh(mesh, connection.about["devices"], data_axis))
+    except BaseException:
+        connection.close()  # Else tasks that were started for it run as long as the error is kept.
+        raise
     weakref.finalize(target, connection.close)
     return target
 
@@ -139,12 +143,12 @@ def _started(tasks: int, devices: int, name: str | None) -> Path:
         found = address(directory)
         process = Process.parse(found["process"]) if found else None
         if found and process is not None and not process.has_ended():
-            if found["tasks"] != tasks:
+            if (found["tasks"], found.get("devices", devices)) != (tasks, devices):
                 raise TaskError(
                     "tasks of this name run already",
                     where=name,
-                    expected=f"{tasks} tasks",
-                    got=f"{found['tasks']}",
+                    expected=f"{tasks}x{devices}",
+                    got=f"{found['tasks']}x{found['devices']}",
                     hint=f"end them: stepcache stop {name}",
                 )
             return directory
@@ -160,14 +164,24 @@ def _spawn(directory: Path, tasks: int, devices: int, owner: str | None) -> None
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
+    try:
+        _wait_for_address(directory, process)
+    except BaseException:
+        if owner is not None:  # Nobody else knows of it.
+            process.terminate()
+        raise
+
+
+def _wait_for_address(directory: Path, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while (found := address(directory)) is None or _has_ended(found):
+    while not _is_of(address(directory), process.pid):
         if process.poll() is not None:
-            text = (directory / "coordinator.log").read_text(errors="replace").strip()
+            lines = (directory / "coordinator.log").read_text(errors="replace").splitlines()
+            errors = [line for line in lines if line[:1].strip()]  # What follows is indented.
             raise TaskError(
                 "the tasks cannot be started",
                 where=str(directory),
-                got=text.splitlines()[-1] if text else f"exit code {process.returncode}",
+                got=errors[-1] if errors else f"exit code {process.returncode}",
             )
         if time.monotonic() > deadline:
             process.kill()
@@ -175,6 +189,7 @@ def _spawn(directory: Path, tasks: int, devices: int, owner: str | None) -> None
         time.sleep(0.02)
 
 
-def _has_ended(found: dict[str, Any]) -> bool:
-    process = Process.parse(found["process"])
-    return process is None or process.has_ended()
+def _is_of(found: dict[str, Any] | None, pid: int) -> bool:
+    """Whether an address is that of a process, and not of one that started at the same time."""
+    process = Process.parse(found["process"]) if found else None
+    return process is not None and process.pid == pid and not process.has_ended()

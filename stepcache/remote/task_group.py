@@ -28,7 +28,7 @@ _STOP_SECONDS = 0.2  # After which `stop`, called by a signal handler, takes eff
 _SWEEP_SECONDS = 1.0
 _END_SECONDS = 2.0  # That a task may take to end after its connection.
 _ALONE_SECONDS = 10.0  # That other tasks may take to end a run which failed on one.
-_MAX_UNSENT_BYTES = 2 * MAX_MESSAGE_BYTES  # To one that does not read; then it is cut off.
+_MAX_UNSENT_BYTES = 2 * MAX_MESSAGE_BYTES  # To a client that does not read; then it is cut off.
 _MAX_RESTARTS_AT_ONCE = 5  # Tasks that end before they have joined are not started for ever.
 _log = logging.getLogger("stepcache")
 
@@ -199,7 +199,8 @@ class TaskGroup:
     def _send_to(self, peer: _Peer, data: bytes) -> None:
         peer.sent += 1
         self._peers.send(peer, data)
-        if peer.unsent_bytes > _MAX_UNSENT_BYTES:
+        # A task may be slow: clients limit what they have under way.
+        if peer.task is None and peer.unsent_bytes > _MAX_UNSENT_BYTES:
             self._close(peer)
 
     def _close(self, peer: _Peer) -> None:

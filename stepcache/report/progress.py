@@ -125,4 +125,6 @@ def _is_in_debugger(thread: int) -> bool:
     return False
 
 
-recorder.subscribe(BuildProgress())
+SHOWN = BuildProgress()
+"""The builds of this process."""
+recorder.subscribe(SHOWN)

@@ -46,6 +46,8 @@ class Listener(socket.socket):
 
     def close(self) -> None:
         """Closes the socket, and removes it."""
+        if self.fileno() < 0:  # Another file may have the number by now.
+            return
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()

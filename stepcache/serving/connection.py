@@ -97,10 +97,9 @@ class Connection:
         _check_alone(name)
         layout = layout_of(structure, slots)
         types = types_of([(slot.path, slot) for slot in slots])
-        known = self.hosts.described(name)
         is_applied = write.mode == "apply"
         rule = export_rule(name, write.optimizer, structure, slots) if is_applied else b""
-        version = self.hosts.open(name, types, leaves, known, rule)
+        version = self.hosts.open(name, types, leaves, self.hosts.described(name), rule)
         if rule:
             version = self.hosts.compare_optimizer(name, rule, replace_optimizer) or version
         master = Served(self, self.hosts, name, layout, read, write, version)
@@ -203,8 +202,7 @@ class Connection:
 
     def read_ahead(self, readers: Sequence[tuple[Any, Reader]]) -> None:
         """Reads in the background the values for which no copy may serve the next call."""
-        ahead = [(master, reader) for master, reader in readers if master.reads_ahead(reader)]
-        if not ahead:
+        if not (ahead := [row for row in readers if row[0].reads_ahead(row[1])]):
             return
         masters = [master for master, _ in ahead]
         names, known, _ = zip(*(master.lookup(reader) for master, reader in ahead), strict=True)
@@ -214,7 +212,7 @@ class Connection:
 
     def status(self, host: int = 0) -> Status:
         """Returns contents and counters of a host. `Status.hosts` is the number of hosts."""
-        return self.hosts.clients[host].status()
+        return self.hosts.status(host)
 
     def flush(self) -> None:
         """Waits until snapshots on disk hold all updates that this process has pushed.
@@ -233,7 +231,7 @@ class Connection:
         Writes that no snapshot holds are not repeated if the host is lost later.
 
         Raises:
-            VariablesError: the host refuses a sum.
+            VariablesError: the host refuses a sum; the others are sent.
             ServerLostError: the host did not answer in time. The connection is closed all the same.
         """
         try:
@@ -242,8 +240,14 @@ class Connection:
             self.hosts.close()
 
     def _write_sums(self) -> None:
+        refused: list[VariablesError] = []
         for each in self._summing:
-            each.flush()
+            try:
+                each.flush()
+            except VariablesError as error:  # Those after it are sent.
+                refused.append(error)
+        if refused:
+            raise refused[0]
 
     def __enter__(self) -> Connection:
         return self
@@ -292,8 +296,7 @@ def _check_policies(placement: object, read: object, write: object, replaces: bo
 
 def _check_name(name: object, where: str) -> None:
     if not isinstance(name, str) or not name:
-        got = repr(name)
-        raise OptionError("no name", where=where, expected="a str that is not empty", got=got)
+        raise OptionError("no name", where=where, expected="a nonempty str", got=repr(name))
 
 
 def _check_table_type(

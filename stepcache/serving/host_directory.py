@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from stepcache.errors import VariablesError
-from stepcache.storage.load_markers import Process
+from stepcache.storage import file_lock
 from stepcache.storage.private_files import make_directory, replace_file
 
+_LOCK = "lock"
 _EPOCH, _HOSTS, _STOPPED, _WRITERS = "epoch", "hosts", "stopped", "writers"
 
 
@@ -27,23 +26,15 @@ def lock(directory: Path) -> int:
         CacheDirectoryError: other users can write to the directory.
     """
     make_directory(directory)
-    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(Process.current()).encode())
-    except OSError as error:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace")
-        os.close(descriptor)
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
-        process = Process.parse(holder)
+    descriptor = file_lock.lock(directory / _LOCK)
+    if descriptor is None:
+        process = file_lock.holder(directory / _LOCK)
         raise VariablesError(
             "another process serves these variables already",
             where=str(directory),
             got=f"process {process.pid if process else '?'}",
             hint="connect to that process, or stop it first",
-        ) from None
+        )
     return descriptor
 
 
@@ -57,12 +48,8 @@ def check_there(directory: Path, descriptor: int) -> None:
     Raises:
         VariablesError: it was removed, renamed or replaced.
     """
-    locked = os.fstat(descriptor)
     try:
-        there = (directory / "lock").stat()
-        is_there = (there.st_dev, there.st_ino) == (locked.st_dev, locked.st_ino)
-    except (FileNotFoundError, NotADirectoryError):
-        is_there = False
+        is_there = file_lock.is_there(directory / _LOCK, descriptor)
     except OSError:
         return  # A disk that fails may come back.
     if not is_there:

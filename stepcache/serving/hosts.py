@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from stepcache.errors import OptimizerWarning, VariablesError, warn
+from stepcache.errors import OptimizerWarning, OptionError, VariablesError, warn
 from stepcache.serving.client import Client
 from stepcache.serving.coding import Coding
-from stepcache.serving.messages import BlockLayout, Described, LeafType
+from stepcache.serving.messages import BlockLayout, Described, LeafType, Status
 from stepcache.serving.optimizers import ExportedRule, differ
 from stepcache.serving.transport import Version
 from stepcache.variables.describing import joined
@@ -100,6 +100,7 @@ class Hosts:
         self._connect, self._known = connect, [connect(0)]
         self._lock, self._is_complete = threading.Lock(), False
         self._parts: dict[str, dict[int, Part]] = {}
+        self._is_closed = False
         self._threads = concurrent.futures.ThreadPoolExecutor(_CALLS_AT_ONCE, "stepcache hosts")
 
     @property
@@ -118,7 +119,8 @@ class Hosts:
 
     def together(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Makes calls at the same time, waits for all, and returns their results."""
-        if len(calls) < 2:  # One host costs no more than its own client.
+        # One host costs no more than its own client; and each client says that it is closed.
+        if len(calls) < 2 or self._is_closed:
             return [call() for call in calls]
         futures = [self._threads.submit(call) for call in calls[1:]]
         try:
@@ -359,12 +361,26 @@ class Hosts:
 
     # ---- all hosts -----------------------------------------------------------------------------
 
+    def status(self, host: int) -> Status:
+        """Asks a host for contents and counters.
+
+        Raises:
+            OptionError: there is no such host.
+        """
+        if not 0 <= host < len(self.clients):
+            last = len(self.clients) - 1
+            raise OptionError(
+                "no such host", where="status", expected=f"0 to {last}", got=f"{host}"
+            )
+        return self.clients[host].status()
+
     def flush(self) -> None:
         """Waits until snapshots on disk hold all writes of this process."""
         self.together([client.flush for client in self.clients])
 
     def close(self) -> None:
         """Closes all connections."""
+        self._is_closed = True
         for client in self._known:
             client.close()
         self._threads.shutdown(wait=False)

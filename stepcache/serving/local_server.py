@@ -19,14 +19,19 @@ import numpy as np
 
 from stepcache.serving.channel import Channel, Channels, Listener
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
-from stepcache.serving.local_transport import ADDRESS_FILE, bytes_of, joined, splitter
+from stepcache.serving.local_transport import (
+    ADDRESS_FILE,
+    MAX_REQUEST_BYTES,
+    bytes_of,
+    joined,
+    splitter,
+)
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
-from stepcache.serving.shared_memory import CAN_SHARE, Opened, Place, Pool, allow_many_files
+from stepcache.serving.shared_memory import Opened, Place, Pool, allow_many_files
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import replace_file, socket_path
 
-MAX_REQUEST_BYTES = 16 << 20 if CAN_SHARE else 4 << 30
 _SWEEP_SECONDS = 2.0
 
 

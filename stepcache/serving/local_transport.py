@@ -17,12 +17,21 @@ import numpy as np
 
 from stepcache.errors import VariablesError
 from stepcache.serving.channel import Channel
-from stepcache.serving.messages import MAX_BLOCK_BYTES, MalformedMessageError, from_plain, to_plain
+from stepcache.serving.messages import (
+    MAX_BLOCK_BYTES,
+    MalformedMessageError,
+    Refused,
+    from_plain,
+    to_plain,
+)
 from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
 from stepcache.serving.transport import Received
 from stepcache.storage import plain
+from stepcache.units import readable_bytes
 
 ADDRESS_FILE = "server.json"
+MAX_REQUEST_BYTES = 4 << 30
+"""Of a request, without what is in shared memory."""
 _SHORTEST_WAIT_SECONDS = 0.02
 _SILENCE_SECONDS = 2.0
 """Time without a reply after which a request is sent again; it doubles each time."""
@@ -116,12 +125,17 @@ class LocalTransport:
             deadline: by `time.monotonic`.
 
         Returns:
-            The reply; None if none arrives in time.
+            The reply; None if none arrives in time. A request that is too large is refused here.
         """
         self._number += 1
         place = astuple(block.place) if block is not None and block.place is not None else None
         header = plain.pack([self._number, self._client, place, to_plain(message)])
-        data = joined([header] if block is None or place is not None else [header, block.data])
+        frames = [header] if block is None or place is not None else [header, block.data]
+        if (size_bytes := sum(map(len, frames))) > MAX_REQUEST_BYTES:
+            sizes = readable_bytes(size_bytes), readable_bytes(MAX_REQUEST_BYTES)
+            why = "a request would have {}; at most {} are taken".format(*sizes)
+            return Received(Refused("malformed", why, 0), [])
+        data = joined(frames)
         is_sent, wait, silence = False, _SHORTEST_WAIT_SECONDS, _SILENCE_SECONDS
         again = time.monotonic() + silence
         try:

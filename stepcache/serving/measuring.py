@@ -69,12 +69,15 @@ def served_times(address: str) -> LinkTimes:
 def own_server(like: str) -> Iterator[str]:
     """Context manager of a server of the same engine as another one; gives its address.
 
+    The server ends with this process, however that ends.
+
     Raises:
         VariablesError: it does not start.
     """
     engine = like.partition(":")[0]
     with tempfile.TemporaryDirectory(prefix="stepcache-") as directory:
         command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
+        command += ["--until-input-ends"]
         place, environment = directory, os.environ | {"JAX_PLATFORMS": "cpu"}
         if engine == "ray":
             import ray
@@ -85,7 +88,7 @@ def own_server(like: str) -> Iterator[str]:
         process = subprocess.Popen(
             command,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )

@@ -44,15 +44,17 @@ _SILENCE_SECONDS = 2.0  # After which a request to the socket is sent by a call 
 _LOOK_SECONDS = 5.0  # How often to look whether the actor is on this machine.
 
 
-def initialise(log_to_driver: bool = False) -> None:
+def initialise(log_to_driver: bool = False, *, starts: bool = True) -> None:
     """Connects this process to a Ray cluster, or starts Ray here, unless that is done.
 
     Args:
         log_to_driver: whether this process prints what the processes of Ray print. They write to
             standard output at any time, also in the middle of a line.
+        starts: whether it starts Ray where there is no cluster.
 
     Raises:
-        VariablesError: there is a cluster, and it cannot be reached.
+        VariablesError: there is a cluster, and it cannot be reached; or there is none, and it shall
+            not be started.
     """
     if ray.is_initialized():
         return
@@ -67,6 +69,11 @@ def initialise(log_to_driver: bool = False) -> None:
                 got=first_line(error),
                 hint="if it asks for a token, set RAY_AUTH_MODE=token",
             ) from error
+        if not starts:
+            raise VariablesError(
+                "no Ray cluster runs on this machine",
+                hint="set RAY_ADDRESS to the address of a cluster; `ray start --head` starts one",
+            ) from None
         ray.init(address="local", include_dashboard=False, **options)
 
 

@@ -255,9 +255,10 @@ class DiskStore:
             _log.warning("stepcache does not store %s %s: its header has %s", kind, digest, error)
             return False
         except (OSError, CacheDirectoryError) as error:
-            _log.warning("stepcache could not store %s %s: %s", kind, digest, error)
             self._stop_writing(error)
-            if not self.writable:
+            if self.writable:
+                _log.warning("stepcache could not store %s %s: %s", kind, digest, error)
+            else:
                 self._warn_of_it()
             return False
         self._shunned.discard((kind, digest))
@@ -285,7 +286,9 @@ class DiskStore:
         code = error.errno if isinstance(error, OSError) else None
         if code in _PASSING:
             return
-        self._not_written_because = getattr(error, "strerror", None) or str(error)
+        self._not_written_because = (
+            getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        )
         self._read_only = code is None or code in _FORBIDDEN
 
     def _warn_of_it(self) -> None:

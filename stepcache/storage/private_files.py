@@ -28,16 +28,38 @@ def default_directory() -> Path | None:
     """The user's own cache directory; None for none.
 
     Raises:
-        CacheDirectoryError: `STEPCACHE_DIR` is a URL, or in the home of an unknown user.
+        CacheDirectoryError: as `absolute`; or the user has no home.
     """
     asked = os.environ.get("STEPCACHE_DIR", "")
     if asked.lower() == "off":
         return None
-    refuse_url(asked, CacheDirectoryError, "STEPCACHE_DIR")
+    if asked:
+        return absolute(asked, "STEPCACHE_DIR")
     try:
-        return Path(asked).expanduser() if asked else platformdirs.user_cache_path("stepcache")
+        return absolute(platformdirs.user_cache_path("stepcache"), "the user's cache directory")
     except RuntimeError:
-        raise CacheDirectoryError("No such user", where="STEPCACHE_DIR", got=asked) from None
+        raise CacheDirectoryError(
+            "This user has no home directory", hint="name a directory in STEPCACHE_DIR"
+        ) from None
+
+
+def absolute(directory: str | os.PathLike, where: str) -> Path:
+    """A directory as a user names it, for a process that may change its own directory.
+
+    Raises:
+        CacheDirectoryError: it is a URL, in the home of an unknown user, or relative to a
+            directory that was removed.
+    """
+    refuse_url(directory, CacheDirectoryError, where)
+    try:
+        return Path(os.path.abspath(Path(directory).expanduser()))
+    except (RuntimeError, FileNotFoundError) as error:
+        what = (
+            "No such user"
+            if isinstance(error, RuntimeError)
+            else "The current directory was removed"
+        )
+        raise CacheDirectoryError(what, where=where, got=os.fsdecode(directory)) from None
 
 
 def make_directory(path: Path) -> None:

@@ -193,9 +193,13 @@ def _split(value: Any, host: Buffer) -> jax.Array:
         padded[tuple(map(slice, part.shape))] = part
         return padded
 
-    if isinstance(sharding, SingleDeviceSharding):  # JAX would forget which memory it is in.
+    if isinstance(sharding, SingleDeviceSharding):
         return jax.device_put(shard(...), sharding)
-    return jax.make_array_from_callback(host.shape, sharding, shard)
+    # Unlike `jax.make_array_from_callback`, this is a copy that `jax.transfer_guard` allows.
+    indices = sharding.addressable_devices_indices_map(host.shape)
+    places = [SingleDeviceSharding(each, memory_kind=sharding.memory_kind) for each in indices]
+    shards = jax.device_put([shard(index) for index in indices.values()], places)
+    return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)
 
 
 def look(packed: Packed, layout: HostLayout, meter: Meter) -> list[Any]:

@@ -144,6 +144,8 @@ class Updates:
     def _check_budget(
         self, leaves: Sequence[Any], master: Master, reader: Reader, is_last: bool
     ) -> None:
+        if (max_bytes := current_max_bytes()) is None:
+            return
         planned = []
         if master.applies_updates:
             planned += master.plan_apply(self._name, leaves) if is_last else ()
@@ -157,7 +159,7 @@ class Updates:
                     planned += each.plan_take(name, reader)
                     planned += each.plan_put(name, reader)
         needed = Plan(tuple(planned)).bytes_by_transfer
-        check_bytes(f"{self._name}.push", needed, current_max_bytes())
+        check_bytes(f"{self._name}.push", needed, max_bytes)
 
     def ready_state(self, master: Master, meter: Meter) -> Master:
         """The optimizer's state, or a new one, of zeros where the value is lost."""

@@ -7,7 +7,6 @@ import itertools
 import os
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -298,10 +297,11 @@ class Variables(NoTree, Savable, Holder):
     @contextlib.contextmanager
     def _moving(self, method: str, *written: Master) -> Iterator[Meter]:
         """Judges what a method will write, gives a meter for what it moves, and records that."""
-        reader, planned = Reader(current_reader()), Counter()
-        for each in written:
-            planned.update(Plan(each.plan_put(self.name, reader)).bytes_by_transfer)
-        check_bytes(f"{self.name}.{method}", planned, current_max_bytes())
+        if (max_bytes := current_max_bytes()) is not None:
+            reader = Reader(current_reader())
+            planned = (one for each in written for one in each.plan_put(self.name, reader))
+            needed = Plan(tuple(planned)).bytes_by_transfer
+            check_bytes(f"{self.name}.{method}", needed, max_bytes)
         meter = Meter()
         try:
             yield meter

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepcache.distributed import pod_events
 from stepcache.distributed.agreement import MAX_SIDES, Round
+from stepcache.distributed.peers import peers_of
 from stepcache.distributed.replicas import differing
-from stepcache.errors import AgreementError
+from stepcache.errors import AgreementError, RankLostError
 from stepcache.jaxcompat import coordination
-from stepcache.jaxcompat.coordination import Service, Unreachable, call_in_thread
+from stepcache.jaxcompat.coordination import LimitedService, Service, Unreachable, call_in_thread
 from stepcache.programs.pods.lowered import merge_lowered
 from stepcache.programs.pods.roles import CallReport, Decision, decide
 from stepcache.storage import plain
@@ -204,3 +206,40 @@ def test_a_coordinator_has_ended_only_where_it_took_connections_before(monkeypat
         assert waiting.result(30)
     limit = time.monotonic() + 0.5
     assert not coordination.wait_until_coordinator_ends(lambda: time.monotonic() > limit)
+
+
+@pytest.mark.parametrize("waits_in_vain, answers", [(0, True), (3, True), (1000, False)])
+def test_a_wait_that_a_suspended_process_has_missed_is_no_loss(monkeypatch, waits_in_vain, answers):
+    """All the time of a suspension goes into one wait; the answer may come right after it."""
+    waits = []
+
+    class Answer:
+        def result(self, seconds):
+            waits.append(seconds)
+            if len(waits) <= waits_in_vain:
+                raise TimeoutError
+            return True
+
+    monkeypatch.setattr(coordination, "call_in_thread", lambda call: Answer())
+    limited = LimitedService(Service(None), 10.0)
+    if answers:
+        assert limited.put("name", b"")
+        return
+    with pytest.raises(Unreachable, match="within 10 s"):
+        limited.put("name", b"")
+    assert sum(waits) == pytest.approx(10)
+
+
+def test_a_service_that_does_not_note_this_process_is_a_lost_rank_0(monkeypatch):
+    answered = threading.Event()
+
+    class Silent:
+        def key_value_set_bytes(self, name, value):
+            answered.wait()
+
+    monkeypatch.setattr(coordination, "service", lambda: Service(Silent()))
+    monkeypatch.setattr(pod_events, "START_SECONDS", 0.1)
+    with pytest.raises(RankLostError, match="coordination service does not answer") as caught:
+        peers_of(range(2))
+    assert caught.value.ranks == (0,)
+    answered.set()

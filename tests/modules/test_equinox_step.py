@@ -1,6 +1,7 @@
 """What `eqx.filter_jit` does, done by `stepcache.equinox.step`: cases run under both, and agree."""
 
 import functools
+import gc
 import os
 
 import equinox as eqx
@@ -351,3 +352,20 @@ def test_rules_of_a_session(mesh):
         placed, out = step(model, X)
     assert placed.layers[0].weight.sharding.spec == jax.P("model")
     assert np.allclose(out, jax.vmap(model)(X), atol=1e-6)
+
+
+def test_a_step_whose_classes_are_frozen_is_loaded_without_a_trace(tmp_path):
+    """The collector does not say who refers to what `gc.freeze` has put aside."""
+
+    def descend(model, x):
+        loss, grads = eqx.filter_value_and_grad(lambda m: ((jax.vmap(m)(x) - 1) ** 2).mean())(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
+
+    gc.freeze()
+    try:
+        with sc.Session(cache=sc.ProgramCache(tmp_path)):
+            step = seqx.step(descend)
+            step(eqx.nn.MLP(3, 3, 8, 2, key=jax.random.key(0)), X)
+        assert step.last_miss.untrackable == ()
+    finally:
+        gc.unfreeze()

@@ -17,6 +17,7 @@ import pytest
 
 import stepcache as sc
 from stepcache import jaxcompat
+from stepcache._changes import Undoing
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.recorder import Recording
 from stepcache.programs import background
@@ -217,7 +218,8 @@ def test_jobs_that_have_to_be_done_do_not_need_an_interrupted_worker(worker, mon
 
 def test_jobs_that_are_waited_for_do_not_wait_for_a_build(worker, monkeypatch):
     monkeypatch.setattr("stepcache.programs.builds._LONGEST_STAGE_SECONDS", 600.0)
-    with background.builds.in_python():
+    with Undoing() as undoing:
+        background.builds.in_python(undoing)
         job = worker.submit(lambda: 3)
         within_limit(worker.flush)
     assert job.outcome == 3
@@ -312,7 +314,8 @@ def test_a_call_that_interrupts_a_build_waits_for_none_of_its_locks(tmp_path):
     step = life(SOURCE, tmp_path).step
 
     def call():
-        with background.builds.in_python(), installed_packages._lock, sc.Session(cache=cache):
+        with Undoing() as undoing, installed_packages._lock, sc.Session(cache=cache):
+            background.builds.in_python(undoing)
             return step(np.ones(8))[0]
 
     assert within_limit(call) == 3

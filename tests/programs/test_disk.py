@@ -643,14 +643,14 @@ def after(calls):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
 @pytest.mark.parametrize("name", ["write", "fsync", "replace"])
-def test_a_full_disk(tier, monkeypatch, name, code):
+def test_a_full_disk(tier, monkeypatch, caplog, name, code):
     assert tier.publish("program", DIGEST, {}, b"x" * 100)
     with failing(monkeypatch, name, code, after(1 if name == "write" else 0)):
         with pytest.warns(sc.StepCacheWarning, match=os.strerror(code)) as warned:
             assert not tier.publish("program", DIGEST, {}, b"y" * 100)
             assert not tier.publish("program", OTHER, {}, b"z")
     assert len(warned) == 1 and str(tier.directory) in str(warned[0].message)
-    assert warned[0].filename == __file__
+    assert warned[0].filename == __file__ and not caplog.records, "it is said once"
     assert not tier.writable and not inside(tier, "tmp")
     assert not tier.publish("program", OTHER, {}, b"z"), "from now on"
     assert tier.read("program", DIGEST).payload == b"x" * 100

@@ -246,3 +246,20 @@ def test_a_directory_has_always_as_many_hosts(tmp_path, before, after):
 def test_several_hosts_need_ray(tmp_path):
     done = CliRunner().invoke(main, ["serve", "--variables", str(tmp_path), "--hosts", "2"])
     assert done.exit_code == 2 and "--ray NAME" in done.output
+
+
+def test_a_closed_connection_says_so(shared_server, name):
+    connection = shared_server.connect()
+    params, table = connection.variables(name, TREE, write=SUM), connection.table(name + "t", 9)
+    with pytest.raises(sc.OptionError, match="no such host"):
+        connection.status(3)
+    connection.close()
+    for call in (
+        lambda: params.value,
+        lambda: params.push(TREE),
+        lambda: table.lookup([1, 2, 3]),
+        connection.flush,
+        connection.status,
+    ):
+        with pytest.raises(VariablesError, match="the connection has been closed"):
+            call()

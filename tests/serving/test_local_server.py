@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -20,12 +21,14 @@ import numpy as np
 import pytest
 
 import stepcache as sc
+from stepcache.serving import local_transport
 from stepcache.serving.channel import Channel, Listener
 from stepcache.serving.local_transport import address, joined, splitter
 from stepcache.serving.shared_memory import Opened, Place
 from stepcache.serving.tables import TableType
+from stepcache.storage.load_markers import Process
 from stepcache.variables.policy import RowOptimizer
-from tests.serving.servers import LocalServer, run_command
+from tests.serving.servers import PROJECT, LocalServer, run_command
 
 
 def channel_to(server):
@@ -365,7 +368,7 @@ def test_a_fork_of_a_client_cannot_write_in_its_name(server):
     subprocess.run(command, check=True, timeout=60)
 
 
-@pytest.mark.parametrize("wrong", [joined([bytes(40 << 20)]), b"\0" * 4, b"\xff" * 12])
+@pytest.mark.parametrize("wrong", [struct.pack("<IQ", 1, 5 << 30), b"\0" * 4, b"\xff" * 12])
 def test_what_is_no_message_ends_only_its_connection(server, wrong):
     channel = channel_to(server)
     with server.connect() as connection:
@@ -389,3 +392,51 @@ def test_a_connection_that_the_garbage_collector_frees_holds_nobody_up(server):
     del connection, params
     gc.collect()
     assert freed() is None
+
+
+OWNER = """
+from pathlib import Path
+from stepcache.serving import local_transport
+from stepcache.serving.local_transport import address
+from stepcache.serving.measuring import own_server
+
+with own_server("local:any") as found:
+    print(address(Path(found.removeprefix("local:")))["process"], flush=True)
+    input()
+"""
+
+
+def test_a_server_that_a_process_has_started_for_itself_ends_with_it(tmp_path):
+    command, pipe = [sys.executable, "-c", OWNER], subprocess.PIPE
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(PROJECT)}
+    owner = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    server = Process.parse(owner.stdout.readline().strip())
+    assert not server.has_ended()
+    owner.kill()
+    owner.communicate()
+    try:
+        limit = time.monotonic() + 20
+        while not server.has_ended():
+            assert time.monotonic() < limit, "the server goes on"
+            time.sleep(0.02)
+    finally:
+        server.signal(signal.SIGKILL)
+
+
+def test_a_request_of_many_bytes_beside_its_value(server):
+    """An optimizer may have captured arrays, for example."""
+    with server.connect(timeout=10) as connection:
+        assert connection.hosts.clients[0].describe("n" * (17 << 20)) is None
+
+
+def test_a_request_of_too_many_bytes_is_refused_at_once(server, monkeypatch):
+    with server.connect() as connection:
+        tree = {"w": np.zeros(3, np.float32)}
+        with monkeypatch.context() as patched:
+            patched.setattr(local_transport, "MAX_REQUEST_BYTES", 2000)
+            for name in ("a" * 2000, "b" * 2000):
+                with pytest.raises(sc.VariablesError, match=r"2\.\d kB; at most 2\.0 kB are taken"):
+                    connection.variables(name, tree)
+            params = connection.variables("params", tree, write=sc.Write(mode="add"))
+        params.push({"w": np.ones(3, np.float32)})
+        assert params.value["w"].tolist() == [1, 1, 1]

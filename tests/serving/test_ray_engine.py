@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import stepcache as sc
+from stepcache.cli import main
 from stepcache.errors import CacheDirectoryError, VariablesError
 from stepcache.serving.messages import JoinRequest, ReadRequest, WriteRequest, to_plain
 from stepcache.storage import plain
@@ -83,6 +85,20 @@ def test_ray_is_started_here_only_where_no_cluster_is_meant(engine, monkeypatch,
     else:
         ray_transport.initialise()
     assert fake.addresses == (["auto"] if address else ["auto", "local"])
+
+
+@pytest.mark.parametrize(
+    "command", ["status --ray params", "status --tasks ray:tasks", "stop ray:tasks"]
+)
+def test_commands_that_look_start_no_ray(engine, monkeypatch, command):
+    from stepcache.serving import ray_transport
+
+    fake = Unreachable()
+    monkeypatch.setattr(ray_transport, "ray", fake)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    result = CliRunner().invoke(main, command.split())
+    assert result.exit_code == 1 and "no Ray cluster runs" in result.stderr
+    assert fake.addresses == ["auto"]
 
 
 @pytest.mark.slow

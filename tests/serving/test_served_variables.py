@@ -275,6 +275,24 @@ def test_sums_of_fewer_updates_are_written_at_the_end(connection, name, end):
     assert mine.value["w"][0] == 12 and theirs.version == 4
 
 
+def test_a_sum_that_is_refused_takes_no_other_with_it(connection, name, monkeypatch):
+    def refused(asked, *args, **options):
+        if asked.endswith("first"):
+            raise sc.VariablesError("refused")
+        return written(asked, *args, **options)
+
+    tree = {"w": np.zeros(3, np.float32)}
+    names = [f"{name} {which}" for which in ("first", "second")]
+    with pytest.raises(sc.VariablesError, match="refused"):
+        with sc.connect(connection.address) as other:
+            for each in names:
+                value = other.variables(each, tree, write=sc.Write(mode="add", every=4))
+                value.push({"w": np.ones(3, np.float32)})
+            written = other.hosts.write
+            monkeypatch.setattr(other.hosts, "write", refused)
+    assert connection.variables(names[1], tree).value["w"].tolist() == [1, 1, 1]
+
+
 def test_sums_of_a_loop_that_failed_are_not_written(connection, name):
     mine, _ = two(connection, name, 0.0)
     with pytest.raises(ZeroDivisionError), sc.connect(connection.address) as other:

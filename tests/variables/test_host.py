@@ -416,10 +416,14 @@ def test_a_step_that_only_reads_changes_nothing(mesh, read):
 @pytest.mark.parametrize("read", READS, ids=str)
 @pytest.mark.parametrize("mesh", ["no mesh", "8"])
 def test_steps_and_assignments_take_turns(mesh, read):
-    """Each write raises the version by one, and whoever reads next sees it."""
+    """Each write raises the version by one, and whoever reads next sees it.
+
+    No copy is one that JAX's guard against accidental transfers forbids.
+    """
     step = sc.step(bump, carry="state")
     look = sc.step(lambda state: state["big"].max())
-    with session(mesh):
+    guard = jax.transfer_guard_host_to_device, jax.transfer_guard_device_to_device
+    with session(mesh), guard[0]("disallow"), guard[1]("disallow"):
         tree = {"big": np.zeros(5003, np.float32), "small": np.zeros((), np.int32)}
         hosted = sc.Variables(tree, placement=sc.OnHost(), read=read)
         expected, version = 0, 0

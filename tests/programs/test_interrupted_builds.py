@@ -1,0 +1,225 @@
+"""Ctrl-C at any moment of a build leaves the process as it was, and the next call builds."""
+
+import contextlib
+import dis
+import gc
+import itertools
+import logging
+import sys
+import types
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache import _changes, _process_hooks
+from stepcache.fingerprint import active_recordings, jax_alone, recorder, shared_traces
+from stepcache.jaxcompat import contexts, hooks, storing
+from stepcache.programs import background, build, builds, levels, recorded_trace, resolve
+from stepcache.report import progress
+
+MONITORING: Any = getattr(sys, "monitoring", None)
+
+
+def codes_of(*things):
+    """The code of functions, and of those in classes and modules, with what is defined in them."""
+    found, left = set(), list(things)
+    while left:
+        thing = left.pop()
+        if isinstance(thing, types.ModuleType):
+            name = thing.__name__
+            own = [x for x in vars(thing).values() if getattr(x, "__module__", "") == name]
+            left += [x for x in own if isinstance(x, types.FunctionType | type)]
+        elif isinstance(thing, type):
+            left += [x for x in vars(thing).values() if isinstance(x, types.FunctionType)]
+        else:
+            code = getattr(getattr(thing, "__wrapped__", thing), "__code__", thing)
+            found.add(code)
+            left += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    return found
+
+
+HOOKS = codes_of(
+    *(_changes, recorder.Recording, recorder._Watch, _process_hooks.CollectionHook),
+    *(_process_hooks.CallMonitor._make, _process_hooks.CallMonitor._take),
+    *(_process_hooks.CallMonitor._undo, _process_hooks.ThreadProfile, _process_hooks._Switching),
+    *(_process_hooks.set_profile, _process_hooks.switch_quickly, _process_hooks.without_log),
+    *(jax_alone.watch_binds, jax_alone.stop_watching, shared_traces.begin, shared_traces.end),
+    *(hooks.compile_through, hooks._Replacement, hooks.CallReplacement, contexts.trace_anew),
+    *(contexts.tracing_context, contextlib._GeneratorContextManager),
+    *(builds.Builds._enter, builds.Builds._leave, builds.Builds._note),
+    *(builds.Builds.in_python, builds.Builds.in_xla),
+)
+BUILD = codes_of(
+    *(background.beside, build.build, levels.Levels.trace, levels.Levels._traced_once),
+    *(recorded_trace.RecordedTrace, resolve.Resolver.resolve),
+    resolve.Resolver._resolved,
+)
+
+
+class Interrupt:
+    """Context manager in which one place where Python looks for signals raises KeyboardInterrupt.
+
+    These places are the beginnings of functions, and what comes after calls.
+
+    Args:
+        codes: of which functions.
+        place: which one of them; without one, `places` are noted.
+    """
+
+    def __init__(self, codes, place=None):
+        self.codes, self.place, self.places, self.raised = codes, place, {}, False
+
+    def _call(self, frame, event, argument):
+        if frame.f_code not in self.codes:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._pass((frame.f_code, -1))
+        return self._opcode
+
+    def _opcode(self, frame, event, argument):
+        if event == "opcode" and frame.f_lasti in after_calls(frame.f_code):
+            self._pass((frame.f_code, frame.f_lasti))
+        return self._opcode
+
+    def _pass(self, place):
+        self.places.setdefault(place)
+        if place == self.place and not self.raised:
+            self.raised = True
+            raise KeyboardInterrupt
+
+    def __enter__(self):
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at it in `settrace` alone.
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+
+AFTER_CALLS = {}
+
+
+def after_calls(code):
+    if code not in AFTER_CALLS:
+        listed = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+        pairs = itertools.pairwise(listed)
+        AFTER_CALLS[code] = {b.offset for a, b in pairs if a.opname.startswith("CALL")}
+    return AFTER_CALLS[code]
+
+
+def state():
+    private = sys.modules["jax._src.compiler"], sys.modules["jax._src.cache_key"]
+    tools = range(6) if MONITORING else ()
+    replaced = [(each._module, each._name) for each in jax_alone._replaced]
+    return {
+        "profile": sys.getprofile(),
+        "tools": [t for t in tools if MONITORING.get_tool(t) not in (None, "stepcache")],
+        "events": [MONITORING.get_events(t) if MONITORING.get_tool(t) else 0 for t in tools],
+        "taken": sum(MONITORING.get_tool(t) == "stepcache" for t in tools) <= 1,
+        "gc": list(gc.callbacks),
+        "compiler": (private[0].compile_or_get_cached, private[1]._hash_accelerator_config),
+        "find": hooks._compiling.find,
+        "replaced": [getattr(module, name) for module, name in replaced],
+        "interval": sys.getswitchinterval(),
+        "recordings": list(getattr(active_recordings.state, "stack", ())),
+        "sharing": shared_traces._active,
+        "builds": (set(builds.builds._in_python), builds.builds._of_thread()),
+        "context": contexts._recording_context.value,
+        "mesh": (jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()),
+        "log": list(logging.getLogger(hooks.LOG_OF_CALLBACKS[0]).filters),
+        "progress": list(progress.SHOWN._running),
+        "users": sum(len(each._users) for each in _changes.shared),
+    }
+
+
+def changed(before):
+    now = state()
+    return {name for name in now if now[name] != before[name]}
+
+
+def interrupted_everywhere(codes, work, after, rest=lambda: None, every=1):
+    """Does something with an interrupt at each place in turn, and looks after each.
+
+    Args:
+        codes: where.
+        work: what is done.
+        after: what is done after each, given the place in words.
+        rest: waits for work in the background.
+        every: so many places, one is taken.
+
+    Returns:
+        How many places there are.
+    """
+    work()
+    rest()
+    before = state()
+    with Interrupt(codes) as passed:
+        work()
+    rest()
+    assert not changed(before)
+    for place in list(passed.places)[::every]:
+        where = f"{place[0].co_qualname} at {place[1]}"
+        with Interrupt(codes, place) as interrupt:
+            # Held as a notebook holds the latest exception, with all frames.
+            try:
+                work()
+                held = None
+            except KeyboardInterrupt as error:
+                held = error
+        rest()
+        assert interrupt.raised, where
+        assert not changed(before), f"{changed(before)} after an interrupt in {where}"
+        after(where)
+        del held
+    return len(passed.places)
+
+
+def inner(x):
+    return x + 1
+
+
+def test_an_interrupted_recording_leaves_the_process_as_it_was():
+    def work():
+        recording, token = recorder.Recording(), contexts.ValueToken(("a test",))
+        with _changes.Undoing() as undoing, undoing:
+            _process_hooks.without_log(undoing, *hooks.LOG_OF_CALLBACKS)
+            _process_hooks.switch_quickly(undoing)
+            undoing.hold(contexts.tracing_context(None))
+            shared_traces.begin(undoing)
+            builds.builds.in_python(undoing)
+            builds.builds.in_xla(undoing)
+            if storing.CAN_STORE:
+                hooks.compile_through(undoing, lambda digest, load: None)
+            undoing.add(recording.end)
+            recording.begin()
+            contexts.trace_anew(undoing, token)
+            inner(1)
+
+    def after(where):
+        with recorder.Recording() as recording:
+            inner(1)
+        assert inner.__code__ in recording.codes and recording.unavailable is None, where
+
+    assert interrupted_everywhere(HOOKS, work, after) > 60
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_interrupted_build_leaves_the_process_as_it_was(tmp_path, every):
+    cache = sc.ProgramCache(tmp_path)
+    with sc.Session(jax.make_mesh((1,), ("data",)), cache=cache):
+        step = sc.step(lambda x: inner(x))
+        numbers = iter(range(1, 10_000))
+
+        def work():
+            step(np.ones(next(numbers), np.float32))
+
+        def after(where):
+            step.clear_cache()
+            size = next(numbers)
+            np.testing.assert_array_equal(step(np.ones(size, np.float32)), np.full(size, 2.0))
+            assert "must trace the step" not in str(step.last_miss), where
+
+        assert interrupted_everywhere(BUILD, work, after, cache.flush, every) > 60
