@@ -90,11 +90,14 @@ class _TreeEncoder:
         if kind is dict:
             return ["dict", [encode_value(key) for key in extra], parts]
         try:
-            return ["node", _name_of(kind, _check_node_class), encode_value(extra), parts]
+            return ["node", name_of(kind, _check_node_class), encode_value(extra), parts]
         except NotStorable as error:
             position = _position_of(extra, self._extras.get(kind, ()), _is_written_alike)
             if position is not None:
                 return ["like", position, parts]
+            for position, other in self._extras.get(kind, ()):
+                if hasattr(other, "less") and (gone := other.gone_in(extra)) is not None:
+                    return ["less", position, gone, parts]
             raise NotStorable(
                 f"its outputs hold a {kind.__qualname__} that cannot be stored: {error}"
             ) from None
@@ -163,9 +166,14 @@ def decode_tree(code: Any, known: Any, depth: int = 0) -> Any:
     elif kind == "like":
         data = _subtree_at(known, *about).node_data()
         _check_node_class(data[0])
+    elif kind == "less":
+        position, gone = about
+        cls, extra = _subtree_at(known, position).node_data()
+        data = (cls, extra.less(gone))
+        _check_node_class(cls)
     elif kind == "node":
         name, extra = about
-        data = (_named(name, _check_node_class), decode_value(extra))
+        data = (named(name, _check_node_class), decode_value(extra))
     else:
         raise ValueError(f"unknown node {kind!r:.80}")
     if _is_named_tuple(data[0]) and len(children) != len(data[0]._fields):
@@ -200,16 +208,16 @@ def _is_named_tuple(found: type) -> bool:
 # ---- what is loaded ---------------------------------------------------------------------------
 
 
-def _name_of(value: type, check: Callable[[Any], None]) -> list[str]:
+def name_of(value: type, check: Callable[[Any], None]) -> list[str]:
     """The module and the name by which a class is found; one that a function made is not."""
     name = [value.__module__, value.__qualname__]
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        if _named(name, check) is value:
+        if named(name, check) is value:
             return name
     raise NotStorable(f"{name[1]} is not found in {name[0]} by its name")
 
 
-def _named(name: Any, check: Callable[[Any], None]) -> Any:
+def named(name: Any, check: Callable[[Any], None]) -> Any:
     """A class by its module and its name. Looks into dicts alone: nothing is imported or run."""
     module, path = name
     found: Any = sys.modules[module]
@@ -222,6 +230,12 @@ def _named(name: Any, check: Callable[[Any], None]) -> Any:
 
 
 # ---- values -----------------------------------------------------------------------------------
+
+CODECS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
+"""Of classes of other rooms, by name: what takes an object apart, and makes one of its parts.
+
+The parts are what `encode_value` takes.
+"""
 
 _PLAIN = (type(None), bool, float, str, bytes)
 # By name: the class, what takes an object of it apart, and what makes one of its parts.
@@ -253,6 +267,9 @@ def encode_value(value: Any) -> Any:
     cls, take_apart, _ = _MADE_OF_PARTS.get(kind.__name__, (None, list, list))
     if kind is cls:
         return [kind.__name__, [encode_value(each) for each in take_apart(value)]]
+    cls, take_apart, _ = CODECS.get(kind.__name__, (None, list, list))
+    if kind is cls:
+        return ["made", [kind.__name__, encode_value(take_apart(value))]]
     if _MAPPINGS.get(kind.__module__) == kind.__qualname__ and kind is _mapping(kind.__module__):
         return ["mapping", [kind.__module__, encode_value(dict(value))]]
     if kind is P:
@@ -260,7 +277,7 @@ def encode_value(value: Any) -> Any:
     if kind is jax.tree_util.PyTreeDef:
         return ["tree", encode_tree(value, _LEAF)]
     if isinstance(value, enum.Enum) and kind.__members__.get(value._name_) is value:
-        return ["member", [*_name_of(kind, _check_enum), value._name_]]
+        return ["member", [*name_of(kind, _check_enum), value._name_]]
     return _encode_type(value)
 
 
@@ -294,6 +311,9 @@ def decode_value(code: Any, depth: int = 0) -> Any:
         raise ValueError(f"a value is more than {_MAX_DEPTH} containers deep")
     if kind in _MADE_OF_PARTS:
         return _MADE_OF_PARTS[kind][2]([decode_value(each, depth + 1) for each in content])
+    if kind == "made":
+        name, parts = content
+        return CODECS[name][2](decode_value(parts, depth + 1))
     if kind == "mapping":
         module, pairs = content
         return _mapping(module)(dict(decode_value(pairs, depth + 1)))
@@ -306,7 +326,7 @@ def _mapping(module: str) -> Any:
 
 def _member(content: Any) -> Any:
     *name, member = content
-    return _named(name, _check_enum).__members__[member]
+    return named(name, _check_enum).__members__[member]
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

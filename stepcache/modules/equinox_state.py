@@ -61,6 +61,24 @@ class ModuleStructure:
         paths = self._all_paths()
         return {paths[number]: repr(value) for number, value in self.statics}
 
+    def gone_in(self, other: ModuleStructure) -> list[int] | None:
+        """The numbers of the leaves that are None in another module, where all else is the same.
+
+        Gradients have None in the place of what is no array of floats.
+        """
+        paths = set(other._all_paths())
+        gone = [number for number, path in enumerate(self._all_paths()) if path not in paths]
+        less = self.less(gone)
+        return gone if less == other and repr(less) == repr(other) else None
+
+    def less(self, gone: Sequence[int]) -> ModuleStructure:
+        """The structure with None in the place of some leaves, by their numbers."""
+        statics, numbers = dict(self.statics), range(self.tree.num_leaves)
+        left = self.tree.unflatten(None if number in gone else number for number in numbers)
+        leaves, tree = jax.tree.flatten(left)
+        rows = ((new, statics[old]) for new, old in enumerate(leaves) if old in statics)
+        return ModuleStructure(tree, tuple(rows))
+
     def _all_paths(self) -> list[str]:
         numbered = self.tree.unflatten(range(self.tree.num_leaves))
         named = jax.tree_util.tree_flatten_with_path(numbered)[0]

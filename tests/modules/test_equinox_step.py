@@ -278,6 +278,22 @@ def test_a_step_over_a_module_is_a_tree_of_its_arrays():
 
 
 @pytest.mark.usefixtures("fresh_directory")
+def test_a_step_that_returns_gradients_needs_no_trace_later():
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    model = eqx.nn.Sequential(
+        [eqx.nn.Linear(3, 3, key=jax.random.key(0)), eqx.nn.Lambda(jnp.tanh), eqx.nn.Dropout(0.0)]
+    )
+    step = seqx.step(eqx.filter_value_and_grad(loss))
+    value, grads = step(model, X)
+    assert step.last_miss is not None and step.last_miss.untrackable == ()
+    others = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, X)
+    assert jax.tree.structure((value, grads)) == jax.tree.structure(others)
+    assert all(map(np.array_equal, jax.tree.leaves((value, grads)), jax.tree.leaves(others)))
+
+
+@pytest.mark.usefixtures("fresh_directory")
 def test_a_step_that_calls_a_function_under_filter_jit_needs_no_trace_later():
     loss = eqx.filter_jit(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2))
     step = seqx.step(lambda model, x: eqx.filter_value_and_grad(loss)(model, x)[0])

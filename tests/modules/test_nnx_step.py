@@ -423,6 +423,24 @@ def test_rules_and_batches_of_a_session():
     assert np.allclose(losses, [theirs(*others, X) for _ in range(3)], rtol=1e-5)
 
 
+@pytest.mark.usefixtures("fresh_directory")
+def test_a_step_that_returns_a_state_needs_no_trace_later():
+    @snnx.step
+    def average(model, averages):
+        model.kernel[...] += 1
+        new = nnx.state(model, nnx.Param)
+        return jax.tree.map(lambda old, new: 0.5 * old + 0.5 * new, averages, new), new
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    averages = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+    start = model.kernel[...]
+    for _ in range(2):
+        averages, new = average(model, averages)
+    assert type(averages.kernel) is nnx.Param and (new.kernel[...] == start + 2).all()
+    assert np.allclose(averages.kernel[...], 0.75 * start + 1.25, atol=1e-6)
+    assert average.stats().traces == 1 and average.last_miss.untrackable == ()
+
+
 @pytest.mark.parametrize("options", MODES)
 def test_stages_mean_the_sessions_mesh(mesh, options):
     def split(model, x):
