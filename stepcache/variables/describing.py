@@ -138,9 +138,12 @@ def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = 
     """The leaves of another tree. Raises `VariablesError` unless structure, shapes and, if asked,
     dtypes are the same.
     """
-    named, structure = named_leaves(tree)
+    leaves, structure = jax.tree_util.tree_flatten(tree)
     if structure != layout.tree:
-        own, given = {slot.path for slot in layout.slots}, {path for path, _ in named}
+        own, given = (
+            {slot.path for slot in layout.slots},
+            {path for path, _ in named_leaves(tree)[0]},
+        )
         missing, new = sorted(own - given), sorted(given - own)
         raise VariablesError(
             f"a value of another structure cannot be {what}",
@@ -148,7 +151,7 @@ def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = 
             expected=f"a leaf {missing[0]!r}" if missing else "the structure it was made with",
             got=f"a leaf {new[0]!r}" if new else "none" if missing else str(structure),
         )
-    for slot, (_, leaf) in zip(layout.slots, named, strict=True):
+    for slot, leaf in zip(layout.slots, leaves, strict=True):
         aval = abstract(leaf)
         if aval is None or aval.shape != slot.shape or (dtypes and aval.dtype != slot.dtype):
             raise VariablesError(
@@ -158,7 +161,7 @@ def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = 
                 got=f"{aval.dtype}{list(aval.shape)}" if aval else type(leaf).__name__,
                 hint="cast or reshape it first",
             )
-    return [leaf for _, leaf in named]
+    return leaves
 
 
 def check_not_tracing(what: str, where: str) -> None:
