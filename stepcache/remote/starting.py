@@ -148,7 +148,7 @@ def _started(tasks: int, devices: int, name: str | None) -> Path:
                     "tasks of this name run already",
                     where=name,
                     expected=f"{tasks}x{devices}",
-                    got=f"{found['tasks']}x{found['devices']}",
+                    got=f"{found['tasks']}x{found.get('devices', '?')}",
                     hint=f"end them: stepcache stop {name}",
                 )
             return directory
