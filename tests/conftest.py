@@ -1,6 +1,7 @@
 """Eight CPU devices for all tests. Programs stay in memory, or, with `STEPCACHE_TEST_DISK=1`, go to
 a fresh directory for each test, as they do for users."""
 
+import itertools
 import os
 from collections import defaultdict
 
@@ -76,6 +77,8 @@ def pytest_xdist_make_scheduler(config, log):
     """With `--dist loadfile`, one worker runs all files of `tests/serving`: they share one Ray."""
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False  # Files of few tests may take longest.
+
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
@@ -112,6 +115,19 @@ def pytest_collection_modifyitems(config, items):
         config.stash[LEFT_OUT] = slow
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
+    order = {path: number for number, path in enumerate(in_turn([item.path for item in items]))}
+    items.sort(key=lambda item: order[item.path])
+
+
+def in_turn(paths):
+    """The longest directory, then files that wait for other processes in turn with those that do
+    not, as workers share cores; small ones last."""
+    longest, waiting, others = {}, {}, {}
+    groups = {"serving": longest, "cluster": waiting, "remote": waiting}
+    for path in paths:
+        groups.get(path.parent.name, others)[path] = None
+    pairs = itertools.zip_longest(waiting, reversed(others))
+    return [*longest, *filter(None, itertools.chain.from_iterable(pairs))]
 
 
 def covering(cases):

@@ -100,7 +100,9 @@ def committed(array: jax.Array, is_committed: bool = True) -> jax.Array:
 def default_device() -> Any:
     """The device that JAX chooses for what nobody has placed."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
+    if isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen or jax.local_devices()[0]
 
 
 class _StandIn(jax.ShapeDtypeStruct):

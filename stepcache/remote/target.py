@@ -32,7 +32,7 @@ from stepcache.remote.clients import MAX_FORMS
 from stepcache.remote.connection import Connection
 from stepcache.remote.messages import Values, packed
 from stepcache.remote.tracing import TracedStep, donated_leaves
-from stepcache.remote.variables import hold, master_of, placed_init
+from stepcache.remote.variables import hold, master_of, placed, state_places
 from stepcache.variables.packing import is_key_type
 from stepcache.variables.policy import OnHost, Read
 from stepcache.variables.variables import Variables
@@ -143,8 +143,8 @@ class Target:
         """Returns the variables that hold an optimizer's state, and makes them if need be."""
         master = master_of(variables)
         if master.state is None:
-            key = "init", id(variables.write.optimizer), variables._number
-            state = self._own_step(key, placed_init(variables), ())(variables)
+            init, places = variables.write.optimizer.init, state_places(variables)
+            state = self._own_step(("init", id(init), places), placed(init, places), ())(variables)
             master.state = Variables(state, name=f"{variables.name}/optimizer")
         return master.state
 

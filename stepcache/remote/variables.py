@@ -248,20 +248,25 @@ def hold(
     return master
 
 
-def placed_init(variables: Any) -> Callable[[Any], Any]:
-    """Returns a function of a value that makes the state of its optimizer, placed beside it."""
-    init, slots = variables.write.optimizer.init, variables._layout.slots
+def state_places(variables: Any) -> tuple[Any, ...]:
+    """Returns the shardings of the state of an optimizer: beside the variables that it updates."""
     placer = placer_of(variables.name, variables.placement, variables._placer)
-    parameters = Parameters(variables._prefix, slots)
+    assert placer is not None  # The mesh of the tasks.
+    layout = variables._layout
+    parameters = Parameters(variables._prefix, layout.slots)
+    shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
+    state = jax.eval_shape(variables.write.optimizer.init, layout.tree.unflatten(shapes))
+    return tuple(parameters.beside(placer, path, x.shape) for path, x in named_leaves(state)[0])
 
-    def made(value: Any) -> Any:
-        named, structure = named_leaves(init(value))
-        assert placer is not None  # The mesh of the tasks.
-        places = [parameters.beside(placer, path, leaf.shape) for path, leaf in named]
-        leaves = map(jax.lax.with_sharding_constraint, (leaf for _, leaf in named), places)
-        return structure.unflatten(leaves)
 
-    return made
+def placed(function: Callable[[Any], Any], places: Sequence[Any]) -> Callable[[Any], Any]:
+    """Returns a function whose outputs have these shardings."""
+
+    def run(value: Any) -> Any:
+        leaves, structure = jax.tree.flatten(function(value))
+        return structure.unflatten(map(jax.lax.with_sharding_constraint, leaves, places))
+
+    return run
 
 
 def _zeros(slot: Slot) -> Any:

@@ -237,7 +237,7 @@ class Served(Master):
     @functools.cached_property
     def _placed(self) -> list[Any]:
         """The buffers, each with its sharding on the devices."""
-        here = SingleDeviceSharding(jax.devices()[0])
+        here = SingleDeviceSharding(jaxcompat.default_device())
         return [each._replace(sharding=each.sharding or here) for each in self.layout.buffers]
 
     @functools.cached_property
