@@ -174,10 +174,15 @@ def advice() -> str:
     """How well `advise` predicts."""
     found, rows = result("advice"), []
     for name, of in found.figures["groups"].items():
-        shares = of["within"], of["error_quartiles"][1], of["regret_median"], of["regret_worst"]
+        shares = of["within"], of["repeated"], of["error_quartiles"][1]
+        shares += of["regret_median"], of["regret_worst"]
         rows.append((name, str(of["cases"]), *(f"{each:.0%}" for each in shares)))
-    header = ("", "policies", "within 25 %", "median error", "median regret", "largest")
-    about = "Regret is the time of the chosen policy beyond that of the best one."
+    errors = ("within 25 %", "two rounds", "median error")
+    header = ("", "policies", *errors, "median regret", "largest")
+    about = (
+        "Within 25 %: predicted and measured; beside it the first and the last round of a policy. "
+        "Regret is the time of the chosen policy beyond that of the best one."
+    )
     return table(header, rows) + f"\n{about} {found.source()}\n"
 
 
