@@ -16,6 +16,7 @@ from jax.tree_util import keystr
 from stepcache import jaxcompat
 from stepcache.jaxcompat import Tracer
 from stepcache.sharding import axes_of, is_in_type
+from stepcache.variables.packing import is_key_type
 
 _MASKS_REMEMBERED = 1024
 
@@ -72,15 +73,10 @@ def filled(leaf: Any, axis: int, padded: int, row: int = -1) -> Any:
 
 
 def _zeros(leaf: Any, shape: tuple[int, ...]) -> Any:
-    if not is_key(leaf):
+    if not is_key_type(leaf.dtype):
         return np.zeros(shape, leaf.dtype)
     data = jnp.zeros((*shape, *jax.random.key_data(leaf).shape[leaf.ndim :]), np.uint32)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-
-
-def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf is an array of random keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def kept(leaf: Any, axis: int, size: int) -> Any:
@@ -104,7 +100,7 @@ def _rows_of(leaf: Any, axis: int, rows: Any, size: int) -> Any:
     on_devices: Any = leaf.sharding
     mesh = None if isinstance(leaf, Tracer) else on_devices.mesh
     with jaxcompat.tracing_context(mesh):
-        if not is_key(leaf):
+        if not is_key_type(leaf.dtype):
             return leaf.at[at].get(out_sharding=out)
         whole = PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
         whole_axis = jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, whole))
@@ -119,7 +115,7 @@ def _is_numpys(leaf: Any) -> bool:
     return (
         isinstance(leaf, jax.Array)
         and not isinstance(leaf, Tracer)
-        and not is_key(leaf)
+        and not is_key_type(leaf.dtype)
         and not leaf.committed
         and next(iter(leaf.devices())).platform == "cpu"
     )

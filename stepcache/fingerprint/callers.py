@@ -10,6 +10,7 @@ import enum
 import functools
 import inspect
 import logging
+import os
 import sys
 import traceback
 import typing
@@ -34,7 +35,7 @@ from stepcache.fingerprint.provenance import (
 # Frameworks call the clock and the like for their own logs; it does not reach the trace.
 FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
 # Numbers its calls at random, to find them in the stack of an error.
-_NUMBERS_CALLS = ("equinox", "_jit.py")
+_NUMBERS_CALLS = os.path.join(os.sep, "equinox", "_jit.py")
 # Modules of Python that call functions written in C for their own ends alone.
 _CALL_FOR_THEMSELVES = frozenset(
     module.__file__
@@ -55,12 +56,8 @@ _FINDING = frozenset(("_find_spec", "_get_spec", "_path_hooks"))
 def calls_matter(filename: str) -> bool:
     """Whether what the code of a file calls may be what a trace depends on."""
     if origin_of_file(filename) == INSTALLED:
-        return package_of(filename) not in FRAMEWORKS and not _numbers_calls(filename)
+        return package_of(filename) not in FRAMEWORKS and not filename.endswith(_NUMBERS_CALLS)
     return filename not in _CALL_FOR_THEMSELVES
-
-
-def _numbers_calls(filename: str) -> bool:
-    return Path(filename).parts[-2:] == _NUMBERS_CALLS
 
 
 def is_import_hook(frame: FrameType) -> bool:
@@ -128,7 +125,7 @@ def responsible(frame: FrameType | None) -> str | None:
         if origin == PYTHON and passes_by(frame):
             return None
         package = package_of(filename) if origin == INSTALLED else ""
-        if package in FRAMEWORKS or (package and _numbers_calls(filename)):
+        if package in FRAMEWORKS or (package and filename.endswith(_NUMBERS_CALLS)):
             return None
         if origin != PYTHON and package != "numpy":
             label = file_label(filename, frame.f_globals.get("__name__"))
