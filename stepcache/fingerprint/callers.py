@@ -10,7 +10,6 @@ import enum
 import functools
 import inspect
 import logging
-import os
 import sys
 import traceback
 import typing
@@ -35,7 +34,7 @@ from stepcache.fingerprint.provenance import (
 # Frameworks call the clock and the like for their own logs; it does not reach the trace.
 FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
 # Numbers its calls at random, to find them in the stack of an error.
-_NUMBERS_CALLS = os.path.join(os.sep, "equinox", "_jit.py")
+_NUMBERS_CALLS = "/equinox/_jit.py"
 # Modules of Python that call functions written in C for their own ends alone.
 _CALL_FOR_THEMSELVES = frozenset(
     module.__file__
