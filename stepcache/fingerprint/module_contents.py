@@ -87,15 +87,28 @@ def _assigned_globals(source: bytes) -> Iterator[str]:
 
 def _process_began_ns() -> int:
     """When this process began; where the system does not tell, the time of now."""
-    now = time.time_ns()
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         ticks = int(fields[19])  # Since the system began.
-        since_boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        began = now - since_boot + (ticks + 1) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+        began = _boot_ns() + (ticks + 1) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
-        return now
-    return began if ticks else now
+        return time.time_ns()
+    return began if ticks else time.time_ns()
+
+
+def _boot_ns() -> int:
+    """When the system began.
+
+    A process may be interrupted between its readings of two clocks; so this is the difference of
+    that reading, of several, which took least time.
+    """
+    readings = []
+    for _ in range(5):
+        before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        now = time.time_ns()
+        took = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - before
+        readings.append((took, now - before - took // 2))
+    return min(readings)[1]
 
 
 PROCESS_BEGAN_NS = _process_began_ns()

@@ -477,7 +477,8 @@ def test_a_hang_can_be_an_error(together):
     assert ranks[0].code == 1 or ranks[0].said("lost"), ranks[0].output
     for rank in ranks[:2]:
         assert "finished" not in rank.output
-        assert "RankLostError" in rank.output
+        # A main thread that is in a collective dies of it; one that raises says so itself.
+        assert "RankLostError" in rank.output or rank.said("lost")
         assert "the pod is broken: nothing has moved for 3 s" in rank.output
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -119,3 +120,20 @@ def test_where_nothing_can_be_written_nothing_is(tmp_path):
     index.write({"/a.py": [1, 2, 3, 4, "digest", []]})
     assert index.read() == {}
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc says when a process began")
+@pytest.mark.parametrize("clock", ["time_ns", "clock_gettime_ns"])
+def test_when_the_process_began_is_known_though_it_is_interrupted(clock, monkeypatch):
+    """A file that was written before is else taken for one written since, or the other way."""
+    read, interrupted = getattr(time, clock), []
+
+    def interrupted_read(*which):
+        value = read(*which)
+        if not interrupted:
+            interrupted.append(time.sleep(0.2))
+        return value
+
+    monkeypatch.setattr(time, clock, interrupted_read)
+    assert abs(module_contents._process_began_ns() - module_contents.PROCESS_BEGAN_NS) < 50e6
+    assert interrupted
