@@ -2,7 +2,8 @@
 
 The protocol alone, as stepcache runs it: no devices, no programs. Each rank is a process of its
 own with JAX's own client, forked from one that has imported everything; the service is JAX's own,
-in the process of rank 0. Eight ranks take each other for processes of one machine.
+in the process of rank 0, which gets the CPU before the others, as on a machine of its own. Eight
+ranks take each other for processes of one machine.
 
 - a new key: all processes agree on a program that each has stored in a directory of its own;
 - a new key that rank 0 builds, and the others take from a shared directory; and the same where
@@ -331,6 +332,8 @@ def pod(count: int, quick: bool, cases: Sequence[str]) -> None:
             for rank in range(count):
                 process = os.fork()
                 if not process:
+                    if rank:  # Rank 0, which runs the service, has a machine of its own in a pod.
+                        os.nice(10)
                     code = 1
                     try:
                         work(rank, count, address, directory, quick, cases)

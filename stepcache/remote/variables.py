@@ -101,7 +101,9 @@ class RemoteMaster(Master):
         meter[SERVER_LINK] += self.store(leaves)
         self.version += 1
 
-    def apply(self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter) -> None:
+    def apply(
+        self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter, on_kept: Callable
+    ) -> None:
         own = [leaf for leaf in leaves if not isinstance(leaf, RemoteArray)]
         meter[SERVER_LINK] += sum(np.asarray(leaf).nbytes for leaf in own)
         self.target.push(self.owner(), self.layout.tree.unflatten(leaves), mode)

@@ -22,6 +22,8 @@ from stepcache.storage.run_activity import Held, Holder, activity_log
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.plan import links
 
+_Update = tuple[np.ndarray, np.ndarray]  # Numbers of different rows, and an update of each.
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -99,7 +101,7 @@ class Table(Holder):
         self._hosts, self.name, self._type = hosts, name, kind
         self._cache, self._lock = cache, threading.Lock()
         self._every = every
-        self._pending: list[tuple[np.ndarray, np.ndarray]] = []  # Row numbers, and their updates.
+        self._pending: list[_Update] = []
         self._create("alter table" if replaces_optimizer else "create table")
         activity_log.watch(self)
 
@@ -238,9 +240,11 @@ class Table(Holder):
         with self._lock:
             if self._every > 1:  # A copy: the caller may change it before it is sent.
                 update = update.astype(self.dtype)
-            self._pending.append((rows.ids, update))
-            if len(self._pending) >= self._every:
-                self._send()
+            updates = [*self._pending, (rows.ids, update)]
+            if len(updates) < self._every:
+                self._pending = updates
+            else:
+                self._send(updates)
 
     def flush(self) -> None:
         """Sends the sums of `every=k` now.
@@ -250,19 +254,33 @@ class Table(Holder):
         """
         with self._lock:
             if self._pending:
-                self._send()
+                self._send(self._pending)
 
-    def _send(self) -> None:
-        ids, update = _added_up(self._pending)
-        self._pending = []
-        if self._cache is not None:
-            self._cache.invalidate(ids)
+    def _send(self, updates: Sequence[_Update]) -> None:
+        """Sends the sum of updates. Those that are pending are pending no longer.
+
+        If this raises, they are again, but for rows of hosts that have the sum or will get it.
+        """
+        ids, update = _added_up(updates)
+        pending = self._pending
+        kept: set[int] = set()  # Hosts.
 
         def write(host: int, at: Any, numbers: np.ndarray) -> None:
             layout = BlockLayout(self._type.update_types(numbers.size))
-            self._hosts.clients[host].write(self.name, "rows", layout, [numbers, update[at]])
+            on_kept = functools.partial(kept.add, host)
+            row = (self.name, "rows", layout, [numbers, update[at]])
+            self._hosts.clients[host].write(*row, on_kept=on_kept)
 
-        self._on_each_host(ids, write)
+        try:
+            if self._cache is not None:
+                self._cache.invalidate(ids)
+            self._pending = []
+            self._on_each_host(ids, write)
+        except BaseException:
+            hosts = len(self._hosts.clients)
+            left = [(row, ~np.isin(row[0] % hosts, [*kept])) for row in pending]
+            self._pending = [(ids[at], update[at]) for (ids, update), at in left if at.any()]
+            raise
         self._note(ids.nbytes + ids.size * self._row_bytes)
 
     def _on_each_host(self, ids: np.ndarray, call: Callable[[int, Any, np.ndarray], None]) -> None:
@@ -298,7 +316,7 @@ class Table(Holder):
         return f"Table({self.name!r}, {self._type.dtype}{list(self.shape)}, {how})"
 
 
-def _added_up(updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+def _added_up(updates: Sequence[_Update]) -> _Update:
     """Returns the different rows of some updates, and for each the sum of its updates."""
     if len(updates) == 1:
         return updates[0]

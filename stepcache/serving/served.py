@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -320,11 +320,18 @@ class Served(Master):
         meter[HOST_LINK] += transfer.to_host_bytes(leaves, None)
         self._assign(list(map(np.asarray, leaves)), session, meter)
 
-    def apply(self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter) -> None:
+    def apply(
+        self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter, on_kept: Callable
+    ) -> None:
         meter[HOST_LINK] += self._feedback.host_bytes(leaves)
         arrays, left = self._feedback.encode(leaves)
-        coding, on_kept = self._feedback.coding, functools.partial(self._feedback.keep, left)
-        options = {"wire": coding.wire or "", "on_kept": on_kept}
+        coding = self._feedback.coding
+
+        def keep() -> None:
+            self._feedback.keep(left)
+            on_kept()
+
+        options = {"wire": coding.wire or "", "on_kept": keep}
         self._write(mode, coding.of_leaves(arrays), coding, session, meter, **options)
 
     def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:

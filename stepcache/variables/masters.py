@@ -7,7 +7,7 @@ and `leaves`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -143,8 +143,10 @@ class Master:
         """Makes copies of other leaves the value, and raises the version."""
         self.write(transfer.pack(leaves, self.layout))
 
-    def apply(self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter) -> None:
-        """Has an update added, or applied, where the master lives."""
+    def apply(
+        self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter, on_kept: Callable
+    ) -> None:
+        """Has an update added, or applied, where it lives. Calls `on_kept` once it surely will."""
         raise NotImplementedError
 
     def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
@@ -215,9 +217,8 @@ class InHostMemory(Master):
         return self._may_cross_in_program and self._exact_route.name == "gather"
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        planned = self.plan_take(variable, reader)
-        if reader.carried:
-            planned += self.plan_put(variable, reader)
+        planned = super().plan(variable, reader)
+        planned += self.plan_put(variable, reader) if reader.carried else ()
         if self._policy.prefetch:
             version, ahead = self.version + reader.carried, ", ahead of the next step"
             planned += (self._plan_read(variable, version, reader, ahead),)
@@ -345,9 +346,8 @@ class InHostMemory(Master):
         """The value in the memory of this host, in the shapes that it has on the devices."""
         layout, whole = self.host_layout, transfer.in_device_shape
         rows = zip(self.packed.buffers, layout.on_host, layout.on_device, strict=True)
-        return Packed(
-            self.layout, tuple(x if host is None else whole(x, at) for x, host, at in rows)
-        )
+        buffers = (x if host is None else whole(x, at) for x, host, at in rows)
+        return Packed(self.layout, tuple(buffers))
 
     def store(self, packed: Packed, session: Any) -> None:
         """Makes what was computed on the host the value. It crosses no link."""

@@ -7,6 +7,7 @@ optimizer. That runs where the master copy lives, or where the placement of one 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,13 +97,15 @@ class Updates:
     ) -> None:
         pending, version = (self.pending_leaves, self.pending), master.version
         self.resume(None, 0)
-        if master.applies_updates:
-            master.apply(summed, self._write.mode, reader.session, meter)
-            return
+        kept: list[bool] = []  # By the master, which repeats it.
         try:
-            self._apply(master.layout.tree.unflatten(summed), master, reader, meter)
+            if master.applies_updates:
+                on_kept = functools.partial(kept.append, True)
+                master.apply(summed, self._write.mode, reader.session, meter, on_kept)
+            else:
+                self._apply(master.layout.tree.unflatten(summed), master, reader, meter)
         except BaseException:
-            if master.version == version:
+            if not kept and master.version == version:
                 self.resume(*pending)
             raise
 

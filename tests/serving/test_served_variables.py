@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -291,6 +292,23 @@ def test_a_sum_that_is_refused_takes_no_other_with_it(connection, name, monkeypa
             written = other.hosts.write
             monkeypatch.setattr(other.hosts, "write", refused)
     assert connection.variables(names[1], tree).value["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("how", ["push", "flush"])
+def test_a_sum_that_cannot_be_kept_is_pending_again(connection, name, how, monkeypatch):
+    """A push that raises changes nothing, unless its write is kept to be repeated."""
+    ones = {"w": np.ones(SIZE, np.float32)}
+    mine, theirs = two(connection, name, 0.0, write=sc.Write(mode="add", every=3))
+    for _ in range(2):
+        mine.push(ones)
+    with monkeypatch.context() as patch:
+        for client in connection.hosts.clients:
+            patch.setattr(client._transport, "allocate", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            mine.flush() if how == "flush" else mine.push(ones)
+    assert theirs.value["w"][0] == 0
+    mine.push(ones)
+    assert theirs.value["w"][0] == 3
 
 
 def test_sums_of_a_loop_that_failed_are_not_written(connection, name):

@@ -1,6 +1,7 @@
 """Tables of rows that a server holds."""
 
 import pickle
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -213,6 +214,28 @@ def test_updates_are_added_up_and_each_row_sent_once(connection, name, moved):
     summing.flush()
     summing.flush()
     assert summing.lookup([1, 2]).values[:2, 0].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("how", ["push", "flush"])
+def test_a_sum_that_a_host_cannot_get_is_pending_again(connection, name, how, monkeypatch):
+    """A push that raises changes nothing but rows of the hosts that have it, or will get it."""
+    table = connection.table(name, 100, (4,), every=3, optimizer=sc.RowOptimizer("add"))
+    other = connection.table(name, 100, (4,), optimizer=sc.RowOptimizer("add"))
+    rows, ids = table.lookup([1, 2, 3, 4]), np.array([1, 2, 3, 4])
+    update = np.ones_like(rows.values)
+    for _ in range(2):
+        table.push(rows, update)
+    client, hosts = connection.hosts.clients[0], len(connection.hosts.clients)
+    with monkeypatch.context() as patch:
+        patch.setattr(client._transport, "allocate", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            table.flush() if how == "flush" else table.push(rows, update)
+    sent = 2 if how == "flush" else 3
+    expected = np.where(ids % hosts == 0, 0, sent)
+    assert other.lookup(ids).values[:4, 0].tolist() == expected.tolist()
+    table.flush()
+    expected = np.where(ids % hosts == 0, 2, sent)
+    assert other.lookup(ids).values[:4, 0].tolist() == expected.tolist()
 
 
 def test_the_end_of_a_connection_sends_sums(connection, name):
