@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Sharding
-from rich.console import Console, ConsoleOptions
-from rich.text import Text
 
 from stepcache import jaxcompat
 from stepcache.calls.over_buffers import HELD
@@ -28,6 +26,10 @@ from stepcache.events import Captured, Miss
 from stepcache.programs.lookup import LookupResult
 from stepcache.units import counted, readable_bytes, shown_as_printed, terminal_width
 from stepcache.variables.plan import Plan
+
+if TYPE_CHECKING:  # Rich calls `__rich_console__`, and is not imported before.
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
 
 _STAGES = ("trace", "lower", "compile")
 
@@ -111,6 +113,8 @@ class Explanation:
     _repr_pretty_ = shown_as_printed
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
+        from rich.text import Text
+
         for number, line in enumerate(self._lines(options.max_width)):
             yield Text(line, style="" if number else "bold")
 

@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
-
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING
 
 from stepcache.events import BuildFailed, Built, Event, Loaded, StageStarted, recorder
+
+if TYPE_CHECKING:  # Rich takes long to import, and few builds are shown.
+    from rich.console import Console
+    from rich.progress import Progress
 
 _log = logging.getLogger("stepcache")
 
@@ -89,6 +91,9 @@ class BuildProgress:
                         self._show(running)
 
     def _show(self, running: _Running) -> None:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
         console = self.console or Console(stderr=True)
         if not console.is_terminal:
             elapsed = time.monotonic() - running.started
