@@ -64,9 +64,6 @@ def function_name(fun: Any) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
 
 
-# ---- steps made by the same code ----------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Making:
     """Where the code of a step is, and how many steps of it have been made.

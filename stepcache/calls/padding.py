@@ -92,8 +92,6 @@ class Padder:
         args, kwargs, groups = self._padded(args, kwargs)
         return self._cut(self._engine().eval_shape(args, kwargs), args, kwargs, groups)
 
-    # ---- arguments -----------------------------------------------------------------------------
-
     def _padded(self, args: tuple, kwargs: dict, row: int = -1) -> tuple[tuple, dict, list[_Group]]:
         """Pads arguments with copies of a row. Returns them, and a group for each `Pad`."""
         values, keywords, groups = list(args), dict(kwargs), []
@@ -165,8 +163,6 @@ class Padder:
         if placer is None or pad.axis or names.isdisjoint(self._spec.parameters.batch):
             return 1
         return placer.own_parts
-
-    # ---- outputs -------------------------------------------------------------------------------
 
     def _cut(self, outputs: Any, args: tuple, kwargs: dict, groups: list[_Group]) -> Any:
         """Cuts added rows from outputs."""
@@ -252,8 +248,6 @@ class Padder:
         outputs = self._engine().eval_shape(tuple(values), keywords)
         others = self._apart(outputs, args, kwargs)[1]
         return [np.shape(leaf) for leaf in jax.tree_util.tree_leaves(others)]
-
-    # ---- the check -----------------------------------------------------------------------------
 
     def _check(self, args: tuple, kwargs: dict, groups: list[_Group]) -> None:
         """Checks that outputs do not depend on the added rows.

@@ -290,9 +290,6 @@ def read_leaf(x: Any) -> Leaf:
     return Leaf(aval.shape, aval.dtype, aval.weak_type, sharding, layout, on_host)
 
 
-# ---- short texts ---------------------------------------------------------------------------------
-
-
 def short_type(shape: Sequence[int], dtype: Any) -> str:
     """Returns a type as JAX writes it: `float32[8,128]`."""
     return f"{_dtype_name(dtype)}[{','.join(map(str, shape))}]"

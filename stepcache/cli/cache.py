@@ -31,8 +31,6 @@ def cache() -> None:
     """Inspects and maintains a cache directory."""
 
 
-# ---- inspecting ---------------------------------------------------------------------------------
-
 _SORTS = {
     "used": lambda item: -item.used_time,
     "built": lambda item: -(item.built_time or 0.0),
@@ -95,9 +93,6 @@ def why_command(directory: Path, step: str | None, count: int | None, by_rank: b
     else:
         text = render.why(found[0]) if count is None else render.startup_ledger(found)
     return Result({"runs": [asdict(run) for run in found]}, text)
-
-
-# ---- maintaining --------------------------------------------------------------------------------
 
 
 @cache.command("verify")
@@ -172,9 +167,6 @@ def clear_command(directory: Path, yes: bool) -> Result:
     left = {(each.kind, each.digest) for each in inventories.entries_of(archive)}
     gone = [each for each in entries if (each.kind, each.digest) not in left]
     return _freed(archive, directory, gone, 0)
-
-
-# ---- moving -------------------------------------------------------------------------------------
 
 
 @cache.command("export")

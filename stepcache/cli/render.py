@@ -66,9 +66,6 @@ def _width() -> int:
     return terminal_width() if sys.stdout.isatty() else sys.maxsize
 
 
-# ---- fields, tables and outlines ----------------------------------------------------------------
-
-
 def _field(name: str, value: Any) -> str:
     """Returns a field as text, formatted by the unit in its name."""
     if value is None or value == "":
@@ -165,9 +162,6 @@ def _row(row: Any) -> str:
     return str(row)
 
 
-# ---- ls, show, verify ---------------------------------------------------------------------------
-
-
 def inventory(found: Inventory) -> Rendered:
     """Renders `ls`: a row for each step, and for each program that no step names."""
     if not found.items:
@@ -229,9 +223,6 @@ def verified(count: int, found: Sequence[Checked], directory: str) -> Rendered:
     damaged = sum(each.state == "damaged" for each in found)
     outcome = f"{damaged} damaged, now in quarantine" if damaged else "none is damaged"
     yield f"{counted(count, 'entry')} in {directory} read and checked: {outcome}."
-
-
-# ---- why ----------------------------------------------------------------------------------------
 
 
 def why(run: Run) -> Rendered:
@@ -304,9 +295,6 @@ def ranks(run: Run) -> Rendered:
     yield f"Rank {last.rank} started slowest; slowest by stage: {slowest}"
 
 
-# ---- export, import, doctor ---------------------------------------------------------------------
-
-
 def exported(result: Exported) -> Rendered:
     """Renders `export`: the contents of the bundle, and the entries that were left out."""
     yield (
@@ -358,9 +346,6 @@ def diagnosis(found: Diagnosis) -> Rendered:
         yield status.append(f"{check.name:<{width}}  {detail}", "default")
         more += [f"try: {check.hint}"] if check.hint else []
         yield from (f"{'':{width + 10}}{line}" for line in more)
-
-
-# ---- served variables ---------------------------------------------------------------------------
 
 
 def tasks(found: dict[str, Any]) -> Rendered:

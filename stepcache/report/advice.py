@@ -203,9 +203,6 @@ def _choice(
     return Choice(name, *policies, others + seconds, moved, held, lost, is_current=now)
 
 
-# ---- what the step takes ------------------------------------------------------------------------
-
-
 def _measured(
     step: Any,
     engine: Engine,

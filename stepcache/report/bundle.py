@@ -90,9 +90,6 @@ def _sha256(file: IO[bytes], size_bytes: int) -> bytes:
     return hasher.digest()
 
 
-# ---- reading ------------------------------------------------------------------------------------
-
-
 class Bundle:
     """The entries of an open bundle file.
 

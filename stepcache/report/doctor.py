@@ -182,9 +182,6 @@ def _contents(directory: Path, max_bytes: int) -> Iterator[Check]:
         yield Check("quarantine", "ok", "empty")
 
 
-# ---- the round trip -----------------------------------------------------------------------------
-
-
 def _round_trip(directory: Path) -> Check:
     if not storing.CAN_STORE:
         return Check("round trip", "warning", "not tried: programs cannot be stored")

@@ -153,9 +153,6 @@ def _programs_of(entry: EntryInfo) -> list[str]:
     return [str(each) for each in programs] if isinstance(programs, list) else []
 
 
-# ---- one entry ---------------------------------------------------------------------------------
-
-
 def find(entries: Iterable[EntryInfo], wanted: str) -> list[EntryInfo]:
     """Finds entries by the name of their step, else by the beginning of their digest.
 
@@ -223,9 +220,6 @@ def _build(record: DependencyRecord, latest: DependencyRecord, sizes: dict[str, 
             for each in differences(record.dependencies, latest.dependencies)
         ],
     )
-
-
-# ---- checking ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

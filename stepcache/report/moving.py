@@ -98,9 +98,6 @@ class Imported:
     trusted: str  # "own key", or "as asked".
 
 
-# ---- export -------------------------------------------------------------------------------------
-
-
 def export(archive: Archive, file: Path, wanted: Sequence[str] = ()) -> Exported:
     """Writes a bundle of the wanted steps, or of all steps and programs. The write is atomic.
 
@@ -209,9 +206,6 @@ def _sound_entries(
         else:
             problem = info.problem if info is not None else "it is gone"
             left_out.append(f"{kind} {digest[:12]}: {problem}")
-
-
-# ---- import -------------------------------------------------------------------------------------
 
 
 def take(directory: Path, file: Path, *, trust: bool = False, anyway: bool = False) -> Imported:

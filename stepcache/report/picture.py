@@ -35,9 +35,6 @@ _LINKS = (("host", HOST_LINK), ("device", DEVICE_LINK))
 _NO_PLAN = "Nothing is planned: the call passes no Variables."
 
 
-# ---- what moves ---------------------------------------------------------------------------------
-
-
 class Totals(NamedTuple):
     """Bytes over the host's link, and between devices."""
 
@@ -150,9 +147,6 @@ def _naive(transfer: Transfer, is_prefetched: bool) -> Flow:
     note = f"{listed(readers)} {fetch} on {where}{', uncoded' if transfer.wire else ''}"
     fetched = Totals(extent.held_bytes * len(readers))
     return Flow("each", devices, note, extent.size_bytes, fetched, readers)
-
-
-# ---- the picture --------------------------------------------------------------------------------
 
 
 def draw(step: str, mesh: Mapping[str, int] | None, plan: Plan, moved_bytes: int) -> str:
@@ -276,8 +270,6 @@ class _Picture:
                     width = max((_WIDTH - _BARS - 8) * size / largest, 1.5)
                     self._canvas.box(kind, x + _BARS, top + 3, width, 10, 2)
         self._y += 56
-
-    # ---- one flow -------------------------------------------------------------------------------
 
     def _flow(self, flow: Flow, x: float, top: float) -> float:
         """Draws the host's memory, the devices' memories and what moves; returns the lower edge."""

@@ -77,9 +77,6 @@ def page(run: Run, program_bytes: Mapping[str, int]) -> str:
     return html_page(f"{run.script}: stepcache run report", _STYLE, *body)
 
 
-# ---- sections -----------------------------------------------------------------------------------
-
-
 def _head(run: Run) -> str:
     state, *others = {_state(rank.activity) for rank in run.ranks}
     state = "the processes differ: see below" if others else state
@@ -279,9 +276,6 @@ def _rank(run: Run, rank: int) -> str:
 def _activities(run: Run) -> list[tuple[int, Activity]]:
     """What each process moved and held, where it is known."""
     return [(rank.rank, rank.activity) for rank in run.ranks if rank.activity is not None]
-
-
-# ---- text, tables and charts --------------------------------------------------------------------
 
 
 def _seconds(value: float) -> str:

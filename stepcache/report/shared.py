@@ -95,9 +95,6 @@ def _unless_gone(future: Future[T]) -> T | None:
     return None
 
 
-# ---- contents ------------------------------------------------------------------------------
-
-
 def take_inventory(place: Place) -> Inventory:
     """Lists the steps, and the programs that no step names."""
     with _opened(place) as (store, catalogue):
@@ -140,9 +137,6 @@ def _item(lookup: str, found: Sequence[tuple[Name, Step | str]], catalogue: Cata
         sum(records[0].seconds.values()) if records else None,
         problem,
     )
-
-
-# ---- push and pull -----------------------------------------------------------------------------
 
 
 def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
@@ -227,9 +221,6 @@ def _pull_program(store: ObjectStore, place: Place, disk: Any, digest: str) -> s
     except DamagedEntryError as damage:
         return f"its program {digest[:12]} is refused: {damage}"
     return ""
-
-
-# ---- making room --------------------------------------------------------------------------------
 
 
 def prune(place: Place, max_bytes: int | None, written_before: float | None) -> Removed:

@@ -71,9 +71,6 @@ def html_page(title: str, style: str, *body: str) -> str:
     )
 
 
-# ---- text ---------------------------------------------------------------------------------------
-
-
 def printable(text: str) -> str:
     """Text on one line, with U+FFFD for control characters and what XML forbids."""
     text = re.sub("[\t\n\r]", " ", text)
@@ -112,9 +109,6 @@ def wrapped(text: str, width: float, size: float, bold: bool = False, most: int 
         lines.append(text[:end].rstrip() + dots)
         text = text[end:].lstrip()
     return lines or [""]
-
-
-# ---- shapes -------------------------------------------------------------------------------------
 
 
 class Canvas:

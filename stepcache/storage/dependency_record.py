@@ -147,9 +147,6 @@ class Publication:
         )
 
 
-# ---- stored and read back ---------------------------------------------------------------------
-
-
 def pack_records(label: str, records: Sequence[DependencyRecord]) -> tuple[dict[str, Any], bytes]:
     """Header and payload of a step's entry; the latest record comes first."""
     about = {

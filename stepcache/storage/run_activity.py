@@ -115,8 +115,6 @@ class ActivityLog:
             self._begin()  # A forked child is another run.
         return self
 
-    # ---- what happens ---------------------------------------------------------------------------
-
     def __call__(self, event: Event) -> None:
         """Counts a `Moved` event; a subscriber of the recorder."""
         if type(event) is not Moved:
@@ -155,8 +153,6 @@ class ActivityLog:
         """Keeps the counts of variables that are about to be deleted."""
         self._here()._gone.append(held)
         self._gone_count += 1
-
-    # ---- the file -------------------------------------------------------------------------------
 
     def write_to(self, file: Path) -> None:
         """Writes what there is to a file too: soon, then while it changes, and at the end."""

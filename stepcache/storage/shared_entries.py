@@ -95,8 +95,6 @@ class SharedEntries:
         _live.add(self)
         weakref.finalize(self, self._objects.writes.stop).atexit = False
 
-    # ---- reading -----------------------------------------------------------------------------
-
     @property
     def is_on(self) -> bool:
         """Whether the store is asked; not in a forked child, where its threads are not."""
@@ -261,8 +259,6 @@ class SharedEntries:
         self._objects.reads.stop()
         self._objects.writes.stop()
         warn(f"The shared cache {self.url} is not used from now on: {why}", StepCacheWarning)
-
-    # ---- writing -----------------------------------------------------------------------------
 
     def upload(
         self, address: Address, digest: str, record: DependencyRecord | None, data: bytes
