@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 
 from stepcache import jaxcompat
-from stepcache.calls.over_buffers import argument_of
+from stepcache.calls.carry import argument_of
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import VariablesError
 from stepcache.variables.variables import Variables

@@ -24,8 +24,7 @@ _INSTEAD = "stepcache.nnx.step, in the place of nnx.jit, updates modules in plac
 def warn_of_carried_module(spec: StepSpec, call: Call) -> None:
     """Warns of a call that carries an nnx module."""
     for name in spec.parameters.carry:
-        tree = (dict(zip(call.names, call.args, strict=True)) | call.kwargs).get(name)
-        if _variables(tree):
+        if _variables(call.arguments.get(name)):
             warn(
                 f"{spec.name} carries {name!r}, an nnx module: the one that is passed is left "
                 f"without its arrays, and another one comes back. {_INSTEAD}",

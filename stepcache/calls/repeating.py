@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from stepcache.calls.carry import refuse_outputs
-from stepcache.calls.over_buffers import argument_of
+from stepcache.calls.carry import OverStep, argument_of
 from stepcache.calls.signature import Parameters
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import OptionError
@@ -48,18 +47,12 @@ def repeated(spec: StepSpec, count: int) -> StepSpec:
     return dataclasses.replace(made, parameters=dataclasses.replace(made.parameters, stacked=True))
 
 
-class _Repeated:
-    """Calls a step's function several times.
-
-    No function, so that whatever asks for code, a file or a signature finds those of the step's.
-    """
+class _Repeated(OverStep):
+    """Calls a step's function several times."""
 
     def __init__(self, fun: Callable, name: str, parameters: Parameters, count: int):
-        # Plain values alone: a program on disk depends on whatever is found here.
-        self._carry, self._batch = parameters.carry, parameters.batch
-        self._positional, self._count = parameters.positional, count
-        self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
-        self.__name__ = self.__qualname__ = name
+        super().__init__(fun, name, parameters)
+        self._batch, self._count = parameters.batch, count
 
     def __repr__(self) -> str:
         return f"{self.__wrapped__!r}, {self._count} times"
@@ -84,16 +77,3 @@ class _Repeated:
         named = [values.get(name, given) for name, given in zip(self._positional, args)]  # noqa: B905
         rest = args[len(named) :]
         return self.__wrapped__(*named, *rest, **{k: values.get(k, v) for k, v in kwargs.items()})
-
-    def _parts(
-        self, outputs: Any, carried: tuple
-    ) -> tuple[tuple, tuple, Callable[[tuple, tuple], Any]]:
-        """The carry in some outputs, the other outputs, and how to put both together again."""
-        structure = jax.tree_util.tree_structure
-        if len(carried) == 1 and structure(outputs) == structure(carried[0]):
-            return (outputs,), (), lambda new, rest: new[0]
-        if type(outputs) not in (tuple, list) or len(outputs) < len(carried):
-            refuse_outputs(self.__name__, self._carry, structure(outputs))
-        kind, count = type(outputs), len(carried)
-        new, rest = tuple(outputs[:count]), tuple(outputs[count:])
-        return new, rest, lambda new, rest: kind((*new, *rest))

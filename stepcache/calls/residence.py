@@ -16,8 +16,9 @@ from jax.tree_util import keystr
 from stepcache import jaxcompat
 from stepcache.calls import bound_variables
 from stepcache.calls.bound_variables import variables_of
+from stepcache.calls.carry import argument_of
 from stepcache.calls.context import DEFAULT_SCOPE, Scope
-from stepcache.calls.over_buffers import Again, argument_of, mapped
+from stepcache.calls.over_buffers import Again, mapped
 from stepcache.calls.placement import moved_bytes
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.replicas import check_replicas, compare
@@ -78,8 +79,7 @@ class Use:
                     )
                 found.append(each)
         self.carried = len(found)
-        args, kwargs = self.given
-        for tree in (*args, *(kwargs[name] for name in sorted(kwargs))):
+        for _, tree in self.arguments_in_turn():
             for each in variables_of(tree):
                 if each not in found:
                     found.append(each)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,13 +42,11 @@ class Leaf(NamedTuple):
     on_host: bool = False
 
     def stand_in(self) -> jax.ShapeDtypeStruct:
-        """Returns a `jax.ShapeDtypeStruct` for this leaf."""
         return jaxcompat.stand_in(
             self.shape, self.dtype, self.weak_type, self.sharding, on_host=self.on_host
         )
 
     def settled(self) -> Leaf:
-        """Returns the same leaf, not weakly typed."""
         return self._replace(weak_type=False)
 
     def __str__(self) -> str:
@@ -55,10 +54,7 @@ class Leaf(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        size = int(self.dtype.itemsize)
-        for dimension in self.shape:
-            size *= dimension
-        return size
+        return math.prod(self.shape, start=int(self.dtype.itemsize))
 
 
 class Static(NamedTuple):
@@ -192,13 +188,10 @@ class Call:
             positional[position] = value
         return tuple(positional), {**self.given[1], **kwargs}
 
-    def argument(self, name: str) -> Any:
-        """Returns the value of a dynamic argument.
-
-        Raises:
-            KeyError: it was not passed.
-        """
-        return (dict(zip(self.names, self.args, strict=True)) | self.kwargs)[name]
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The dynamic arguments, by name."""
+        return dict(zip(self.names, self.args, strict=True)) | self.kwargs
 
     @cached_property
     def paths(self) -> tuple[Path, ...]:
