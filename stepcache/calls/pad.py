@@ -74,11 +74,7 @@ class Pad:
         return (self.argument,) if isinstance(self.argument, str) else self.argument
 
     def padded_size(self, size: int, parts: int = 1) -> int:
-        """Returns the size that an axis is padded to.
-
-        Args:
-            size: size of the axis.
-            parts: number of parts that the axis is split into.
+        """Returns the size that an axis, split into so many parts, is padded to.
 
         Raises:
             PaddingError: all of `sizes` are smaller.

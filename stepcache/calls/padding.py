@@ -15,16 +15,10 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
+from stepcache.calls.carry import argument_of
 from stepcache.calls.context import Scope
 from stepcache.calls.pad import Pad
-from stepcache.calls.padded_arrays import (
-    changed,
-    filled,
-    is_array,
-    kept,
-    mask_of,
-    with_size,
-)
+from stepcache.calls.padded_arrays import changed, filled, is_array, kept, mask_of, with_size
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import PaddingError
 from stepcache.variables.variables import Variables
@@ -43,22 +37,14 @@ class _Group(NamedTuple):
 class Padder:
     """Calls a step with padded arguments, and cuts its outputs.
 
-    Args:
-        spec: the step.
-        call: calls the step with padded arguments.
-        engine: returns the step's engine, which is not kept alive.
-        scope: returns the scope of a call.
-
     Attributes:
-        call: as given.
+        call: calls the step with padded arguments.
+
+    `engine` returns the step's engine, which is not kept alive, and `scope` the scope of a call.
     """
 
     def __init__(
-        self,
-        spec: StepSpec,
-        call: Callable,
-        engine: Callable[[], Any],
-        scope: Callable[[], Scope],
+        self, spec: StepSpec, call: Callable, engine: Callable[[], Any], scope: Callable[[], Scope]
     ):
         self.call, self._rows, self._padded_rows = call, 0, 0
         self._spec, self._engine, self._scope = spec, engine, scope
@@ -138,10 +124,9 @@ class Padder:
     ) -> None:
         """Replaces the arrays of a `Pad` in the arguments of a call."""
         for name, _, part in (argument.partition("/") for argument in pad.arguments):
-            position = self._positions.get(name, len(args))
             holder: Any = kwargs if name in kwargs else args
-            at: Any = name if name in kwargs else position
-            if name in kwargs or position < len(args):
+            at: Any = name if name in kwargs else self._positions.get(name, len(args))
+            if holder is kwargs or at < len(args):
 
                 def see(path: str, leaf: Any, name: str = name) -> Any:
                     return change(f"{name}/{path}".rstrip("/"), leaf)
@@ -184,8 +169,7 @@ class Padder:
         names = self._spec.parameters.carry
         if not names:
             return [], outputs
-        position = self._positions.get(names[0], len(args))
-        carry = kwargs[names[0]] if names[0] in kwargs else args[position]
+        carry = argument_of(self._spec.parameters.positional, args, kwargs, names[0])
         is_alone = jax.tree_util.tree_structure(carry) == jax.tree_util.tree_structure(outputs)
         if is_alone or type(outputs) not in (tuple, list):
             return [outputs], []

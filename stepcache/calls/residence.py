@@ -306,12 +306,9 @@ def carried(spec: StepSpec, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def put_back(outputs: Any, carry: Sequence[Any], put: Callable[[Variables, tuple], None]) -> Any:
-    """Stores returned buffers in the carried variables, and puts these into the outputs.
+    """Has `put` store returned buffers in the carried variables, which go into the outputs.
 
-    Args:
-        outputs: with a tuple of buffers where a carry had variables.
-        carry: the carried arguments.
-        put: stores the buffers of variables.
+    There, a tuple of buffers is in the place of each of the variables.
     """
 
     def commit(old: Any, new: Any) -> Any:
