@@ -173,7 +173,7 @@ def means(label: str, wanted: str) -> bool:
 
 def details(archive: Archive, entry: EntryInfo) -> Details:
     """Reads one entry."""
-    info = archive.disk.peek(entry.kind, entry.digest)[0] or entry
+    info = archive.disk.peek(entry.kind, entry.digest) or entry
     records, problem = _records(info)
     sizes = {each.digest: each.size_bytes for each in archive.disk.entries("program")}
     steps = archive.disk.entries("step") if info.kind == "program" else ()
@@ -245,7 +245,7 @@ def verify(archive: Archive | None) -> tuple[int, list[Checked]]:
     for each in entries:
         problem, state = each.problem, "damaged"
         if each.kind == "step" and problem is None:
-            info, _ = archive.disk.peek("step", each.digest)
+            info = archive.disk.peek("step", each.digest)
             if info is None:  # It was removed in the meantime.
                 continue
             records, problem = _records(info)

@@ -200,7 +200,7 @@ def _sound_entries(
 ) -> Iterator[EntryInfo]:
     """Yields entries. Adds damaged or missing ones to `left_out`."""
     for digest in sorted(digests):
-        info, _ = disk.peek(kind, digest)
+        info = disk.peek(kind, digest)
         if info is not None and info.problem is None:
             yield info
         else:

@@ -155,7 +155,7 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
                 if record.program in known.programs:
                     there.add(record.program)
                 elif record.program not in sent:
-                    entry, _ = disk.peek("program", record.program)
+                    entry = disk.peek("program", record.program)
                     if entry is None or entry.problem:
                         left_out.append(f"{label}: its program {record.program[:12]} is not there")
                         continue

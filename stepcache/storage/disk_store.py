@@ -116,10 +116,9 @@ class DiskStore:
         info = self._examine(kind, digest, whole=True, use=True)
         return info if info is not None and info.problem is None else None
 
-    def peek(self, kind: str, digest: str) -> tuple[EntryInfo | None, bytes]:
-        """An entry, or None, and its payload: it is not used, nor moved if it is bad."""
-        info = self._examine(kind, digest, whole=True, refuse=False)
-        return info, info.payload if info is not None else b""
+    def peek(self, kind: str, digest: str) -> EntryInfo | None:
+        """An entry with its payload, or None: it is not used, nor moved if it is bad."""
+        return self._examine(kind, digest, whole=True, refuse=False)
 
     def vouch(self, what: bytes) -> bytes:
         """The HMAC of bytes under this directory's key. `what` begins with their purpose.
@@ -165,21 +164,12 @@ class DiskStore:
         return True
 
     def _examine(
-        self,
-        kind: str,
-        digest: str,
-        *,
-        whole: bool = False,
-        use: bool = False,
-        refuse: bool = True,
+        self, kind: str, digest: str, *, whole: bool = False, use: bool = False, refuse: bool = True
     ) -> EntryInfo | None:
         """Examines an entry: None if absent, else with a `problem` if it is bad.
 
-        Args:
-            kind, digest: its name.
-            whole: read the payload too.
-            use: note that it is used now.
-            refuse: put it in quarantine if the whole of it was read and is bad.
+        With `whole`, the payload is read too, and a bad entry put in quarantine if `refuse` says
+        so; with `use`, it is noted that it is used now.
         """
         path, found, refused = self._files.path(kind, digest), None, whole and refuse
         with contextlib.ExitStack() as stack:
@@ -231,8 +221,7 @@ class DiskStore:
         is loading.
 
         Args:
-            kind: a short lower-case identifier.
-            digest: its name, in lower-case hex.
+            kind, digest: its name: a short lower-case identifier, and lower-case hex.
             header: what to say of it, for msgpack; at most 16 MiB.
             payload: its bytes, or as they were stored elsewhere.
 
@@ -286,9 +275,8 @@ class DiskStore:
         code = error.errno if isinstance(error, OSError) else None
         if code in _PASSING:
             return
-        self._not_written_because = (
-            getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        )
+        why = getattr(error, "strerror", None)
+        self._not_written_because = why or str(error).partition("\n")[0]
         self._read_only = code is None or code in _FORBIDDEN
 
     def _warn_of_it(self) -> None:
@@ -328,9 +316,8 @@ class DiskStore:
     ) -> list[EntryInfo]:
         """Removes entries, the least recently used first. What a live process is loading stays.
 
-        Args:
-            max_bytes: remove until no more than that is left.
-            unused_since: remove what was not used after that, in seconds since the epoch.
+        What was not used after `unused_since`, in seconds since the epoch, goes; then others, until
+        no more than `max_bytes` are left.
         """
         idle: list[Found] = []
         if unused_since is not None:

@@ -100,13 +100,8 @@ def encode_head(
 
 
 def read_header(file: BinaryIO, file_bytes: int, key: bytes, kind: str, digest: str) -> Header:
-    """Reads and authenticates the header of an entry, and leaves `file` at the payload.
-
-    Args:
-        file: at the begin of the entry.
-        file_bytes: size of the whole file.
-        key: the key that the entry must have been stored under.
-        kind, digest: the name that it must have.
+    """Reads and authenticates the header of an entry, and leaves `file`, of so many bytes in all,
+    at the payload.
 
     Raises:
         DamagedEntryError: it is not an entry, or not whole, or not under this key and name.

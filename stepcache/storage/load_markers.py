@@ -97,7 +97,7 @@ def _start_without_proc(pid: int) -> str | None:
     except (ProcessLookupError, OverflowError):
         return None
     except OSError:
-        return "0"  # It is there, but not ours.
+        pass  # It is there, but not ours.
     return "0"
 
 

@@ -53,13 +53,11 @@ def absolute(directory: str | os.PathLike, where: str) -> Path:
     refuse_url(directory, CacheDirectoryError, where)
     try:
         return Path(os.path.abspath(Path(directory).expanduser()))
-    except (RuntimeError, FileNotFoundError) as error:
-        what = (
-            "No such user"
-            if isinstance(error, RuntimeError)
-            else "The current directory was removed"
-        )
-        raise CacheDirectoryError(what, where=where, got=os.fsdecode(directory)) from None
+    except RuntimeError:
+        what = "No such user"
+    except FileNotFoundError:
+        what = "The current directory was removed"
+    raise CacheDirectoryError(what, where=where, got=os.fsdecode(directory))
 
 
 def make_directory(path: Path) -> None:

@@ -63,11 +63,7 @@ _patience: dict[str, _Patience] = {}
 
 
 class SharedEntries:
-    """The entries below a URL.
-
-    Args:
-        place: where it is.
-        disk: where entries are kept that come from here.
+    """The entries below a URL. Those that come from here are kept on `disk`.
 
     Attributes:
         url: of the place.
@@ -238,18 +234,14 @@ class SharedEntries:
         patience, started = self._patience, time.monotonic()
         try:
             return future.result(max(patience.seconds, 0.0))
-        except FileNotFoundError as error:
-            if future is self._listing:
-                self._turn_off(first_line(error))
-            return None
         except WaitedTooLong:
             self._turn_off("it takes too long: STEPCACHE_REMOTE_SECONDS says how long it may")
-            return None
         except Exception as error:
-            self._turn_off(first_line(error))
-            return None
+            if not isinstance(error, FileNotFoundError) or future is self._listing:
+                self._turn_off(first_line(error))
         finally:
             patience.seconds -= time.monotonic() - started
+        return None
 
     def _turn_off(self, why: str) -> None:
         with self._lock:
@@ -265,11 +257,8 @@ class SharedEntries:
     ) -> None:
         """Writes a build, in the background.
 
-        Args:
-            address: of the lookup.
-            digest: of the executable.
-            record: what the build depends on; None where every start has to trace it.
-            data: the executable; empty where it is there.
+        Without a record every start has to trace it. `data` is the executable, of this digest;
+        empty where it is there.
         """
 
         def put_record(program: Future[bool] | None = None) -> None:

@@ -14,7 +14,6 @@ from stepcache.storage import private_files
 from stepcache.storage.load_markers import unique_name
 
 KEY_FILE, MODE, SECONDS = "STEPCACHE_KEY_FILE", "STEPCACHE_REMOTE_MODE", "STEPCACHE_REMOTE_SECONDS"
-_MODES = ("write", "read")
 _URL = re.compile(r"(s3|gs)://[^/?#]+(/[^?#]*)?|file:///[^?#]+")
 _WAIT_SECONDS = 2.0
 
@@ -49,12 +48,10 @@ class Place:
                 expected="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, file:///DIRECTORY or off",
                 got=repr(url),
             )
-        mode, seconds = os.environ.get(MODE, "") or _MODES[0], os.environ.get(SECONDS, "")
-        if mode not in _MODES:
-            expected = " or ".join(_MODES)
-            raise OptionError(
-                "unknown mode of a shared cache", where=MODE, expected=expected, got=mode
-            )
+        mode, seconds = os.environ.get(MODE, "") or "write", os.environ.get(SECONDS, "")
+        if mode not in ("write", "read"):
+            what = "unknown mode of a shared cache"
+            raise OptionError(what, where=MODE, expected="write or read", got=mode)
         try:
             wait_seconds = float(seconds or _WAIT_SECONDS)
         except ValueError:
