@@ -141,15 +141,13 @@ class Form:
 
     JAX's dispatcher takes it for a static argument, compared by identity: `bare` makes one object
     of equal ones.
-
-    Attributes:
-        places: position or name of each argument with stand-ins, its structure, and for each leaf
-            the layout of a value, an `Again`, or None.
-        by_position: names of arguments that the call passes by position, after all others, as JAX
-            reads those sooner.
     """
 
+    # Position or name of each argument with stand-ins, its structure, and for each leaf the layout
+    # of a value, an `Again`, or None.
     places: tuple[tuple[int | str, Any, tuple], ...]
+    # Names of arguments that the call passes by position, after all others, as JAX reads those
+    # sooner.
     by_position: tuple[str, ...]
 
     def opened(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

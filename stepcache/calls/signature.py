@@ -26,20 +26,15 @@ class Unreadable(Exception):
 
 
 class Leaf(NamedTuple):
-    """The properties of one array argument that a program is specialized to.
-
-    Attributes:
-        sharding: None for an uncommitted array or a host value, which the program places.
-        layout: None for the default layout.
-        on_host: whether it is uncommitted, and in host memory.
-    """
+    """The properties of one array argument that a program is specialized to."""
 
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool
+    # None for an uncommitted array or a host value, which the program places.
     sharding: Sharding | None = None
-    layout: Any = None
-    on_host: bool = False
+    layout: Any = None  # None for the default layout.
+    on_host: bool = False  # Whether it is uncommitted, and in host memory.
 
     def stand_in(self) -> jax.ShapeDtypeStruct:
         return jaxcompat.stand_in(
@@ -67,17 +62,11 @@ class Static(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The properties of a call that a program is specialized to.
+    """The properties of a call that a program is specialized to."""
 
-    Attributes:
-        tree: the `PyTreeDef` of the dynamic `(args, kwargs)`.
-        leaves: one `Leaf` for each dynamic array argument, in tree order.
-        statics: the static arguments that were passed.
-    """
-
-    tree: Any
-    leaves: tuple[Leaf, ...]
-    statics: tuple[Static, ...]
+    tree: Any  # The `PyTreeDef` of the dynamic `(args, kwargs)`.
+    leaves: tuple[Leaf, ...]  # One for each dynamic array argument, in tree order.
+    statics: tuple[Static, ...]  # The static arguments that were passed.
     _hash: int = field(init=False, compare=False, repr=False, default=0)
 
     def __post_init__(self):
@@ -89,26 +78,16 @@ class Signature:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a step's function, and their roles.
+    """The parameters of a step's function, by name, and their roles."""
 
-    Attributes:
-        positional: names of the parameters that can be passed by position.
-        variadic: the name of `*args`, if there is one.
-        named: names of all parameters but `**kwargs`.
-        variadic_keywords: the name of `**kwargs`, if there is one.
-        roles: the static parameters.
-        carry: names of the parameters that the step returns updated.
-        batch: names of the parameters that a session splits along its data axis.
-        stacked: whether a batch has the batches of several steps along its first dimension.
-    """
-
-    positional: tuple[str, ...]
-    variadic: str | None
-    named: frozenset[str]
-    variadic_keywords: str | None
-    roles: jaxcompat.ArgumentRoles
-    carry: tuple[str, ...] = ()
-    batch: tuple[str, ...] = ()
+    positional: tuple[str, ...]  # Those that can be passed by position.
+    variadic: str | None  # The name of `*args`, if there is one.
+    named: frozenset[str]  # All but `**kwargs`.
+    variadic_keywords: str | None  # The name of `**kwargs`, if there is one.
+    roles: jaxcompat.ArgumentRoles  # The static ones.
+    carry: tuple[str, ...] = ()  # Those that the step returns updated.
+    batch: tuple[str, ...] = ()  # Those that a session splits along its data axis.
+    # Whether a batch has the batches of several steps along its first dimension.
     stacked: bool = False
 
     @classmethod
@@ -152,26 +131,16 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call.
+    """The arguments of one call."""
 
-    Attributes:
-        given: `(args, kwargs)`, static arguments included.
-        args: the dynamic positional arguments.
-        kwargs: the dynamic keyword arguments.
-        positions: position of each of `args` among the positional arguments.
-        names: the parameter names of `args`, in order.
-        leaves: the values of the dynamic leaves, in the order of `signature.leaves`.
-        signature: the signature, before or after placement.
-        holders: for each leaf a text about the `Variables` that hold it; "" if the call does.
-    """
-
-    given: tuple[tuple, dict[str, Any]]
-    args: tuple
-    kwargs: dict[str, Any]
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
-    leaves: list[Any]
-    signature: Signature
+    given: tuple[tuple, dict[str, Any]]  # `(args, kwargs)`, static arguments included.
+    args: tuple  # The dynamic positional arguments.
+    kwargs: dict[str, Any]  # The dynamic keyword arguments.
+    positions: tuple[int, ...]  # Position of each of `args` among the positional arguments.
+    names: tuple[str, ...]  # The parameter names of `args`, in order.
+    leaves: list[Any]  # The values of the dynamic leaves, in the order of `signature.leaves`.
+    signature: Signature  # Before or after placement.
+    # For each leaf a text about the `Variables` that hold it; "" if the call does.
     holders: tuple[str, ...] = ()
 
     def with_signature_leaves(self, leaves: tuple[Leaf, ...]) -> Call:
@@ -222,19 +191,12 @@ class AttributePath(GetAttrKey):
 
 
 class Path(NamedTuple):
-    """The path of a leaf.
+    """The path of a leaf."""
 
-    Attributes:
-        argument: the argument that contains it.
-        text: the path in Python's syntax.
-        slashed: the path that rules match.
-        holder: as in `Call.holders`.
-    """
-
-    argument: str
-    text: str
-    slashed: str
-    holder: str = ""
+    argument: str  # The argument that contains it.
+    text: str  # The path in Python's syntax.
+    slashed: str  # The path that rules match.
+    holder: str = ""  # As in `Call.holders`.
 
 
 def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:

@@ -57,16 +57,12 @@ class Tried:
 
 @dataclass(frozen=True)
 class Subject:
-    """Variables that are tried.
-
-    Attributes:
-        variables: under the policies.
-        write: writes them as another session or process does; None where nobody writes.
-        push: pushes an update, as is done after each call; None where there is none.
-    """
+    """Variables that are tried, under some policies."""
 
     variables: Variables
+    # Writes them as another session or process does; None where nobody writes.
     write: Callable[[], None] | None = None
+    # Pushes an update, as is done after each call; None where there is none.
     push: Callable[[], None] | None = None
 
 

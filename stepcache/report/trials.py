@@ -26,11 +26,7 @@ Copies = Callable[[Variables], Variables]
 
 @dataclass(frozen=True)
 class Trials:
-    """Times calls of a step on copies of its arguments.
-
-    Attributes:
-        step, args, kwargs: the call.
-    """
+    """Times calls of a step on copies of its arguments."""
 
     step: Any
     args: tuple
@@ -63,11 +59,7 @@ class Trials:
     def of(self, costs: PolicyCosts, now: float) -> float | None:
         """Times calls under each of the policies of some variables; keeps them in `costs.tried`.
 
-        Other variables of the call are on the devices meanwhile.
-
-        Args:
-            costs: of the variables.
-            now: what a call takes, about.
+        Other variables of the call are on the devices meanwhile. A call takes about `now` seconds.
 
         Returns:
             The seconds of a call that reads nothing; None if there is no time to try them.
