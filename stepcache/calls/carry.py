@@ -228,7 +228,6 @@ def refuse(step: str, path: str, expected: str, got: str) -> NoReturn:
 
 
 def type_of(leaf: Any) -> str:
-    """The type of a leaf, as errors give it."""
     return "no such leaf" if leaf is None else short_type(leaf.shape, leaf.dtype)
 
 

@@ -22,7 +22,6 @@ _MASKS_REMEMBERED = 1024
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf has a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 

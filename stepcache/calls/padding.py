@@ -70,11 +70,9 @@ class Padder:
         return 1 - self._rows / self._padded_rows if self._padded_rows else 0.0
 
     def padded(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns the padded arguments of a call."""
         return self._padded(args, kwargs)[:2]
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
-        """Returns the shapes of a call's outputs."""
         args, kwargs, groups = self._padded(args, kwargs)
         return self._cut(self._engine().eval_shape(args, kwargs), args, kwargs, groups)
 
@@ -150,7 +148,6 @@ class Padder:
         return placer.own_parts
 
     def _cut(self, outputs: Any, args: tuple, kwargs: dict, groups: list[_Group]) -> Any:
-        """Cuts added rows from outputs."""
         groups = [group for group in groups if group.size < group.padded]
         if not groups:
             return outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,36 +21,25 @@ def repeated(spec: StepSpec, count: int) -> StepSpec:
     Raises:
         OptionError: the step carries nothing, pads arguments, or says where its arguments go.
     """
+    refused = partial(OptionError, where=f"{spec.name}.repeat")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise OptionError(
-            "a step is repeated a whole number of times",
-            where=f"{spec.name}.repeat",
-            expected="an int of at least 1",
-            got=repr(count),
-        )
+        what, expected = "a step is repeated a whole number of times", "an int of at least 1"
+        raise refused(what, expected=expected, got=repr(count))
     if not spec.parameters.carry:
-        raise OptionError(
-            "a step without a carry would do the same thing each time",
-            where=f"{spec.name}.repeat",
-            hint='name what it updates: @sc.step(carry="state")',
-        )
+        what = "a step without a carry would do the same thing each time"
+        raise refused(what, hint='name what it updates: @sc.step(carry="state")')
     for name in ("in_shardings", "out_shardings"):
         if name in spec.options:
-            raise OptionError(
-                f"a step with {name} cannot be repeated",
-                where=f"{spec.name}.repeat",
-                hint="let a Session place its arguments, by roles and rules",
-            )
+            hint = "let a Session place its arguments, by roles and rules"
+            raise refused(f"a step with {name} cannot be repeated", hint=hint)
     if spec.pads:
-        raise OptionError("a step that pads cannot be repeated", where=f"{spec.name}.repeat")
+        raise refused("a step that pads cannot be repeated")
     fun = _Repeated(spec.fun, f"{spec.name}.repeat({count})", spec.parameters, count)
     made = StepSpec.of(fun, spec.options, spec.parameters.carry, spec.parameters.batch, spec.given)
     return dataclasses.replace(made, parameters=dataclasses.replace(made.parameters, stacked=True))
 
 
 class _Repeated(OverStep):
-    """Calls a step's function several times."""
-
     def __init__(self, fun: Callable, name: str, parameters: Parameters, count: int):
         super().__init__(fun, name, parameters)
         self._batch, self._count = parameters.batch, count

@@ -128,7 +128,6 @@ class Use:
             )
 
     def carry_arguments(self) -> list[Any]:
-        """The arguments that are carried; None for one that is not passed."""
         return carried(self._spec, *self.given)
 
     def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
@@ -220,7 +219,6 @@ class Use:
         return groups
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments as a program would take them."""
         in_program = self._in_program()
         return self._replaced(lambda each, _: each._master.described(in_program=in_program))
 

@@ -144,7 +144,6 @@ class Call:
     holders: tuple[str, ...] = ()
 
     def with_signature_leaves(self, leaves: tuple[Leaf, ...]) -> Call:
-        """Returns the same call, with the leaves of its signature replaced."""
         if leaves == self.signature.leaves:
             return self
         return replace(self, signature=replace(self.signature, leaves=leaves))
@@ -164,7 +163,6 @@ class Call:
 
     @cached_property
     def paths(self) -> tuple[Path, ...]:
-        """The path of each leaf, in order."""
         entries, _ = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
         paths = tuple(self.path(keys) for keys, _ in entries)
         if not self.holders:
@@ -228,7 +226,6 @@ def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
 
 
 def read_leaf(x: Any) -> Leaf:
-    """Returns the `Leaf` for the argument leaf `x`."""
     if isinstance(x, jax.Array):
         if isinstance(x, jaxcompat.Tracer):
             raise Unreadable

@@ -73,12 +73,12 @@ def _diff_statics(before: Sequence[Static], after: Sequence[Static]):
     for name in dict.fromkeys((*olds, *news)):
         old, new = olds.get(name), news.get(name)
         if old != new:
-            sides = ("its default" if each is None else _show(each.value) for each in (old, new))
+            was, now = ("its default" if x is None else _show(x.value) for x in (old, new))
             note = "static"
             if old and new and old.kind is not new.kind:
                 note = f"static, {old.kind.__name__} → {new.kind.__name__}"
             values = [static.value for static in (old, new) if static is not None]
-            yield Change("static", name, *sides, note, (_kind_of(values),))
+            yield Change("static", name, was, now, note, (_kind_of(values),))
 
 
 def _kind_of(values: Sequence[Any]) -> str:

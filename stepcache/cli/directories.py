@@ -87,9 +87,13 @@ def on_directory(function: Callable[..., Result]) -> Callable[..., None]:
         try:
             if directory is not None:
                 refuse_url(directory, CacheDirectoryError, "--dir")
-            if directory is None:
-                elsewhere = options.get("remote") is not None
-                directory = Path() if elsewhere else _default_directory()
+            elif options.get("remote") is not None:
+                directory = Path()  # It is not looked into.
+            elif (directory := default_directory()) is None:
+                raise click.UsageError(
+                    "STEPCACHE_DIR=off keeps programs in memory only, so there is no cache "
+                    "directory. Name one with --dir."
+                )
             result = function(directory, **options)
         except ForeignBundleError as error:
             parts = {"foreign": [asdict(part) for part in error.parts]}
@@ -110,16 +114,6 @@ def shown_errors() -> Iterator[None]:
         raise click.UsageError(str(error)) from error
     except StepCacheError as error:
         raise click.ClickException(str(error)) from error
-
-
-def _default_directory() -> Path:
-    directory = default_directory()
-    if directory is None:
-        raise click.UsageError(
-            "STEPCACHE_DIR=off keeps programs in memory only, so there is no cache directory. "
-            "Name one with --dir."
-        )
-    return directory
 
 
 _OF_ENVIRONMENT = "by default STEPCACHE_REMOTE."
@@ -144,7 +138,6 @@ def place_of(url: str) -> Place:
     """
     place = Place.of(url, "--remote") if url else place_in_environment()
     if place is None:
-        raise click.UsageError(
-            "There is no shared cache: set STEPCACHE_REMOTE, or name one with --remote URL."
-        )
+        what = "There is no shared cache: set STEPCACHE_REMOTE, or name one with --remote URL."
+        raise click.UsageError(what)
     return place

@@ -282,7 +282,6 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
 
 
 def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
-    """Explains a call that other processes run."""
     scope = engine.scope()
     planned = scope.target.planned(engine, scope, args, kwargs)
     request, seconds, arguments = planned.request, planned.seconds, []

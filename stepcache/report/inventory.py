@@ -172,7 +172,6 @@ def means(label: str, wanted: str) -> bool:
 
 
 def details(archive: Archive, entry: EntryInfo) -> Details:
-    """Reads one entry."""
     info = archive.disk.peek(entry.kind, entry.digest) or entry
     records, problem = _records(info)
     sizes = {each.digest: each.size_bytes for each in archive.disk.entries("program")}

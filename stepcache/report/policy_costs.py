@@ -153,17 +153,15 @@ class PlacedCosts(PolicyCosts):
     def __init__(self, variables: Variables, reads: Reads):
         super().__init__(variables, reads)
         master, mesh = variables._master, variables._mesh
-        is_there = isinstance(master, InHostMemory)
-        layout = (
-            master.host_layout if is_there else host_layout(master.layout, mesh, variables.name)
-        )
-        self._layout: HostLayout = layout
+        if isinstance(master, InHostMemory):
+            self._layout: HostLayout = master.host_layout
+        else:
+            self._layout = host_layout(master.layout, mesh, variables.name)
         self._times: LinkTimes = link_times(variables._placer)
         day = self._times.measured.partition("T")[0]
         self.measured = f"the links of {self._times.machine} were measured on {day}"
-        rows = zip(self._layout.on_host, self._layout.on_device, strict=True)
         self._whole = self._split = 0
-        for host, device in rows:
+        for host, device in zip(self._layout.on_host, self._layout.on_device, strict=True):
             size = device.size * device.dtype.itemsize if host is not None else 0
             whole: Any = device.sharding
             if whole is None or whole.is_fully_replicated:

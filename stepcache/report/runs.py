@@ -107,7 +107,6 @@ def events_in_words(counts: Mapping[str, int]) -> str:
 
 
 def counts(run: Run) -> dict[str, int]:
-    """Counts the events of each kind."""
     return dict(Counter(each.event for each in run.happenings))
 
 

@@ -120,7 +120,6 @@ class Canvas:
     def box(
         self, kind: str, x: float, y: float, width: float, height: float, radius: float = 3
     ) -> None:
-        """Draws a rectangle."""
         place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
         self._elements.append(f'<rect class="{kind}" {place} rx="{_n(radius)}"/>')
 

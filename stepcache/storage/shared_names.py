@@ -28,7 +28,6 @@ _PROGRAM = re.compile(rf"{ROOT}program/([0-9a-f]{{1,128}})")
 
 
 def program_path(digest: str) -> str:
-    """The name of an executable."""
     return f"{ROOT}program/{digest}"
 
 
