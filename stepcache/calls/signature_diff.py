@@ -47,11 +47,7 @@ def _leaf_distance(a: Leaf, b: Leaf) -> int:
 
 
 def diff(
-    before: Signature,
-    before_paths: Sequence[Path],
-    after: Signature,
-    call: Call,
-    limit: int = 64,
+    before: Signature, before_paths: Sequence[Path], after: Signature, call: Call, limit: int = 64
 ) -> tuple[tuple[Change, ...], int]:
     """Returns the differences of two signatures, and how many more leaves differ.
 

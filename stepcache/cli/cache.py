@@ -10,15 +10,7 @@ from pathlib import Path
 import click
 
 import stepcache.cli.render as render
-from stepcache.cli.directories import (
-    DURATION,
-    REMOTE,
-    SHARED,
-    SIZE,
-    Result,
-    on_directory,
-    place_of,
-)
+from stepcache.cli.directories import DURATION, REMOTE, SHARED, SIZE, Result, on_directory, place_of
 from stepcache.programs.archive import Archive
 from stepcache.report import inventory as inventories
 from stepcache.report import moving, runs, shared
