@@ -201,7 +201,7 @@ def _source(use: Use, form: Form, outputs: Any, names: dict[str, Any]) -> str:
     expected: list[str] = [] if use.carried else ["out is not NOT_A_HIT"]
     returned = "out"
     if use.carried:
-        returned = _returned(outputs, use.carry_arguments(), written, expected, names)
+        returned = _returned(outputs, use.carry, written, expected, names)
     in_order = sorted(numbers, key=lambda n: use.variables[n]._number)
     locks = ", ".join(f"lock{n}" for n in in_order[:_NESTED])
     if len(in_order) > _NESTED:

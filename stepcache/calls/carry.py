@@ -171,9 +171,8 @@ def _carried_tree(spec: StepSpec, call: Call, name: str) -> Any:
     try:
         return jax.tree_util.tree_structure(call.arguments[name])
     except KeyError:
-        raise CarryError(
-            f"{spec.name} carries {name!r}, which this call does not pass", where=name
-        ) from None
+        what = f"{spec.name} carries {name!r}, which this call does not pass"
+        raise CarryError(what, where=name) from None
 
 
 def _outputs_for(spec: StepSpec, carries: list[Any], out_tree: Any) -> list[Any]:

@@ -84,12 +84,11 @@ class Pad:
         for each in self.sizes:
             if each >= size:
                 return each
-        raise PaddingError(
-            f"axis {self.axis} is larger than all sizes of its padding",
-            where=", ".join(self.arguments),
-            expected=f"at most {self.sizes[-1]}",
-            got=str(size),
-        )
+        what = f"axis {self.axis} is larger than all sizes of its padding"
+        raise self._error(what, expected=f"at most {self.sizes[-1]}", got=str(size))
+
+    def _error(self, what: str, **details: Any) -> PaddingError:
+        return PaddingError(what, where=", ".join(self.arguments), **details)
 
     def other_size(self, size: int) -> int:
         """Returns another possible size of the axis."""

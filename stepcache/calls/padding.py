@@ -109,9 +109,8 @@ class Padder:
         self._change(pad, [*args], dict(kwargs), see)
         if len(sizes) > 1:
             (a, first), (b, second), *_ = sizes.items()
-            raise PaddingError(
+            raise pad._error(
                 f"arrays that are padded together differ in size along axis {pad.axis}",
-                where=", ".join(pad.arguments),
                 got=f"{a} at {first}, {b} at {second}",
                 hint='name the part to pad, as in sc.Pad("batch/tokens", axis=1)',
             )
@@ -133,11 +132,8 @@ class Padder:
 
     def _check_not_passed(self, name: str, args: tuple, kwargs: dict) -> None:
         if name in kwargs or self._positions.get(name, len(args)) < len(args):
-            raise PaddingError(
-                f"{self._spec.name} makes this argument by its pad= option",
-                where=name,
-                hint="leave it out of the call",
-            )
+            what = f"{self._spec.name} makes this argument by its pad= option"
+            raise PaddingError(what, where=name, hint="leave it out of the call")
 
     def _parts(self, pad: Pad) -> int:
         """Returns into how many parts a session splits the axis in this process."""
@@ -186,21 +182,17 @@ class Padder:
         for number, group in enumerate(groups):
             found = self._shapes_at(args, kwargs, group, group.pad.other_size(group.padded))
             if [len(each) for each in found] != [np.ndim(leaf) for leaf in leaves]:
-                raise PaddingError(
-                    f"{self._spec.name} returns another tree at another size: it is unknown which "
-                    "outputs to cut",
-                    where=", ".join(group.pad.arguments),
-                )
+                what = "returns another tree at another size: it is unknown which outputs to cut"
+                raise group.pad._error(f"{self._spec.name} {what}")
             sizes = group.padded, group.pad.other_size(group.padded)
             for at, (leaf, other) in enumerate(zip(leaves, found, strict=True)):
                 for axis, both in enumerate(zip(np.shape(leaf), other, strict=True)):
                     if both == sizes:
                         axes[at].append((axis, number))
                     elif both[0] != both[1]:
-                        raise PaddingError(
+                        raise group.pad._error(
                             f"{self._spec.name} returns an array whose axis {axis} follows the "
                             "padded one otherwise than row by row: it is unknown what to cut",
-                            where=", ".join(group.pad.arguments),
                             got=f"sizes {both}, where it has {sizes}",
                             hint="return an array with a row for each of the padded ones",
                         )

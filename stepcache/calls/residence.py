@@ -50,6 +50,7 @@ class Use:
 
     Attributes:
         given: the arguments of the call, positional ones and others.
+        carry: those that are carried; None for one that is not passed.
         variables: those there are, carried ones first.
         carried: how many of them are carried.
         meter: counts what moves.
@@ -60,6 +61,7 @@ class Use:
 
     def __init__(self, spec: StepSpec, args: tuple, kwargs: dict[str, Any]):
         self._spec, self.given = spec, (args, kwargs)
+        self.carry = carried(spec, args, kwargs)
         self._session: Any = None
         self._layouts: dict[Variables, Layout] = {}
         self.meter = Meter()
@@ -68,7 +70,7 @@ class Use:
 
     def _find(self) -> list[Variables]:
         found: list[Variables] = []
-        for name, tree in zip(self._spec.parameters.carry, self.carry_arguments(), strict=True):
+        for name, tree in zip(self._spec.parameters.carry, self.carry, strict=True):
             for each in variables_of(tree):
                 if each in found:
                     raise VariablesError(
@@ -126,9 +128,6 @@ class Use:
                 f"at call {number} of {self._spec.name}",
                 summed=True,
             )
-
-    def carry_arguments(self) -> list[Any]:
-        return carried(self._spec, *self.given)
 
     def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
         """Position or name of each argument, and itself: the carried ones first.
@@ -290,7 +289,7 @@ class Use:
             each._master.put(value, self._session, self.meter)
 
         if self.carried:
-            outputs = put_back(outputs, self.carry_arguments(), put)
+            outputs = put_back(outputs, self.carry, put)
         for index, each in enumerate(self.variables):
             reader = Reader(self._session, carried=index < self.carried)
             each._master.ahead(reader, self.meter)

@@ -38,9 +38,8 @@ def default_directory() -> Path | None:
     try:
         return absolute(platformdirs.user_cache_path("stepcache"), "the user's cache directory")
     except RuntimeError:
-        raise CacheDirectoryError(
-            "This user has no home directory", hint="name a directory in STEPCACHE_DIR"
-        ) from None
+        what = "This user has no home directory"
+        raise CacheDirectoryError(what, hint="name a directory in STEPCACHE_DIR") from None
 
 
 def absolute(directory: str | os.PathLike, where: str) -> Path:
@@ -87,30 +86,25 @@ def check_directory(path: Path) -> None:
         CacheDirectoryError: as above.
         OSError: the directory is not there.
     """
-    found = path.stat()
+    found, elsewhere = path.stat(), "name another directory in STEPCACHE_DIR"
     if not stat.S_ISDIR(found.st_mode):
-        raise CacheDirectoryError(
+        what, hint = (
             "The place of the program cache is not a directory",
-            where=str(path),
-            hint="remove it, or name another directory in STEPCACHE_DIR",
+            f"remove it, or {elsewhere}",
         )
-    got = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
+        raise CacheDirectoryError(what, where=str(path), hint=hint)
+    got = {"where": str(path), "got": f"owner {found.st_uid}, {_mode(found.st_mode)}"}
     if found.st_uid != os.geteuid():
         raise CacheDirectoryError(
             "The directory of the program cache belongs to another user, who could put code there",
-            where=str(path),
             expected=f"owner {os.geteuid()}",
-            got=got,
             hint="name a directory of your own in STEPCACHE_DIR",
+            **got,
         )
     if found.st_mode & _WRITABLE_BY_OTHERS:
-        raise CacheDirectoryError(
-            "Others can write to the directory of the program cache, and so put code there",
-            where=str(path),
-            expected="mode 0700",
-            got=got,
-            hint=f"chmod 700 {path}, or name another directory in STEPCACHE_DIR",
-        )
+        what = "Others can write to the directory of the program cache, and so put code there"
+        hint = f"chmod 700 {path}, or {elsewhere}"
+        raise CacheDirectoryError(what, expected="mode 0700", hint=hint, **got)
     for parent in {path.parent, path.resolve().parent}:
         mode = parent.stat().st_mode
         if mode & _WRITABLE_BY_OTHERS and not mode & stat.S_ISVTX:
@@ -118,9 +112,13 @@ def check_directory(path: Path) -> None:
                 "Others can put another directory in the place of the program cache",
                 where=str(parent),
                 expected="a parent that only its owner can write to, or one with the sticky bit",
-                got=f"mode {stat.S_IMODE(mode):04o}",
-                hint=f"chmod go-w {parent}, or name another directory in STEPCACHE_DIR",
+                got=_mode(mode),
+                hint=f"chmod go-w {parent}, or {elsewhere}",
             )
+
+
+def _mode(mode: int) -> str:
+    return f"mode {stat.S_IMODE(mode):04o}"
 
 
 def load_key(path: Path) -> bytes | None:
@@ -171,7 +169,7 @@ def secret_in(path: Path, where: str) -> bytes:
             "The key of the shared cache is not secret: who knows it can run code as you",
             where=f"{where}={path}",
             expected=f"owner {os.geteuid()}, mode 0600",
-            got=f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}",
+            got=f"owner {found.st_uid}, {_mode(found.st_mode)}",
             hint=f"chmod 600 {path}; if others have read it, make a new one",
         )
     if len(secret) < KEY_BYTES:

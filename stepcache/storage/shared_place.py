@@ -86,7 +86,6 @@ def _key(url: str, where: str, directory: Path | None, writable: bool) -> bytes:
         why = error.strerror or str(error)
         raise CacheDirectoryError(f"The shared cache cannot be opened: {why}", where=url) from None
     if key is None:
-        raise CacheDirectoryError(
-            "The shared cache holds no key", where=url, hint=f"fill it, or set {KEY_FILE}"
-        )
+        hint = f"fill it, or set {KEY_FILE}"
+        raise CacheDirectoryError("The shared cache holds no key", where=url, hint=hint)
     return key
