@@ -82,12 +82,9 @@ _DONATING = ("donate_argnums", "donate_argnames")
 
 
 def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> None:
-    """Checks that no donated array is passed twice in a call.
+    """Raises `CarryError` if a donated array is passed twice in a call.
 
     JAX raises without naming the arguments, and 0.10.2 crashes on several devices.
-
-    Raises:
-        CarryError: one is.
     """
     call = request.call
     arrays = [id(value) for value in call.leaves if isinstance(value, jax.Array)]

@@ -98,11 +98,7 @@ class Pad:
 
 
 def check_pads(fun: Callable, pads: Sequence[Any], roles: Mapping[str, Sequence[str]]) -> None:
-    """Checks the `pad` option of a step.
-
-    Raises:
-        OptionError: an argument cannot be padded.
-    """
+    """Checks the `pad` option of a step. Raises `OptionError` if an argument cannot be padded."""
     parameters = inspect.signature(fun).parameters
     for pad in pads:
         if not isinstance(pad, Pad):

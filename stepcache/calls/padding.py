@@ -95,11 +95,7 @@ class Padder:
         return tuple(values), keywords, groups
 
     def _size(self, pad: Pad, args: list, kwargs: dict) -> int | None:
-        """Returns the size of the axis in all arrays; None if there are no arrays.
-
-        Raises:
-            PaddingError: the sizes differ.
-        """
+        """The size of the axis; None without arrays. Raises `PaddingError` if sizes differ."""
         sizes: dict[int, str] = {}
 
         def see(path: str, leaf: Any) -> Any:
@@ -223,11 +219,7 @@ class Padder:
         return [np.shape(leaf) for leaf in jax.tree_util.tree_leaves(others)]
 
     def _check(self, args: tuple, kwargs: dict, groups: list[_Group]) -> None:
-        """Checks that outputs do not depend on the added rows.
-
-        Raises:
-            PaddingError: an output does.
-        """
+        """Raises `PaddingError` if an output depends on the added rows."""
         key = tuple(groups)
         if key in self._checked:
             return

@@ -198,11 +198,7 @@ class Path(NamedTuple):
 
 
 def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
-    """Reads a call.
-
-    Raises:
-        Unreadable: an argument is invalid, or of a type that cached programs do not support.
-    """
+    """Reads a call. Raises `Unreadable` for an argument that no cached program can take."""
     static_numbers = {i if i >= 0 else i + len(args) for i in parameters.roles.static_argnums}
     if min(static_numbers, default=0) < 0:
         raise Unreadable

@@ -206,11 +206,7 @@ def _round_trip(directory: Path) -> Check:
 
 
 def _probe(directory: Path) -> dict[str, Any]:
-    """Runs the small step in another process, and returns its result.
-
-    Raises:
-        ValueError: the step failed.
-    """
+    """Returns the result of the small step in another process. Raises `ValueError` if it failed."""
     script = directory / "probe.py"
     script.write_text(_PROBE, encoding="utf-8")
     variables = {"STEPCACHE_DIR": "off", "STEPCACHE_REMOTE": "off"}

@@ -164,11 +164,7 @@ def _digests(entries: Iterable[EntryInfo], kind: str) -> set[str]:
 
 
 def chosen_entries(entries: Sequence[EntryInfo], wanted: Sequence[str]) -> Sequence[EntryInfo]:
-    """Returns the entries that `find` finds for some names, or all if there are no names.
-
-    Raises:
-        OptionError: a name matches nothing.
-    """
+    """Returns what `find` finds for some names, or all. Raises `OptionError` if that is nothing."""
     found = {name: find(entries, name) for name in wanted}
     require_found(name for name, each in found.items() if not each)
     return [each for entries_of_name in found.values() for each in entries_of_name] or entries
@@ -343,11 +339,7 @@ def merged(disk: DiskStore, step: Step) -> tuple[dict[str, Any], bytes]:
 
 
 def publish(disk: DiskStore, kind: str, digest: str, about: dict, payload: bytes | Stored) -> None:
-    """Stores an entry.
-
-    Raises:
-        BundleError: it cannot be stored.
-    """
+    """Stores an entry. Raises `BundleError` if that fails."""
     if not disk.publish(kind, digest, about, payload):
         raise BundleError(
             f"{kind} {digest[:12]} cannot be stored",

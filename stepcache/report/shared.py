@@ -228,10 +228,7 @@ def prune(place: Place, max_bytes: int | None, written_before: float | None) -> 
 
     The age of a program is that of its latest record, as stores have no times of reads.
 
-    Args:
-        place: the shared cache.
-        max_bytes: maximal size afterwards; None for no limit.
-        written_before: remove programs written before this time, in seconds since the epoch.
+    At most `max_bytes` are left, and nothing written before a time, in seconds since the epoch.
 
     Raises:
         SharedCacheError: the store fails, or is read only.

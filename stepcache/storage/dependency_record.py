@@ -58,11 +58,7 @@ class Traced:
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> Traced:
-        """From `packed`.
-
-        Raises:
-            TypeError, KeyError: the data is malformed.
-        """
+        """From `packed`. Raises `TypeError` or `KeyError` if the data is malformed."""
         used, untrackable = Used(**data["used"]), tuple(data["untrackable"])
         return cls(**{**data, "used": used, "untrackable": untrackable})
 
@@ -99,11 +95,7 @@ class DependencyRecord:
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> DependencyRecord:
-        """From `packed`.
-
-        Raises:
-            TypeError, KeyError: the data is malformed.
-        """
+        """From `packed`. Raises `TypeError` or `KeyError` if the data is malformed."""
         return cls(**{**data, "used": Used(**data["used"])})
 
 
@@ -126,11 +118,7 @@ class Publication:
         return storing.serialize_executable(self.run.xla_executable)
 
     def record(self, created_time: float) -> DependencyRecord:
-        """What a later process needs to start the program without a trace.
-
-        Raises:
-            NotStorable: a part of it cannot be stored.
-        """
+        """What a later process needs to start without a trace. Raises `NotStorable` for none."""
         positions = {device: index for index, device in enumerate(self.address.devices)}
         return DependencyRecord(
             self.digest,
@@ -160,11 +148,7 @@ def pack_records(label: str, records: Sequence[DependencyRecord]) -> tuple[dict[
 
 
 def unpack_records(payload: bytes) -> list[DependencyRecord]:
-    """The records in the payload of a step's entry; none where its format is another one.
-
-    Raises:
-        ValueError: it is malformed.
-    """
+    """The records of a step's entry; none in another format. Raises `ValueError` if malformed."""
     try:
         data = plain.unpack(payload)
         if isinstance(data, list) or data["format"] != _FORMAT:  # The first format was a list.

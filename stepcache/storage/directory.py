@@ -126,11 +126,7 @@ class EntryDirectory:
         self.markers.sweep(lambda kind, digest: self.path(kind, digest).exists())
 
     def path(self, kind: str, digest: str) -> Path:
-        """Where an entry is.
-
-        Raises:
-            OptionError: `kind` or `digest` cannot be a name.
-        """
+        """Where an entry is. Raises `OptionError` if `kind` or `digest` cannot be a name."""
         for name, value, pattern in (("kind", kind, _KIND), ("digest", digest, _DIGEST)):
             if not isinstance(value, str) or not pattern.fullmatch(value):
                 raise OptionError(
@@ -162,11 +158,7 @@ class EntryDirectory:
                         yield Found(*name, path, seen.st_size, seen.st_mtime)
 
     def put(self, kind: str, digest: str, pieces: Iterable[bytes], used_time: float) -> None:
-        """Writes an entry, whole or not at all, over one of the same name.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Writes an entry over one of the same name: all of it, or none and raises `OSError`."""
         path, temporary = self.path(kind, digest), self._tmp / unique_name()
         try:
             self._write(temporary, pieces, used_time)

@@ -148,11 +148,7 @@ def _decode(packed: bytes) -> Header:
 
 
 def read_stored(file: BinaryIO, header: Header) -> Stored:
-    """Reads the payload that follows an authenticated header, and leaves it as it is stored.
-
-    Raises:
-        DamagedEntryError: it is not what was stored.
-    """
+    """Reads the payload after a header, as stored. Raises `DamagedEntryError` if it has changed."""
     stored = file.read(header.stored_bytes)
     if hashlib.sha256(stored).digest() != header.sha256:
         raise DamagedEntryError("its payload does not have the checksum of what was stored")
@@ -160,11 +156,7 @@ def read_stored(file: BinaryIO, header: Header) -> Stored:
 
 
 def read_payload(file: BinaryIO, header: Header) -> bytes:
-    """Reads the payload that follows an authenticated header.
-
-    Raises:
-        DamagedEntryError: it is not what was stored.
-    """
+    """Reads the payload after a header. Raises `DamagedEntryError` if it has changed."""
     stored = read_stored(file, header).payload
     if header.encoding == "raw":
         return stored

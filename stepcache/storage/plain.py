@@ -25,11 +25,7 @@ def pack(data: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """What was packed; tuples come back as lists.
-
-    Raises:
-        ValueError: the bytes are malformed.
-    """
+    """What was packed; tuples come back as lists. Raises `ValueError` for malformed bytes."""
     return msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
 
 

@@ -25,11 +25,7 @@ CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 
 
 def default_directory() -> Path | None:
-    """The user's own cache directory; None for none.
-
-    Raises:
-        CacheDirectoryError: as `absolute`; or the user has no home.
-    """
+    """The user's own cache directory; None for none. Raises as `absolute`, or without a home."""
     asked = os.environ.get("STEPCACHE_DIR", "")
     if asked.lower() == "off":
         return None
