@@ -259,12 +259,9 @@ def _rebuilt(
 ) -> str:
     """An expression for a tree with something else in the place of its `Variables`.
 
-    Args:
-        where: an expression for the tree.
-        tree: how it was in the first call.
-        leaf: gives, for variables and where they are, what to check and what takes their place.
-        checks: gets what there is to check before the expression is right.
-        names: gets the keys of dicts.
+    Given an expression for the tree, and how it was in the first call. `leaf` returns, for
+    variables and where they are, what to check and what takes their place. `checks` gets what
+    there is to check before the expression is right, and `names` the keys of dicts.
     """
     if isinstance(tree, Variables):
         check, new = leaf(where, tree)

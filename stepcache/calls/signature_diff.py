@@ -39,11 +39,8 @@ def distance(a: Signature, b: Signature) -> int:
 
 
 def _leaf_distance(a: Leaf, b: Leaf) -> int:
-    if len(a.shape) == len(b.shape):
-        axes = sum(x != y for x, y in zip(a.shape, b.shape, strict=True))
-    else:
-        axes = 10
-    return axes + 10 * sum(x != y for x, y in zip(a[1:], b[1:], strict=True))
+    axes = sum(map(ne, a.shape, b.shape)) if len(a.shape) == len(b.shape) else 10
+    return axes + 10 * sum(map(ne, a[1:], b[1:]))
 
 
 def diff(

@@ -14,7 +14,7 @@ from stepcache.cli.directories import DURATION, REMOTE, SHARED, SIZE, Result, on
 from stepcache.programs.archive import Archive
 from stepcache.report import inventory as inventories
 from stepcache.report import moving, runs, shared
-from stepcache.storage.entry_info import EntryInfo
+from stepcache.storage.entry import EntryInfo
 from stepcache.units import counted, readable_bytes
 
 

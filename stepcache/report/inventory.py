@@ -15,7 +15,7 @@ from stepcache.fingerprint.dependencies import KINDS, differences, kind_of
 from stepcache.programs.archive import Archive
 from stepcache.programs.opening import open_archive
 from stepcache.storage.dependency_record import DependencyRecord, unpack_records
-from stepcache.storage.entry_info import EntryInfo
+from stepcache.storage.entry import EntryInfo
 from stepcache.storage.private_files import check_directory
 from stepcache.units import counted
 

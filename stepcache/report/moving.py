@@ -35,8 +35,7 @@ from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
 from stepcache.report.inventory import find, label_of
 from stepcache.storage.dependency_record import DependencyRecord, pack_records, unpack_records
 from stepcache.storage.disk_store import DiskStore
-from stepcache.storage.entry import DamagedEntryError, Stored
-from stepcache.storage.entry_info import EntryInfo
+from stepcache.storage.entry import DamagedEntryError, EntryInfo, Stored
 
 _OF_THE_MACHINE = tuple(
     f"environment {name}" for name in ("python", "system", "backend", "device kind", "CPU")

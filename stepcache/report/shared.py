@@ -150,6 +150,10 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
     chosen = chosen_entries(list(disk.entries("step")), wanted)
     labels, sent, there, run = [], set[str](), set[str](), secrets.token_hex(4)
     with _opened(place, to_write=True) as (store, known):
+
+        def write(path: str, *entry: Any) -> None:
+            store.put(path, partial(signed, place.key, *entry)).result()
+
         for digest, label, records in sound_steps(disk, chosen, left_out):
             for record in records:
                 if record.program in known.programs:
@@ -160,19 +164,14 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
                         left_out.append(f"{label}: its program {record.program[:12]} is not there")
                         continue
                     about, path = entry.header or {}, program_path(record.program)
-                    _write(store, place, path, "program", record.program, about, entry.payload)
+                    write(path, "program", record.program, about, entry.payload)
                     sent.add(record.program)
                 name = Name.of(digest, record, run)
                 if all(each[:3] != name[:3] for each in known.steps.get(digest, [])):
                     about, packed = pack_records(label, [record])
-                    _write(store, place, name.path, "step", digest, about, packed)
+                    write(name.path, "step", digest, about, packed)
             labels.append(label)
     return Shared(place.url, tuple(labels), len(sent), len(there), tuple(left_out))
-
-
-def _write(store: ObjectStore, place: Place, path: str, *entry: Any) -> None:
-    """Writes an entry, as `signed` takes it."""
-    store.put(path, partial(signed, place.key, *entry)).result()
 
 
 def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:

@@ -158,7 +158,7 @@ class EntryDirectory:
                         yield Found(*name, path, seen.st_size, seen.st_mtime)
 
     def put(self, kind: str, digest: str, pieces: Iterable[bytes], used_time: float) -> None:
-        """Writes an entry over one of the same name: all of it, or none and raises `OSError`."""
+        """Writes an entry, whole, over one of the same name. Raises `OSError` if it cannot."""
         path, temporary = self.path(kind, digest), self._tmp / unique_name()
         try:
             self._write(temporary, pieces, used_time)

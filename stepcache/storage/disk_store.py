@@ -24,16 +24,17 @@ from stepcache.storage import private_files
 from stepcache.storage.directory import EntryDirectory, Found
 from stepcache.storage.entry import (
     DamagedEntryError,
+    EntryInfo,
     ForeignEntryError,
     Header,
     HeaderTooLargeError,
+    Refusal,
     Stored,
     encode_head,
     read_header,
     read_payload,
     store,
 )
-from stepcache.storage.entry_info import EntryInfo, Refusal
 
 _ATTEMPTS = 3
 _TOUCH_SECONDS = 60

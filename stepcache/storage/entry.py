@@ -13,8 +13,8 @@ import hashlib
 import hmac
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from stepcache.errors import OptionError
 from stepcache.storage import plain
@@ -63,6 +63,28 @@ class Header:
     payload_bytes: int  # Size of the payload as given.
     sha256: bytes  # Of the payload as stored.
     about: dict[Any, Any]  # What the one who stored it had to say.
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """A stored entry, for its users. If it is damaged, header and `created_time` are None."""
+
+    kind: str  # What sort of thing it is.
+    digest: str  # Its name.
+    header: dict[str, Any] | None  # The description given when it was stored.
+    size_bytes: int  # Size of its file.
+    created_time: float | None  # When it was stored, in seconds since the epoch.
+    used_time: float  # When it was last used before, likewise, to the minute.
+    problem: str | None = None  # What is wrong with it.
+    payload: bytes = field(default=b"", repr=False)  # Empty if it is damaged, or only listed.
+
+
+class Refusal(NamedTuple):
+    """An entry that was not handed out, and why."""
+
+    kind: str
+    digest: str
+    reason: str
 
 
 def store(payload: bytes) -> Stored:

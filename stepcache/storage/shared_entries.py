@@ -30,8 +30,7 @@ from stepcache.storage.dependency_record import (
     unpack_records,
 )
 from stepcache.storage.disk_store import DiskStore
-from stepcache.storage.entry import DamagedEntryError, Header, read_payload, read_stored
-from stepcache.storage.entry_info import Refusal
+from stepcache.storage.entry import DamagedEntryError, Header, Refusal, read_payload, read_stored
 from stepcache.storage.object_store import ObjectStore
 from stepcache.storage.shared_names import ROOT, Catalogue, Name, opened, program_path, signed
 from stepcache.storage.shared_place import Place

@@ -32,9 +32,7 @@ class Place:
     def of(cls, url: str, where: str) -> Place:
         """The place that a URL names, as the environment says besides.
 
-        Args:
-            url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///DIRECTORY.
-            where: the option or variable that it was given in.
+        `where` is the option or variable that it was given in.
 
         Raises:
             OptionError: the URL, or a variable of the environment, makes no sense.
