@@ -112,16 +112,11 @@ def _placed_by_leaf(
     if isinstance(given, tuple | list):
         yield "in_shardings", [n for n, each in enumerate(given) if not _is_whole(each)]
     given = options.get("out_shardings")
-    if given is not None and not _is_whole(given):
-        several = isinstance(given, tuple | list)
-        entries = given[: len(carry)] if several else (given,)
-        yield (
-            "out_shardings",
-            [name for name, each in zip(carry, entries, strict=False) if not _is_whole(each)],
-        )
+    if not _is_whole(given):
+        named = zip(carry, given if isinstance(given, tuple | list) else (given,), strict=False)
+        yield "out_shardings", [name for name, each in named if not _is_whole(each)]
 
 
 def _is_whole(entry: Any) -> bool:
-    if entry is None or isinstance(entry, Sharding | PartitionSpec):
-        return True
-    return jax.tree_util.all_leaves((entry,))
+    is_one = entry is None or isinstance(entry, Sharding | PartitionSpec)
+    return is_one or jax.tree_util.all_leaves((entry,))

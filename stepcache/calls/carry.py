@@ -129,8 +129,7 @@ class OverStep:
     ) -> tuple[tuple, tuple, Callable[[tuple, tuple], Any]]:
         """The carry in some outputs, the other outputs, and how to put both together again.
 
-        Raises:
-            CarryError: the outputs do not begin with the carry.
+        Raises `CarryError` if the outputs do not begin with the carry.
         """
         structure = jax.tree_util.tree_structure
         if len(carried) == 1 and structure(outputs) == structure(carried[0]):

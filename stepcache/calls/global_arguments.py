@@ -76,9 +76,8 @@ class GlobalArguments:
             return None
         for index, kind, shape, dtype, placed in self._replaced:
             value = leaves[index]
-            if type(value) is not kind or (value.shape, value.dtype) != (shape, dtype):
-                return None
-            if not _is_local_array(value):
+            is_alike = type(value) is kind and (value.shape, value.dtype) == (shape, dtype)
+            if not is_alike or not _is_local_array(value):
                 return None
             leaves[index] = global_array(value, placed.sharding, placed.shape)
         return tree.unflatten(leaves)
@@ -112,9 +111,7 @@ def replicated_host_values(request: Request) -> dict[str, str] | None:
 def compare_call_values(name: str, request: Request, peers: Peers) -> None:
     """Compares the replicated host values of a call with those of the other processes.
 
-    Raises:
-        AgreementError: they differ, or a process did not take part in time.
-        RankLostError: a process was lost.
+    Raises `AgreementError` if they differ or one is late, `RankLostError` if one was lost.
     """
     values = {tuple(peers.ranks): replicated_host_values(request) or {}}
     with peers.round(name, "its first call since it was warmed") as round:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from stepcache.calls.signature import Signature, shorten
 from stepcache.events import Change
@@ -20,8 +21,7 @@ _numbers = itertools.count(1)
 _known: dict[int, tuple[weakref.ref, Identity]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """The identity of a function in this process. Never equal for two functions alive at once.
 
     Two steps over one function object have the same one, and share their programs.

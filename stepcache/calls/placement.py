@@ -32,9 +32,8 @@ def place(
         The leaves as placed; for each leaf its place by the session, and the reason, or None; and
         for each leaf its sharding by the step's `in_shardings`, or None.
 
-    Raises:
-        PlacementError: a leaf cannot be placed by its rule.
-        Unreadable: the step's `in_shardings` do not match the call. JAX will raise an error.
+    Raises `PlacementError` if a leaf cannot be placed by its rule, and `Unreadable` if the step's
+    `in_shardings` do not match the call, for which JAX will raise an error.
     """
     asked = _asked_by_options(spec.options, placer, call)
     leaves = [
@@ -212,8 +211,7 @@ def moved_bytes(
 def check_runnable(step: str, request: Request) -> None:
     """Checks that a call's devices exist. For devices of a topology, programs can only be lowered.
 
-    Raises:
-        PlacementError: a device does not belong to a backend of this process.
+    Raises `PlacementError` for a device of no backend of this process.
     """
     for leaf, path in zip(request.leaves, request.call.paths, strict=True):
         devices = leaf.sharding.device_set if leaf.sharding is not None else ()

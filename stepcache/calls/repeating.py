@@ -18,8 +18,7 @@ from stepcache.errors import OptionError
 def repeated(spec: StepSpec, count: int) -> StepSpec:
     """The spec of a step that runs another one `count` times.
 
-    Raises:
-        OptionError: the step carries nothing, pads arguments, or says where its arguments go.
+    Raises `OptionError` if that carries nothing, pads arguments, or says where they go.
     """
     refused = partial(OptionError, where=f"{spec.name}.repeat")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:

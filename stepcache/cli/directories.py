@@ -133,8 +133,7 @@ SHARED = click.option(
 def place_of(url: str) -> Place:
     """Returns the shared cache at a URL, or that of STEPCACHE_REMOTE.
 
-    Raises:
-        OptionError, CacheDirectoryError: the shared cache cannot be used.
+    Raises `OptionError` or `CacheDirectoryError` if the shared cache cannot be used.
     """
     place = Place.of(url, "--remote") if url else place_in_environment()
     if place is None:

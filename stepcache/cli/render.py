@@ -169,10 +169,8 @@ def inventory(found: Inventory) -> Rendered:
         return
     rows = list(map(_cells, found.items))
     yield _table(rows, right=("size", "took"), cut="what")
-    yield (
-        f"{counted(found.steps, 'step')}, {counted(found.programs, 'program')}, "
-        f"{readable_bytes(found.size_bytes)} in {found.directory}"
-    )
+    size = f"{readable_bytes(found.size_bytes)} in {found.directory}"
+    yield f"{counted(found.steps, 'step')}, {counted(found.programs, 'program')}, {size}"
     for item in found.items:
         if item.problem:
             yield Text(f"{item.kind} {item.digest[:12]} is damaged: {item.problem}", "red")
@@ -297,10 +295,8 @@ def ranks(run: Run) -> Rendered:
 
 def exported(result: Exported) -> Rendered:
     """Renders `export`: the contents of the bundle, and the entries that were left out."""
-    yield (
-        f"{result.file}: {counted(len(result.steps), 'step')}, "
-        f"{counted(result.programs, 'program')}, {readable_bytes(result.size_bytes)}"
-    )
+    steps, programs = counted(len(result.steps), "step"), counted(result.programs, "program")
+    yield f"{result.file}: {steps}, {programs}, {readable_bytes(result.size_bytes)}"
     yield from (f"left out: {each}" for each in result.left_out)
 
 
@@ -331,10 +327,8 @@ def _copied(result: Imported | Shared, how: str) -> str:
 
 def removed(count: int, freed_bytes: int, left_bytes: int, place: str) -> Rendered:
     """Renders `prune` and `clear`."""
-    yield (
-        f"{counted(count, 'entry')} removed, {readable_bytes(freed_bytes)} freed; "
-        f"{readable_bytes(left_bytes)} left in {place}."
-    )
+    freed, left = readable_bytes(freed_bytes), readable_bytes(left_bytes)
+    yield f"{counted(count, 'entry')} removed, {freed} freed; {left} left in {place}."
 
 
 def diagnosis(found: Diagnosis) -> Rendered:

@@ -86,8 +86,7 @@ class Details:
 def open_existing(directory: Path) -> Archive | None:
     """Opens a cache directory; returns None, and creates nothing, if there is none.
 
-    Raises:
-        CacheDirectoryError: other users can write to it, or it is a file.
+    Raises `CacheDirectoryError` if other users can write to it, or it is a file.
     """
     if not (directory / "v1").is_dir():
         if directory.exists():

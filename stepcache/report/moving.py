@@ -100,8 +100,7 @@ class Imported:
 def export(archive: Archive, file: Path, wanted: Sequence[str] = ()) -> Exported:
     """Writes a bundle of the wanted steps, or of all steps and programs. The write is atomic.
 
-    Raises:
-        BundleError: there is nothing to export, or the file cannot be written.
+    Raises `BundleError` if there is nothing to export, or the file cannot be written.
     """
     left_out: list[str] = []
     try:

@@ -142,9 +142,7 @@ def _item(lookup: str, found: Sequence[tuple[Name, Step | str]], catalogue: Cata
 def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
     """Writes the wanted steps of a directory, or all, to a shared cache. Overwrites nothing.
 
-    Raises:
-        SharedCacheError: the store fails, or is read only.
-        OptionError: a name matches no step.
+    Raises `SharedCacheError` if the store fails or is read only, `OptionError` for unknown names.
     """
     disk, left_out = archive.disk, list[str]()
     chosen = chosen_entries(list(disk.entries("step")), wanted)
@@ -177,10 +175,8 @@ def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
 def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
     """Stores the wanted steps of a shared cache, or all, in a directory.
 
-    Raises:
-        SharedCacheError: the store fails.
-        BundleError: the directory cannot be written.
-        OptionError: a name matches no step.
+    Raises `SharedCacheError` if the store fails, `BundleError` if the directory cannot be written,
+    `OptionError` for unknown names.
     """
     disk, left_out = open_archive(directory, None, "off", 0.0).disk, list[str]()
     labels, stored, there = dict[str, str](), set[str](), set[str]()
@@ -229,8 +225,7 @@ def prune(place: Place, max_bytes: int | None, written_before: float | None) -> 
 
     At most `max_bytes` are left, and nothing written before a time, in seconds since the epoch.
 
-    Raises:
-        SharedCacheError: the store fails, or is read only.
+    Raises `SharedCacheError` if the store fails, or is read only.
     """
     with _opened(place, to_write=True) as (store, catalogue):
         together = _together(catalogue)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepcache.events import Captured
 from stepcache.fingerprint.dependencies import digest_dependencies
@@ -19,8 +19,7 @@ from stepcache.storage import plain
 _FORMAT = 3  # Of the payload of a step's entry.
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Where the records for one lookup are kept."""
 
     label: str  # The step, by its file and name.
@@ -44,8 +43,7 @@ class Used:
     variables: list[str] = field(default_factory=list)  # Environment variables read.
 
 
-@dataclass(frozen=True, slots=True)
-class Traced:
+class Traced(NamedTuple):
     """What a trace revealed about its program, before it is compiled."""
 
     dependencies: dict[str, str]  # All that it depends on, by name.
@@ -54,7 +52,7 @@ class Traced:
     untrackable: tuple[str, ...] = ()  # Why it has to.
 
     def packed(self) -> dict[str, Any]:
-        return plain.fields_of(self) | {"used": plain.fields_of(self.used)}
+        return self._asdict() | {"used": plain.fields_of(self.used)}
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> Traced:
@@ -99,8 +97,7 @@ class DependencyRecord:
         return cls(**{**data, "used": Used(**data["used"])})
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
+class Publication(NamedTuple):
     """A program that is to be stored. It holds on to nothing of the step that it came from."""
 
     address: Address  # Of the lookup that it answers.

@@ -75,9 +75,7 @@ class EntryDirectory:
     def prepare(self) -> bytes:
         """Makes what is missing of the layout. Returns the key that is in use now.
 
-        Raises:
-            CacheDirectoryError: another user can change the directory.
-            OSError: something cannot be made.
+        Raises `CacheDirectoryError` if another user can change it, `OSError` if it cannot be made.
         """
         private_files.make_directory(self._root.parent)
         private_files.make_directory(self._root)
@@ -96,8 +94,7 @@ class EntryDirectory:
     def current_key(self) -> bytes | None:
         """Takes up, and returns, the key that is in use now; None where there is no trusted one.
 
-        Raises:
-            CacheDirectoryError: another user can change the directory.
+        Raises `CacheDirectoryError` if another user can change the directory.
         """
         try:
             private_files.check_directory(self._root.parent)

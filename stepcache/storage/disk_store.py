@@ -124,8 +124,7 @@ class DiskStore:
     def vouch(self, what: bytes) -> bytes:
         """The HMAC of bytes under this directory's key. `what` begins with their purpose.
 
-        Raises:
-            OSError: there is no key.
+        Raises `OSError` if there is no key.
         """
         return hmac.digest(self._key(), what, "sha256")
 

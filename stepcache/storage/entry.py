@@ -41,8 +41,7 @@ class HeaderTooLargeError(Exception):
     """The header to be stored has more than `MAX_HEADER_BYTES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A payload as stored in the file, and what is needed to read it."""
 
     payload: bytes
@@ -100,9 +99,7 @@ def encode_head(
 ) -> bytes:
     """All of the file that goes before the payload.
 
-    Raises:
-        OptionError: msgpack cannot hold `about`.
-        HeaderTooLargeError: the header has more than `MAX_HEADER_BYTES`.
+    Raises `OptionError` if msgpack cannot hold `about`, `HeaderTooLargeError` if it is too large.
     """
     sizes = len(stored.payload), stored.payload_bytes
     header = Header(kind, digest, created_time, stored.encoding, *sizes, stored.sha256, about)
@@ -125,8 +122,7 @@ def read_header(file: BinaryIO, file_bytes: int, key: bytes, kind: str, digest: 
     """Reads and authenticates the header of an entry, and leaves `file`, of so many bytes in all,
     at the payload.
 
-    Raises:
-        DamagedEntryError: it is not an entry, or not whole, or not under this key and name.
+    Raises `DamagedEntryError` if it is no entry, or not whole, or not under this key and name.
     """
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:

@@ -30,12 +30,10 @@ def unpack(packed: bytes) -> Any:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether unpacked data is of an annotated kind.
+    """Whether plain data, or a dataclass of it, is of an annotated kind.
 
-    Args:
-        value: plain data, or a dataclass of it.
-        kind: a plain type, a dataclass, or a generic type of these. `tuple[str, int]` stands for a
-            list of a text and a number, as tuples are unpacked; an int fits a float.
+    That is a plain type, a dataclass, or a generic type of these. `tuple[str, int]` stands for a
+    list of a text and a number, as tuples are unpacked; an int fits a float.
     """
     return _check_of(kind)(value)
 
@@ -76,8 +74,7 @@ def _check_of(kind: Any) -> Callable[[Any], bool]:
 def record_of(kind: type[T], found: Any) -> T:
     """Makes a record, a dataclass, of a decoded JSON object. Fields that are unknown are left out.
 
-    Raises:
-        ValueError: it is no object, a field is missing, or one has another type.
+    Raises `ValueError` if it is no object, a field is missing, or one has another type.
     """
     if not isinstance(found, dict):
         raise ValueError("no object")

@@ -41,9 +41,8 @@ def default_directory() -> Path | None:
 def absolute(directory: str | os.PathLike, where: str) -> Path:
     """A directory as a user names it, for a process that may change its own directory.
 
-    Raises:
-        CacheDirectoryError: it is a URL, in the home of an unknown user, or relative to a
-            directory that was removed.
+    Raises `CacheDirectoryError` if it is a URL, in the home of an unknown user, or relative to a
+    directory that was removed.
     """
     refuse_url(directory, CacheDirectoryError, where)
     try:
@@ -58,9 +57,7 @@ def absolute(directory: str | os.PathLike, where: str) -> Path:
 def make_directory(path: Path) -> None:
     """Makes a directory for this user alone, its missing parents too, or checks the one there is.
 
-    Raises:
-        CacheDirectoryError: the directory can be changed by another user.
-        OSError: it cannot be made.
+    Raises `CacheDirectoryError` if another user can change it, `OSError` if it cannot be made.
     """
     missing = [path]
     while not os.path.lexists(missing[-1].parent):
@@ -78,9 +75,7 @@ def check_directory(path: Path) -> None:
     What is stored there is run, so whoever can write there can run code as this user. A symbolic
     link is judged by where it leads.
 
-    Raises:
-        CacheDirectoryError: as above.
-        OSError: the directory is not there.
+    Raises `CacheDirectoryError` if not, `OSError` if the directory is not there.
     """
     found, elsewhere = path.stat(), "name another directory in STEPCACHE_DIR"
     if not stat.S_ISDIR(found.st_mode):
@@ -144,8 +139,7 @@ def secret_in(path: Path, where: str) -> bytes:
     It may be a link, and belong to root where only root's group reads it. `where` is the option or
     variable that names it.
 
-    Raises:
-        CacheDirectoryError: there is none, or others can read or change it, or it is too short.
+    Raises `CacheDirectoryError` if others can read or change it, or it is too short or missing.
     """
     hint = f"openssl rand -hex 32 > {path} && chmod 600 {path}"
     try:
@@ -185,8 +179,7 @@ def ensure_key(path: Path, temporary: Path) -> bytes:
     Several processes may do this at once; all get the same key. `temporary` is a path on the same
     file system that no other process uses.
 
-    Raises:
-        OSError: the key cannot be written.
+    Raises `OSError` if the key cannot be written.
     """
     for _ in range(_ATTEMPTS):
         key = load_key(path)
