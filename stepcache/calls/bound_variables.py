@@ -20,9 +20,8 @@ def variables_of(tree: Any) -> Iterator[Variables]:
     if isinstance(tree, Variables):
         yield tree
     elif type(tree) not in _PLAIN and not isinstance(tree, jax.Array):
-        for leaf in jax.tree_util.tree_leaves(tree):
-            if isinstance(leaf, Variables):
-                yield leaf
+        leaves = jax.tree_util.tree_leaves(tree)
+        yield from (leaf for leaf in leaves if isinstance(leaf, Variables))
 
 
 def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variables]) -> bool:
@@ -30,9 +29,8 @@ def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variabl
 
     Given the arguments of a call, in any tree, and the variables among them.
     """
-    if any(spec.options.get(name) is not None for name in _PLACING):
-        return False
-    if not jaxcompat.PRIVATE_API or jaxcompat.arguments_outlive_calls():
+    places = any(spec.options.get(name) is not None for name in _PLACING)
+    if places or not jaxcompat.PRIVATE_API or jaxcompat.arguments_outlive_calls():
         return False
     if (mesh := variables[0]._mesh) is not None:
         return len(set(mesh.axis_types)) == 1  # JAX reshards over axes of one type only.

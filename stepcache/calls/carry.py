@@ -28,8 +28,7 @@ def check_carry(
     Returns:
         For each flat output, the sharding that leaves a carry where it was; None for the rest.
 
-    Raises:
-        CarryError: a carry is not passed, or comes back with another tree, shape or dtype.
+    Raises `CarryError` if a carry is not passed, or comes back with another tree, shape or dtype.
     """
     names = spec.parameters.carry
     call = request.call

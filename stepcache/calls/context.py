@@ -44,8 +44,7 @@ class Scope:
     built: bool = False  # A program has been built in it.
     # Rules that have matched a leaf so far, or that have been warned about.
     matched: set[int] = field(default_factory=set)
-    # The `Variables` whose leaves have been matched.
-    seen: WeakObjects = field(default_factory=WeakObjects)
+    seen: WeakObjects = field(default_factory=WeakObjects)  # `Variables` with matched leaves.
     shown: tuple[str, ...] = ()  # Paths of some leaves of the last of them.
     session: weakref.ref[Any] | None = None  # The front door to it.
     target: Any = None  # Runs its steps on other processes; None where they run in this one.

@@ -40,8 +40,7 @@ def passes_modules(call: Call) -> bool:
 def checking_modules(spec: StepSpec) -> Callable:
     """A step's function, with a check that no update of a module is lost.
 
-    Raises, when it is called:
-        StepCacheError: a variable of the arguments got a new value, and is not returned.
+    It raises `StepCacheError` if a variable of the arguments got a new value and is not returned.
     """
 
     @functools.wraps(spec.fun)

@@ -146,8 +146,7 @@ class Form:
     # Position or name of each argument with stand-ins, its structure, and for each leaf the layout
     # of a value, an `Again`, or None.
     places: tuple[tuple[int | str, Any, tuple], ...]
-    # Names of arguments that the call passes by position, after all others, as JAX reads those
-    # sooner.
+    # Names of arguments that are passed by position, after all others: JAX reads those sooner.
     by_position: tuple[str, ...]
 
     def opened(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -55,8 +55,7 @@ class Use:
         carried: how many of them are carried.
         meter: counts what moves.
 
-    Raises:
-        VariablesError: one is carried twice, or stands where the step's options leave it no place.
+    Raises `VariablesError` if one is carried twice, or where the step's options leave it no place.
     """
 
     def __init__(self, spec: StepSpec, args: tuple, kwargs: dict[str, Any]):

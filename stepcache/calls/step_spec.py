@@ -98,8 +98,7 @@ class Request:
     key: Key  # The key of its program.
     mesh: Mesh | None  # The session's mesh.
     tell: Callable[[Call], Call] = _as_it_is  # As of the spec.
-    # Whether its program is one of calls that nothing commits to a device, and its outputs are to
-    # be committed.
+    # Whether its program is that of calls which nothing commits, and its outputs are committed.
     commits: bool = False
 
     @functools.cached_property

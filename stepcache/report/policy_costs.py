@@ -8,9 +8,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -37,8 +37,7 @@ _LATE, _EVERY = (1, 4, 16), (4, 16)
 _FEWEST_READS = 4  # After which past reads and writes say how often there are some.
 
 
-@dataclass(frozen=True)
-class Reads:
+class Reads(NamedTuple):
     """How often a value is read and written."""
 
     carried: bool  # Whether the step writes it.
@@ -46,8 +45,7 @@ class Reads:
     writes_every: float | None = None  # Steps between two writes; None for those seen until now.
 
 
-@dataclass(frozen=True)
-class Tried:
+class Tried(NamedTuple):
     """How long calls of a step took under one policy, beyond one that reads nothing."""
 
     seconds: float  # Of one that finds the value as it was; of all if a copy may be late.
@@ -55,8 +53,7 @@ class Tried:
     push: float = 0.0  # Of the push that follows each.
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """Variables that are tried, under some policies."""
 
     variables: Variables

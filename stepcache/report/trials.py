@@ -6,9 +6,8 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -24,8 +23,7 @@ _SENT_BYTES = 1 << 28  # Larger values are not sent to a server for a trial.
 Copies = Callable[[Variables], Variables]
 
 
-@dataclass(frozen=True)
-class Trials:
+class Trials(NamedTuple):
     """Times calls of a step on copies of its arguments."""
 
     step: Any
@@ -78,8 +76,7 @@ class Trials:
                 try_as(make, *policies[0])
             found = {each: try_as(make, *each) for each in policies}
         costs.tried = {
-            each: replace(
-                tried,
+            each: tried._replace(
                 seconds=max(0.0, tried.seconds - alone),
                 after_write=max(0.0, tried.after_write - alone),
             )

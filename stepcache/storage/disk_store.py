@@ -62,12 +62,9 @@ class DiskStore:
         directory: as given.
         quarantined: what was refused in this process, the latest 256 in order.
 
-    Raises:
-        CacheDirectoryError: another user owns the directory or can write to it.
-        OptionError: `max_bytes` is not positive.
-
-    A directory that cannot be written serves reads, and no read attempts to write to it. Methods
-    raise `OptionError` where `kind` or `digest` cannot be a name.
+    Raises `CacheDirectoryError` if another user owns the directory or can write to it, and
+    `OptionError` if `max_bytes` is not positive, or a `kind` or `digest` cannot be a name. A
+    directory that cannot be written serves reads, and no read attempts to write to it.
     """
 
     def __init__(
@@ -229,8 +226,7 @@ class DiskStore:
             Whether it is stored. Where the directory cannot be written, or is full, it is not; that
             is warned of once, and nothing is written from then on.
 
-        Raises:
-            OptionError: `header` cannot be packed.
+        Raises `OptionError` if `header` cannot be packed.
         """
         self._files.path(kind, digest)
         if not self.writable:

@@ -34,9 +34,8 @@ class Place:
 
         `where` is the option or variable that it was given in.
 
-        Raises:
-            OptionError: the URL, or a variable of the environment, makes no sense.
-            CacheDirectoryError: there is no key that can be trusted.
+        Raises `OptionError` if the URL, or a variable of the environment, makes no sense, and
+        `CacheDirectoryError` if there is no key that can be trusted.
         """
         text = str(url).rstrip("/")
         if not _URL.fullmatch(text):
