@@ -332,6 +332,16 @@ def test_the_first_execution_belongs_to_what_is_executed(tmp_path):
     assert [each["seconds"]["execute"] for each in found] == [0.25, 0.25]
 
 
+@pytest.mark.parametrize("form", ["html", "openmetrics", "perfetto"])
+def test_a_run_whose_other_rows_were_lost_is_none(tmp_path, form):
+    write_runs(tmp_path, [row()], [row("executed", seconds={"execute": 0.25})])
+    assert len(run_json("report", "--list", "--dir", tmp_path)["runs"]) == 1
+    assert run("report", "--format", form, "--dir", tmp_path).stdout
+    shutil.rmtree(tmp_path / "v1" / "runs")
+    write_runs(tmp_path, [row("executed", seconds={"execute": 0.25})])
+    assert "No run" in run("report", "--format", form, "--dir", tmp_path, code=1).stderr
+
+
 def test_why_of_an_unknown_step(tmp_path):
     write_runs(tmp_path, [row()])
     assert MODEL in run("cache", "why", "evaluate", "--dir", tmp_path, code=1).stderr

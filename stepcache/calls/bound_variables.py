@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 
 from stepcache import jaxcompat
-from stepcache.calls.over_buffers import argument_of
+from stepcache.calls.carry import argument_of
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import VariablesError
 from stepcache.variables.variables import Variables
@@ -20,9 +20,8 @@ def variables_of(tree: Any) -> Iterator[Variables]:
     if isinstance(tree, Variables):
         yield tree
     elif type(tree) not in _PLAIN and not isinstance(tree, jax.Array):
-        for leaf in jax.tree_util.tree_leaves(tree):
-            if isinstance(leaf, Variables):
-                yield leaf
+        leaves = jax.tree_util.tree_leaves(tree)
+        yield from (leaf for leaf in leaves if isinstance(leaf, Variables))
 
 
 def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variables]) -> bool:
@@ -30,9 +29,8 @@ def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variabl
 
     Given the arguments of a call, in any tree, and the variables among them.
     """
-    if any(spec.options.get(name) is not None for name in _PLACING):
-        return False
-    if not jaxcompat.PRIVATE_API or jaxcompat.arguments_outlive_calls():
+    places = any(spec.options.get(name) is not None for name in _PLACING)
+    if places or not jaxcompat.PRIVATE_API or jaxcompat.arguments_outlive_calls():
         return False
     if (mesh := variables[0]._mesh) is not None:
         return len(set(mesh.axis_types)) == 1  # JAX reshards over axes of one type only.
@@ -112,16 +110,11 @@ def _placed_by_leaf(
     if isinstance(given, tuple | list):
         yield "in_shardings", [n for n, each in enumerate(given) if not _is_whole(each)]
     given = options.get("out_shardings")
-    if given is not None and not _is_whole(given):
-        several = isinstance(given, tuple | list)
-        entries = given[: len(carry)] if several else (given,)
-        yield (
-            "out_shardings",
-            [name for name, each in zip(carry, entries, strict=False) if not _is_whole(each)],
-        )
+    if not _is_whole(given):
+        named = zip(carry, given if isinstance(given, tuple | list) else (given,), strict=False)
+        yield "out_shardings", [name for name, each in named if not _is_whole(each)]
 
 
 def _is_whole(entry: Any) -> bool:
-    if entry is None or isinstance(entry, Sharding | PartitionSpec):
-        return True
-    return jax.tree_util.all_leaves((entry,))
+    is_one = entry is None or isinstance(entry, Sharding | PartitionSpec)
+    return is_one or jax.tree_util.all_leaves((entry,))

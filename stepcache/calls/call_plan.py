@@ -67,11 +67,8 @@ class _Unplanned(Exception):
 
 
 class CallPlans:
-    """The plans of one step. Each passes on the calls that it does not serve.
-
-    Args:
-        spec: the step.
-        dispatch: what serves a call for which there is no plan.
+    """The plans of one step. Each passes on the calls that it does not serve, the last one to
+    `dispatch`.
     """
 
     def __init__(self, spec: StepSpec, dispatch: Callable[..., Any]):
@@ -81,11 +78,7 @@ class CallPlans:
         self._lock = threading.Lock()
 
     def stop(self) -> Callable[..., Any] | None:
-        """Makes no more plans, because a plan does not count calls.
-
-        Returns:
-            What is to serve all calls of the step now; None where that stays as it is.
-        """
+        """Makes no more plans, because a plan does not count calls. Returns as `add` does."""
         with self._lock:
             was_stopped, self._is_stopped = self._is_stopped, True
         return None if was_stopped else self._dispatch
@@ -208,7 +201,7 @@ def _source(use: Use, form: Form, outputs: Any, names: dict[str, Any]) -> str:
     expected: list[str] = [] if use.carried else ["out is not NOT_A_HIT"]
     returned = "out"
     if use.carried:
-        returned = _returned(outputs, use.carry_arguments(), written, expected, names)
+        returned = _returned(outputs, use.carry, written, expected, names)
     in_order = sorted(numbers, key=lambda n: use.variables[n]._number)
     locks = ", ".join(f"lock{n}" for n in in_order[:_NESTED])
     if len(in_order) > _NESTED:
@@ -244,10 +237,7 @@ def _returned(
 ) -> str:
     """An expression for the outputs with the carried variables in them.
 
-    Args:
-        outputs: of the first call.
-        carry: the carried arguments.
-        written, expected, names: as for `_rebuilt`.
+    Given the outputs of the first call; `written`, `expected` and `names` are as for `_rebuilt`.
     """
     if comes_alone(outputs, carry):
         return _rebuilt("out", carry[0], written, expected, names)
@@ -269,12 +259,9 @@ def _rebuilt(
 ) -> str:
     """An expression for a tree with something else in the place of its `Variables`.
 
-    Args:
-        where: an expression for the tree.
-        tree: how it was in the first call.
-        leaf: gives, for variables and where they are, what to check and what takes their place.
-        checks: gets what there is to check before the expression is right.
-        names: gets the keys of dicts.
+    Given an expression for the tree, and how it was in the first call. `leaf` returns, for
+    variables and where they are, what to check and what takes their place. `checks` gets what
+    there is to check before the expression is right, and `names` the keys of dicts.
     """
     if isinstance(tree, Variables):
         check, new = leaf(where, tree)
@@ -286,16 +273,15 @@ def _rebuilt(
     if kind not in (dict, list, tuple):
         raise _Unplanned
     checks.append(f"type({where}) is {kind.__name__} and len({where}) == {len(tree)}")
-    keys: list[str] = []
-    for index, key in enumerate(sorted(tree) if kind is dict else range(len(tree))):
-        keys.append(str(index) if kind is not dict else f"key{len(names)}")
-        if kind is dict:
-            names[keys[-1]] = key
-            checks.append(f"{keys[-1]} in {where}")
-    children = [tree[key] for key in sorted(tree)] if kind is dict else tree
+    given = sorted(tree) if kind is dict else range(len(tree))
+    keys = list(map(str, given))
+    if kind is dict:
+        keys = [f"key{len(names) + n}" for n in range(len(tree))]
+        names.update(zip(keys, given, strict=True))
+        checks.extend(f"{key} in {where}" for key in keys)
     parts = [
-        _rebuilt(f"{where}[{key}]", child, leaf, checks, names)
-        for key, child in zip(keys, children, strict=True)
+        _rebuilt(f"{where}[{key}]", tree[index], leaf, checks, names)
+        for key, index in zip(keys, given, strict=True)
     ]
     if kind is dict:
         return f"{{{', '.join(f'{key}: {part}' for key, part in zip(keys, parts, strict=True))}}}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
-from stepcache.calls.signature import Call, Leaf, short_type
+from stepcache.calls.signature import Call, Leaf, Parameters, short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import CarryError
 from stepcache.sharding import is_in_type
@@ -28,8 +28,7 @@ def check_carry(
     Returns:
         For each flat output, the sharding that leaves a carry where it was; None for the rest.
 
-    Raises:
-        CarryError: a carry is not passed, or comes back with another tree, shape or dtype.
+    Raises `CarryError` if a carry is not passed, or comes back with another tree, shape or dtype.
     """
     names = spec.parameters.carry
     call = request.call
@@ -74,23 +73,17 @@ def settled_leaves(spec: StepSpec, request: Request, out_avals: Sequence[Any]) -
 
 def carried_leaves(spec: StepSpec, request: Request) -> list[int]:
     """The numbers of the leaves that the first outputs update, in the order of these outputs."""
-    numbers: dict[str, list[int]] = {name: [] for name in spec.parameters.carry}
-    for number, path in enumerate(request.call.paths):
-        if path.argument in numbers:
-            numbers[path.argument].append(number)
-    return list(itertools.chain.from_iterable(numbers.values()))
+    paths = list(enumerate(request.call.paths))
+    return [n for name in spec.parameters.carry for n, path in paths if path.argument == name]
 
 
 _DONATING = ("donate_argnums", "donate_argnames")
 
 
 def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> None:
-    """Checks that no donated array is passed twice in a call.
+    """Raises `CarryError` if a donated array is passed twice in a call.
 
     JAX raises without naming the arguments, and 0.10.2 crashes on several devices.
-
-    Raises:
-        CarryError: one is.
     """
     call = request.call
     arrays = [id(value) for value in call.leaves if isinstance(value, jax.Array)]
@@ -115,6 +108,47 @@ def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> Non
             )
 
 
+class OverStep:
+    """Called in the place of a step's function.
+
+    No function, so that whatever asks for code, a file or a signature finds those of the step's.
+    """
+
+    def __init__(self, fun: Callable, name: str, parameters: Parameters):
+        # Plain values alone: a program on disk depends on whatever is found here.
+        self._carry, self._positional = parameters.carry, parameters.positional
+        self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
+        self.__name__ = self.__qualname__ = name
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
+    def _parts(
+        self, outputs: Any, carried: Sequence[Any]
+    ) -> tuple[tuple, tuple, Callable[[tuple, tuple], Any]]:
+        """The carry in some outputs, the other outputs, and how to put both together again.
+
+        Raises `CarryError` if the outputs do not begin with the carry.
+        """
+        structure = jax.tree_util.tree_structure
+        if len(carried) == 1 and structure(outputs) == structure(carried[0]):
+            return (outputs,), (), lambda new, rest: new[0]
+        kind, count = type(outputs), len(carried)
+        if kind not in (tuple, list) or len(outputs) < count:
+            refuse_outputs(self.__name__, self._carry, structure(outputs))
+        return tuple(outputs[:count]), tuple(outputs[count:]), lambda new, rest: kind((*new, *rest))
+
+
+def argument_of(positional: Sequence[str], args: tuple, kwargs: dict[str, Any], name: str) -> Any:
+    """An argument by its name; None if it is not passed."""
+    if name in kwargs:
+        return kwargs[name]
+    try:
+        return args[positional.index(name)]
+    except (ValueError, IndexError):
+        return None
+
+
 def _hosted(call: Call) -> set[int]:
     """The numbers of the leaves that are buffers of variables in host memory."""
     numbers, found = itertools.count(), set()
@@ -130,11 +164,10 @@ def _hosted(call: Call) -> set[int]:
 
 def _carried_tree(spec: StepSpec, call: Call, name: str) -> Any:
     try:
-        return jax.tree_util.tree_structure(call.argument(name))
+        return jax.tree_util.tree_structure(call.arguments[name])
     except KeyError:
-        raise CarryError(
-            f"{spec.name} carries {name!r}, which this call does not pass", where=name
-        ) from None
+        what = f"{spec.name} carries {name!r}, which this call does not pass"
+        raise CarryError(what, where=name) from None
 
 
 def _outputs_for(spec: StepSpec, carries: list[Any], out_tree: Any) -> list[Any]:
@@ -150,11 +183,7 @@ def _outputs_for(spec: StepSpec, carries: list[Any], out_tree: Any) -> list[Any]
 
 
 def refuse_outputs(step: str, names: Sequence[str], out_tree: Any) -> NoReturn:
-    """Raises the error of a step whose outputs do not begin with the carry.
-
-    Raises:
-        CarryError: always.
-    """
+    """Raises the `CarryError` of a step whose outputs do not begin with the carry."""
     single = jax.tree_util.treedef_is_leaf(out_tree)
     raise CarryError(
         f"{step} does not return its carry first",
@@ -168,11 +197,7 @@ def refuse_outputs(step: str, names: Sequence[str], out_tree: Any) -> NoReturn:
 def refuse_tree(
     step: str, name: str, old: Mapping[str, Any], before: Any, after: Any, avals: Sequence[Any]
 ) -> NoReturn:
-    """Raises an error that names the first leaf in which two trees differ, if leaves have names.
-
-    Raises:
-        CarryError: always.
-    """
+    """Raises a `CarryError` for the first leaf in which two trees differ, if leaves have names."""
     new: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # A class may refuse to be built around abstract leaves.
         entries = jax.tree_util.tree_flatten_with_path(after.unflatten(avals))[0]
@@ -185,11 +210,7 @@ def refuse_tree(
 
 
 def refuse(step: str, path: str, expected: str, got: str) -> NoReturn:
-    """Raises the error of a step that returns a carry with another type or placement.
-
-    Raises:
-        CarryError: always.
-    """
+    """Raises the `CarryError` of a step that returns a carry with another type or placement."""
     raise CarryError(
         f"{step} returns a carry that differs from the one it was given",
         where=path,
@@ -201,7 +222,6 @@ def refuse(step: str, path: str, expected: str, got: str) -> NoReturn:
 
 
 def type_of(leaf: Any) -> str:
-    """The type of a leaf, as errors give it."""
     return "no such leaf" if leaf is None else short_type(leaf.shape, leaf.dtype)
 
 

@@ -29,39 +29,25 @@ _EXAMPLES = 3
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Scope:
-    """What a session decides for the calls made in it.
+    """What a session decides for the calls made in it."""
 
-    Attributes:
-        placer: the mesh and the rules; None places nothing.
-        cache: the `ProgramCache`, a room of a higher floor.
-        on_miss: "compile", "warn" or "error".
-        count_hits: keep the C++ dispatcher out, so that every call is counted.
-        max_step_bytes: what one call may move, or None.
-        together: returns the `Peers` of some ranks; None for a single process.
-        check_replicas_every: at which calls that pass `Variables` replicas are compared, or None.
-        closed: no call may be made in it any more.
-        built: a program has been built in it.
-        matched: rules that have matched a leaf so far, or that have been warned about.
-        seen: the `Variables` whose leaves have been matched.
-        shown: paths of some leaves of the last of them.
-        session: the front door to it.
-        target: runs its steps on other processes; None where they run in this one.
-    """
-
-    placer: Placer | None
-    cache: Any
-    on_miss: str = "compile"
-    count_hits: bool = False
-    max_step_bytes: int | None = None
+    placer: Placer | None  # The mesh and the rules; None places nothing.
+    cache: Any  # The `ProgramCache`, a room of a higher floor.
+    on_miss: str = "compile"  # Or "warn" or "error".
+    count_hits: bool = False  # Keep the C++ dispatcher out, so that every call is counted.
+    max_step_bytes: int | None = None  # What one call may move.
+    # Returns the `Peers` of some ranks; None for a single process.
     together: Callable[[tuple[int, ...]], Peers | None] = lambda ranks: None
+    # At which calls that pass `Variables` replicas are compared.
     check_replicas_every: int | None = None
-    closed: bool = False
-    built: bool = False
+    closed: bool = False  # No call may be made in it any more.
+    built: bool = False  # A program has been built in it.
+    # Rules that have matched a leaf so far, or that have been warned about.
     matched: set[int] = field(default_factory=set)
-    seen: WeakObjects = field(default_factory=WeakObjects)
-    shown: tuple[str, ...] = ()
-    session: weakref.ref[Any] | None = None
-    target: Any = None
+    seen: WeakObjects = field(default_factory=WeakObjects)  # `Variables` with matched leaves.
+    shown: tuple[str, ...] = ()  # Paths of some leaves of the last of them.
+    session: weakref.ref[Any] | None = None  # The front door to it.
+    target: Any = None  # Runs its steps on other processes; None where they run in this one.
 
     @property
     def mesh(self):

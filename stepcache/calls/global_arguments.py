@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from stepcache.calls.step_spec import Request
 from stepcache.distributed.global_arrays import global_array, spans_processes
 from stepcache.distributed.peers import Peers
 from stepcache.distributed.replicas import compare, is_local, token_of
+from stepcache.sharding import Placed
 
 
 def is_of_pod(request: Request) -> bool:
@@ -31,28 +32,29 @@ def with_global_arrays(request: Request) -> Call:
 
     A call in one process is returned as it is: the program places its leaves.
     """
-    call = request.call
+    call, leaves = request.call, [*request.call.leaves]
     if not is_of_pod(request):
         return call
-    leaves = [
-        global_array(value, placed.sharding, placed.shape)
-        if placed is not None and _is_local_array(value)
-        else value
-        for value, placed in zip(call.leaves, request.placed, strict=True)
-    ]
+    for index, value, placed in _host_arrays(request):
+        leaves[index] = global_array(value, placed.sharding, placed.shape)
     if all(map(operator.is_, leaves, call.leaves)):
         return call
     args, kwargs = call.signature.tree.unflatten(leaves)
     return replace(call, leaves=leaves, args=args, kwargs=kwargs)
 
 
+def _host_arrays(request: Request) -> Iterator[tuple[int, Any, Placed]]:
+    """Number, value and place of each local array that the session places."""
+    for index, placed in enumerate(request.placed):
+        if placed is not None and _is_local_array(value := request.call.leaves[index]):
+            yield index, value, placed
+
+
 class GlobalArguments:
     """Does what `with_global_arrays` did for one call for others like it, and reads only the leaves
     that it replaces.
 
-    Args:
-        request: that call; without static arguments.
-        scope: returns the scope of a call made now.
+    That call has no static arguments; `scope` returns the scope of a call made now.
     """
 
     def __init__(self, request: Request, scope: Callable[[], Any]):
@@ -60,10 +62,7 @@ class GlobalArguments:
         self._tree = request.call.signature.tree
         self._replaced = [
             (index, type(value), value.shape, value.dtype, placed)
-            for index, (value, placed) in enumerate(
-                zip(request.call.leaves, request.placed, strict=True)
-            )
-            if placed is not None and _is_local_array(value)
+            for index, value, placed in _host_arrays(request)
         ]
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
@@ -77,9 +76,8 @@ class GlobalArguments:
             return None
         for index, kind, shape, dtype, placed in self._replaced:
             value = leaves[index]
-            if type(value) is not kind or (value.shape, value.dtype) != (shape, dtype):
-                return None
-            if not _is_local_array(value):
+            is_alike = type(value) is kind and (value.shape, value.dtype) == (shape, dtype)
+            if not is_alike or not _is_local_array(value):
                 return None
             leaves[index] = global_array(value, placed.sharding, placed.shape)
         return tree.unflatten(leaves)
@@ -113,9 +111,7 @@ def replicated_host_values(request: Request) -> dict[str, str] | None:
 def compare_call_values(name: str, request: Request, peers: Peers) -> None:
     """Compares the replicated host values of a call with those of the other processes.
 
-    Raises:
-        AgreementError: they differ, or a process did not take part in time.
-        RankLostError: a process was lost.
+    Raises `AgreementError` if they differ or one is late, `RankLostError` if one was lost.
     """
     values = {tuple(peers.ranks): replicated_host_values(request) or {}}
     with peers.round(name, "its first call since it was warmed") as round:

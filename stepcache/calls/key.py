@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from stepcache.calls.signature import Signature, shorten
 from stepcache.events import Change
@@ -20,19 +21,14 @@ _numbers = itertools.count(1)
 _known: dict[int, tuple[weakref.ref, Identity]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """The identity of a function in this process. Never equal for two functions alive at once.
 
     Two steps over one function object have the same one, and share their programs.
-
-    Attributes:
-        number: unique in this process.
-        shared: whether all steps over the function have this identity.
     """
 
-    number: int
-    shared: bool = True
+    number: int  # Unique in this process.
+    shared: bool = True  # Whether all steps over the function have this identity.
 
 
 def identity(fun: Callable) -> Identity:
@@ -56,20 +52,14 @@ def _forget(key: int, _: weakref.ref) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Everything that decides which program a call needs. Equal keys need the same program.
+    """Everything that decides which program a call needs. Equal keys need the same program."""
 
-    Attributes:
-        identity: which function the step is.
-        signature: what the call looks like, after placement.
-        mesh: the identity of the session's mesh; empty without one.
-        options: the step's options by name, such as donated arguments and compiler options.
-        environment: settings of JAX that change a trace or a compilation, by name.
-    """
-
-    identity: Identity
-    signature: Signature
-    mesh: tuple
+    identity: Identity  # Which function the step is.
+    signature: Signature  # What the call looks like, after placement.
+    mesh: tuple  # The identity of the session's mesh; empty without one.
+    # The step's options by name, such as donated arguments and compiler options.
     options: tuple[tuple[str, Hashable], ...]
+    # Settings of JAX that change a trace or a compilation, by name.
     environment: tuple[tuple[str, Hashable], ...]
     _hash: int = field(init=False, compare=False, repr=False, default=0)
 

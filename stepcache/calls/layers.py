@@ -64,20 +64,12 @@ def function_name(fun: Any) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
 
 
-# ---- steps made by the same code ----------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Making:
-    """Where the code of a step is, and how many steps of it have been made.
+    """Where the code of a step is, and how many steps of it have been made."""
 
-    Attributes:
-        place: file and line of the function; empty where it has no code.
-        count: 1 for the first step of this code, wrapped as this one is; 2 for the next.
-    """
-
-    place: str = ""
-    count: int = 1
+    place: str = ""  # File and line of the function; empty where it has no code.
+    count: int = 1  # 1 for the first step of this code, wrapped as this one is; 2 for the next.
 
 
 _lock = threading.Lock()

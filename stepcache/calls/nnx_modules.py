@@ -24,8 +24,7 @@ _INSTEAD = "stepcache.nnx.step, in the place of nnx.jit, updates modules in plac
 def warn_of_carried_module(spec: StepSpec, call: Call) -> None:
     """Warns of a call that carries an nnx module."""
     for name in spec.parameters.carry:
-        tree = (dict(zip(call.names, call.args, strict=True)) | call.kwargs).get(name)
-        if _variables(tree):
+        if _variables(call.arguments.get(name)):
             warn(
                 f"{spec.name} carries {name!r}, an nnx module: the one that is passed is left "
                 f"without its arrays, and another one comes back. {_INSTEAD}",
@@ -41,8 +40,7 @@ def passes_modules(call: Call) -> bool:
 def checking_modules(spec: StepSpec) -> Callable:
     """A step's function, with a check that no update of a module is lost.
 
-    Raises, when it is called:
-        StepCacheError: a variable of the arguments got a new value, and is not returned.
+    It raises `StepCacheError` if a variable of the arguments got a new value and is not returned.
     """
 
     @functools.wraps(spec.fun)

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
-from stepcache.calls.carry import refuse, refuse_outputs, refuse_tree, type_of
+from stepcache.calls.carry import OverStep, argument_of, refuse, refuse_tree, type_of
 from stepcache.calls.key import identity
-from stepcache.calls.signature import Call, Leaf, Parameters, Signature
+from stepcache.calls.signature import Call, Leaf, Signature
 from stepcache.calls.step_spec import StepSpec
 from stepcache.variables.packing import Layout, Packed, Slot, interned
 from stepcache.variables.shares import HostLayout
@@ -55,20 +55,8 @@ def over_buffers(spec: StepSpec) -> StepSpec:
     )
 
 
-class _OverBuffers:
-    """Calls a step's function on the trees that its buffers hold.
-
-    No function, so that whatever asks for code, a file or a signature finds those of the step's.
-    """
-
-    def __init__(self, fun: Callable, step: str, parameters: Parameters):
-        # Plain values alone: a program on disk depends on whatever is found here.
-        self._step, self._carry, self._positional = step, parameters.carry, parameters.positional
-        self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
-        self.__name__ = self.__qualname__ = step
-
-    def __repr__(self) -> str:
-        return repr(self.__wrapped__)
+class _OverBuffers(OverStep):
+    """Calls a step's function on the trees that its buffers hold."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         carried = [argument_of(self._positional, args, kwargs, name) for name in self._carry]
@@ -89,26 +77,17 @@ class _OverBuffers:
         )
         if not any(map(is_stand_in, leaves_of(carried))):
             return outputs
-        return self._closed(outputs, carried, [mapped(opened, tree) for tree in carried])
-
-    def _closed(self, outputs: Any, carried: Sequence[Any], opened: Sequence[Any]) -> Any:
-        """The outputs, with buffers where a carry had some. Raises `CarryError` if they do not
-        begin with it, before anything is donated; for a call that JAX serves itself, nothing would.
-        """
-        names = self._carry
-        structure = jax.tree_util.tree_structure
-        if len(names) == 1 and structure(outputs) == structure(opened[0]):
-            return self._packed(names[0], carried[0], opened[0], outputs)
-        if type(outputs) not in (tuple, list) or len(outputs) < len(names):
-            refuse_outputs(self._step, names, structure(outputs))
-        news = map(self._packed, names, carried, opened, outputs)
-        return type(outputs)((*news, *outputs[len(names) :]))
+        olds = [mapped(opened, tree) for tree in carried]
+        # What it raises comes before anything is donated; for a call that JAX serves itself,
+        # nothing else would be raised.
+        news, rest, together = self._parts(outputs, olds)
+        return together(tuple(map(self._packed, self._carry, carried, olds, news)), rest)
 
     def _packed(self, name: str, template: Any, old: Any, new: Any) -> Any:
         def pack(keys: tuple, node: Any, value: Any) -> Any:
             if not is_stand_in(node):
                 return value
-            return _packed_value(self._step, name + keystr(keys), node.layout, value)
+            return _packed_value(self.__name__, name + keystr(keys), node.layout, value)
 
         if not any(map(is_stand_in, leaves_of(template))):
             return new
@@ -119,7 +98,7 @@ class _OverBuffers:
             leaves = {name + keystr(keys): leaf for keys, leaf in named}
             flat, after = jax.tree_util.tree_flatten(new)
             before = jax.tree_util.tree_structure(old)
-            refuse_tree(self._step, name, leaves, before, after, list(map(jnp.asarray, flat)))
+            refuse_tree(self.__name__, name, leaves, before, after, list(map(jnp.asarray, flat)))
 
 
 def _packed_in(trees: Iterable[Any]) -> list[Packed]:
@@ -146,14 +125,9 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def without_layouts(outputs: Any, fast_path: Any = None) -> tuple[Any, Any]:
-    """What a program over buffers returned, with tuples of buffers, which JAX makes sooner.
+    """The outputs with a tuple of buffers, which JAX makes sooner, in the place of each `Packed`.
 
-    Args:
-        outputs: with `Packed` where a carry had `Variables`.
-        fast_path: what JAX's dispatcher needs to serve the same call by itself; None for nothing.
-
-    Returns:
-        Both, with a tuple of buffers in the place of each `Packed`.
+    So has `fast_path`: what JAX's dispatcher needs to serve the same call by itself, or None.
     """
     bare = mapped(lambda node: tuple(node.buffers) if isinstance(node, Packed) else node, outputs)
     if fast_path is not None and bare is not outputs:
@@ -167,15 +141,12 @@ class Form:
 
     JAX's dispatcher takes it for a static argument, compared by identity: `bare` makes one object
     of equal ones.
-
-    Attributes:
-        places: position or name of each argument with stand-ins, its structure, and for each leaf
-            the layout of a value, an `Again`, or None.
-        by_position: names of arguments that the call passes by position, after all others, as JAX
-            reads those sooner.
     """
 
+    # Position or name of each argument with stand-ins, its structure, and for each leaf the layout
+    # of a value, an `Again`, or None.
     places: tuple[tuple[int | str, Any, tuple], ...]
+    # Names of arguments that are passed by position, after all others: JAX reads those sooner.
     by_position: tuple[str, ...]
 
     def opened(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -211,10 +182,6 @@ def bare(
     """The arguments with tuples of buffers for stand-ins, which JAX reads sooner than `Packed`.
 
     The first one is the `Form` that opens them again.
-
-    Args:
-        args, kwargs: of a call over buffers.
-        roles: the static arguments of the step.
     """
     places = []
 
@@ -262,8 +229,8 @@ def in_leaves(carry: Sequence[str], call: Call) -> Call:
 
 
 def _in_leaves(carry: Sequence[str], call: Call) -> Call:
-    arguments = dict(zip(call.names, call.args, strict=True)) | call.kwargs
-    values = _packed_in((*(arguments.get(name) for name in carry), call.args, call.kwargs))
+    carried = map(call.arguments.get, carry)
+    values = _packed_in((*carried, call.args, call.kwargs))
     named, structure = jax.tree_util.tree_flatten_with_path(
         (call.args, call.kwargs), is_leaf=is_stand_in
     )
@@ -305,16 +272,6 @@ def _leaf_at(slot: Slot, layout: Layout, buffers: Sequence[Leaf]) -> Leaf:
         return given
     as_made = given.sharding == layout.buffers[slot.buffer].sharding
     return Leaf(slot.shape, slot.dtype, False, slot.sharding if as_made else given.sharding)
-
-
-def argument_of(positional: Sequence[str], args: tuple, kwargs: dict[str, Any], name: str) -> Any:
-    """An argument by its name; None if it is not passed."""
-    if name in kwargs:
-        return kwargs[name]
-    try:
-        return args[positional.index(name)]
-    except (ValueError, IndexError):
-        return None
 
 
 def _packed_value(step: str, name: str, layout: Layout, new: Any) -> Any:

@@ -74,11 +74,7 @@ class Pad:
         return (self.argument,) if isinstance(self.argument, str) else self.argument
 
     def padded_size(self, size: int, parts: int = 1) -> int:
-        """Returns the size that an axis is padded to.
-
-        Args:
-            size: size of the axis.
-            parts: number of parts that the axis is split into.
+        """Returns the size that an axis, split into so many parts, is padded to.
 
         Raises:
             PaddingError: all of `sizes` are smaller.
@@ -88,12 +84,11 @@ class Pad:
         for each in self.sizes:
             if each >= size:
                 return each
-        raise PaddingError(
-            f"axis {self.axis} is larger than all sizes of its padding",
-            where=", ".join(self.arguments),
-            expected=f"at most {self.sizes[-1]}",
-            got=str(size),
-        )
+        what = f"axis {self.axis} is larger than all sizes of its padding"
+        raise self._error(what, expected=f"at most {self.sizes[-1]}", got=str(size))
+
+    def _error(self, what: str, **details: Any) -> PaddingError:
+        return PaddingError(what, where=", ".join(self.arguments), **details)
 
     def other_size(self, size: int) -> int:
         """Returns another possible size of the axis."""
@@ -103,11 +98,7 @@ class Pad:
 
 
 def check_pads(fun: Callable, pads: Sequence[Any], roles: Mapping[str, Sequence[str]]) -> None:
-    """Checks the `pad` option of a step.
-
-    Raises:
-        OptionError: an argument cannot be padded.
-    """
+    """Checks the `pad` option of a step. Raises `OptionError` if an argument cannot be padded."""
     parameters = inspect.signature(fun).parameters
     for pad in pads:
         if not isinstance(pad, Pad):

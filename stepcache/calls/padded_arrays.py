@@ -22,18 +22,14 @@ _MASKS_REMEMBERED = 1024
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf has a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def changed(tree: Any, part: str, axis: int, change: Callable[[str, Any], Any]) -> Any:
-    """Returns a tree with the arrays at or below a path replaced.
+    """Returns a tree with arrays replaced: those that have an axis, at or below a path.
 
-    Args:
-        tree: the tree.
-        part: the path, such as "tokens/ids"; empty for the whole tree.
-        axis: arrays without this axis are not replaced.
-        change: returns an array, given the path and the old array.
+    The path is such as "tokens/ids", or empty for the whole tree. `change` gets the path and the
+    old array.
     """
 
     def at(keys: Any, leaf: Any) -> Any:

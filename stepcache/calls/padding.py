@@ -15,16 +15,10 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
+from stepcache.calls.carry import argument_of
 from stepcache.calls.context import Scope
 from stepcache.calls.pad import Pad
-from stepcache.calls.padded_arrays import (
-    changed,
-    filled,
-    is_array,
-    kept,
-    mask_of,
-    with_size,
-)
+from stepcache.calls.padded_arrays import changed, filled, is_array, kept, mask_of, with_size
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import PaddingError
 from stepcache.variables.variables import Variables
@@ -43,22 +37,14 @@ class _Group(NamedTuple):
 class Padder:
     """Calls a step with padded arguments, and cuts its outputs.
 
-    Args:
-        spec: the step.
-        call: calls the step with padded arguments.
-        engine: returns the step's engine, which is not kept alive.
-        scope: returns the scope of a call.
-
     Attributes:
-        call: as given.
+        call: calls the step with padded arguments.
+
+    `engine` returns the step's engine, which is not kept alive, and `scope` the scope of a call.
     """
 
     def __init__(
-        self,
-        spec: StepSpec,
-        call: Callable,
-        engine: Callable[[], Any],
-        scope: Callable[[], Scope],
+        self, spec: StepSpec, call: Callable, engine: Callable[[], Any], scope: Callable[[], Scope]
     ):
         self.call, self._rows, self._padded_rows = call, 0, 0
         self._spec, self._engine, self._scope = spec, engine, scope
@@ -84,15 +70,11 @@ class Padder:
         return 1 - self._rows / self._padded_rows if self._padded_rows else 0.0
 
     def padded(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns the padded arguments of a call."""
         return self._padded(args, kwargs)[:2]
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
-        """Returns the shapes of a call's outputs."""
         args, kwargs, groups = self._padded(args, kwargs)
         return self._cut(self._engine().eval_shape(args, kwargs), args, kwargs, groups)
-
-    # ---- arguments -----------------------------------------------------------------------------
 
     def _padded(self, args: tuple, kwargs: dict, row: int = -1) -> tuple[tuple, dict, list[_Group]]:
         """Pads arguments with copies of a row. Returns them, and a group for each `Pad`."""
@@ -113,11 +95,7 @@ class Padder:
         return tuple(values), keywords, groups
 
     def _size(self, pad: Pad, args: list, kwargs: dict) -> int | None:
-        """Returns the size of the axis in all arrays; None if there are no arrays.
-
-        Raises:
-            PaddingError: the sizes differ.
-        """
+        """The size of the axis; None without arrays. Raises `PaddingError` if sizes differ."""
         sizes: dict[int, str] = {}
 
         def see(path: str, leaf: Any) -> Any:
@@ -127,9 +105,8 @@ class Padder:
         self._change(pad, [*args], dict(kwargs), see)
         if len(sizes) > 1:
             (a, first), (b, second), *_ = sizes.items()
-            raise PaddingError(
+            raise pad._error(
                 f"arrays that are padded together differ in size along axis {pad.axis}",
-                where=", ".join(pad.arguments),
                 got=f"{a} at {first}, {b} at {second}",
                 hint='name the part to pad, as in sc.Pad("batch/tokens", axis=1)',
             )
@@ -140,10 +117,9 @@ class Padder:
     ) -> None:
         """Replaces the arrays of a `Pad` in the arguments of a call."""
         for name, _, part in (argument.partition("/") for argument in pad.arguments):
-            position = self._positions.get(name, len(args))
             holder: Any = kwargs if name in kwargs else args
-            at: Any = name if name in kwargs else position
-            if name in kwargs or position < len(args):
+            at: Any = name if name in kwargs else self._positions.get(name, len(args))
+            if holder is kwargs or at < len(args):
 
                 def see(path: str, leaf: Any, name: str = name) -> Any:
                     return change(f"{name}/{path}".rstrip("/"), leaf)
@@ -152,11 +128,8 @@ class Padder:
 
     def _check_not_passed(self, name: str, args: tuple, kwargs: dict) -> None:
         if name in kwargs or self._positions.get(name, len(args)) < len(args):
-            raise PaddingError(
-                f"{self._spec.name} makes this argument by its pad= option",
-                where=name,
-                hint="leave it out of the call",
-            )
+            what = f"{self._spec.name} makes this argument by its pad= option"
+            raise PaddingError(what, where=name, hint="leave it out of the call")
 
     def _parts(self, pad: Pad) -> int:
         """Returns into how many parts a session splits the axis in this process."""
@@ -166,10 +139,7 @@ class Padder:
             return 1
         return placer.own_parts
 
-    # ---- outputs -------------------------------------------------------------------------------
-
     def _cut(self, outputs: Any, args: tuple, kwargs: dict, groups: list[_Group]) -> Any:
-        """Cuts added rows from outputs."""
         groups = [group for group in groups if group.size < group.padded]
         if not groups:
             return outputs
@@ -188,8 +158,7 @@ class Padder:
         names = self._spec.parameters.carry
         if not names:
             return [], outputs
-        position = self._positions.get(names[0], len(args))
-        carry = kwargs[names[0]] if names[0] in kwargs else args[position]
+        carry = argument_of(self._spec.parameters.positional, args, kwargs, names[0])
         is_alone = jax.tree_util.tree_structure(carry) == jax.tree_util.tree_structure(outputs)
         if is_alone or type(outputs) not in (tuple, list):
             return [outputs], []
@@ -209,21 +178,17 @@ class Padder:
         for number, group in enumerate(groups):
             found = self._shapes_at(args, kwargs, group, group.pad.other_size(group.padded))
             if [len(each) for each in found] != [np.ndim(leaf) for leaf in leaves]:
-                raise PaddingError(
-                    f"{self._spec.name} returns another tree at another size: it is unknown which "
-                    "outputs to cut",
-                    where=", ".join(group.pad.arguments),
-                )
+                what = "returns another tree at another size: it is unknown which outputs to cut"
+                raise group.pad._error(f"{self._spec.name} {what}")
             sizes = group.padded, group.pad.other_size(group.padded)
             for at, (leaf, other) in enumerate(zip(leaves, found, strict=True)):
                 for axis, both in enumerate(zip(np.shape(leaf), other, strict=True)):
                     if both == sizes:
                         axes[at].append((axis, number))
                     elif both[0] != both[1]:
-                        raise PaddingError(
+                        raise group.pad._error(
                             f"{self._spec.name} returns an array whose axis {axis} follows the "
                             "padded one otherwise than row by row: it is unknown what to cut",
-                            where=", ".join(group.pad.arguments),
                             got=f"sizes {both}, where it has {sizes}",
                             hint="return an array with a row for each of the padded ones",
                         )
@@ -253,14 +218,8 @@ class Padder:
         others = self._apart(outputs, args, kwargs)[1]
         return [np.shape(leaf) for leaf in jax.tree_util.tree_leaves(others)]
 
-    # ---- the check -----------------------------------------------------------------------------
-
     def _check(self, args: tuple, kwargs: dict, groups: list[_Group]) -> None:
-        """Checks that outputs do not depend on the added rows.
-
-        Raises:
-            PaddingError: an output does.
-        """
+        """Raises `PaddingError` if an output depends on the added rows."""
         key = tuple(groups)
         if key in self._checked:
             return

@@ -9,13 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import (
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from stepcache import jaxcompat
 from stepcache.calls.signature import Call, Leaf, Unreadable
@@ -32,20 +26,14 @@ def place(
 
     Without a mesh, uncommitted leaves follow committed ones to their device, as in JAX. They are
     then committed in the signature too: a step's outputs, which are committed, find the same
-    program.
-
-    Args:
-        spec: the step.
-        placer: the session's mesh and rules; None places nothing.
-        call: the call.
+    program. Without a placer nothing else is placed.
 
     Returns:
         The leaves as placed; for each leaf its place by the session, and the reason, or None; and
         for each leaf its sharding by the step's `in_shardings`, or None.
 
-    Raises:
-        PlacementError: a leaf cannot be placed by its rule.
-        Unreadable: the step's `in_shardings` do not match the call. JAX will raise an error.
+    Raises `PlacementError` if a leaf cannot be placed by its rule, and `Unreadable` if the step's
+    `in_shardings` do not match the call, for which JAX will raise an error.
     """
     asked = _asked_by_options(spec.options, placer, call)
     leaves = [
@@ -85,9 +73,7 @@ def is_elsewhere(
 ) -> bool:
     """Returns whether the user has placed the arrays of a call on other devices than the mesh's.
 
-    Args:
-        mesh: the session's mesh.
-        leaves, placed, asked: results of `place`.
+    `leaves`, `placed` and `asked` are results of `place`.
     """
     if not isinstance(mesh, Mesh) or any(placed) or any(asked):
         return False
@@ -210,17 +196,10 @@ def moved_bytes(
 ) -> int:
     """Returns how many bytes a call moves to devices of this process for a leaf.
 
-    Args:
-        value: the leaf.
-        given: the leaf before placement.
-        placed: its place by the session, or None.
-        asked: its sharding by the step's `in_shardings`, or None.
+    `given` is the leaf before placement; `placed` and `asked` are as `place` returns them.
     """
-    present: set[Any] = set()
-    if given.sharding is not None:
-        present = set(given.sharding.device_set)
-    elif (at := getattr(value, "sharding", None)) is not None:
-        present = set(at.device_set)
+    at = given.sharding or getattr(value, "sharding", None)
+    present = set(at.device_set) if at is not None else set()
     target, shape = (placed.sharding, placed.shape) if placed else (asked, given.shape)
     if target is not None:
         with contextlib.suppress(ValueError):  # It does not fit the leaf, which JAX will say.
@@ -232,8 +211,7 @@ def moved_bytes(
 def check_runnable(step: str, request: Request) -> None:
     """Checks that a call's devices exist. For devices of a topology, programs can only be lowered.
 
-    Raises:
-        PlacementError: a device does not belong to a backend of this process.
+    Raises `PlacementError` for a device of no backend of this process.
     """
     for leaf, path in zip(request.leaves, request.call.paths, strict=True):
         devices = leaf.sharding.device_set if leaf.sharding is not None else ()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 
-from stepcache.calls.carry import refuse_outputs
-from stepcache.calls.over_buffers import argument_of
+from stepcache.calls.carry import OverStep, argument_of
 from stepcache.calls.signature import Parameters
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import OptionError
@@ -18,48 +18,30 @@ from stepcache.errors import OptionError
 def repeated(spec: StepSpec, count: int) -> StepSpec:
     """The spec of a step that runs another one `count` times.
 
-    Raises:
-        OptionError: the step carries nothing, pads arguments, or says where its arguments go.
+    Raises `OptionError` if that carries nothing, pads arguments, or says where they go.
     """
+    refused = partial(OptionError, where=f"{spec.name}.repeat")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise OptionError(
-            "a step is repeated a whole number of times",
-            where=f"{spec.name}.repeat",
-            expected="an int of at least 1",
-            got=repr(count),
-        )
+        what, expected = "a step is repeated a whole number of times", "an int of at least 1"
+        raise refused(what, expected=expected, got=repr(count))
     if not spec.parameters.carry:
-        raise OptionError(
-            "a step without a carry would do the same thing each time",
-            where=f"{spec.name}.repeat",
-            hint='name what it updates: @sc.step(carry="state")',
-        )
+        what = "a step without a carry would do the same thing each time"
+        raise refused(what, hint='name what it updates: @sc.step(carry="state")')
     for name in ("in_shardings", "out_shardings"):
         if name in spec.options:
-            raise OptionError(
-                f"a step with {name} cannot be repeated",
-                where=f"{spec.name}.repeat",
-                hint="let a Session place its arguments, by roles and rules",
-            )
+            hint = "let a Session place its arguments, by roles and rules"
+            raise refused(f"a step with {name} cannot be repeated", hint=hint)
     if spec.pads:
-        raise OptionError("a step that pads cannot be repeated", where=f"{spec.name}.repeat")
+        raise refused("a step that pads cannot be repeated")
     fun = _Repeated(spec.fun, f"{spec.name}.repeat({count})", spec.parameters, count)
     made = StepSpec.of(fun, spec.options, spec.parameters.carry, spec.parameters.batch, spec.given)
     return dataclasses.replace(made, parameters=dataclasses.replace(made.parameters, stacked=True))
 
 
-class _Repeated:
-    """Calls a step's function several times.
-
-    No function, so that whatever asks for code, a file or a signature finds those of the step's.
-    """
-
+class _Repeated(OverStep):
     def __init__(self, fun: Callable, name: str, parameters: Parameters, count: int):
-        # Plain values alone: a program on disk depends on whatever is found here.
-        self._carry, self._batch = parameters.carry, parameters.batch
-        self._positional, self._count = parameters.positional, count
-        self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
-        self.__name__ = self.__qualname__ = name
+        super().__init__(fun, name, parameters)
+        self._batch, self._count = parameters.batch, count
 
     def __repr__(self) -> str:
         return f"{self.__wrapped__!r}, {self._count} times"
@@ -84,16 +66,3 @@ class _Repeated:
         named = [values.get(name, given) for name, given in zip(self._positional, args)]  # noqa: B905
         rest = args[len(named) :]
         return self.__wrapped__(*named, *rest, **{k: values.get(k, v) for k, v in kwargs.items()})
-
-    def _parts(
-        self, outputs: Any, carried: tuple
-    ) -> tuple[tuple, tuple, Callable[[tuple, tuple], Any]]:
-        """The carry in some outputs, the other outputs, and how to put both together again."""
-        structure = jax.tree_util.tree_structure
-        if len(carried) == 1 and structure(outputs) == structure(carried[0]):
-            return (outputs,), (), lambda new, rest: new[0]
-        if type(outputs) not in (tuple, list) or len(outputs) < len(carried):
-            refuse_outputs(self.__name__, self._carry, structure(outputs))
-        kind, count = type(outputs), len(carried)
-        new, rest = tuple(outputs[:count]), tuple(outputs[count:])
-        return new, rest, lambda new, rest: kind((*new, *rest))

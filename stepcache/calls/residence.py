@@ -16,8 +16,9 @@ from jax.tree_util import keystr
 from stepcache import jaxcompat
 from stepcache.calls import bound_variables
 from stepcache.calls.bound_variables import variables_of
+from stepcache.calls.carry import argument_of
 from stepcache.calls.context import DEFAULT_SCOPE, Scope
-from stepcache.calls.over_buffers import Again, argument_of, mapped
+from stepcache.calls.over_buffers import Again, mapped
 from stepcache.calls.placement import moved_bytes
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.replicas import check_replicas, compare
@@ -49,16 +50,17 @@ class Use:
 
     Attributes:
         given: the arguments of the call, positional ones and others.
+        carry: those that are carried; None for one that is not passed.
         variables: those there are, carried ones first.
         carried: how many of them are carried.
         meter: counts what moves.
 
-    Raises:
-        VariablesError: one is carried twice, or stands where the step's options leave it no place.
+    Raises `VariablesError` if one is carried twice, or where the step's options leave it no place.
     """
 
     def __init__(self, spec: StepSpec, args: tuple, kwargs: dict[str, Any]):
         self._spec, self.given = spec, (args, kwargs)
+        self.carry = carried(spec, args, kwargs)
         self._session: Any = None
         self._layouts: dict[Variables, Layout] = {}
         self.meter = Meter()
@@ -67,7 +69,7 @@ class Use:
 
     def _find(self) -> list[Variables]:
         found: list[Variables] = []
-        for name, tree in zip(self._spec.parameters.carry, self.carry_arguments(), strict=True):
+        for name, tree in zip(self._spec.parameters.carry, self.carry, strict=True):
             for each in variables_of(tree):
                 if each in found:
                     raise VariablesError(
@@ -78,8 +80,7 @@ class Use:
                     )
                 found.append(each)
         self.carried = len(found)
-        args, kwargs = self.given
-        for tree in (*args, *(kwargs[name] for name in sorted(kwargs))):
+        for _, tree in self.arguments_in_turn():
             for each in variables_of(tree):
                 if each not in found:
                     found.append(each)
@@ -126,10 +127,6 @@ class Use:
                 f"at call {number} of {self._spec.name}",
                 summed=True,
             )
-
-    def carry_arguments(self) -> list[Any]:
-        """The arguments that are carried; None for one that is not passed."""
-        return carried(self._spec, *self.given)
 
     def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
         """Position or name of each argument, and itself: the carried ones first.
@@ -220,7 +217,6 @@ class Use:
         return groups
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments as a program would take them."""
         in_program = self._in_program()
         return self._replaced(lambda each, _: each._master.described(in_program=in_program))
 
@@ -292,7 +288,7 @@ class Use:
             each._master.put(value, self._session, self.meter)
 
         if self.carried:
-            outputs = put_back(outputs, self.carry_arguments(), put)
+            outputs = put_back(outputs, self.carry, put)
         for index, each in enumerate(self.variables):
             reader = Reader(self._session, carried=index < self.carried)
             each._master.ahead(reader, self.meter)
@@ -306,12 +302,9 @@ def carried(spec: StepSpec, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def put_back(outputs: Any, carry: Sequence[Any], put: Callable[[Variables, tuple], None]) -> Any:
-    """Stores returned buffers in the carried variables, and puts these into the outputs.
+    """Has `put` store returned buffers in the carried variables, which go into the outputs.
 
-    Args:
-        outputs: with a tuple of buffers where a carry had variables.
-        carry: the carried arguments.
-        put: stores the buffers of variables.
+    There, a tuple of buffers is in the place of each of the variables.
     """
 
     def commit(old: Any, new: Any) -> Any:

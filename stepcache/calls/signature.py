@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,29 +26,22 @@ class Unreadable(Exception):
 
 
 class Leaf(NamedTuple):
-    """The properties of one array argument that a program is specialized to.
-
-    Attributes:
-        sharding: None for an uncommitted array or a host value, which the program places.
-        layout: None for the default layout.
-        on_host: whether it is uncommitted, and in host memory.
-    """
+    """The properties of one array argument that a program is specialized to."""
 
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool
+    # None for an uncommitted array or a host value, which the program places.
     sharding: Sharding | None = None
-    layout: Any = None
-    on_host: bool = False
+    layout: Any = None  # None for the default layout.
+    on_host: bool = False  # Whether it is uncommitted, and in host memory.
 
     def stand_in(self) -> jax.ShapeDtypeStruct:
-        """Returns a `jax.ShapeDtypeStruct` for this leaf."""
         return jaxcompat.stand_in(
             self.shape, self.dtype, self.weak_type, self.sharding, on_host=self.on_host
         )
 
     def settled(self) -> Leaf:
-        """Returns the same leaf, not weakly typed."""
         return self._replace(weak_type=False)
 
     def __str__(self) -> str:
@@ -55,10 +49,7 @@ class Leaf(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        size = int(self.dtype.itemsize)
-        for dimension in self.shape:
-            size *= dimension
-        return size
+        return math.prod(self.shape, start=int(self.dtype.itemsize))
 
 
 class Static(NamedTuple):
@@ -71,17 +62,11 @@ class Static(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The properties of a call that a program is specialized to.
+    """The properties of a call that a program is specialized to."""
 
-    Attributes:
-        tree: the `PyTreeDef` of the dynamic `(args, kwargs)`.
-        leaves: one `Leaf` for each dynamic array argument, in tree order.
-        statics: the static arguments that were passed.
-    """
-
-    tree: Any
-    leaves: tuple[Leaf, ...]
-    statics: tuple[Static, ...]
+    tree: Any  # The `PyTreeDef` of the dynamic `(args, kwargs)`.
+    leaves: tuple[Leaf, ...]  # One for each dynamic array argument, in tree order.
+    statics: tuple[Static, ...]  # The static arguments that were passed.
     _hash: int = field(init=False, compare=False, repr=False, default=0)
 
     def __post_init__(self):
@@ -93,26 +78,16 @@ class Signature:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a step's function, and their roles.
+    """The parameters of a step's function, by name, and their roles."""
 
-    Attributes:
-        positional: names of the parameters that can be passed by position.
-        variadic: the name of `*args`, if there is one.
-        named: names of all parameters but `**kwargs`.
-        variadic_keywords: the name of `**kwargs`, if there is one.
-        roles: the static parameters.
-        carry: names of the parameters that the step returns updated.
-        batch: names of the parameters that a session splits along its data axis.
-        stacked: whether a batch has the batches of several steps along its first dimension.
-    """
-
-    positional: tuple[str, ...]
-    variadic: str | None
-    named: frozenset[str]
-    variadic_keywords: str | None
-    roles: jaxcompat.ArgumentRoles
-    carry: tuple[str, ...] = ()
-    batch: tuple[str, ...] = ()
+    positional: tuple[str, ...]  # Those that can be passed by position.
+    variadic: str | None  # The name of `*args`, if there is one.
+    named: frozenset[str]  # All but `**kwargs`.
+    variadic_keywords: str | None  # The name of `**kwargs`, if there is one.
+    roles: jaxcompat.ArgumentRoles  # The static ones.
+    carry: tuple[str, ...] = ()  # Those that the step returns updated.
+    batch: tuple[str, ...] = ()  # Those that a session splits along its data axis.
+    # Whether a batch has the batches of several steps along its first dimension.
     stacked: bool = False
 
     @classmethod
@@ -156,30 +131,19 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call.
+    """The arguments of one call."""
 
-    Attributes:
-        given: `(args, kwargs)`, static arguments included.
-        args: the dynamic positional arguments.
-        kwargs: the dynamic keyword arguments.
-        positions: position of each of `args` among the positional arguments.
-        names: the parameter names of `args`, in order.
-        leaves: the values of the dynamic leaves, in the order of `signature.leaves`.
-        signature: the signature, before or after placement.
-        holders: for each leaf a text about the `Variables` that hold it; "" if the call does.
-    """
-
-    given: tuple[tuple, dict[str, Any]]
-    args: tuple
-    kwargs: dict[str, Any]
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
-    leaves: list[Any]
-    signature: Signature
+    given: tuple[tuple, dict[str, Any]]  # `(args, kwargs)`, static arguments included.
+    args: tuple  # The dynamic positional arguments.
+    kwargs: dict[str, Any]  # The dynamic keyword arguments.
+    positions: tuple[int, ...]  # Position of each of `args` among the positional arguments.
+    names: tuple[str, ...]  # The parameter names of `args`, in order.
+    leaves: list[Any]  # The values of the dynamic leaves, in the order of `signature.leaves`.
+    signature: Signature  # Before or after placement.
+    # For each leaf a text about the `Variables` that hold it; "" if the call does.
     holders: tuple[str, ...] = ()
 
     def with_signature_leaves(self, leaves: tuple[Leaf, ...]) -> Call:
-        """Returns the same call, with the leaves of its signature replaced."""
         if leaves == self.signature.leaves:
             return self
         return replace(self, signature=replace(self.signature, leaves=leaves))
@@ -192,17 +156,13 @@ class Call:
             positional[position] = value
         return tuple(positional), {**self.given[1], **kwargs}
 
-    def argument(self, name: str) -> Any:
-        """Returns the value of a dynamic argument.
-
-        Raises:
-            KeyError: it was not passed.
-        """
-        return (dict(zip(self.names, self.args, strict=True)) | self.kwargs)[name]
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The dynamic arguments, by name."""
+        return dict(zip(self.names, self.args, strict=True)) | self.kwargs
 
     @cached_property
     def paths(self) -> tuple[Path, ...]:
-        """The path of each leaf, in order."""
         entries, _ = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
         paths = tuple(self.path(keys) for keys, _ in entries)
         if not self.holders:
@@ -229,27 +189,16 @@ class AttributePath(GetAttrKey):
 
 
 class Path(NamedTuple):
-    """The path of a leaf.
+    """The path of a leaf."""
 
-    Attributes:
-        argument: the argument that contains it.
-        text: the path in Python's syntax.
-        slashed: the path that rules match.
-        holder: as in `Call.holders`.
-    """
-
-    argument: str
-    text: str
-    slashed: str
-    holder: str = ""
+    argument: str  # The argument that contains it.
+    text: str  # The path in Python's syntax.
+    slashed: str  # The path that rules match.
+    holder: str = ""  # As in `Call.holders`.
 
 
 def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
-    """Reads a call.
-
-    Raises:
-        Unreadable: an argument is invalid, or of a type that cached programs do not support.
-    """
+    """Reads a call. Raises `Unreadable` for an argument that no cached program can take."""
     static_numbers = {i if i >= 0 else i + len(args) for i in parameters.roles.static_argnums}
     if min(static_numbers, default=0) < 0:
         raise Unreadable
@@ -273,7 +222,6 @@ def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
 
 
 def read_leaf(x: Any) -> Leaf:
-    """Returns the `Leaf` for the argument leaf `x`."""
     if isinstance(x, jax.Array):
         if isinstance(x, jaxcompat.Tracer):
             raise Unreadable
@@ -288,9 +236,6 @@ def read_leaf(x: Any) -> Leaf:
     layout = None if sharding is None else jaxcompat.custom_layout(x, aval)
     on_host = sharding is None and jaxcompat.is_on_host(x)
     return Leaf(aval.shape, aval.dtype, aval.weak_type, sharding, layout, on_host)
-
-
-# ---- short texts ---------------------------------------------------------------------------------
 
 
 def short_type(shape: Sequence[int], dtype: Any) -> str:

@@ -39,28 +39,17 @@ def distance(a: Signature, b: Signature) -> int:
 
 
 def _leaf_distance(a: Leaf, b: Leaf) -> int:
-    if len(a.shape) == len(b.shape):
-        axes = sum(x != y for x, y in zip(a.shape, b.shape, strict=True))
-    else:
-        axes = 10
-    return axes + 10 * sum(x != y for x, y in zip(a[1:], b[1:], strict=True))
+    axes = sum(map(ne, a.shape, b.shape)) if len(a.shape) == len(b.shape) else 10
+    return axes + 10 * sum(map(ne, a[1:], b[1:]))
 
 
 def diff(
-    before: Signature,
-    before_paths: Sequence[Path],
-    after: Signature,
-    call: Call,
-    limit: int = 64,
+    before: Signature, before_paths: Sequence[Path], after: Signature, call: Call, limit: int = 64
 ) -> tuple[tuple[Change, ...], int]:
     """Returns the differences of two signatures, and how many more leaves differ.
 
-    Args:
-        before: a known signature.
-        before_paths: the paths of its leaves.
-        after: the signature of a call, placed.
-        call: the call.
-        limit: maximal number of changes of leaves that both have.
+    `before` is a known signature, with the paths of its leaves; `after` is that of a call, placed.
+    There are at most `limit` changes of leaves that both have.
     """
     changes = list(_diff_statics(before.statics, after.statics))
     old = {path.text: leaf for path, leaf in zip(before_paths, before.leaves, strict=True)}
@@ -77,14 +66,12 @@ def _diff_statics(before: Sequence[Static], after: Sequence[Static]):
     for name in dict.fromkeys((*olds, *news)):
         old, new = olds.get(name), news.get(name)
         if old != new:
-            sides = [
-                "its default" if static is None else _show(static.value) for static in (old, new)
-            ]
+            was, now = ("its default" if x is None else _show(x.value) for x in (old, new))
             note = "static"
             if old and new and old.kind is not new.kind:
                 note = f"static, {old.kind.__name__} → {new.kind.__name__}"
             values = [static.value for static in (old, new) if static is not None]
-            yield Change("static", name, sides[0], sides[1], note, (_kind_of(values),))
+            yield Change("static", name, was, now, note, (_kind_of(values),))
 
 
 def _kind_of(values: Sequence[Any]) -> str:
@@ -113,9 +100,8 @@ def _diff_trees(before: Any, after: Any, old: dict[str, Leaf], new: dict[str, Le
     if old.keys() == new.keys():
         for keys, x, y, why in jaxcompat.tree_differences(before, after):
             path = call.path(keys).text if len(keys) > 1 else "arguments"
-            settings = list(
-                _diff_settings(path, *(_kept_at(tree, keys) for tree in (before, after)))
-            )
+            kept = (_kept_at(tree, keys) for tree in (before, after))
+            settings = list(_diff_settings(path, *kept))
             yield from settings or [Change("tree", path, shorten(x), shorten(y), why)]
 
 
@@ -145,10 +131,9 @@ def _diff_settings(path: str, before: Any, after: Any):
 
 def diff_holders(before: Sequence[Path], after: Sequence[Path]) -> tuple[Change, ...]:
     """Returns a change for each argument that is now passed as `Variables`, or no longer."""
-    pairs = zip(before, after, strict=False)
     differing = (
         Change("tree", new.argument, old.holder or "arrays", new.holder or "arrays")
-        for old, new in pairs
+        for old, new in zip(before, after, strict=False)
         if old.holder != new.holder
     )
     return tuple(dict.fromkeys(differing))
@@ -167,17 +152,13 @@ def _diff_leaves(before: Leaf, after: Leaf, path: str) -> Change:
         sizes = tuple((axis, x, y) for axis, (x, y) in pairs if x != y)
         notes["shape"] = f"axis {', '.join(str(axis) for axis, _, _ in sizes)}"
     if before.weak_type != after.weak_type:
-        old, new = (
-            f"{text} weak" if leaf.weak_type else text
-            for text, leaf in ((old, before), (new, after))
-        )
+        old = f"{old} weak" if before.weak_type else old
+        new = f"{new} weak" if after.weak_type else new
         side = "the call's" if after.weak_type else "the known one's"
         notes["weak_type"] = f"weak type: {side} comes from a Python scalar"
     if before.sharding != after.sharding:
-        old, new = (
-            f"{text} {short_sharding(leaf.sharding)}"
-            for text, leaf in ((old, before), (new, after))
-        )
+        old = f"{old} {short_sharding(before.sharding)}"
+        new = f"{new} {short_sharding(after.sharding)}"
         if before.sharding is None or after.sharding is None:
             notes["committed"] = "no longer committed" if before.sharding else "committed"
         else:

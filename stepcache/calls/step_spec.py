@@ -24,30 +24,19 @@ def _as_it_is(call: Call) -> Call:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepSpec:
-    """The function of a step and its options, resolved.
+    """The function of a step and its options, resolved."""
 
-    Attributes:
-        fun: the user's function.
-        name: what to call it.
-        options: keywords for `jax.jit`, with the donation of the carry in them.
-        jitted: `jax.jit(fun, **options)`, which serves calls under other transformations.
-        parameters: the function's parameters and their roles.
-        identity: which function it is.
-        key_options: `options` as hashable parts of a key.
-        given: the options as the user gave them, but for the carry.
-        pads: what is padded before a call, by `padding.Padder`: no program depends on it.
-        tell: gives a call with the leaves that its caller knows, where the program has others.
-    """
-
-    fun: Callable
-    name: str
-    options: dict[str, Any]
-    jitted: Any
-    parameters: Parameters
-    identity: Identity
-    key_options: tuple[tuple[str, Hashable], ...]
-    given: dict[str, Any]
+    fun: Callable  # The user's function.
+    name: str  # What to call it.
+    options: dict[str, Any]  # Keywords for `jax.jit`, with the donation of the carry in them.
+    jitted: Any  # `jax.jit(fun, **options)`, which serves calls under other transformations.
+    parameters: Parameters  # The function's parameters and their roles.
+    identity: Identity  # Which function it is.
+    key_options: tuple[tuple[str, Hashable], ...]  # `options` as hashable parts of a key.
+    given: dict[str, Any]  # The options as the user gave them, but for the carry.
+    # What is padded before a call, by `padding.Padder`: no program depends on it.
     pads: tuple[Pad, ...] = ()
+    # Gives a call with the leaves that its caller knows, where the program has others.
     tell: Callable[[Call], Call] = _as_it_is
 
     @classmethod
@@ -98,27 +87,18 @@ def _hashable(value: Any) -> Hashable:
 
 @dataclass(frozen=True)
 class Request:
-    """A call with what it needs: read, placed and keyed.
+    """A call with what it needs: read, placed and keyed."""
 
-    Attributes:
-        call: as it came.
-        leaves: its leaves where the session places them.
-        placed: for each leaf, where the session sends it and why; None where it leaves it.
-        asked: for each leaf, where the step's `in_shardings` do; None where they do not say.
-        key: the key of its program.
-        mesh: the session's mesh, or None.
-        tell: as of the spec.
-        commits: whether its program is one of calls that nothing commits to a device, and its
-            outputs are to be committed.
-    """
-
-    call: Call
-    leaves: tuple[Leaf, ...]
+    call: Call  # As it came.
+    leaves: tuple[Leaf, ...]  # Its leaves where the session places them.
+    # For each leaf, where the session sends it and why; None where it leaves it.
     placed: tuple[Placed | None, ...]
+    # For each leaf, where the step's `in_shardings` send it; None where they do not say.
     asked: tuple[Sharding | None, ...]
-    key: Key
-    mesh: Mesh | None
-    tell: Callable[[Call], Call] = _as_it_is
+    key: Key  # The key of its program.
+    mesh: Mesh | None  # The session's mesh.
+    tell: Callable[[Call], Call] = _as_it_is  # As of the spec.
+    # Whether its program is that of calls which nothing commits, and its outputs are committed.
     commits: bool = False
 
     @functools.cached_property

@@ -10,19 +10,11 @@ from pathlib import Path
 import click
 
 import stepcache.cli.render as render
-from stepcache.cli.directories import (
-    DURATION,
-    REMOTE,
-    SHARED,
-    SIZE,
-    Result,
-    on_directory,
-    place_of,
-)
+from stepcache.cli.directories import DURATION, REMOTE, SHARED, SIZE, Result, on_directory, place_of
 from stepcache.programs.archive import Archive
 from stepcache.report import inventory as inventories
 from stepcache.report import moving, runs, shared
-from stepcache.storage.entry_info import EntryInfo
+from stepcache.storage.entry import EntryInfo
 from stepcache.units import counted, readable_bytes
 
 
@@ -30,8 +22,6 @@ from stepcache.units import counted, readable_bytes
 def cache() -> None:
     """Inspects and maintains a cache directory."""
 
-
-# ---- inspecting ---------------------------------------------------------------------------------
 
 _SORTS = {
     "used": lambda item: -item.used_time,
@@ -95,9 +85,6 @@ def why_command(directory: Path, step: str | None, count: int | None, by_rank: b
     else:
         text = render.why(found[0]) if count is None else render.startup_ledger(found)
     return Result({"runs": [asdict(run) for run in found]}, text)
-
-
-# ---- maintaining --------------------------------------------------------------------------------
 
 
 @cache.command("verify")
@@ -172,9 +159,6 @@ def clear_command(directory: Path, yes: bool) -> Result:
     left = {(each.kind, each.digest) for each in inventories.entries_of(archive)}
     gone = [each for each in entries if (each.kind, each.digest) not in left]
     return _freed(archive, directory, gone, 0)
-
-
-# ---- moving -------------------------------------------------------------------------------------
 
 
 @cache.command("export")

@@ -87,9 +87,13 @@ def on_directory(function: Callable[..., Result]) -> Callable[..., None]:
         try:
             if directory is not None:
                 refuse_url(directory, CacheDirectoryError, "--dir")
-            if directory is None:
-                elsewhere = options.get("remote") is not None
-                directory = Path() if elsewhere else _default_directory()
+            elif options.get("remote") is not None:
+                directory = Path()  # It is not looked into.
+            elif (directory := default_directory()) is None:
+                raise click.UsageError(
+                    "STEPCACHE_DIR=off keeps programs in memory only, so there is no cache "
+                    "directory. Name one with --dir."
+                )
             result = function(directory, **options)
         except ForeignBundleError as error:
             parts = {"foreign": [asdict(part) for part in error.parts]}
@@ -112,16 +116,6 @@ def shown_errors() -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
-def _default_directory() -> Path:
-    directory = default_directory()
-    if directory is None:
-        raise click.UsageError(
-            "STEPCACHE_DIR=off keeps programs in memory only, so there is no cache directory. "
-            "Name one with --dir."
-        )
-    return directory
-
-
 _OF_ENVIRONMENT = "by default STEPCACHE_REMOTE."
 # The URL may be left out.
 REMOTE = click.option(
@@ -139,12 +133,10 @@ SHARED = click.option(
 def place_of(url: str) -> Place:
     """Returns the shared cache at a URL, or that of STEPCACHE_REMOTE.
 
-    Raises:
-        OptionError, CacheDirectoryError: the shared cache cannot be used.
+    Raises `OptionError` or `CacheDirectoryError` if the shared cache cannot be used.
     """
     place = Place.of(url, "--remote") if url else place_in_environment()
     if place is None:
-        raise click.UsageError(
-            "There is no shared cache: set STEPCACHE_REMOTE, or name one with --remote URL."
-        )
+        what = "There is no shared cache: set STEPCACHE_REMOTE, or name one with --remote URL."
+        raise click.UsageError(what)
     return place

@@ -66,9 +66,6 @@ def _width() -> int:
     return terminal_width() if sys.stdout.isatty() else sys.maxsize
 
 
-# ---- fields, tables and outlines ----------------------------------------------------------------
-
-
 def _field(name: str, value: Any) -> str:
     """Returns a field as text, formatted by the unit in its name."""
     if value is None or value == "":
@@ -165,9 +162,6 @@ def _row(row: Any) -> str:
     return str(row)
 
 
-# ---- ls, show, verify ---------------------------------------------------------------------------
-
-
 def inventory(found: Inventory) -> Rendered:
     """Renders `ls`: a row for each step, and for each program that no step names."""
     if not found.items:
@@ -175,10 +169,8 @@ def inventory(found: Inventory) -> Rendered:
         return
     rows = list(map(_cells, found.items))
     yield _table(rows, right=("size", "took"), cut="what")
-    yield (
-        f"{counted(found.steps, 'step')}, {counted(found.programs, 'program')}, "
-        f"{readable_bytes(found.size_bytes)} in {found.directory}"
-    )
+    size = f"{readable_bytes(found.size_bytes)} in {found.directory}"
+    yield f"{counted(found.steps, 'step')}, {counted(found.programs, 'program')}, {size}"
     for item in found.items:
         if item.problem:
             yield Text(f"{item.kind} {item.digest[:12]} is damaged: {item.problem}", "red")
@@ -229,9 +221,6 @@ def verified(count: int, found: Sequence[Checked], directory: str) -> Rendered:
     damaged = sum(each.state == "damaged" for each in found)
     outcome = f"{damaged} damaged, now in quarantine" if damaged else "none is damaged"
     yield f"{counted(count, 'entry')} in {directory} read and checked: {outcome}."
-
-
-# ---- why ----------------------------------------------------------------------------------------
 
 
 def why(run: Run) -> Rendered:
@@ -304,15 +293,10 @@ def ranks(run: Run) -> Rendered:
     yield f"Rank {last.rank} started slowest; slowest by stage: {slowest}"
 
 
-# ---- export, import, doctor ---------------------------------------------------------------------
-
-
 def exported(result: Exported) -> Rendered:
     """Renders `export`: the contents of the bundle, and the entries that were left out."""
-    yield (
-        f"{result.file}: {counted(len(result.steps), 'step')}, "
-        f"{counted(result.programs, 'program')}, {readable_bytes(result.size_bytes)}"
-    )
+    steps, programs = counted(len(result.steps), "step"), counted(result.programs, "program")
+    yield f"{result.file}: {steps}, {programs}, {readable_bytes(result.size_bytes)}"
     yield from (f"left out: {each}" for each in result.left_out)
 
 
@@ -343,10 +327,8 @@ def _copied(result: Imported | Shared, how: str) -> str:
 
 def removed(count: int, freed_bytes: int, left_bytes: int, place: str) -> Rendered:
     """Renders `prune` and `clear`."""
-    yield (
-        f"{counted(count, 'entry')} removed, {readable_bytes(freed_bytes)} freed; "
-        f"{readable_bytes(left_bytes)} left in {place}."
-    )
+    freed, left = readable_bytes(freed_bytes), readable_bytes(left_bytes)
+    yield f"{counted(count, 'entry')} removed, {freed} freed; {left} left in {place}."
 
 
 def diagnosis(found: Diagnosis) -> Rendered:
@@ -358,9 +340,6 @@ def diagnosis(found: Diagnosis) -> Rendered:
         yield status.append(f"{check.name:<{width}}  {detail}", "default")
         more += [f"try: {check.hint}"] if check.hint else []
         yield from (f"{'':{width + 10}}{line}" for line in more)
-
-
-# ---- served variables ---------------------------------------------------------------------------
 
 
 def tasks(found: dict[str, Any]) -> Rendered:

@@ -105,9 +105,8 @@ def _serve_here(directory: Path, has_parent: bool, options: dict[str, Any]) -> N
     held = server.host.status().variables
     what = f"serving {directory} ({len(held)} variables, epoch {server.host.epoch})"
     if not _run_until_signalled(what, server.run, server.stop, has_parent):
-        raise click.ClickException(
-            "stopped; the last snapshot lacks writes. Clients keep theirs: serve again"
-        )
+        what = "stopped; the last snapshot lacks writes. Clients keep theirs: serve again"
+        raise click.ClickException(what)
     click.echo(f"stopped; {server.host.moment} writes are in the last snapshot")
 
 
@@ -229,19 +228,19 @@ def stop(place: str, timeout: float) -> None:
     from stepcache.remote.local_tasks import address
     from stepcache.storage.load_markers import Process
 
-    found: dict[str, Any] | None = address(_directory(place))
+    directory = _directory(place)
+    found: dict[str, Any] | None = address(directory)
     process = Process.parse(found["process"]) if found else None
     if process is None or process.has_ended():
-        raise click.ClickException(
-            f"no tasks run in {_directory(place)}; SIGTERM or Ctrl-C ends a server of variables"
-        )
+        hint = "SIGTERM or Ctrl-C ends a server of variables"
+        raise click.ClickException(f"no tasks run in {directory}; {hint}")
     process.signal(signal.SIGTERM)
     deadline = time.monotonic() + timeout
     while not process.has_ended():
         if time.monotonic() > deadline:
             raise click.ClickException(f"process {process.pid} has not ended in {timeout:g} s")
         time.sleep(0.02)
-    click.echo(f"stopped the tasks in {_directory(place)}")
+    click.echo(f"stopped the tasks in {directory}")
 
 
 def _join_ray() -> None:

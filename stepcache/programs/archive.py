@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
@@ -36,8 +36,10 @@ from stepcache.storage.dependency_record import (
 )
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import Row, RunLog, script_name
-from stepcache.storage.shared_entries import SharedEntries
 from stepcache.storage.starts import Starts
+
+if TYPE_CHECKING:  # Few processes have a shared cache.
+    from stepcache.storage.shared_entries import SharedEntries
 
 RECORDS_KEPT = 8
 _RUNS_COMPARED = 8

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import logging
 import operator
+import sys
 import threading
 import time
 import weakref
@@ -20,7 +21,7 @@ import jax
 from stepcache import _process_hooks, jaxcompat
 from stepcache._changes import Undoing
 from stepcache.programs.builds import builds
-from stepcache.storage import load_markers, run_activity, shared_entries
+from stepcache.storage import load_markers, run_activity
 from stepcache.weak_objects import WeakObjects
 
 _POLL_SECONDS, _IDLE_SECONDS, _STOP_SECONDS = 0.005, 0.5, 2.0
@@ -331,8 +332,10 @@ def _stop_all() -> None:
     # may end with it, and whoever needs that lock then waits for ever.
     for worker in workers:
         worker.stop()
-    for finish in (run_activity.finish, shared_entries.finish_all, load_markers.take_own_away):
-        finish()
+    run_activity.finish()
+    if shared := sys.modules.get("stepcache.storage.shared_entries"):  # Else there is none.
+        shared.finish_all()
+    load_markers.take_own_away()
 
 
 def until_ready(outputs: Any, started: float) -> Callable[[], Any]:

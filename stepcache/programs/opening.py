@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
 from stepcache.jaxcompat import storing
@@ -13,9 +13,10 @@ from stepcache.storage.content_index import ContentIndex
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.private_files import absolute, default_directory
 from stepcache.storage.run_log import RunLog
-from stepcache.storage.shared_entries import SharedEntries
-from stepcache.storage.shared_place import Place
 from stepcache.storage.starts import Starts
+
+if TYPE_CHECKING:  # Few processes have a shared cache.
+    from stepcache.storage.shared_place import Place
 
 VERIFY = ("background", "before", "off")
 USER_DIRECTORY: Any = object()
@@ -38,7 +39,11 @@ def open_archive(
     disk = DiskStore(directory, max_bytes)
     run_log = RunLog(directory / "v1" / "runs", disk.writable)
     starts = Starts(directory / "v1" / "starts", disk.writable)
-    remote = SharedEntries(place, disk) if place is not None else None
+    remote = None
+    if place is not None:
+        from stepcache.storage.shared_entries import SharedEntries
+
+        remote = SharedEntries(place, disk)
     contents = ContentIndex(directory / "v1" / "contents", disk.writable)
     return Archive(disk, starts, run_log, contents, verify, min_build_seconds, remote)
 
@@ -108,7 +113,7 @@ def asked_place(remote: str | None, directory: Any) -> Place | str | None:
             where="ProgramCache(directory=None)",
             got=f"remote={remote!r}",
         )
-    return Place.of(remote, "ProgramCache(remote)")
+    return _place(remote, "ProgramCache(remote)")
 
 
 def place_in_environment() -> Place | None:
@@ -118,7 +123,13 @@ def place_in_environment() -> Place | None:
         OptionError, CacheDirectoryError: it cannot be used.
     """
     asked = os.environ.get(REMOTE, "")
-    return Place.of(asked, REMOTE) if asked and asked.lower() != "off" else None
+    return _place(asked, REMOTE) if asked and asked.lower() != "off" else None
+
+
+def _place(url: str, where: str) -> Place:
+    from stepcache.storage.shared_place import Place
+
+    return Place.of(url, where)
 
 
 def _default_place() -> Place | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -15,7 +15,9 @@ from stepcache.jaxcompat import coordination, storing
 from stepcache.programs.background import LATER, Job, Worker
 from stepcache.storage.dependency_record import DependencyRecord
 from stepcache.storage.run_log import RunLog
-from stepcache.storage.shared_entries import SharedEntries
+
+if TYPE_CHECKING:  # Few processes have a shared cache.
+    from stepcache.storage.shared_entries import SharedEntries
 
 _PRELOADED_AT_MOST = 256
 

@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepcache._changes import Undoing
 from stepcache.calls.carry import settled_leaves
@@ -40,11 +40,12 @@ from stepcache.programs.builds import builds
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import LookupResult
 from stepcache.programs.miss_log import MissLog
-from stepcache.programs.pods.shared_compile import resolve_together
 from stepcache.programs.resolution import MissedCall, Resolution
 from stepcache.programs.verification import Checks
-from stepcache.storage.shared_entries import SharedEntries
 from stepcache.units import readable_bytes
+
+if TYPE_CHECKING:  # Few processes have a shared cache.
+    from stepcache.storage.shared_entries import SharedEntries
 
 _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
@@ -122,6 +123,8 @@ class Resolver:
             if peers is None:
                 resolution = self._levels.resolve(call)
             else:
+                from stepcache.programs.pods.shared_compile import resolve_together
+
                 reason = miss.in_a_line
                 resolution = resolve_together(self._levels, self._spec, call, peers, reason)
         call_seconds = time.perf_counter() - started

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from stepcache import jaxcompat
-from stepcache.calls.over_buffers import argument_of
+from stepcache.calls.carry import argument_of
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import TaskError
 from stepcache.remote.arrays import ArrayType, RemoteArray

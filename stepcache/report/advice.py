@@ -164,17 +164,15 @@ def advise(
     engine = getattr(step, "_engine", None)
     if not isinstance(engine, Engine):
         raise OptionError("advise takes a step", where="advise", got=repr(step))
+    where = f"advise({engine.spec.name})"
     if getattr(current_reader(), "target", None) is not None:
-        raise OptionError(
-            "advise measures the devices of this process",
-            where=f"advise({engine.spec.name})",
-            got="a session with a target",
-        )
+        what = "advise measures the devices of this process"
+        raise OptionError(what, where=where, got="a session with a target")
     use = Use(engine.spec, args, kwargs)
     if not use.variables:
         what = "the call has no Variables, whose policies could be others"
         hint = "pass sc.Variables(state) in the place of the state"
-        raise OptionError(what, where=f"advise({engine.spec.name})", hint=hint)
+        raise OptionError(what, where=where, hint=hint)
     costs = [
         costs_of(each, Reads(number < use.carried, readers, writes_every))
         for number, each in enumerate(use.variables)
@@ -201,9 +199,6 @@ def _choice(
     now, held = policies == costs.policies_now, costs.held_bytes(placement, read)
     name = costs.variables.name
     return Choice(name, *policies, others + seconds, moved, held, lost, is_current=now)
-
-
-# ---- what the step takes ------------------------------------------------------------------------
 
 
 def _measured(

@@ -68,7 +68,6 @@ def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 def add_entry(
     tar: tarfile.TarFile, kind: str, digest: str, about: dict[str, Any], payload: bytes
 ) -> None:
-    """Appends an entry to a bundle."""
     stored = entries.store(payload)
     head = entries.encode_head(_SHARED_KEY, kind, digest, 0.0, about, stored)
     add_member(tar, f"{kind}/{digest}", head + stored.payload)
@@ -88,9 +87,6 @@ def _sha256(file: IO[bytes], size_bytes: int) -> bytes:
         hasher.update(chunk)
         size_bytes -= len(chunk)
     return hasher.digest()
-
-
-# ---- reading ------------------------------------------------------------------------------------
 
 
 class Bundle:
@@ -159,13 +155,11 @@ class Bundle:
             raise DamagedEntryError("it has no entries")
 
     def read(self, kind: str, digest: str) -> tuple[dict[str, Any], bytes]:
-        """Reads header and payload of an entry."""
         header, offset = self.headers[kind, digest]
         self._file.seek(offset)
         return header.about, entries.read_payload(self._file, header)
 
     def steps(self) -> list[Step]:
-        """Reads and checks the steps."""
         return [self._step(digest) for kind, digest in self.headers if kind == "step"]
 
     def _step(self, digest: str) -> Step:

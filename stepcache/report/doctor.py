@@ -156,10 +156,8 @@ def _contents(directory: Path, max_bytes: int) -> Iterator[Check]:
     entries = entries_of(open_existing(directory))
     free_bytes = shutil.disk_usage(_existing(directory)).free
     used_bytes = sum(each.size_bytes for each in entries)
-    detail = (
-        f"{readable_bytes(used_bytes)} used of at most {readable_bytes(max_bytes)}; "
-        f"{readable_bytes(free_bytes)} free"
-    )
+    used, most, free = map(readable_bytes, (used_bytes, max_bytes, free_bytes))
+    detail = f"{used} used of at most {most}; {free} free"
     if free_bytes < _LITTLE_BYTES:
         yield Check("space", "fault", detail, _FREE)
     elif free_bytes < max_bytes - used_bytes:
@@ -180,9 +178,6 @@ def _contents(directory: Path, max_bytes: int) -> Iterator[Check]:
         yield Check("quarantine", "warning", counted(len(left), "damaged entry"), hint)
     else:
         yield Check("quarantine", "ok", "empty")
-
-
-# ---- the round trip -----------------------------------------------------------------------------
 
 
 def _round_trip(directory: Path) -> Check:
@@ -209,11 +204,7 @@ def _round_trip(directory: Path) -> Check:
 
 
 def _probe(directory: Path) -> dict[str, Any]:
-    """Runs the small step in another process, and returns its result.
-
-    Raises:
-        ValueError: the step failed.
-    """
+    """Returns the result of the small step in another process. Raises `ValueError` if it failed."""
     script = directory / "probe.py"
     script.write_text(_PROBE, encoding="utf-8")
     variables = {"STEPCACHE_DIR": "off", "STEPCACHE_REMOTE": "off"}

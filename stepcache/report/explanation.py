@@ -208,11 +208,9 @@ class Explanation:
             yield f"rank {self.rank} of {self.processes} processes{then}."
         if self.statics:
             yield "static: " + ", ".join(f"{name}={value}" for name, value in self.statics)
-        for captured in self.captured:
-            yield (
-                f"captured by closure: {captured.name}, {captured.type}, "
-                f"{readable_bytes(captured.size_bytes)} inside the program"
-            )
+        for each in self.captured:
+            size = f"{readable_bytes(each.size_bytes)} inside the program"
+            yield f"captured by closure: {each.name}, {each.type}, {size}"
 
 
 _STYLE = """
@@ -282,7 +280,6 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
 
 
 def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
-    """Explains a call that other processes run."""
     scope = engine.scope()
     planned = scope.target.planned(engine, scope, args, kwargs)
     request, seconds, arguments = planned.request, planned.seconds, []

@@ -15,7 +15,7 @@ from stepcache.fingerprint.dependencies import KINDS, differences, kind_of
 from stepcache.programs.archive import Archive
 from stepcache.programs.opening import open_archive
 from stepcache.storage.dependency_record import DependencyRecord, unpack_records
-from stepcache.storage.entry_info import EntryInfo
+from stepcache.storage.entry import EntryInfo
 from stepcache.storage.private_files import check_directory
 from stepcache.units import counted
 
@@ -86,8 +86,7 @@ class Details:
 def open_existing(directory: Path) -> Archive | None:
     """Opens a cache directory; returns None, and creates nothing, if there is none.
 
-    Raises:
-        CacheDirectoryError: other users can write to it, or it is a file.
+    Raises `CacheDirectoryError` if other users can write to it, or it is a file.
     """
     if not (directory / "v1").is_dir():
         if directory.exists():
@@ -153,9 +152,6 @@ def _programs_of(entry: EntryInfo) -> list[str]:
     return [str(each) for each in programs] if isinstance(programs, list) else []
 
 
-# ---- one entry ---------------------------------------------------------------------------------
-
-
 def find(entries: Iterable[EntryInfo], wanted: str) -> list[EntryInfo]:
     """Finds entries by the name of their step, else by the beginning of their digest.
 
@@ -175,8 +171,7 @@ def means(label: str, wanted: str) -> bool:
 
 
 def details(archive: Archive, entry: EntryInfo) -> Details:
-    """Reads one entry."""
-    info = archive.disk.peek(entry.kind, entry.digest)[0] or entry
+    info = archive.disk.peek(entry.kind, entry.digest) or entry
     records, problem = _records(info)
     sizes = {each.digest: each.size_bytes for each in archive.disk.entries("program")}
     steps = archive.disk.entries("step") if info.kind == "program" else ()
@@ -225,9 +220,6 @@ def _build(record: DependencyRecord, latest: DependencyRecord, sizes: dict[str, 
     )
 
 
-# ---- checking ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Checked:
     """A problem that `verify` found."""
@@ -251,7 +243,7 @@ def verify(archive: Archive | None) -> tuple[int, list[Checked]]:
     for each in entries:
         problem, state = each.problem, "damaged"
         if each.kind == "step" and problem is None:
-            info, _ = archive.disk.peek("step", each.digest)
+            info = archive.disk.peek("step", each.digest)
             if info is None:  # It was removed in the meantime.
                 continue
             records, problem = _records(info)

@@ -35,8 +35,7 @@ from stepcache.report.bundle import PURPOSE, Bundle, Step, add_entry, signed_tar
 from stepcache.report.inventory import find, label_of
 from stepcache.storage.dependency_record import DependencyRecord, pack_records, unpack_records
 from stepcache.storage.disk_store import DiskStore
-from stepcache.storage.entry import DamagedEntryError, Stored
-from stepcache.storage.entry_info import EntryInfo
+from stepcache.storage.entry import DamagedEntryError, EntryInfo, Stored
 
 _OF_THE_MACHINE = tuple(
     f"environment {name}" for name in ("python", "system", "backend", "device kind", "CPU")
@@ -98,14 +97,10 @@ class Imported:
     trusted: str  # "own key", or "as asked".
 
 
-# ---- export -------------------------------------------------------------------------------------
-
-
 def export(archive: Archive, file: Path, wanted: Sequence[str] = ()) -> Exported:
     """Writes a bundle of the wanted steps, or of all steps and programs. The write is atomic.
 
-    Raises:
-        BundleError: there is nothing to export, or the file cannot be written.
+    Raises `BundleError` if there is nothing to export, or the file cannot be written.
     """
     left_out: list[str] = []
     try:
@@ -167,11 +162,7 @@ def _digests(entries: Iterable[EntryInfo], kind: str) -> set[str]:
 
 
 def chosen_entries(entries: Sequence[EntryInfo], wanted: Sequence[str]) -> Sequence[EntryInfo]:
-    """Returns the entries that `find` finds for some names, or all if there are no names.
-
-    Raises:
-        OptionError: a name matches nothing.
-    """
+    """Returns what `find` finds for some names, or all. Raises `OptionError` if that is nothing."""
     found = {name: find(entries, name) for name in wanted}
     require_found(name for name, each in found.items() if not each)
     return [each for entries_of_name in found.values() for each in entries_of_name] or entries
@@ -203,15 +194,12 @@ def _sound_entries(
 ) -> Iterator[EntryInfo]:
     """Yields entries. Adds damaged or missing ones to `left_out`."""
     for digest in sorted(digests):
-        info, _ = disk.peek(kind, digest)
+        info = disk.peek(kind, digest)
         if info is not None and info.problem is None:
             yield info
         else:
             problem = info.problem if info is not None else "it is gone"
             left_out.append(f"{kind} {digest[:12]}: {problem}")
-
-
-# ---- import -------------------------------------------------------------------------------------
 
 
 def take(directory: Path, file: Path, *, trust: bool = False, anyway: bool = False) -> Imported:
@@ -349,11 +337,7 @@ def merged(disk: DiskStore, step: Step) -> tuple[dict[str, Any], bytes]:
 
 
 def publish(disk: DiskStore, kind: str, digest: str, about: dict, payload: bytes | Stored) -> None:
-    """Stores an entry.
-
-    Raises:
-        BundleError: it cannot be stored.
-    """
+    """Stores an entry. Raises `BundleError` if that fails."""
     if not disk.publish(kind, digest, about, payload):
         raise BundleError(
             f"{kind} {digest[:12]} cannot be stored",

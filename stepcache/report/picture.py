@@ -35,9 +35,6 @@ _LINKS = (("host", HOST_LINK), ("device", DEVICE_LINK))
 _NO_PLAN = "Nothing is planned: the call passes no Variables."
 
 
-# ---- what moves ---------------------------------------------------------------------------------
-
-
 class Totals(NamedTuple):
     """Bytes over the host's link, and between devices."""
 
@@ -95,7 +92,6 @@ def lanes(plan: Plan) -> tuple[Lane, ...]:
 
 
 def totals(flows: Iterable[Flow]) -> Totals:
-    """The bytes of several flows."""
     moved = [flow.moved for flow in flows]
     return Totals(sum(host for host, _ in moved), sum(device for _, device in moved))
 
@@ -125,15 +121,10 @@ def _planned(transfer: Transfer) -> Flow:
     # A value that is split over the devices goes to each of them, whatever its route.
     whole = extent.held_bytes == extent.size_bytes * extent.devices
     fanout = "fanout" if whole else "shares"
-    return Flow(
-        {"scatter": "back", "each": "each", "copy": "each", "fanout": fanout}.get(
-            transfer.route, "shares"
-        ),
-        extent.devices,
-        note,
-        extent.size_bytes,
-        Totals(links.get(HOST_LINK, 0), links.get(DEVICE_LINK, 0)),
-    )
+    patterns = {"scatter": "back", "each": "each", "copy": "each", "fanout": fanout}
+    pattern = patterns.get(transfer.route, "shares")
+    moved = Totals(links.get(HOST_LINK, 0), links.get(DEVICE_LINK, 0))
+    return Flow(pattern, extent.devices, note, extent.size_bytes, moved)
 
 
 def _naive(transfer: Transfer, is_prefetched: bool) -> Flow:
@@ -150,9 +141,6 @@ def _naive(transfer: Transfer, is_prefetched: bool) -> Flow:
     note = f"{listed(readers)} {fetch} on {where}{', uncoded' if transfer.wire else ''}"
     fetched = Totals(extent.held_bytes * len(readers))
     return Flow("each", devices, note, extent.size_bytes, fetched, readers)
-
-
-# ---- the picture --------------------------------------------------------------------------------
 
 
 def draw(step: str, mesh: Mapping[str, int] | None, plan: Plan, moved_bytes: int) -> str:
@@ -187,22 +175,20 @@ class _Picture:
         if self._lanes:
             self._paragraph("ink", savings(self._naive, self._planned), 16.0, bold=True)
         if other_bytes > 0:
-            moved = (
-                f"Other arguments move {readable_bytes(other_bytes)} to devices, not drawn here."
-            )
-            self._paragraph("quiet", moved, _TEXT)
+            moved = f"Other arguments move {readable_bytes(other_bytes)} to devices"
+            self._paragraph("quiet", f"{moved}, not drawn here.", _TEXT)
         return self._canvas.document(_PAGE, self._y + _MARGIN, title, self._description())
 
     def _description(self) -> str:
+        if not self._lanes:
+            return _NO_PLAN
         sentences = []
         for transfer, _, flow in self._lanes:
             moved = zip(flow.moved, _LINKS, strict=True)
             links = [f"{readable_bytes(size)} {link}" for size, (_, link) in moved if size]
             moves = f"{', '.join(links) or 'nothing moves'}; {flow.note}."
             sentences.append(f"{transfer.variable}, {_about(transfer)}: {moves}")
-        return (
-            " ".join((*sentences, savings(self._naive, self._planned))) if sentences else _NO_PLAN
-        )
+        return " ".join((*sentences, savings(self._naive, self._planned)))
 
     def _paragraph(self, kind: str, text: str, size: float, bold: bool = False) -> None:
         self._y = self._canvas.paragraph(kind, (_LEFT, self._y), _INNER, text, size, bold)
@@ -263,7 +249,6 @@ class _Picture:
         return end
 
     def _sums(self) -> None:
-        """The totals of both columns as bars."""
         self._canvas.box("strip", _LEFT, self._y, _INNER, 1, 0)
         self._y += 10
         self._paragraph("quiet", "The sums of all rows, with bars of one scale:", _TEXT)
@@ -276,8 +261,6 @@ class _Picture:
                     width = max((_WIDTH - _BARS - 8) * size / largest, 1.5)
                     self._canvas.box(kind, x + _BARS, top + 3, width, 10, 2)
         self._y += 56
-
-    # ---- one flow -------------------------------------------------------------------------------
 
     def _flow(self, flow: Flow, x: float, top: float) -> float:
         """Draws the host's memory, the devices' memories and what moves; returns the lower edge."""
@@ -318,7 +301,6 @@ class _Picture:
         self._canvas.text("ink", middle, fitting, _SMALL, anchor="middle")
 
     def _crossing(self, flow: Flow, slot: _Slot, x: float, host_y: float) -> None:
-        """An arrow over the host's link."""
         ends = (x + sum(_HOST) - _PAD + 2, host_y), (x + _DEVICES[0] + _PAD - 2, slot.middle)
         start, end = ends[::-1] if flow.pattern == "back" else ends
         self._canvas.arrow(f"host{slot.more}", start, end, self._stroke(flow.parts[0]))

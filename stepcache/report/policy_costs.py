@@ -8,9 +8,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -37,8 +37,7 @@ _LATE, _EVERY = (1, 4, 16), (4, 16)
 _FEWEST_READS = 4  # After which past reads and writes say how often there are some.
 
 
-@dataclass(frozen=True)
-class Reads:
+class Reads(NamedTuple):
     """How often a value is read and written."""
 
     carried: bool  # Whether the step writes it.
@@ -46,8 +45,7 @@ class Reads:
     writes_every: float | None = None  # Steps between two writes; None for those seen until now.
 
 
-@dataclass(frozen=True)
-class Tried:
+class Tried(NamedTuple):
     """How long calls of a step took under one policy, beyond one that reads nothing."""
 
     seconds: float  # Of one that finds the value as it was; of all if a copy may be late.
@@ -55,18 +53,13 @@ class Tried:
     push: float = 0.0  # Of the push that follows each.
 
 
-@dataclass(frozen=True)
-class Subject:
-    """Variables that are tried.
-
-    Attributes:
-        variables: under the policies.
-        write: writes them as another session or process does; None where nobody writes.
-        push: pushes an update, as is done after each call; None where there is none.
-    """
+class Subject(NamedTuple):
+    """Variables that are tried, under some policies."""
 
     variables: Variables
+    # Writes them as another session or process does; None where nobody writes.
     write: Callable[[], None] | None = None
+    # Pushes an update, as is done after each call; None where there is none.
     push: Callable[[], None] | None = None
 
 
@@ -157,17 +150,15 @@ class PlacedCosts(PolicyCosts):
     def __init__(self, variables: Variables, reads: Reads):
         super().__init__(variables, reads)
         master, mesh = variables._master, variables._mesh
-        is_there = isinstance(master, InHostMemory)
-        layout = (
-            master.host_layout if is_there else host_layout(master.layout, mesh, variables.name)
-        )
-        self._layout: HostLayout = layout
+        if isinstance(master, InHostMemory):
+            self._layout: HostLayout = master.host_layout
+        else:
+            self._layout = host_layout(master.layout, mesh, variables.name)
         self._times: LinkTimes = link_times(variables._placer)
         day = self._times.measured.partition("T")[0]
         self.measured = f"the links of {self._times.machine} were measured on {day}"
-        rows = zip(self._layout.on_host, self._layout.on_device, strict=True)
         self._whole = self._split = 0
-        for host, device in rows:
+        for host, device in zip(self._layout.on_host, self._layout.on_device, strict=True):
             size = device.size * device.dtype.itemsize if host is not None else 0
             whole: Any = device.sharding
             if whole is None or whole.is_fully_replicated:

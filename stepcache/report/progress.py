@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -123,11 +124,8 @@ class BuildProgress:
 def _is_in_debugger(thread: int) -> bool:
     """Returns whether a thread waits at the prompt of pdb, or of another debugger based on bdb."""
     frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "bdb":
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(frame) if frame is not None else ()
+    return any(each.f_globals.get("__name__") == "bdb" for each, _ in frames)
 
 
 SHOWN = BuildProgress()

@@ -6,13 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 
 from stepcache.report.run_trace import began, called_at
-from stepcache.report.runs import (
-    Run,
-    change_in_words,
-    counts,
-    events_in_words,
-    slowest_seconds,
-)
+from stepcache.report.runs import Run, change_in_words, counts, events_in_words, slowest_seconds
 from stepcache.report.svg import Canvas, html_page, printable, wrapped
 from stepcache.storage.run_activity import Activity
 from stepcache.storage.run_log import Row
@@ -75,9 +69,6 @@ def page(run: Run, program_bytes: Mapping[str, int]) -> str:
     for title, parts in sections.items():
         body += [f"<section><h2>{title}</h2>", *parts, "</section>"]
     return html_page(f"{run.script}: stepcache run report", _STYLE, *body)
-
-
-# ---- sections -----------------------------------------------------------------------------------
 
 
 def _head(run: Run) -> str:
@@ -191,10 +182,8 @@ def _transfers(run: Run) -> Iterator[str]:
         for each in activity.moved:
             columns = by_link.setdefault(each.link, [0.0] * _COLUMNS)
             for index, _, size in each.buckets:
-                ends = (first + (index + end) * width for end in (0, 1))
-                low, high = (
-                    min(max(0, int(end / duration * _COLUMNS)), _COLUMNS - 1) for end in ends
-                )
+                ends = ((first + (index + end) * width) / duration for end in (0, 1))
+                low, high = (min(max(0, int(end * _COLUMNS)), _COLUMNS - 1) for end in ends)
                 for column in range(low, high + 1):  # A bucket may be wider than a column.
                     columns[column] += size / (high + 1 - low)
             cells = {
@@ -279,9 +268,6 @@ def _rank(run: Run, rank: int) -> str:
 def _activities(run: Run) -> list[tuple[int, Activity]]:
     """What each process moved and held, where it is known."""
     return [(rank.rank, rank.activity) for rank in run.ranks if rank.activity is not None]
-
-
-# ---- text, tables and charts --------------------------------------------------------------------
 
 
 def _seconds(value: float) -> str:

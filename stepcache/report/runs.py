@@ -107,7 +107,6 @@ def events_in_words(counts: Mapping[str, int]) -> str:
 
 
 def counts(run: Run) -> dict[str, int]:
-    """Counts the events of each kind."""
     return dict(Counter(each.event for each in run.happenings))
 
 
@@ -116,7 +115,7 @@ def latest_runs(archive: Archive | None, step: str | None = None) -> Iterator[Ru
     for pod in _pods(archive.run_log.runs() if archive is not None else ()):
         rows = itertools.chain.from_iterable(logged.rows for logged in pod)
         rows = [row for row in rows if step in (None, row.step) or means(row.label, step)]
-        if rows:
+        if any(row.event != "executed" for row in rows):  # Its builds may be lost.
             yield _run(pod, sorted(rows, key=lambda row: row.time))
 
 

@@ -95,9 +95,6 @@ def _unless_gone(future: Future[T]) -> T | None:
     return None
 
 
-# ---- contents ------------------------------------------------------------------------------
-
-
 def take_inventory(place: Place) -> Inventory:
     """Lists the steps, and the programs that no step names."""
     with _opened(place) as (store, catalogue):
@@ -142,52 +139,44 @@ def _item(lookup: str, found: Sequence[tuple[Name, Step | str]], catalogue: Cata
     )
 
 
-# ---- push and pull -----------------------------------------------------------------------------
-
-
 def push(archive: Archive, place: Place, wanted: Sequence[str] = ()) -> Shared:
     """Writes the wanted steps of a directory, or all, to a shared cache. Overwrites nothing.
 
-    Raises:
-        SharedCacheError: the store fails, or is read only.
-        OptionError: a name matches no step.
+    Raises `SharedCacheError` if the store fails or is read only, `OptionError` for unknown names.
     """
     disk, left_out = archive.disk, list[str]()
     chosen = chosen_entries(list(disk.entries("step")), wanted)
     labels, sent, there, run = [], set[str](), set[str](), secrets.token_hex(4)
     with _opened(place, to_write=True) as (store, known):
+
+        def write(path: str, *entry: Any) -> None:
+            store.put(path, partial(signed, place.key, *entry)).result()
+
         for digest, label, records in sound_steps(disk, chosen, left_out):
             for record in records:
                 if record.program in known.programs:
                     there.add(record.program)
                 elif record.program not in sent:
-                    entry, _ = disk.peek("program", record.program)
+                    entry = disk.peek("program", record.program)
                     if entry is None or entry.problem:
                         left_out.append(f"{label}: its program {record.program[:12]} is not there")
                         continue
                     about, path = entry.header or {}, program_path(record.program)
-                    _write(store, place, path, "program", record.program, about, entry.payload)
+                    write(path, "program", record.program, about, entry.payload)
                     sent.add(record.program)
                 name = Name.of(digest, record, run)
                 if all(each[:3] != name[:3] for each in known.steps.get(digest, [])):
                     about, packed = pack_records(label, [record])
-                    _write(store, place, name.path, "step", digest, about, packed)
+                    write(name.path, "step", digest, about, packed)
             labels.append(label)
     return Shared(place.url, tuple(labels), len(sent), len(there), tuple(left_out))
-
-
-def _write(store: ObjectStore, place: Place, path: str, *entry: Any) -> None:
-    """Writes an entry, as `signed` takes it."""
-    store.put(path, partial(signed, place.key, *entry)).result()
 
 
 def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
     """Stores the wanted steps of a shared cache, or all, in a directory.
 
-    Raises:
-        SharedCacheError: the store fails.
-        BundleError: the directory cannot be written.
-        OptionError: a name matches no step.
+    Raises `SharedCacheError` if the store fails, `BundleError` if the directory cannot be written,
+    `OptionError` for unknown names.
     """
     disk, left_out = open_archive(directory, None, "off", 0.0).disk, list[str]()
     labels, stored, there = dict[str, str](), set[str](), set[str]()
@@ -229,21 +218,14 @@ def _pull_program(store: ObjectStore, place: Place, disk: Any, digest: str) -> s
     return ""
 
 
-# ---- making room --------------------------------------------------------------------------------
-
-
 def prune(place: Place, max_bytes: int | None, written_before: float | None) -> Removed:
     """Removes the programs that were written first, each with all records that name it.
 
     The age of a program is that of its latest record, as stores have no times of reads.
 
-    Args:
-        place: the shared cache.
-        max_bytes: maximal size afterwards; None for no limit.
-        written_before: remove programs written before this time, in seconds since the epoch.
+    At most `max_bytes` are left, and nothing written before a time, in seconds since the epoch.
 
-    Raises:
-        SharedCacheError: the store fails, or is read only.
+    Raises `SharedCacheError` if the store fails, or is read only.
     """
     with _opened(place, to_write=True) as (store, catalogue):
         together = _together(catalogue)

@@ -71,9 +71,6 @@ def html_page(title: str, style: str, *body: str) -> str:
     )
 
 
-# ---- text ---------------------------------------------------------------------------------------
-
-
 def printable(text: str) -> str:
     """Text on one line, with U+FFFD for control characters and what XML forbids."""
     text = re.sub("[\t\n\r]", " ", text)
@@ -114,9 +111,6 @@ def wrapped(text: str, width: float, size: float, bold: bool = False, most: int 
     return lines or [""]
 
 
-# ---- shapes -------------------------------------------------------------------------------------
-
-
 class Canvas:
     """Collects shapes, each of a class of the style. Lengths are in pixels; y grows downwards."""
 
@@ -126,7 +120,6 @@ class Canvas:
     def box(
         self, kind: str, x: float, y: float, width: float, height: float, radius: float = 3
     ) -> None:
-        """Draws a rectangle."""
         place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
         self._elements.append(f'<rect class="{kind}" {place} rx="{_n(radius)}"/>')
 

@@ -6,9 +6,8 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -24,13 +23,8 @@ _SENT_BYTES = 1 << 28  # Larger values are not sent to a server for a trial.
 Copies = Callable[[Variables], Variables]
 
 
-@dataclass(frozen=True)
-class Trials:
-    """Times calls of a step on copies of its arguments.
-
-    Attributes:
-        step, args, kwargs: the call.
-    """
+class Trials(NamedTuple):
+    """Times calls of a step on copies of its arguments."""
 
     step: Any
     args: tuple
@@ -63,11 +57,7 @@ class Trials:
     def of(self, costs: PolicyCosts, now: float) -> float | None:
         """Times calls under each of the policies of some variables; keeps them in `costs.tried`.
 
-        Other variables of the call are on the devices meanwhile.
-
-        Args:
-            costs: of the variables.
-            now: what a call takes, about.
+        Other variables of the call are on the devices meanwhile. A call takes about `now` seconds.
 
         Returns:
             The seconds of a call that reads nothing; None if there is no time to try them.
@@ -86,8 +76,7 @@ class Trials:
                 try_as(make, *policies[0])
             found = {each: try_as(make, *each) for each in policies}
         costs.tried = {
-            each: replace(
-                tried,
+            each: tried._replace(
                 seconds=max(0.0, tried.seconds - alone),
                 after_write=max(0.0, tried.after_write - alone),
             )

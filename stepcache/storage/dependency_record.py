@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepcache.events import Captured
 from stepcache.fingerprint.dependencies import digest_dependencies
@@ -19,8 +19,7 @@ from stepcache.storage import plain
 _FORMAT = 3  # Of the payload of a step's entry.
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Where the records for one lookup are kept."""
 
     label: str  # The step, by its file and name.
@@ -44,8 +43,7 @@ class Used:
     variables: list[str] = field(default_factory=list)  # Environment variables read.
 
 
-@dataclass(frozen=True, slots=True)
-class Traced:
+class Traced(NamedTuple):
     """What a trace revealed about its program, before it is compiled."""
 
     dependencies: dict[str, str]  # All that it depends on, by name.
@@ -54,15 +52,11 @@ class Traced:
     untrackable: tuple[str, ...] = ()  # Why it has to.
 
     def packed(self) -> dict[str, Any]:
-        return plain.fields_of(self) | {"used": plain.fields_of(self.used)}
+        return self._asdict() | {"used": plain.fields_of(self.used)}
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> Traced:
-        """From `packed`.
-
-        Raises:
-            TypeError, KeyError: the data is malformed.
-        """
+        """From `packed`. Raises `TypeError` or `KeyError` if the data is malformed."""
         used, untrackable = Used(**data["used"]), tuple(data["untrackable"])
         return cls(**{**data, "used": used, "untrackable": untrackable})
 
@@ -99,16 +93,11 @@ class DependencyRecord:
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> DependencyRecord:
-        """From `packed`.
-
-        Raises:
-            TypeError, KeyError: the data is malformed.
-        """
+        """From `packed`. Raises `TypeError` or `KeyError` if the data is malformed."""
         return cls(**{**data, "used": Used(**data["used"])})
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
+class Publication(NamedTuple):
     """A program that is to be stored. It holds on to nothing of the step that it came from."""
 
     address: Address  # Of the lookup that it answers.
@@ -126,11 +115,7 @@ class Publication:
         return storing.serialize_executable(self.run.xla_executable)
 
     def record(self, created_time: float) -> DependencyRecord:
-        """What a later process needs to start the program without a trace.
-
-        Raises:
-            NotStorable: a part of it cannot be stored.
-        """
+        """What a later process needs to start without a trace. Raises `NotStorable` for none."""
         positions = {device: index for index, device in enumerate(self.address.devices)}
         return DependencyRecord(
             self.digest,
@@ -147,9 +132,6 @@ class Publication:
         )
 
 
-# ---- stored and read back ---------------------------------------------------------------------
-
-
 def pack_records(label: str, records: Sequence[DependencyRecord]) -> tuple[dict[str, Any], bytes]:
     """Header and payload of a step's entry; the latest record comes first."""
     about = {
@@ -163,11 +145,7 @@ def pack_records(label: str, records: Sequence[DependencyRecord]) -> tuple[dict[
 
 
 def unpack_records(payload: bytes) -> list[DependencyRecord]:
-    """The records in the payload of a step's entry; none where its format is another one.
-
-    Raises:
-        ValueError: it is malformed.
-    """
+    """The records of a step's entry; none in another format. Raises `ValueError` if malformed."""
     try:
         data = plain.unpack(payload)
         if isinstance(data, list) or data["format"] != _FORMAT:  # The first format was a list.

@@ -75,9 +75,7 @@ class EntryDirectory:
     def prepare(self) -> bytes:
         """Makes what is missing of the layout. Returns the key that is in use now.
 
-        Raises:
-            CacheDirectoryError: another user can change the directory.
-            OSError: something cannot be made.
+        Raises `CacheDirectoryError` if another user can change it, `OSError` if it cannot be made.
         """
         private_files.make_directory(self._root.parent)
         private_files.make_directory(self._root)
@@ -96,8 +94,7 @@ class EntryDirectory:
     def current_key(self) -> bytes | None:
         """Takes up, and returns, the key that is in use now; None where there is no trusted one.
 
-        Raises:
-            CacheDirectoryError: another user can change the directory.
+        Raises `CacheDirectoryError` if another user can change the directory.
         """
         try:
             private_files.check_directory(self._root.parent)
@@ -126,11 +123,7 @@ class EntryDirectory:
         self.markers.sweep(lambda kind, digest: self.path(kind, digest).exists())
 
     def path(self, kind: str, digest: str) -> Path:
-        """Where an entry is.
-
-        Raises:
-            OptionError: `kind` or `digest` cannot be a name.
-        """
+        """Where an entry is. Raises `OptionError` if `kind` or `digest` cannot be a name."""
         for name, value, pattern in (("kind", kind, _KIND), ("digest", digest, _DIGEST)):
             if not isinstance(value, str) or not pattern.fullmatch(value):
                 raise OptionError(
@@ -162,11 +155,7 @@ class EntryDirectory:
                         yield Found(*name, path, seen.st_size, seen.st_mtime)
 
     def put(self, kind: str, digest: str, pieces: Iterable[bytes], used_time: float) -> None:
-        """Writes an entry, whole or not at all, over one of the same name.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Writes an entry, whole, over one of the same name. Raises `OSError` if it cannot."""
         path, temporary = self.path(kind, digest), self._tmp / unique_name()
         try:
             self._write(temporary, pieces, used_time)

@@ -24,16 +24,17 @@ from stepcache.storage import private_files
 from stepcache.storage.directory import EntryDirectory, Found
 from stepcache.storage.entry import (
     DamagedEntryError,
+    EntryInfo,
     ForeignEntryError,
     Header,
     HeaderTooLargeError,
+    Refusal,
     Stored,
     encode_head,
     read_header,
     read_payload,
     store,
 )
-from stepcache.storage.entry_info import EntryInfo, Refusal
 
 _ATTEMPTS = 3
 _TOUCH_SECONDS = 60
@@ -61,12 +62,9 @@ class DiskStore:
         directory: as given.
         quarantined: what was refused in this process, the latest 256 in order.
 
-    Raises:
-        CacheDirectoryError: another user owns the directory or can write to it.
-        OptionError: `max_bytes` is not positive.
-
-    A directory that cannot be written serves reads, and no read attempts to write to it. Methods
-    raise `OptionError` where `kind` or `digest` cannot be a name.
+    Raises `CacheDirectoryError` if another user owns the directory or can write to it, and
+    `OptionError` if `max_bytes` is not positive, or a `kind` or `digest` cannot be a name. A
+    directory that cannot be written serves reads, and no read attempts to write to it.
     """
 
     def __init__(
@@ -116,16 +114,14 @@ class DiskStore:
         info = self._examine(kind, digest, whole=True, use=True)
         return info if info is not None and info.problem is None else None
 
-    def peek(self, kind: str, digest: str) -> tuple[EntryInfo | None, bytes]:
-        """An entry, or None, and its payload: it is not used, nor moved if it is bad."""
-        info = self._examine(kind, digest, whole=True, refuse=False)
-        return info, info.payload if info is not None else b""
+    def peek(self, kind: str, digest: str) -> EntryInfo | None:
+        """An entry with its payload, or None: it is not used, nor moved if it is bad."""
+        return self._examine(kind, digest, whole=True, refuse=False)
 
     def vouch(self, what: bytes) -> bytes:
         """The HMAC of bytes under this directory's key. `what` begins with their purpose.
 
-        Raises:
-            OSError: there is no key.
+        Raises `OSError` if there is no key.
         """
         return hmac.digest(self._key(), what, "sha256")
 
@@ -165,21 +161,12 @@ class DiskStore:
         return True
 
     def _examine(
-        self,
-        kind: str,
-        digest: str,
-        *,
-        whole: bool = False,
-        use: bool = False,
-        refuse: bool = True,
+        self, kind: str, digest: str, *, whole: bool = False, use: bool = False, refuse: bool = True
     ) -> EntryInfo | None:
         """Examines an entry: None if absent, else with a `problem` if it is bad.
 
-        Args:
-            kind, digest: its name.
-            whole: read the payload too.
-            use: note that it is used now.
-            refuse: put it in quarantine if the whole of it was read and is bad.
+        With `whole`, the payload is read too, and a bad entry put in quarantine if `refuse` says
+        so; with `use`, it is noted that it is used now.
         """
         path, found, refused = self._files.path(kind, digest), None, whole and refuse
         with contextlib.ExitStack() as stack:
@@ -231,8 +218,7 @@ class DiskStore:
         is loading.
 
         Args:
-            kind: a short lower-case identifier.
-            digest: its name, in lower-case hex.
+            kind, digest: its name: a short lower-case identifier, and lower-case hex.
             header: what to say of it, for msgpack; at most 16 MiB.
             payload: its bytes, or as they were stored elsewhere.
 
@@ -240,8 +226,7 @@ class DiskStore:
             Whether it is stored. Where the directory cannot be written, or is full, it is not; that
             is warned of once, and nothing is written from then on.
 
-        Raises:
-            OptionError: `header` cannot be packed.
+        Raises `OptionError` if `header` cannot be packed.
         """
         self._files.path(kind, digest)
         if not self.writable:
@@ -286,9 +271,8 @@ class DiskStore:
         code = error.errno if isinstance(error, OSError) else None
         if code in _PASSING:
             return
-        self._not_written_because = (
-            getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        )
+        why = getattr(error, "strerror", None)
+        self._not_written_because = why or str(error).partition("\n")[0]
         self._read_only = code is None or code in _FORBIDDEN
 
     def _warn_of_it(self) -> None:
@@ -328,9 +312,8 @@ class DiskStore:
     ) -> list[EntryInfo]:
         """Removes entries, the least recently used first. What a live process is loading stays.
 
-        Args:
-            max_bytes: remove until no more than that is left.
-            unused_since: remove what was not used after that, in seconds since the epoch.
+        What was not used after `unused_since`, in seconds since the epoch, goes; then others, until
+        no more than `max_bytes` are left.
         """
         idle: list[Found] = []
         if unused_since is not None:

@@ -13,8 +13,8 @@ import hashlib
 import hmac
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from stepcache.errors import OptionError
 from stepcache.storage import plain
@@ -41,8 +41,7 @@ class HeaderTooLargeError(Exception):
     """The header to be stored has more than `MAX_HEADER_BYTES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A payload as stored in the file, and what is needed to read it."""
 
     payload: bytes
@@ -65,6 +64,28 @@ class Header:
     about: dict[Any, Any]  # What the one who stored it had to say.
 
 
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """A stored entry, for its users. If it is damaged, header and `created_time` are None."""
+
+    kind: str  # What sort of thing it is.
+    digest: str  # Its name.
+    header: dict[str, Any] | None  # The description given when it was stored.
+    size_bytes: int  # Size of its file.
+    created_time: float | None  # When it was stored, in seconds since the epoch.
+    used_time: float  # When it was last used before, likewise, to the minute.
+    problem: str | None = None  # What is wrong with it.
+    payload: bytes = field(default=b"", repr=False)  # Empty if it is damaged, or only listed.
+
+
+class Refusal(NamedTuple):
+    """An entry that was not handed out, and why."""
+
+    kind: str
+    digest: str
+    reason: str
+
+
 def store(payload: bytes) -> Stored:
     """Compresses a payload where that makes it smaller."""
     compressed = zlib.compress(payload, _COMPRESSION_LEVEL)
@@ -78,9 +99,7 @@ def encode_head(
 ) -> bytes:
     """All of the file that goes before the payload.
 
-    Raises:
-        OptionError: msgpack cannot hold `about`.
-        HeaderTooLargeError: the header has more than `MAX_HEADER_BYTES`.
+    Raises `OptionError` if msgpack cannot hold `about`, `HeaderTooLargeError` if it is too large.
     """
     sizes = len(stored.payload), stored.payload_bytes
     header = Header(kind, digest, created_time, stored.encoding, *sizes, stored.sha256, about)
@@ -100,16 +119,10 @@ def encode_head(
 
 
 def read_header(file: BinaryIO, file_bytes: int, key: bytes, kind: str, digest: str) -> Header:
-    """Reads and authenticates the header of an entry, and leaves `file` at the payload.
+    """Reads and authenticates the header of an entry, and leaves `file`, of so many bytes in all,
+    at the payload.
 
-    Args:
-        file: at the begin of the entry.
-        file_bytes: size of the whole file.
-        key: the key that the entry must have been stored under.
-        kind, digest: the name that it must have.
-
-    Raises:
-        DamagedEntryError: it is not an entry, or not whole, or not under this key and name.
+    Raises `DamagedEntryError` if it is no entry, or not whole, or not under this key and name.
     """
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
@@ -153,11 +166,7 @@ def _decode(packed: bytes) -> Header:
 
 
 def read_stored(file: BinaryIO, header: Header) -> Stored:
-    """Reads the payload that follows an authenticated header, and leaves it as it is stored.
-
-    Raises:
-        DamagedEntryError: it is not what was stored.
-    """
+    """Reads the payload after a header, as stored. Raises `DamagedEntryError` if it has changed."""
     stored = file.read(header.stored_bytes)
     if hashlib.sha256(stored).digest() != header.sha256:
         raise DamagedEntryError("its payload does not have the checksum of what was stored")
@@ -165,11 +174,7 @@ def read_stored(file: BinaryIO, header: Header) -> Stored:
 
 
 def read_payload(file: BinaryIO, header: Header) -> bytes:
-    """Reads the payload that follows an authenticated header.
-
-    Raises:
-        DamagedEntryError: it is not what was stored.
-    """
+    """Reads the payload after a header. Raises `DamagedEntryError` if it has changed."""
     stored = read_stored(file, header).payload
     if header.encoding == "raw":
         return stored

@@ -40,8 +40,7 @@ def holder(path: Path) -> Process | None:
 def is_there(path: Path, descriptor: int) -> bool:
     """Returns whether a path leads to a file that is open: not if it was removed or replaced.
 
-    Raises:
-        OSError: the disk does not say.
+    Raises `OSError` if the disk does not say.
     """
     opened = os.fstat(descriptor)
     try:

@@ -12,8 +12,8 @@ import os
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from stepcache.storage.private_files import CREATE_FLAGS, listed
 
@@ -23,8 +23,7 @@ _MAX_HOST_LETTERS = 48
 _WRITTEN = re.compile(r"([0-9]{1,10})\.([0-9]{1,20})\.([A-Za-z0-9-]{1,100})")
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(NamedTuple):
     """A process, distinct from earlier and later ones with the same number."""
 
     pid: int
@@ -97,7 +96,7 @@ def _start_without_proc(pid: int) -> str | None:
     except (ProcessLookupError, OverflowError):
         return None
     except OSError:
-        return "0"  # It is there, but not ours.
+        pass  # It is there, but not ours.
     return "0"
 
 
@@ -111,8 +110,7 @@ def author(name: str) -> Process | None:
     return Process.parse(name.rpartition(".")[0])
 
 
-@dataclass(frozen=True, slots=True)
-class Marker:
+class Marker(NamedTuple):
     """A note that a process is loading an entry, or was when it ended."""
 
     path: Path

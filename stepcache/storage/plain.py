@@ -25,21 +25,15 @@ def pack(data: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """What was packed; tuples come back as lists.
-
-    Raises:
-        ValueError: the bytes are malformed.
-    """
+    """What was packed; tuples come back as lists. Raises `ValueError` for malformed bytes."""
     return msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether unpacked data is of an annotated kind.
+    """Whether plain data, or a dataclass of it, is of an annotated kind.
 
-    Args:
-        value: plain data, or a dataclass of it.
-        kind: a plain type, a dataclass, or a generic type of these. `tuple[str, int]` stands for a
-            list of a text and a number, as tuples are unpacked; an int fits a float.
+    That is a plain type, a dataclass, or a generic type of these. `tuple[str, int]` stands for a
+    list of a text and a number, as tuples are unpacked; an int fits a float.
     """
     return _check_of(kind)(value)
 
@@ -80,8 +74,7 @@ def _check_of(kind: Any) -> Callable[[Any], bool]:
 def record_of(kind: type[T], found: Any) -> T:
     """Makes a record, a dataclass, of a decoded JSON object. Fields that are unknown are left out.
 
-    Raises:
-        ValueError: it is no object, a field is missing, or one has another type.
+    Raises `ValueError` if it is no object, a field is missing, or one has another type.
     """
     if not isinstance(found, dict):
         raise ValueError("no object")

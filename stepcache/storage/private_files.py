@@ -25,11 +25,7 @@ CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 
 
 def default_directory() -> Path | None:
-    """The user's own cache directory; None for none.
-
-    Raises:
-        CacheDirectoryError: as `absolute`; or the user has no home.
-    """
+    """The user's own cache directory; None for none. Raises as `absolute`, or without a home."""
     asked = os.environ.get("STEPCACHE_DIR", "")
     if asked.lower() == "off":
         return None
@@ -38,36 +34,30 @@ def default_directory() -> Path | None:
     try:
         return absolute(platformdirs.user_cache_path("stepcache"), "the user's cache directory")
     except RuntimeError:
-        raise CacheDirectoryError(
-            "This user has no home directory", hint="name a directory in STEPCACHE_DIR"
-        ) from None
+        what = "This user has no home directory"
+        raise CacheDirectoryError(what, hint="name a directory in STEPCACHE_DIR") from None
 
 
 def absolute(directory: str | os.PathLike, where: str) -> Path:
     """A directory as a user names it, for a process that may change its own directory.
 
-    Raises:
-        CacheDirectoryError: it is a URL, in the home of an unknown user, or relative to a
-            directory that was removed.
+    Raises `CacheDirectoryError` if it is a URL, in the home of an unknown user, or relative to a
+    directory that was removed.
     """
     refuse_url(directory, CacheDirectoryError, where)
     try:
         return Path(os.path.abspath(Path(directory).expanduser()))
-    except (RuntimeError, FileNotFoundError) as error:
-        what = (
-            "No such user"
-            if isinstance(error, RuntimeError)
-            else "The current directory was removed"
-        )
-        raise CacheDirectoryError(what, where=where, got=os.fsdecode(directory)) from None
+    except RuntimeError:
+        what = "No such user"
+    except FileNotFoundError:
+        what = "The current directory was removed"
+    raise CacheDirectoryError(what, where=where, got=os.fsdecode(directory))
 
 
 def make_directory(path: Path) -> None:
     """Makes a directory for this user alone, its missing parents too, or checks the one there is.
 
-    Raises:
-        CacheDirectoryError: the directory can be changed by another user.
-        OSError: it cannot be made.
+    Raises `CacheDirectoryError` if another user can change it, `OSError` if it cannot be made.
     """
     missing = [path]
     while not os.path.lexists(missing[-1].parent):
@@ -85,34 +75,27 @@ def check_directory(path: Path) -> None:
     What is stored there is run, so whoever can write there can run code as this user. A symbolic
     link is judged by where it leads.
 
-    Raises:
-        CacheDirectoryError: as above.
-        OSError: the directory is not there.
+    Raises `CacheDirectoryError` if not, `OSError` if the directory is not there.
     """
-    found = path.stat()
+    found, elsewhere = path.stat(), "name another directory in STEPCACHE_DIR"
     if not stat.S_ISDIR(found.st_mode):
-        raise CacheDirectoryError(
+        what, hint = (
             "The place of the program cache is not a directory",
-            where=str(path),
-            hint="remove it, or name another directory in STEPCACHE_DIR",
+            f"remove it, or {elsewhere}",
         )
-    got = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
+        raise CacheDirectoryError(what, where=str(path), hint=hint)
+    got = {"where": str(path), "got": f"owner {found.st_uid}, {_mode(found.st_mode)}"}
     if found.st_uid != os.geteuid():
         raise CacheDirectoryError(
             "The directory of the program cache belongs to another user, who could put code there",
-            where=str(path),
             expected=f"owner {os.geteuid()}",
-            got=got,
             hint="name a directory of your own in STEPCACHE_DIR",
+            **got,
         )
     if found.st_mode & _WRITABLE_BY_OTHERS:
-        raise CacheDirectoryError(
-            "Others can write to the directory of the program cache, and so put code there",
-            where=str(path),
-            expected="mode 0700",
-            got=got,
-            hint=f"chmod 700 {path}, or name another directory in STEPCACHE_DIR",
-        )
+        what = "Others can write to the directory of the program cache, and so put code there"
+        hint = f"chmod 700 {path}, or {elsewhere}"
+        raise CacheDirectoryError(what, expected="mode 0700", hint=hint, **got)
     for parent in {path.parent, path.resolve().parent}:
         mode = parent.stat().st_mode
         if mode & _WRITABLE_BY_OTHERS and not mode & stat.S_ISVTX:
@@ -120,9 +103,13 @@ def check_directory(path: Path) -> None:
                 "Others can put another directory in the place of the program cache",
                 where=str(parent),
                 expected="a parent that only its owner can write to, or one with the sticky bit",
-                got=f"mode {stat.S_IMODE(mode):04o}",
-                hint=f"chmod go-w {parent}, or name another directory in STEPCACHE_DIR",
+                got=_mode(mode),
+                hint=f"chmod go-w {parent}, or {elsewhere}",
             )
+
+
+def _mode(mode: int) -> str:
+    return f"mode {stat.S_IMODE(mode):04o}"
 
 
 def load_key(path: Path) -> bytes | None:
@@ -152,8 +139,7 @@ def secret_in(path: Path, where: str) -> bytes:
     It may be a link, and belong to root where only root's group reads it. `where` is the option or
     variable that names it.
 
-    Raises:
-        CacheDirectoryError: there is none, or others can read or change it, or it is too short.
+    Raises `CacheDirectoryError` if others can read or change it, or it is too short or missing.
     """
     hint = f"openssl rand -hex 32 > {path} && chmod 600 {path}"
     try:
@@ -173,7 +159,7 @@ def secret_in(path: Path, where: str) -> bytes:
             "The key of the shared cache is not secret: who knows it can run code as you",
             where=f"{where}={path}",
             expected=f"owner {os.geteuid()}, mode 0600",
-            got=f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}",
+            got=f"owner {found.st_uid}, {_mode(found.st_mode)}",
             hint=f"chmod 600 {path}; if others have read it, make a new one",
         )
     if len(secret) < KEY_BYTES:
@@ -193,8 +179,7 @@ def ensure_key(path: Path, temporary: Path) -> bytes:
     Several processes may do this at once; all get the same key. `temporary` is a path on the same
     file system that no other process uses.
 
-    Raises:
-        OSError: the key cannot be written.
+    Raises `OSError` if the key cannot be written.
     """
     for _ in range(_ATTEMPTS):
         key = load_key(path)

@@ -115,8 +115,6 @@ class ActivityLog:
             self._begin()  # A forked child is another run.
         return self
 
-    # ---- what happens ---------------------------------------------------------------------------
-
     def __call__(self, event: Event) -> None:
         """Counts a `Moved` event; a subscriber of the recorder."""
         if type(event) is not Moved:
@@ -156,8 +154,6 @@ class ActivityLog:
         self._here()._gone.append(held)
         self._gone_count += 1
 
-    # ---- the file -------------------------------------------------------------------------------
-
     def write_to(self, file: Path) -> None:
         """Writes what there is to a file too: soon, then while it changes, and at the end."""
         self._here()
@@ -175,9 +171,8 @@ class ActivityLog:
             with self._lock:
                 if self._thread is not None:
                     return
-                self._thread = threading.Thread(
-                    target=self._run, name="stepcache activity", daemon=True
-                )
+                name = "stepcache activity"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             try:
                 self._thread.start()
             except (RuntimeError, MemoryError):  # No thread can be started now.
@@ -226,15 +221,11 @@ class ActivityLog:
         held = [*self._gone, *(each._held() for each in self._holders)]
         more = max(0, self._gone_count - len(self._gone)) + len(held[:-_VARIABLES])
         with self._lock:
-            moved = [
-                Series(
-                    *key,
-                    sum(count for count, _ in buckets.values()),
-                    sum(size for _, size in buckets.values()),
-                    [[index, *bucket] for index, bucket in buckets.items()],
-                )
-                for key, buckets in self._moved.items()
-            ]
+            moved = []
+            for key, buckets in self._moved.items():
+                calls, sizes = zip(*buckets.values(), strict=True)
+                rows = [[index, *bucket] for index, bucket in buckets.items()]
+                moved.append(Series(*key, sum(calls), sum(sizes), rows))
             period = Period(self._started, 0.0, self._ended.is_set(), self._width, more)
         return Activity(period, tuple(moved), tuple(held[-_VARIABLES:]))
 

@@ -30,8 +30,7 @@ from stepcache.storage.dependency_record import (
     unpack_records,
 )
 from stepcache.storage.disk_store import DiskStore
-from stepcache.storage.entry import DamagedEntryError, Header, read_payload, read_stored
-from stepcache.storage.entry_info import Refusal
+from stepcache.storage.entry import DamagedEntryError, Header, Refusal, read_payload, read_stored
 from stepcache.storage.object_store import ObjectStore
 from stepcache.storage.shared_names import ROOT, Catalogue, Name, opened, program_path, signed
 from stepcache.storage.shared_place import Place
@@ -63,11 +62,7 @@ _patience: dict[str, _Patience] = {}
 
 
 class SharedEntries:
-    """The entries below a URL.
-
-    Args:
-        place: where it is.
-        disk: where entries are kept that come from here.
+    """The entries below a URL. Those that come from here are kept on `disk`.
 
     Attributes:
         url: of the place.
@@ -94,8 +89,6 @@ class SharedEntries:
         self._run = secrets.token_hex(4)
         _live.add(self)
         weakref.finalize(self, self._objects.writes.stop).atexit = False
-
-    # ---- reading -----------------------------------------------------------------------------
 
     @property
     def is_on(self) -> bool:
@@ -240,18 +233,14 @@ class SharedEntries:
         patience, started = self._patience, time.monotonic()
         try:
             return future.result(max(patience.seconds, 0.0))
-        except FileNotFoundError as error:
-            if future is self._listing:
-                self._turn_off(first_line(error))
-            return None
         except WaitedTooLong:
             self._turn_off("it takes too long: STEPCACHE_REMOTE_SECONDS says how long it may")
-            return None
         except Exception as error:
-            self._turn_off(first_line(error))
-            return None
+            if not isinstance(error, FileNotFoundError) or future is self._listing:
+                self._turn_off(first_line(error))
         finally:
             patience.seconds -= time.monotonic() - started
+        return None
 
     def _turn_off(self, why: str) -> None:
         with self._lock:
@@ -262,18 +251,13 @@ class SharedEntries:
         self._objects.writes.stop()
         warn(f"The shared cache {self.url} is not used from now on: {why}", StepCacheWarning)
 
-    # ---- writing -----------------------------------------------------------------------------
-
     def upload(
         self, address: Address, digest: str, record: DependencyRecord | None, data: bytes
     ) -> None:
         """Writes a build, in the background.
 
-        Args:
-            address: of the lookup.
-            digest: of the executable.
-            record: what the build depends on; None where every start has to trace it.
-            data: the executable; empty where it is there.
+        Without a record every start has to trace it. `data` is the executable, of this digest;
+        empty where it is there.
         """
 
         def put_record(program: Future[bool] | None = None) -> None:

@@ -28,7 +28,6 @@ _PROGRAM = re.compile(rf"{ROOT}program/([0-9a-f]{{1,128}})")
 
 
 def program_path(digest: str) -> str:
-    """The name of an executable."""
     return f"{ROOT}program/{digest}"
 
 
@@ -41,8 +40,7 @@ def signed(key: bytes, kind: str, digest: str, about: dict[str, Any], payload: b
 def opened(key: bytes, kind: str, digest: str, data: bytes) -> tuple[Header, io.BytesIO]:
     """The header of an entry that was read, and the file at its payload.
 
-    Raises:
-        DamagedEntryError: it is not whole, or was not written under this key and name.
+    Raises `DamagedEntryError` if it is not whole, or was not written under this key and name.
     """
     file = io.BytesIO(data)
     return read_header(file, len(data), key, kind, digest), file

@@ -14,7 +14,6 @@ from stepcache.storage import private_files
 from stepcache.storage.load_markers import unique_name
 
 KEY_FILE, MODE, SECONDS = "STEPCACHE_KEY_FILE", "STEPCACHE_REMOTE_MODE", "STEPCACHE_REMOTE_SECONDS"
-_MODES = ("write", "read")
 _URL = re.compile(r"(s3|gs)://[^/?#]+(/[^?#]*)?|file:///[^?#]+")
 _WAIT_SECONDS = 2.0
 
@@ -33,13 +32,10 @@ class Place:
     def of(cls, url: str, where: str) -> Place:
         """The place that a URL names, as the environment says besides.
 
-        Args:
-            url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///DIRECTORY.
-            where: the option or variable that it was given in.
+        `where` is the option or variable that it was given in.
 
-        Raises:
-            OptionError: the URL, or a variable of the environment, makes no sense.
-            CacheDirectoryError: there is no key that can be trusted.
+        Raises `OptionError` if the URL, or a variable of the environment, makes no sense, and
+        `CacheDirectoryError` if there is no key that can be trusted.
         """
         text = str(url).rstrip("/")
         if not _URL.fullmatch(text):
@@ -49,12 +45,10 @@ class Place:
                 expected="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, file:///DIRECTORY or off",
                 got=repr(url),
             )
-        mode, seconds = os.environ.get(MODE, "") or _MODES[0], os.environ.get(SECONDS, "")
-        if mode not in _MODES:
-            expected = " or ".join(_MODES)
-            raise OptionError(
-                "unknown mode of a shared cache", where=MODE, expected=expected, got=mode
-            )
+        mode, seconds = os.environ.get(MODE, "") or "write", os.environ.get(SECONDS, "")
+        if mode not in ("write", "read"):
+            what = "unknown mode of a shared cache"
+            raise OptionError(what, where=MODE, expected="write or read", got=mode)
         try:
             wait_seconds = float(seconds or _WAIT_SECONDS)
         except ValueError:
@@ -89,7 +83,6 @@ def _key(url: str, where: str, directory: Path | None, writable: bool) -> bytes:
         why = error.strerror or str(error)
         raise CacheDirectoryError(f"The shared cache cannot be opened: {why}", where=url) from None
     if key is None:
-        raise CacheDirectoryError(
-            "The shared cache holds no key", where=url, hint=f"fill it, or set {KEY_FILE}"
-        )
+        hint = f"fill it, or set {KEY_FILE}"
+        raise CacheDirectoryError("The shared cache holds no key", where=url, hint=hint)
     return key

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import errno
 import json
 import logging
@@ -265,9 +264,9 @@ def misstate_the_stored(path, chance, tier):
         {"payload": zlib.compress(bytes(1 << 20))},
     ]
     lie = chance.choice(lies)
-    lying = dataclasses.replace(stored, **lie)
+    lying = stored._replace(**lie)
     if "payload" in lie:  # A bomb: its checksum holds.
-        lying = dataclasses.replace(lying, sha256=format_.hashlib.sha256(lying.payload).digest())
+        lying = lying._replace(sha256=format_.hashlib.sha256(lying.payload).digest())
     forge(path, key=key, stored=lying)
 
 
@@ -892,12 +891,12 @@ def ended_process():
     """A process of this host that is no more."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    return dataclasses.replace(Process.current(), pid=child.pid)
+    return Process.current()._replace(pid=child.pid)
 
 
 def elsewhere():
     """A process of another host, where this one has none of that number."""
-    return dataclasses.replace(ended_process(), host="elsewhere-0")
+    return ended_process()._replace(host="elsewhere-0")
 
 
 def leave_marker(tier, process, digest=DIGEST, age_seconds=0):
@@ -941,7 +940,7 @@ def test_a_child_does_not_take_away_the_marker_of_its_parent(tier, monkeypatch):
 
 
 def same_number_started_at_another_time():
-    return dataclasses.replace(Process.current(), start="1")
+    return Process.current()._replace(start="1")
 
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -973,7 +972,7 @@ def test_the_marker_of_a_live_process_blames_nobody(tier):
     tier.publish("program", DIGEST, {}, b"x")
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        process = dataclasses.replace(Process.current(), pid=child.pid, start="0")
+        process = Process.current()._replace(pid=child.pid, start="0")
         leave_marker(tier, process)
         assert tier.read("program", DIGEST) and not tier.quarantined
         assert tier.prune(0) == [], "it is being loaded"
@@ -988,7 +987,7 @@ def test_a_zombie_has_ended(tier):
     tier.publish("program", DIGEST, {}, b"x")
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    leave_marker(tier, dataclasses.replace(Process.current(), pid=child.pid, start="0"))
+    leave_marker(tier, Process.current()._replace(pid=child.pid, start="0"))
     assert tier.read("program", DIGEST) is None
     child.wait()
 

@@ -60,7 +60,7 @@ def spoil(directory, change):
     """Stores the build with another description of its call, or another tree."""
     tier = sc.ProgramCache(directory, verify="off").archive().disk
     (entry,) = tier.entries("step")
-    (record,) = unpack_records(tier.peek("step", entry.digest)[1])
+    (record,) = unpack_records(tier.peek("step", entry.digest).payload)
     changed = change(copy.deepcopy(record))
     if isinstance(changed, bytes):
         tier.publish("step", entry.digest, {"label": "scale", "programs": []}, changed)

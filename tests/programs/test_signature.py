@@ -51,7 +51,7 @@ def test_paths_name_the_arguments():
         "rest/0",
         "rest/1",
     ]
-    assert call.argument("last") == {"k": 6} and call.argument("first") == 1
+    assert call.arguments["last"] == {"k": 6} and call.arguments["first"] == 1
 
 
 def test_statics_are_apart_by_number_and_by_name():

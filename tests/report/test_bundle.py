@@ -87,7 +87,8 @@ def change_facts(directory, **changes):
     tier = DiskStore(directory)
     for entry in list(tier.entries("step")):
         records = [
-            changed(each, **changes) for each in unpack_records(tier.peek("step", entry.digest)[1])
+            changed(each, **changes)
+            for each in unpack_records(tier.peek("step", entry.digest).payload)
         ]
         label = (entry.header or {})["label"]
         tier.publish("step", entry.digest, *pack_records(label, records))
@@ -104,13 +105,13 @@ def changed(record, **changes):
 def test_out_and_in_under_the_same_key(directory, tmp_path):
     before = names(directory)
     tier = DiskStore(directory)
-    payloads = {name: tier.peek(*name)[1] for name in before}
+    payloads = {name: tier.peek(*name).payload for name in before}
     result = run("cache", "export", tmp_path / "a.bundle", "--dir", directory)
     assert "2 steps, 2 programs" in result.stdout
     run("cache", "clear", "--yes", "--dir", directory)
     result = run("cache", "import", tmp_path / "a.bundle", "--dir", directory)
     assert result.stdout == "2 steps and 2 programs imported.\n"
-    assert {name: tier.peek(*name)[1] for name in names(directory)} == payloads
+    assert {name: tier.peek(*name).payload for name in names(directory)} == payloads
 
 
 def test_another_directory_has_to_be_told_to_trust(file, tmp_path):
@@ -131,7 +132,7 @@ def test_what_is_there_stays(file, directory):
     tier.publish(*program, {"label": "mine"}, b"mine")
     found = take(file, directory)
     assert (found.programs, found.already_there, found.trusted) == (0, 2, "own key")
-    assert tier.peek(*program)[1] == b"mine"
+    assert tier.peek(*program).payload == b"mine"
 
 
 def test_builds_that_were_there_are_kept(file, directory):
@@ -140,7 +141,7 @@ def test_builds_that_were_there_are_kept(file, directory):
     take(file, directory)
     tier = DiskStore(directory)
     for step in tier.entries("step"):
-        records = unpack_records(tier.peek("step", step.digest)[1])
+        records = unpack_records(tier.peek("step", step.digest).payload)
         assert len(records) == 2
         assert len((step.header or {})["programs"]) == 2
         times = [each.created_time for each in records]
@@ -284,7 +285,7 @@ def forge(directory, path, spoil):
     tier = DiskStore(directory)
     members = []
     for info in [*tier.entries("program"), *tier.entries("step")]:
-        stored = entries.store(tier.peek(info.kind, info.digest)[1])
+        stored = entries.store(tier.peek(info.kind, info.digest).payload)
         header = entries.Header(
             *(info.kind, info.digest, 0.0, stored.encoding, len(stored.payload)),
             *(stored.payload_bytes, stored.sha256, info.header or {}),
@@ -416,7 +417,7 @@ def using(packed, **changes):
 def test_a_forged_step_is_refused(directory, tmp_path, name):
     tier = DiskStore(directory)
     step = next(iter(tier.entries("step")))
-    data = msgpack.unpackb(tier.peek("step", step.digest)[1], strict_map_key=False)
+    data = msgpack.unpackb(tier.peek("step", step.digest).payload, strict_map_key=False)
     spoiled = SPOILED[name](data["records"])
     payload = msgpack.packb({**data, "records": spoiled} if spoiled != 1 else spoiled)
     tier.publish("step", step.digest, step.header or {}, payload or b"")
@@ -451,7 +452,7 @@ def test_a_foreign_environment_is_refused_with_what_differs(directory, tmp_path)
 def test_steps_of_this_environment_come_without_the_others(directory, tmp_path):
     tier = DiskStore(directory)
     entry = next(each for each in tier.entries("step") if "grow" in (each.header or {})["label"])
-    records = unpack_records(tier.peek("step", entry.digest)[1])
+    records = unpack_records(tier.peek("step", entry.digest).payload)
     foreign = [changed(each, package_numpy="0.1") for each in records]
     tier.publish("step", entry.digest, *pack_records("x.py:grow", foreign))
     moving.export(opened(directory), tmp_path / "a.bundle")

@@ -122,7 +122,8 @@ class Follower(Part):
         if resolution.publication is None or resolution.program.level != 2:
             return resolution
         data = self._leaders_program[1]
-        return replace(resolution, publication=replace(resolution.publication, data=data))
+        publication = resolution.publication._replace(data=data)
+        return replace(resolution, publication=publication)
 
     def _find_leaders(self, digest: str, load: Callable[[bytes], Any]) -> Any:
         """Loads the leader's executable, if it is the one of the program lowered here."""

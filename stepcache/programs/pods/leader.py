@@ -69,7 +69,7 @@ class Leader(Part):
                     return replace(resolution, publication=None)
                 data, why_not = self._serialized(resolution)
                 self._send_program(record if data else None, data, why_not)
-                return replace(resolution, publication=replace(publication, data=data))
+                return replace(resolution, publication=publication._replace(data=data))
         except BaseException as error:
             with contextlib.suppress(Exception):
                 self._send_trace(None, first_line(error))
