@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from stepcache import jaxcompat
@@ -30,10 +29,9 @@ from stepcache.remote.arrays import ArrayType, RemoteArray
 from stepcache.remote.calls import Arguments, CallPlan, Groups, RemoteProgram, kind_of
 from stepcache.remote.clients import MAX_FORMS
 from stepcache.remote.connection import Connection
-from stepcache.remote.messages import Values, packed
+from stepcache.remote.messages import packed
 from stepcache.remote.tracing import TracedStep, donated_leaves
-from stepcache.remote.variables import hold, master_of, placed, state_places
-from stepcache.variables.packing import is_key_type
+from stepcache.remote.variables import fed, hold, master_of, placed, state_places
 from stepcache.variables.policy import OnHost, Read
 from stepcache.variables.variables import Variables
 
@@ -254,7 +252,7 @@ class Target:
                     taken.append(leaf)
             else:
                 refs.add_feed()
-                feeds.append(_fed(leaf, feed, values))
+                feeds.append(fed(leaf, feed, values))
         if len(set(map(id, taken))) != len(taken):
             raise CarryError(
                 f"{plan.name} is given the same array in several places, and writes over it",
@@ -379,11 +377,3 @@ class Target:
 
 def _added(value: Any, update: Any) -> Any:
     return jax.tree.map(jax.numpy.add, value, update)
-
-
-def _fed(value: Any, leaf: Any, values: Values) -> Any:
-    """Adds a value to a message. Returns how the body describes it."""
-    if is_key_type(leaf.dtype):
-        data = np.asarray(jax.random.key_data(value))
-        return [values.add(data), str(jax.random.key_impl(value))]
-    return values.add(np.asarray(value, leaf.dtype))

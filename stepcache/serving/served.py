@@ -281,13 +281,6 @@ class Served(Master):
         self._ahead_links = ()
         return self._on_devices(kept) if is_on_host else kept
 
-    def described(self, *, in_program: bool) -> Packed:
-        buffers = (
-            jaxcompat.stand_in(each.shape, each.dtype, each.weak_type, each.sharding)
-            for each in self.layout.buffers
-        )
-        return Packed(self.layout, tuple(buffers))
-
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += self.layout.size_bytes
         leaves = packed.layout.unpack([np.asarray(each) for each in packed.buffers])
@@ -353,9 +346,6 @@ class Served(Master):
     def on_devices(self, meter: Meter) -> Packed:
         return transfer.pack(self.leaves(meter), self.layout)
 
-    def arrays(self) -> Sequence[jax.Array]:
-        return ()
-
     def copied(self) -> Master:
         return Master(transfer.pack(self.leaves(Meter()), self.layout))
 
@@ -364,10 +354,6 @@ class Served(Master):
 
     def _template(self, slot: Slot) -> Any:
         return blank(slot.shape, slot.dtype)
-
-    @property
-    def is_lost(self) -> bool:
-        return False
 
 
 def _decodes(buffer: Buffer) -> bool:
