@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -139,8 +139,7 @@ class Client:
         if not (places := places_in(about)):
             return message, []
         passed = [self.opened.passed_on(place) for place in places]
-        rows = [list(astuple(place)) for place, _ in passed]
-        body = packed(**{**about, BLOCKS: rows})
+        body = packed(**{**about, BLOCKS: [place for place, _ in passed]})
         return message._replace(body=body), [data for _, data in passed]
 
     def reached(self, task: int, number: int) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import astuple
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -201,7 +200,7 @@ class Values:
             block.data[:] = raw
             self.kept.append(block)
             where = -len(self.kept)
-            self.fields.setdefault(BLOCKS, []).append(list(astuple(place)))
+            self.fields.setdefault(BLOCKS, []).append(place)
         return [array.dtype.name, list(array.shape), where]
 
 
@@ -212,9 +211,9 @@ def places_in(about: dict[str, Any]) -> list[Place]:
         MalformedMessageError: it names other things.
     """
     rows = about.get(BLOCKS, [])
-    if not plain.fits(rows, list[tuple[int, int, int, int, int]]):
+    if not isinstance(rows, list):
         raise MalformedMessageError("a block has no place")
-    return [Place(*row) for row in rows]
+    return list(map(Place.of, rows))
 
 
 def receive_array(
@@ -248,8 +247,7 @@ def receive_array(
     rows, number = about.get(BLOCKS), -1 - place
     if not isinstance(rows, list) or number >= len(rows):
         raise MalformedMessageError(f"there is no block {number}")
-    (block,) = places_in({BLOCKS: [rows[number]]})
-    raw = opened.locked(block)
+    raw = opened.locked(Place.of(rows[number]))
     if raw.size != size_bytes:
         raise MalformedMessageError(f"{raw.size} bytes are no {name}{shape}")
     return raw.view(dtype).reshape(shape)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from stepcache.serving.channel import Channel, Channels, Listener
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
@@ -138,12 +136,15 @@ class LocalServer:
     def _serve(self, channel: _Channel, frames: list[bytes]) -> None:
         started = time.perf_counter()
         self._counts["bytes received"] += sum(map(len, frames))
-        number, client = 0, ""
+        number, client, payload = 0, "", None
         try:
             number, client, place, message = _envelope(frames)
             if client in self._sent and number > self._sent[client].number:
                 del self._sent[client]  # The client has locked the blocks that it still reads.
-            payload = self._payload(place, frames)
+            if place is not None:
+                payload = self._opened.open(place)
+            elif len(frames) > 1:
+                payload = bytes_of(frames[1])
         except (MalformedMessageError, OSError) as error:
             reply: Reply = self._durable.refuse_malformed(error)
             self._send(channel, number, client, reply, [])
@@ -154,15 +155,10 @@ class LocalServer:
         self._send(channel, number, client, reply, blocks)
         self._durable.seconds.append(time.perf_counter() - started)
 
-    def _payload(self, place: Any, frames: list[bytes]) -> np.ndarray | None:
-        if place is not None:
-            return self._opened.open(Place(*place))
-        return bytes_of(frames[1]) if len(frames) > 1 else None
-
     def _send(
         self, channel: _Channel, number: int, client: str, reply: Reply, blocks: list[Any]
     ) -> None:
-        places = [block.place and astuple(block.place) for block in blocks]
+        places = [block.place for block in blocks]
         if any(places):
             sent = self._sent.setdefault(client, _Reply(number, [], channel))
             sent.blocks.extend(blocks)
@@ -171,7 +167,7 @@ class LocalServer:
         header = plain.pack([number, places, to_plain(reply)])
         inline = [block.data for block in blocks if block.place is None]
         self._counts["bytes sent"] += len(header) + sum(each.size for each in inline)
-        self._counts["bytes shared"] += sum(each[-1] for each in places if each)
+        self._counts["bytes shared"] += sum(each.size_bytes for each in places if each)
         if channel.unsent_bytes:  # The client does not read; one that is alive asks again.
             self._counts["replies dropped"] += 1
             return
@@ -188,7 +184,7 @@ class LocalServer:
             del self._sent[client]
 
 
-def _envelope(frames: list[bytes]) -> tuple[int, str, Any, Any]:
+def _envelope(frames: list[bytes]) -> tuple[int, str, Place | None, Any]:
     """Decodes a request: its number, the client, the place of its block or None, and the message.
 
     Raises:
@@ -200,12 +196,7 @@ def _envelope(frames: list[bytes]) -> tuple[int, str, Any, Any]:
         number, client, place, message = plain.unpack(frames[0])
     except Exception:
         raise MalformedMessageError("its header cannot be decoded") from None
-    fits = (
-        plain.fits(number, int)
-        and plain.fits(client, str)
-        and (place is None or plain.fits(place, tuple[int, int, int, int, int]))
-        and len(client) <= 64
-    )
-    if not fits or (place is not None and not 0 < place[-1] < 1 << 62):
+    if not plain.fits([number, client], tuple[int, str]) or len(client) > 64:
         raise MalformedMessageError("a field of its header has another type")
+    place = None if place is None else Place.of(place)
     return number, client, place, from_plain(message)

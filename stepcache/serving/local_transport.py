@@ -9,7 +9,6 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,7 @@ class LocalTransport:
             The reply; None if none arrives in time. A request that is too large is refused here.
         """
         self._number += 1
-        place = astuple(block.place) if block is not None and block.place is not None else None
+        place = block.place if block is not None else None
         header = plain.pack([self._number, self._client, place, to_plain(message)])
         frames = [header] if block is None or place is not None else [header, block.data]
         if (size_bytes := sum(map(len, frames))) > MAX_REQUEST_BYTES:

@@ -18,10 +18,13 @@ import stat
 import struct
 import threading
 import weakref
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from stepcache.serving.messages import MalformedMessageError
+from stepcache.storage import plain
 
 INLINE_BYTES = 64 << 10
 """Smaller blocks are sent as part of a message."""
@@ -33,8 +36,7 @@ _PAGE_BYTES = 4096
 _OPENED_AT_MOST, _OPENED_BYTES = 512, 4 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """The address of a block for other processes: in a file that this process has open."""
 
     pid: int
@@ -42,6 +44,14 @@ class Place:
     inode: int
     offset: int
     size_bytes: int
+
+    @classmethod
+    def of(cls, row: Any) -> Place:
+        """Returns the address that a message brings. Raises `MalformedMessageError` for none."""
+        is_place = plain.fits(row, tuple[int, int, int, int, int])
+        if not is_place or not 0 < row[-1] < 1 << 62:
+            raise MalformedMessageError("a block has no place")
+        return cls(*row)
 
 
 class _Segment:
@@ -226,7 +236,7 @@ class Opened:
         """
         file = self._file(place)
         data = file.locked(place)
-        return replace(place, pid=os.getpid(), descriptor=file.descriptor), data
+        return place._replace(pid=os.getpid(), descriptor=file.descriptor), data
 
     def _file(self, place: Place) -> _OpenedFile:
         key = (place.pid, place.inode)

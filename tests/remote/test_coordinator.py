@@ -46,7 +46,7 @@ class Memory:
             raise FileNotFoundError("no such process")
         held = Held(next(NUMBERS))
         self._held.add(held)
-        return dataclasses.replace(place, descriptor=held.number), held
+        return place._replace(descriptor=held.number), held
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
