@@ -15,7 +15,7 @@ import numpy as np
 
 from stepcache.errors import TaskError
 from stepcache.serving.messages import DTYPES, MalformedMessageError
-from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock, private
+from stepcache.serving.shared_memory import Block, Opened, Place, Pool, private
 from stepcache.storage import plain
 from stepcache.units import readable_bytes
 
@@ -174,7 +174,7 @@ class Values:
         self._pool = pool
         self.blob = bytearray()
         self.fields: dict[str, list[Any]] = {}
-        self.kept: list[SharedBlock] = []
+        self.kept: list[Block] = []
 
     @property
     def shared_bytes(self) -> int:

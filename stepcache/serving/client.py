@@ -20,7 +20,6 @@ import numpy as np
 
 from stepcache.errors import ServerLostError, VariablesError, first_line
 from stepcache.serving import transport
-from stepcache.serving.held import Block
 from stepcache.serving.messages import (
     BlockLayout,
     Described,
@@ -38,6 +37,7 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.transport import Transport, Version
 from stepcache.serving.unsaved import Sent, Unsaved
 from stepcache.storage.load_markers import Process

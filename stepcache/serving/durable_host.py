@@ -20,7 +20,7 @@ import numpy as np
 
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving import host_directory, snapshots
-from stepcache.serving.held import Block, HostState
+from stepcache.serving.held import HostState
 from stepcache.serving.host import Host
 from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.messages import (
@@ -33,6 +33,7 @@ from stepcache.serving.messages import (
     Written,
 )
 from stepcache.serving.optimizers import ExportedRule
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.state_writer import StateWriter
 from stepcache.serving.table_files import TableFiles
 from stepcache.serving.tables import HeldTable

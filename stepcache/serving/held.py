@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import NamedTuple
 
 from stepcache.serving.coding import Coding
 from stepcache.serving.messages import BlockLayout, LeafType
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.tables import SavedTable
-
-
-class Block(Protocol):
-    """Memory of a value. It is freed or reused when no reference to it is left."""
-
-    data: np.ndarray  # Flat, of bytes.
-
-
-class Rule(Protocol):
-    """An optimizer.
-
-    Attributes:
-        state_types: types of the leaves of its state.
-        identity: equal for equal optimizers, as `optimizers.differ` compares it; empty if unknown.
-    """
-
-    state_types: list[LeafType]
-    identity: str
-
-    def init(self, value: Sequence[np.ndarray]) -> Sequence[Any]:
-        """Returns the leaves of the initial state for a value."""
-        ...
-
-    def update(
-        self, value: Sequence[Any], state: Sequence[Any], update: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Returns the leaves of the new value and of the new state."""
-        ...
 
 
 @dataclass(slots=True)

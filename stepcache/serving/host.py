@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from stepcache.serving import bulk
-from stepcache.serving.held import Block, HeldVariables, HostState, LastWrite, Rule
+from stepcache.serving.held import HeldVariables, HostState, LastWrite
 from stepcache.serving.messages import (
     MAX_NAMES,
     BlockLayout,
@@ -44,7 +44,9 @@ from stepcache.serving.messages import (
     Written,
     check_name,
 )
+from stepcache.serving.optimizers import ExportedRule
 from stepcache.serving.repeats import Repeat, Repeats
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.tables import Tables, TableStorage
 from stepcache.storage.load_markers import Process
 
@@ -84,7 +86,7 @@ class Host:
         self,
         epoch: int,
         allocate: Callable[[int], Block],
-        load_rule: Callable[[bytes], Rule],
+        load_rule: Callable[[bytes], ExportedRule],
         storage: TableStorage,
         state: HostState | None = None,
     ):
@@ -351,7 +353,7 @@ class Host:
         state = self._filled(rule.state_types, leaves)
         return replace(held, rule=sent, state=state, state_types=rule.state_types)
 
-    def _rule(self, sent: bytes) -> Rule:
+    def _rule(self, sent: bytes) -> ExportedRule:
         try:
             return self._load_rule(sent)
         except Exception as error:

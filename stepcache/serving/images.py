@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepcache.serving.held import Block, HostState
+from stepcache.serving.held import HostState
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.snapshots import arrays_of, begun, contents
 from stepcache.storage import plain
 from stepcache.storage.private_files import write_at

@@ -25,7 +25,7 @@ from stepcache.serving.local_transport import (
     splitter,
 )
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
-from stepcache.serving.shared_memory import Opened, Place, Pool, allow_many_files
+from stepcache.serving.shared_memory import Block, Opened, Place, Pool, allow_many_files
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import replace_file, socket_path
@@ -41,7 +41,7 @@ class _Reply:
     """The last reply to a client: its number, its blocks, and where it was sent."""
 
     number: int
-    blocks: list[Any]
+    blocks: list[Block]
     channel: _Channel
 
 
@@ -156,7 +156,7 @@ class LocalServer:
         self._durable.seconds.append(time.perf_counter() - started)
 
     def _send(
-        self, channel: _Channel, number: int, client: str, reply: Reply, blocks: list[Any]
+        self, channel: _Channel, number: int, client: str, reply: Reply, blocks: list[Block]
     ) -> None:
         places = [block.place for block in blocks]
         if any(places):

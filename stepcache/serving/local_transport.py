@@ -23,7 +23,7 @@ from stepcache.serving.messages import (
     from_plain,
     to_plain,
 )
-from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
+from stepcache.serving.shared_memory import Block, Opened, Place, Pool
 from stepcache.serving.transport import Received
 from stepcache.storage import plain
 from stepcache.units import readable_bytes
@@ -110,11 +110,11 @@ class LocalTransport:
         self._opened = Opened()
         self._pool = Pool()
 
-    def allocate(self, size_bytes: int) -> SharedBlock:
+    def allocate(self, size_bytes: int) -> Block:
         """Allocates a block for a request."""
         return self._pool.allocate(size_bytes)
 
-    def request(self, message: Any, block: SharedBlock | None, deadline: float) -> Received | None:
+    def request(self, message: Any, block: Block | None, deadline: float) -> Received | None:
         """Sends a request and waits for the reply. Repeats the request to each new server, and when
         no reply comes.
 

@@ -310,7 +310,7 @@ class Described:
         types: types of the leaves; empty for a table.
         has_rule: whether they have an optimizer.
         is_saved: whether a snapshot or an image holds them.
-        optimizer: `Rule.identity` of their optimizer; empty if it has none or for a table.
+        optimizer: `ExportedRule.identity` of their optimizer; empty if it has none or for a table.
     """
 
     epoch: int

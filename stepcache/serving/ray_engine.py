@@ -27,7 +27,7 @@ from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.local_server import LocalServer
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
 from stepcache.serving.ray_transport import INLINE_BYTES, NAMESPACE, initialise
-from stepcache.serving.shared_memory import Pool, SharedBlock, private
+from stepcache.serving.shared_memory import Block, Pool, private
 from stepcache.serving.transport import place_of
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
@@ -41,7 +41,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # iso
 
 _RECOVERY_SECONDS = 2.0  # Ray's control service takes time to tell clients of a new actor.
 # Of blocks that are in the object store too, as calls of Ray have read them.
-_references: weakref.WeakKeyDictionary[SharedBlock, Any] = weakref.WeakKeyDictionary()
+_references: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
 
 
 class About(NamedTuple):
@@ -116,7 +116,7 @@ class HostActor:
             if self._is_stopped:
                 return None
             started, durable = time.perf_counter(), self._durable
-            blocks: list[Any] = []
+            blocks: list[Block] = []
             try:
                 client, message, payload = _unpacked(request, payload)
             except MalformedMessageError as error:
@@ -172,7 +172,7 @@ class HostActor:
             time.sleep(TEND_SECONDS)
 
 
-def _packed(reply: Reply, blocks: list[Any]) -> Any:
+def _packed(reply: Reply, blocks: list[Block]) -> Any:
     """Packs a reply; the result of `HostActor.serve`."""
     are_small = [block.data.size < INLINE_BYTES for block in blocks]
     pairs = list(zip(blocks, are_small, strict=True))
@@ -182,7 +182,7 @@ def _packed(reply: Reply, blocks: list[Any]) -> Any:
     return (packed, held) if held else packed
 
 
-def _reference(block: SharedBlock) -> Any:
+def _reference(block: Block) -> Any:
     """Puts a block into the object store, unless it is there, and returns the reference.
 
     Private memory is freed then, and `data` is a view of the object store.

@@ -18,7 +18,7 @@ import numpy as np
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving.local_transport import LocalTransport
 from stepcache.serving.messages import JoinRequest, Request, from_plain, to_plain
-from stepcache.serving.shared_memory import Pool, SharedBlock
+from stepcache.serving.shared_memory import Block, Pool
 from stepcache.serving.transport import Received
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
@@ -109,13 +109,11 @@ class RayTransport:
         self._has_answered = True  # Its socket; else it is of no use.
         initialise()
 
-    def allocate(self, size_bytes: int) -> SharedBlock:
+    def allocate(self, size_bytes: int) -> Block:
         """Allocates a block for a request."""
         return self._pool.allocate(size_bytes)
 
-    def request(
-        self, message: Request, block: SharedBlock | None, deadline: float
-    ) -> Received | None:
+    def request(self, message: Request, block: Block | None, deadline: float) -> Received | None:
         """Sends a request and waits for the reply. Repeats the request if the actor restarts.
 
         Args:
@@ -173,7 +171,7 @@ class RayTransport:
         self._local = LocalTransport(Path(about.directory), self._client)
 
     def _ask_locally(
-        self, message: Request, block: SharedBlock | None, deadline: float
+        self, message: Request, block: Block | None, deadline: float
     ) -> Received | None:
         """Sends a request to the socket. If there is no reply, the next one is sent by Ray."""
         assert self._local is not None
@@ -187,7 +185,7 @@ class RayTransport:
 
     # ---- calls of Ray --------------------------------------------------------------------------
 
-    def _call(self, message: Request, block: SharedBlock | None) -> list[Any]:
+    def _call(self, message: Request, block: Block | None) -> list[Any]:
         """Returns the arguments of a call."""
         is_small = block is not None and block.data.size < INLINE_BYTES
         inline = block.data.tobytes() if block is not None and is_small else None

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepcache.serving.held import Block, HeldVariables
+from stepcache.serving.held import HeldVariables
 from stepcache.serving.messages import WriteRequest
+from stepcache.serving.shared_memory import Block
 
 Apply = Callable[[HeldVariables, WriteRequest, np.ndarray], HeldVariables]
 """Returns variables after a write, given its value."""

@@ -79,11 +79,11 @@ class _Segment:
         return None
 
 
-class SharedBlock:
-    """Memory of a value.
+class Block:
+    """Memory of a value. It is freed or reused when no reference to it is left.
 
     Attributes:
-        data: the bytes.
+        data: the bytes, in one dimension.
         place: address for other processes; None for private memory.
     """
 
@@ -93,9 +93,9 @@ class SharedBlock:
         self.data, self.place = data, place
 
 
-def private(size_bytes: int) -> SharedBlock:
+def private(size_bytes: int) -> Block:
     """Allocates a block of private memory."""
-    return SharedBlock(np.empty(size_bytes, np.uint8))
+    return Block(np.empty(size_bytes, np.uint8))
 
 
 class Pool:
@@ -110,7 +110,7 @@ class Pool:
         self._unused_bytes = 0  # Of segments without blocks.
         self._lock = threading.RLock()  # The garbage collector may free blocks at any point.
 
-    def allocate(self, size_bytes: int) -> SharedBlock:
+    def allocate(self, size_bytes: int) -> Block:
         """Allocates a block of this many bytes, of undefined content."""
         if size_bytes < INLINE_BYTES or not CAN_SHARE:
             return private(size_bytes)
@@ -119,7 +119,7 @@ class Pool:
             segment, offset = self._taken(slot_bytes)
         data = np.frombuffer(segment.map, np.uint8, size_bytes, offset)
         place = Place(os.getpid(), segment.descriptor, segment.inode, offset, size_bytes)
-        block = SharedBlock(data, place)
+        block = Block(data, place)
         weakref.finalize(block, self._give_back, segment, offset).atexit = False
         return block
 

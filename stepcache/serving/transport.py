@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from stepcache.errors import ServerLostError, VariablesError
-from stepcache.serving.held import Block
 from stepcache.serving.messages import Refused, Request, Values
+from stepcache.serving.shared_memory import Block
 
 _log = logging.getLogger("stepcache")
 

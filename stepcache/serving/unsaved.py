@@ -6,8 +6,8 @@ import collections
 import itertools
 from dataclasses import dataclass, replace
 
-from stepcache.serving.held import Block
 from stepcache.serving.messages import WriteRequest
+from stepcache.serving.shared_memory import Block
 from stepcache.units import counted, readable_bytes
 
 
