@@ -96,12 +96,7 @@ def splitter(max_bytes: int) -> Callable[[bytearray], list[bytes] | None]:
 
 
 class LocalTransport:
-    """Sends the requests of one client to the server of a directory. Not thread-safe.
-
-    Args:
-        directory: directory of the server.
-        client: name of the client.
-    """
+    """Sends the requests of a client, given its name, to the server of a directory."""
 
     def __init__(self, directory: Path | str, client: str):
         self._directory, self._client = Path(directory).expanduser().resolve(), client
@@ -111,20 +106,12 @@ class LocalTransport:
         self._pool = Pool()
 
     def allocate(self, size_bytes: int) -> Block:
-        """Allocates a block for a request."""
         return self._pool.allocate(size_bytes)
 
     def request(self, message: Any, block: Block | None, deadline: float) -> Received | None:
-        """Sends a request and waits for the reply. Repeats the request to each new server, and when
-        no reply comes.
+        """See `Transport`. Repeats the request to each new server, and when no reply comes.
 
-        Args:
-            message: the request.
-            block: the value of the request; the caller must not change it before this returns.
-            deadline: by `time.monotonic`.
-
-        Returns:
-            The reply; None if none arrives in time. A request that is too large is refused here.
+        A request that is too large is refused here.
         """
         self._number += 1
         place = block.place if block is not None else None
@@ -218,7 +205,6 @@ class LocalTransport:
         return Received(from_plain(message), blocks)
 
     def pause(self) -> None:
-        """Sleeps before a request is repeated."""
         time.sleep(0.01)
 
     def close(self) -> None:

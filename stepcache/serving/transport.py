@@ -60,12 +60,23 @@ class Received(NamedTuple):
 
 
 class Transport(Protocol):
-    """Sends the requests of one client to a host."""
+    """Sends the requests of one client to a host. Not thread-safe."""
 
-    def allocate(self, size_bytes: int) -> Block: ...
+    def allocate(self, size_bytes: int) -> Block:
+        """Allocates a block for a request."""
+        ...
 
     def request(self, message: Request, block: Any, deadline: float) -> Any:
-        """Sends a request and returns the reply; None if none arrives in time."""
+        """Sends a request and waits for the reply. Repeats it where it may be lost.
+
+        Args:
+            message: the request.
+            block: the value of the request; the caller must not change it before this returns.
+            deadline: by `time.monotonic`.
+
+        Returns:
+            The reply; None if none arrives in time.
+        """
         ...
 
     def pause(self) -> None:
