@@ -7,12 +7,9 @@ as a call of an actor takes ten times as long. Import this module only where Ray
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +20,7 @@ from stepcache.remote.task_group import TaskGroup
 from stepcache.storage.load_markers import Process
 
 try:
-    from stepcache.serving.ray_transport import NAMESPACE, initialise
+    from stepcache.serving.ray_transport import NAMESPACE, cause, initialise, run_actor, start_actor
 except VariablesError as error:
     raise TaskError(error.what, where="the target ray:NAME", hint=error.hint) from error
 
@@ -150,15 +147,10 @@ class CoordinatorActor:
         self._size = tasks, devices
         self._tasks = RayTasks(tasks, devices, options)
         self._has_given_up = False  # As the tasks end before they have joined.
-        self._thread = threading.Thread(target=self._run, name="stepcache tasks", daemon=True)
-        self._thread.start()
+        run_actor("the coordinator of tasks", self._run)
 
     def _run(self) -> None:
-        try:
-            self._tasks.run()
-        except BaseException as error:
-            print(f"the coordinator of tasks ends: {error}", file=sys.stderr, flush=True)
-            os._exit(1)  # Ray starts it again.
+        self._tasks.run()
         self._has_given_up = True
 
     @ray.method(max_task_retries=-1)
@@ -196,20 +188,12 @@ def start(name: str, tasks: int, devices: int, **options: Any) -> dict[str, Any]
         TaskError: they cannot be started, or others of this name run.
     """
     initialise()
-    actor_class: Any = ray.remote(CoordinatorActor)
-    actor = actor_class.options(
-        name=_actor_name(name),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        max_restarts=-1,
-        num_cpus=0,
-        get_if_exists=True,
-    ).remote(tasks, devices, options)
+    actor = start_actor(_actor_name(name), CoordinatorActor, tasks, devices, options)
     try:
         found: dict[str, Any] = ray.get(actor.about.remote())
     except RayActorError as error:
-        got = str(error).strip().splitlines()[-1]
-        raise TaskError("the tasks cannot be started", where=f"ray:{name}", got=got) from error
+        what = "the tasks cannot be started"
+        raise TaskError(what, where=f"ray:{name}", got=cause(error)) from error
     if (found["tasks"], found["devices"]) != (tasks, devices):
         raise TaskError(
             "tasks of this name run already",

@@ -12,7 +12,6 @@ set. Import this module only where Ray is used.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
@@ -26,7 +25,14 @@ from stepcache.errors import VariablesError, first_line
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.local_server import LocalServer
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
-from stepcache.serving.ray_transport import INLINE_BYTES, NAMESPACE, initialise
+from stepcache.serving.ray_transport import (
+    INLINE_BYTES,
+    NAMESPACE,
+    cause,
+    initialise,
+    run_actor,
+    start_actor,
+)
 from stepcache.serving.shared_memory import Block, Pool, private
 from stepcache.serving.transport import place_of
 from stepcache.storage import plain
@@ -97,7 +103,7 @@ class HostActor:
         self._is_stopped = False
         self._server = LocalServer(Path(directory), durable) if shares else None
         self._lock = self._server.lock if self._server else threading.Lock()
-        threading.Thread(target=self._run, name="stepcache host", daemon=True).start()
+        run_actor("the actor", self._server.serve if self._server else self._tend)
 
     def serve(self, request: bytes, payload: Any = None) -> Any:
         """Serves a request.
@@ -153,16 +159,6 @@ class HostActor:
                 if self._is_stopped and self._server:
                     self._server.stop()
             return self._is_stopped
-
-    def _run(self) -> None:
-        try:
-            if self._server:
-                self._server.serve()
-            else:
-                self._tend()
-        except BaseException as error:
-            print(f"ray engine: the actor ends: {error}", file=sys.stderr, flush=True)
-            os._exit(1)  # Ray starts it again, or tells why that fails.
 
     def _tend(self) -> None:
         while not self._is_stopped:
@@ -255,22 +251,18 @@ def _start(name: str, directory: str, number: int, options: dict[str, Any], shar
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
     own = nodes.index(ray.get_runtime_context().get_node_id())
     node = nodes[(own + number) % len(nodes)]
-    actor_class: Any = ray.remote(HostActor)
-    actor = actor_class.options(
-        name=name,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        max_restarts=-1,
-        num_cpus=0,  # A restart must not wait for a free CPU.
+    actor = start_actor(
+        name,
+        HostActor,
+        *(directory, options, shares),
         enable_task_events=False,  # Each request would be an entry in Ray's list of tasks.
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-        get_if_exists=True,
-    ).remote(directory, options, shares)
+    )
     try:
         about: Any = ray.get(actor.about.remote())
     except RayActorError as error:
         raise VariablesError(
-            "the actor could not be started", where=f"ray:{name}", got=_cause(error)
+            "the actor could not be started", where=f"ray:{name}", got=cause(error)
         ) from error
     if about.is_stopped:  # The process that stopped it was killed before it removed it.
         ray.kill(actor, no_restart=True)
@@ -314,10 +306,3 @@ def stop(name: str) -> int:
     for actor in reversed(actors):  # The first one last: `stop` asks it for their number.
         ray.kill(actor, no_restart=True)
     return sum(each.moment for each in found)
-
-
-def _cause(error: Exception) -> str:
-    """Returns the last error in the text of an actor's traceback, with the lines after it."""
-    lines = str(error).strip().splitlines()
-    found = [number for number, line in enumerate(lines) if "Error: " in line]
-    return "\n".join(lines[found[-1] :]) if found else lines[-1]

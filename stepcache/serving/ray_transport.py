@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,36 @@ def initialise(log_to_driver: bool = False, *, starts: bool = True) -> None:
         ray.init(address="local", include_dashboard=False, **options)
 
 
+def start_actor(name: str, kind: type, *arguments: Any, **options: Any) -> Any:
+    """Starts an actor, or finds the one of this name. It runs also after this process ends.
+
+    Ray starts it again after a crash, for which it need not wait for a free CPU.
+    """
+    options |= {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+    actor_class: Any = ray.remote(kind)
+    return actor_class.options(name=name, get_if_exists=True, **options).remote(*arguments)
+
+
+def run_actor(what: str, run: Callable[[], Any]) -> None:
+    """Runs the loop of an actor in a thread. The process ends with it, if it fails."""
+
+    def run_or_end() -> None:
+        try:
+            run()
+        except BaseException as error:
+            print(f"{what} ends: {error}", file=sys.stderr, flush=True)
+            os._exit(1)  # Ray starts it again, or tells why that fails.
+
+    threading.Thread(target=run_or_end, name="stepcache actor", daemon=True).start()
+
+
+def cause(error: Exception) -> str:
+    """Returns the last error in the text of an actor's traceback, with the lines after it."""
+    lines = str(error).strip().splitlines()
+    found = [number for number, line in enumerate(lines) if "Error: " in line]
+    return "\n".join(lines[found[-1] :]) if found else lines[-1]
+
+
 def _get(references: Any, deadline: float) -> Any:
     """Calls `ray.get` until a deadline, a part of a second at a time.
 
@@ -92,12 +125,7 @@ def _get(references: Any, deadline: float) -> Any:
 
 
 class RayTransport:
-    """Sends the requests of one client to an actor. Not thread-safe.
-
-    Args:
-        name: name of the actor.
-        client: name of the client.
-    """
+    """Sends the requests of a client to an actor, given their names."""
 
     def __init__(self, name: str, client: str):
         self._name, self._client = name, client
@@ -110,19 +138,10 @@ class RayTransport:
         initialise()
 
     def allocate(self, size_bytes: int) -> Block:
-        """Allocates a block for a request."""
         return self._pool.allocate(size_bytes)
 
     def request(self, message: Request, block: Block | None, deadline: float) -> Received | None:
-        """Sends a request and waits for the reply. Repeats the request if the actor restarts.
-
-        Args:
-            message: the request.
-            block: the value of the request; the caller must not change it before this returns.
-            deadline: by `time.monotonic`.
-
-        Returns:
-            The reply; None if none arrives in time.
+        """See `Transport`. Repeats the request if the actor restarts.
 
         Raises:
             VariablesError: Ray was shut down in this process.
@@ -231,7 +250,6 @@ class RayTransport:
             )
 
     def pause(self) -> None:
-        """Sleeps before a request is repeated."""
         time.sleep(_RETRY_SECONDS)
 
     def close(self) -> None:
