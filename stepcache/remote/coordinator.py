@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepcache.errors import first_line
-from stepcache.remote.clients import MAX_NAME, Asked, Client, Form, failed_alone
+from stepcache.remote.clients import MAX_NAME, Asked, Client, failed_alone
 from stepcache.remote.messages import COMMANDS, Kind, Message, packed
 from stepcache.remote.program_table import Programs
 from stepcache.serving.messages import MalformedMessageError
@@ -122,7 +122,7 @@ class Coordinator:
         elif kind is Kind.DONE and client is not None:
             if client.reached(task, message.number):
                 output.clients.append((message.client, message._replace(number=client.told)))
-            self._look_at_failures(client, output)
+            output.lost = client.done_by_some()
         elif kind is Kind.HOLD and client is not None:
             if (found := client.has_begun(task, message.number, message.value)) is not None:
                 cancel, after = found
@@ -134,7 +134,7 @@ class Coordinator:
             why = message.data(dict[str, Any]).get("why", "") if kind is Kind.FAILED else ""
             if kind is Kind.FAILED and message.value in (Kind.RUN, Kind.PUT):
                 client.fails(task, message.number, why)
-                self._look_at_failures(client, output)
+                output.lost = client.done_by_some()
             elif kind is Kind.DATA or message.value in _ASKED:
                 output.lost = client.answers(task, message.number, why)
         elif kind is Kind.DROP and message.client in self._left:
@@ -146,11 +146,6 @@ class Coordinator:
             del self._left[message.client]  # No command is left that names its memory.
             output.listeners.append(Message(Kind.DROP, message.client, self.incarnation))
         return output
-
-    def _look_at_failures(self, client: Client, output: Output) -> None:
-        """Gives the tasks up if they have come apart: a run failed on some, and not on others."""
-        if client.failed and (found := client.done_by_some()) is not None:
-            output.lost = client.apart(*found)
 
     def failed_alone(self) -> dict[tuple[int, str, int], tuple[str, list[int]]]:
         """Returns commands that failed on some tasks, and that the others have come to."""
@@ -181,11 +176,7 @@ class Coordinator:
     # ---- clients ---------------------------------------------------------------------------------
 
     def from_client(self, number: int, message: Message) -> Output:
-        """Takes a message of a client.
-
-        Args:
-            number: of the client; 0 if it has not introduced itself.
-            message: the message.
+        """Takes a message of a client; of number 0 if that has not introduced itself.
 
         Returns:
             What to send. Of a client that introduces itself the first message is its own.
@@ -321,7 +312,11 @@ class Coordinator:
                 client.broken = f"memory of this client cannot be opened: {first_line(error)}"
                 return self._refuse(number, message, client.broken, "broken")
         if kind is Kind.RUN:
-            self._note_run(client, message, about)
+            form = client.form(message.value, about)
+            client.latest = form.program
+            for each in form.writes:
+                if (found := self._by_variable.get(each)) is not None:
+                    found.version += 1
         elif kind is Kind.BIND and (found := self._by_variable.get(message.value)) is not None:
             found.version += 1
         elif kind in _ASKED:
@@ -331,17 +326,6 @@ class Coordinator:
             if blocks:
                 client.blocks.append((message.number, blocks))
         return Output([message])
-
-    def _note_run(self, client: Client, message: Message, about: dict[str, Any]) -> None:
-        if (form := Form.of(about)) is not None:
-            client.add_form(message.value, form)
-        form = client.forms.get(message.value)
-        if form is None:
-            raise MalformedMessageError(f"there is no call form {message.value}")
-        client.latest = form.program
-        for each in form.writes:
-            if (found := self._by_variable.get(each)) is not None:
-                found.version += 1
 
     def _program(self, number: int, message: Message) -> Output:
         program = self._programs.defined(message)
