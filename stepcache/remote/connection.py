@@ -77,7 +77,7 @@ class Connection(Link):
             data = Message(*identity, form, body, values.blob).encoded()
             self.runs = number  # Before it is sent: no other run may have this number.
             if values.kept or len(values.blob) > INLINE_BYTES:
-                self.sent_bytes["values"] += values.shared_bytes
+                self.sent_bytes["values"] += sum(block.data.size for block in values.kept)
                 self._kept.append((number, values.kept, len(values.blob)))
                 self._kept_bytes += len(values.blob)
             self.sent_bytes["runs"] += self.send(data)

@@ -176,11 +176,6 @@ class Values:
         self.fields: dict[str, list[Any]] = {}
         self.kept: list[Block] = []
 
-    @property
-    def shared_bytes(self) -> int:
-        """Size of what is in shared memory."""
-        return sum(block.data.size for block in self.kept)
-
     def add(self, array: np.ndarray) -> list[Any]:
         """Adds an array. Returns how the body describes it: its dtype, its shape, and its place.
 
@@ -219,27 +214,20 @@ def places_in(about: dict[str, Any]) -> list[Place]:
 def receive_array(
     row: Any, about: dict[str, Any], opened: Opened, blob: bytes | bytearray
 ) -> np.ndarray:
-    """Returns an array that `Values.add` has described, without a copy. It is read only.
-
-    Args:
-        row: the description.
-        about, blob: of the message.
-        opened: maps shared memory.
+    """Returns an array that `Values.add` has described by `row`, without a copy. It is read only.
 
     Raises:
         MalformedMessageError: there is no such array.
         OSError: its memory is gone.
     """
-    if not plain.fits(row, list[Any]) or len(row) != 3:
+    if not plain.fits(row, tuple[str, list[int], int]):
         raise MalformedMessageError("an array has no type, shape and place")
     name, shape, place = row
-    if name not in DTYPES or not plain.fits(shape, list[int]) or any(n < 0 for n in shape):
+    if name not in DTYPES or any(n < 0 for n in shape):
         raise MalformedMessageError(f"no array can be {name}{shape}")
     dtype = DTYPES[name]
     count = math.prod(shape)
     size_bytes = dtype.itemsize * count
-    if not plain.fits(place, int):
-        raise MalformedMessageError("an array has no place")
     if place >= 0:
         if place > len(blob) - size_bytes:
             raise MalformedMessageError(f"there are no {size_bytes} bytes at {place} of the blob")
