@@ -331,7 +331,7 @@ class DurableHost:
 
 
 def _alive(known: Mapping[str, str], state: HostState | None) -> dict[str, str]:
-    """Returns the clients that have written, unless their processes surely have ended.
+    """Returns the clients that have written, with their processes, unless these have ended.
 
     Processes on other machines may always be alive.
 
@@ -341,15 +341,11 @@ def _alive(known: Mapping[str, str], state: HostState | None) -> dict[str, str]:
     """
     processes = dict(known)
     if state is not None:
-        found = {
-            client: state.processes.get(client, "")
-            for client, last in state.applied.items()
-            if last.sequence
-        }
-        processes = found | processes
-    alive = {}
-    for client, text in processes.items():
-        process = Process.parse(text)
-        if process and not (process.is_local() and process.has_ended()):
-            alive[client] = text
-    return alive
+        for client, last in state.applied.items():
+            if last.sequence:
+                processes.setdefault(client, state.processes.get(client, ""))
+    return {
+        client: text
+        for client, text in processes.items()
+        if (process := Process.parse(text)) and not (process.is_local() and process.has_ended())
+    }

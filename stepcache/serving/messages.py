@@ -6,10 +6,9 @@ their types.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import ml_dtypes
@@ -370,10 +369,8 @@ _KINDS: dict[str, type] = {each.__name__: each for each in (*get_args(Request), 
 
 def to_plain(message: Request | Reply) -> list[Any]:
     """Converts a message to plain data."""
-    return [
-        type(message).__name__,
-        {name: getattr(message, name) for name in _names(type(message))},
-    ]
+    names = message.__slots__
+    return [type(message).__name__, {name: getattr(message, name) for name in names}]
 
 
 def from_plain(data: Any) -> Any:
@@ -391,8 +388,3 @@ def from_plain(data: Any) -> Any:
     if not plain.fits(message, kind):
         raise MalformedMessageError(f"a field of {name} has another type")
     return message
-
-
-@functools.cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(kind))
