@@ -135,7 +135,7 @@ def write(
     Args:
         about: the body of the message.
         find: returns the arrays that a reference names.
-        value_of: returns an array that travels with the message.
+        value_of: returns an array that the message brings.
     """
 
     def collected() -> list[Leaf]:
@@ -163,8 +163,7 @@ def read(
     """Reads a checkpoint, together with the other tasks.
 
     Args:
-        about: the body of the message.
-        mesh: that its specs are of.
+        about: the body of the message, with specs of `mesh`.
         find: returns the arrays that a reference names, or what stands for lost ones.
 
     Returns:

@@ -84,11 +84,7 @@ class _Launched:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until the process has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not.
-        """
+        """Waits until the process has ended; raises `subprocess.TimeoutExpired` if it has not."""
         if self._run is not None and not _are_there(self._run, timeout):
             raise subprocess.TimeoutExpired("a task", timeout or 0)
         return self.poll() or 0

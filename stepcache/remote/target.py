@@ -53,14 +53,9 @@ class Planned(NamedTuple):
 
 
 class Target:
-    """The tasks of a session.
-
-    Args:
-        connection: to them.
-        mesh: of their devices.
+    """The tasks of a session, and the mesh of their devices.
 
     Attributes:
-        connection, mesh: as given.
         number: different for each, for JAX's keys.
         session: returns the session; None if it is gone.
         lock: held while a call is made, so that runs are numbered in the order in which they refer
@@ -167,10 +162,7 @@ class Target:
     # ---- a call ----------------------------------------------------------------------------------
 
     def call(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> Any:
-        """Starts a step on the tasks.
-
-        Returns:
-            Its outputs: `RemoteArray`s, and the variables that it carried.
+        """Starts a step on the tasks. Returns `RemoteArray`s, and the variables that it carried.
 
         Raises:
             RankLostError: tasks were lost since the last call.

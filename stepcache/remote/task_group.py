@@ -52,9 +52,6 @@ class TaskGroup:
         listener: a bound stream socket, which the group then owns.
         tasks: how many tasks.
         key: what clients and tasks have to send first; empty where the socket is private.
-
-    Attributes:
-        coordinator: the state machine.
     """
 
     logs = "their logs"
