@@ -83,7 +83,11 @@ class Client:
     @property
     def _lock(self) -> threading.RLock:
         if self._pid != os.getpid():  # It may be locked for ever, and numbers would come twice.
-            raise transport.forked(self.where)
+            raise VariablesError(
+                "this connection belongs to the process that this one was forked from",
+                where=self.where,
+                hint="connect in this process",
+            )
         return self._own_lock
 
     # ---- writes --------------------------------------------------------------------------------
@@ -251,10 +255,7 @@ class Client:
         values: bool = True,
         wires: Sequence[str] = (),
     ) -> tuple[list[Version], list[np.ndarray | None]]:
-        """Reads variables as of one moment, after all writes of this client.
-
-        Args:
-            names, known, values, wires: as in `ReadRequest`.
+        """Reads variables as of one moment, after all writes of this client; see `ReadRequest`.
 
         Returns:
             The versions, and the block of each, or None where the caller has it. A block does not
@@ -275,12 +276,8 @@ class Client:
     def rows(self, name: str, asked: np.ndarray, epoch: int = -1) -> tuple[Version, np.ndarray]:
         """Reads rows of a table, after all writes of this client.
 
-        Args:
-            name, epoch: as in `RowsRequest`.
-            asked: the block of the request, as int64.
-
-        Returns:
-            The version of the table, and the block of the rows.
+        `asked` is the block of a `RowsRequest`. Returns the version of the table, and the block of
+        the rows.
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
@@ -381,7 +378,11 @@ class Client:
 
     def _lost(self, what: str = "has not answered in") -> ServerLostError:
         kept = f"; {self._unsaved} are kept" if self._unsaved else ""
-        return transport.lost(self.where, f"{what} {self._timeout:g} s{kept}")
+        return ServerLostError(
+            f"the host of the variables {what} {self._timeout:g} s{kept}",
+            where=self.where,
+            hint="start `stepcache serve` for this place; writes that no snapshot has are repeated",
+        )
 
     def close(self) -> None:
         """Closes the connection, once all writes are saved; after five seconds it warns instead."""

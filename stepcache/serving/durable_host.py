@@ -65,7 +65,6 @@ class DurableHost:
 
     Attributes:
         directory: absolute path.
-        hosts: as given.
         host: the state machine.
         counts: counters of requests, snapshots and bytes, by name.
         seconds: durations of the last requests.
@@ -144,15 +143,7 @@ class DurableHost:
     def handle(
         self, client: str, message: Request, payload: np.ndarray | None
     ) -> tuple[Reply, list[Block]]:
-        """Serves a request.
-
-        Args:
-            client: name of the client, for the log.
-            message: the request.
-            payload: the block of the request; not used after this returns.
-
-        Returns:
-            The reply, and the blocks to send with it.
+        """Serves a request of a client, as `Host.handle` does.
 
         Raises:
             VariablesError: the directory was removed or replaced.
@@ -331,13 +322,9 @@ class DurableHost:
 
 
 def _alive(known: Mapping[str, str], state: HostState | None) -> dict[str, str]:
-    """Returns the clients that have written, with their processes, unless these have ended.
+    """Returns the clients, of two sources, that have written and whose processes may be alive.
 
-    Processes on other machines may always be alive.
-
-    Args:
-        known: clients with their processes.
-        state: more of them.
+    Processes on other machines always may.
     """
     processes = dict(known)
     if state is not None:

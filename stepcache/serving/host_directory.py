@@ -39,11 +39,7 @@ def lock(directory: Path) -> int:
 
 
 def check_there(directory: Path, descriptor: int) -> None:
-    """Checks that a locked directory is still there.
-
-    Args:
-        directory: its path.
-        descriptor: result of `lock`.
+    """Checks that a directory is still there, given the result of `lock`.
 
     Raises:
         VariablesError: it was removed, renamed or replaced.

@@ -70,12 +70,7 @@ def leaves_by_host(name: str, sizes: Sequence[int], hosts: int) -> dict[int, lis
 
 
 class Part:
-    """The part of some variables that one host holds.
-
-    Args:
-        leaves: numbers of the leaves.
-        types: types of these leaves.
-    """
+    """The part of some variables that one host holds: numbers and types of its leaves."""
 
     def __init__(self, leaves: list[int], types: Sequence[LeafType]):
         self.leaves, self._types = leaves, types
@@ -153,9 +148,7 @@ class Hosts:
         """Opens variables, and creates the parts that do not exist yet.
 
         Args:
-            name: name of the variables.
-            types: types of all leaves.
-            leaves: initial values of the leaves.
+            types, leaves: types and initial values of all leaves.
             known: result of `described`.
             rule: the optimizer to create them with; one host then has all leaves. Variables that
                 exist keep theirs.
@@ -182,11 +175,9 @@ class Hosts:
         return versions
 
     def compare_optimizer(self, name: str, rule: bytes, replaces: bool) -> Versions | None:
-        """Compares the optimizer of open variables with an exported one.
+        """Compares the optimizer of open variables with an exported one, `rule`.
 
         Args:
-            name: name of the variables.
-            rule: the exported optimizer.
             replaces: replace an optimizer that may be another one. Otherwise, one that surely is
                 another one is an `OptimizerWarning`.
 
@@ -270,8 +261,7 @@ class Hosts:
 
         Raises:
             VariablesError: a host refused the write. Others may have applied it.
-            ServerLostError: a host did not answer in time. It gets the write with the next request
-                of this process.
+            ServerLostError: as for `Client.write`.
         """
 
         def written(host: int, part: Part) -> Version:
@@ -294,8 +284,7 @@ class Hosts:
         """Reads variables, on each host as of one moment, after all writes of this process.
 
         Args:
-            names: names of the variables.
-            known: versions that the caller has; None for none.
+            names, known: names of the variables; versions that the caller has, None for none.
             values: whether to read the values of newer versions, or the versions alone.
             wires: wire of each; by default none is coded.
 

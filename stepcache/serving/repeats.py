@@ -51,11 +51,6 @@ class Repeats:
 
         Updates come in any order. An assignment goes before the updates that followed it, and an
         optimizer applies those that followed it alone.
-
-        Args:
-            held: the variables, which do not change.
-            write: the write.
-            apply: applies one.
         """
         name = write.request.name
         before, writes = self._before.setdefault(name, held), self._writes.setdefault(name, [])

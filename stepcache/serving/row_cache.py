@@ -45,7 +45,6 @@ class RowCache:
         clock: returns the time in seconds.
 
     Attributes:
-        capacity: as given.
         reads: number of rows that were looked up.
         hits: those of them that were not sent.
     """

@@ -47,11 +47,9 @@ class Served(Master):
 
     Args:
         source: reads several masters in one request.
-        hosts: the clients of all hosts.
-        name: name of the variables on the hosts.
+        hosts, name: the clients of all hosts, and the name of the variables there.
         layout: layout of the value on the devices of this process.
-        policy: which copies may serve.
-        write: how updates are coded.
+        policy, write: which copies may serve, and how updates are coded.
         version: version of the value.
 
     Attributes:
@@ -220,12 +218,7 @@ class Served(Master):
         return Transfer(variable, self.version, *way, extent=self._extent)
 
     def _read_links(self, is_moved: bool, is_sent: bool) -> Links:
-        """Returns the bytes over each link of a read.
-
-        Args:
-            is_moved: the value is moved to the devices.
-            is_sent: the host sends the value.
-        """
+        """Returns the bytes over each link of a read: to the devices, and sent by the host."""
         server_bytes = self._read_coding.size_bytes if is_sent else 0
         return links(self._host_bytes if is_moved else 0, 0, server_bytes)
 

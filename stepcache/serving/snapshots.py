@@ -36,11 +36,7 @@ _log = logging.getLogger("stepcache")
 
 
 def write(directory: Path, state: HostState) -> None:
-    """Writes a snapshot, and removes all older ones but the last.
-
-    Args:
-        directory: directory of all snapshots.
-        state: state of the host.
+    """Writes a snapshot to a directory, and removes all older ones there but the last.
 
     Raises:
         VariablesError: the snapshot cannot be written.
@@ -83,8 +79,7 @@ def newest(
     hold.
 
     Args:
-        directory: directory of all snapshots.
-        allocate: makes a block of this many bytes.
+        directory, allocate: directory of all snapshots; makes a block of this many bytes.
         least: moment of the latest snapshot whose rows may be in the files of tables. Older
             snapshots are not consistent with these files.
 

@@ -127,10 +127,6 @@ class TableFiles:
     def merge(self, tables: dict[str, SavedTable], moment: int) -> None:
         """Writes the rows of a snapshot, which is on disk, to the files.
 
-        Args:
-            tables: tables of the snapshot.
-            moment: moment of the snapshot.
-
         Raises:
             OSError: there is no space.
         """
@@ -151,11 +147,9 @@ class TableFiles:
                     os.close(descriptor)
 
     def free(self, table: HeldTable, ids: np.ndarray) -> None:
-        """Frees the memory of pages on which all rows are equal to those in the files.
+        """Frees the memory of pages of a table on which all rows are equal to those in the files.
 
-        Args:
-            table: a table of the host.
-            ids: rows on these pages, in order.
+        `ids` are rows on these pages, in order.
         """
         for mapped, row_bytes in self._mapped[table.key]:
             pages = _pages(ids, row_bytes)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from stepcache.errors import ServerLostError, VariablesError
+from stepcache.errors import VariablesError
 from stepcache.serving.messages import Refused, Request, Values
 from stepcache.serving.shared_memory import Block
 
@@ -94,24 +94,6 @@ def refusal(reply: Any, where: str) -> VariablesError:
     if is_refused and reply.kind == "conflict":
         hint = "where several processes write, push updates: only one may carry"
     return VariablesError(f"the host of the variables refuses: {why}", where=where, hint=hint)
-
-
-def lost(where: str, what: str) -> ServerLostError:
-    """Returns the error for a host that has not done something."""
-    return ServerLostError(
-        f"the host of the variables {what}",
-        where=where,
-        hint="start `stepcache serve` for this place; writes that no snapshot has are repeated",
-    )
-
-
-def forked(where: str) -> VariablesError:
-    """Returns the error for a connection of the parent process."""
-    return VariablesError(
-        "this connection belongs to the process that this one was forked from",
-        where=where,
-        hint="connect in this process",
-    )
 
 
 def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread:
