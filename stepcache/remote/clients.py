@@ -131,13 +131,9 @@ class Client:
     def with_blocks(
         self, message: Message, about: dict[str, Any]
     ) -> tuple[Message, list[np.ndarray]]:
-        """Opens the shared memory that a command and its body name.
+        """Opens the shared memory that a command and its body name; raises `OSError` if it cannot.
 
-        Returns:
-            The command, which names the memory as this process has opened it; and the memory.
-
-        Raises:
-            OSError: it cannot be opened.
+        Returns the command, which names the memory as this process has opened it; and the memory.
         """
         if not (places := places_in(about)):
             return message, []
@@ -169,11 +165,8 @@ class Client:
     def answers(self, task: int, number: int, why: str) -> tuple[str, list[int]] | None:
         """Notes the answer of a task to a command, which may be one that all do together.
 
-        Args:
-            why: it failed; empty if it did not.
-
-        Returns:
-            What happened and on which tasks, if these have come apart.
+        Returns what happened and on which tasks, if these have come apart. `why` is empty if the
+        command has not failed.
         """
         if (asked := self.asked.get(number)) is None:
             return None

@@ -22,10 +22,7 @@ _FREE_BYTES = 64 << 20
 
 
 class Connection(Link):
-    """Sends the commands of this process, and receives replies. Thread-safe.
-
-    Args:
-        *args, **options: see `Link`.
+    """Sends the commands of this process, and receives replies. Thread-safe. Made as a `Link`.
 
     Attributes:
         sent_bytes: bytes of messages, and of the values that they bring.

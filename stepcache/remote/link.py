@@ -257,9 +257,8 @@ class Link:
     def ready(self) -> int:
         """Waits until the tasks can take commands. Returns their incarnation.
 
-        Raises:
-            RankLostError: tasks were lost since the last call.
-            TaskError: they have not started in time.
+        Raises `RankLostError` if some were lost since the last call, `TaskError` if they do
+        not start in time.
         """
         self._receive(0)
         self.raise_if_lost()

@@ -88,11 +88,7 @@ class Message(NamedTuple):
     blob: bytes | bytearray = b""
 
     def encoded(self) -> bytes:
-        """Returns the message as bytes, for `decode`.
-
-        Raises:
-            TaskError: they are too many.
-        """
+        """Returns the message as bytes, for `decode`. Raises `TaskError` if they are too many."""
         kind, client, incarnation, number, value, body, blob = self
         sizes = len(body), len(blob)
         if (body or blob) and self.size_bytes > MAX_MESSAGE_BYTES:
@@ -109,11 +105,7 @@ class Message(NamedTuple):
         return HEADER_BYTES + len(self.body) + len(self.blob)
 
     def data(self, kind: Any = Any) -> Any:
-        """Returns the body, unpacked.
-
-        Raises:
-            MalformedMessageError: it is no plain data of this kind.
-        """
+        """Returns the body, unpacked. Raises `MalformedMessageError` if it is not of this kind."""
         try:
             found = plain.unpack(self.body)
         except Exception:
@@ -126,8 +118,7 @@ class Message(NamedTuple):
 def decode(received: bytearray) -> Message | None:
     """Takes the first message out of what was received; None if it has not arrived as a whole.
 
-    Raises:
-        MalformedMessageError: it is no message, so that nothing which follows can be decoded.
+    After a `MalformedMessageError`, nothing that follows can be decoded.
     """
     if len(received) < HEADER_BYTES:
         return None
@@ -200,11 +191,7 @@ class Values:
 
 
 def places_in(about: dict[str, Any]) -> list[Place]:
-    """Returns the places of the blocks that a body names.
-
-    Raises:
-        MalformedMessageError: it names other things.
-    """
+    """Returns the places of the blocks that a body names."""
     rows = about.get(BLOCKS, [])
     if not isinstance(rows, list):
         raise MalformedMessageError("a block has no place")

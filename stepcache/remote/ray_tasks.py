@@ -55,11 +55,7 @@ class _Launched:
         self.why = ""
 
     def pod_address(self) -> str:
-        """Returns where the pod can meet on the machine of this task.
-
-        Raises:
-            TaskError: Ray has not placed the task in time.
-        """
+        """Returns where the pod can meet on the machine of this task."""
         try:
             return ray.get(self._actor.pod_address.remote(), timeout=_PLACE_SECONDS)
         except GetTimeoutError:

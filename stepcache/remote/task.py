@@ -68,11 +68,7 @@ class Task:
         self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
     def run(self) -> None:
-        """Carries out commands.
-
-        Raises:
-            OSError: the coordinator has ended.
-        """
+        """Carries out commands. Raises `OSError` when the coordinator has ended."""
         while True:
             message = self._channel.receive()
             if message is not None:
@@ -343,12 +339,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def main(arguments: Sequence[str], key: bytes = b"") -> None:
-    """Runs a task.
-
-    Args:
-        arguments: as of the command.
-        key: without which the coordinator takes no connection; empty if only its user can connect.
-    """
+    """Runs a task, given the arguments of the command, and the key of `TaskGroup`."""
     address, rank, tasks, devices, pod, incarnation = arguments
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_num_cpu_devices", int(devices))  # Of other platforms all are used.

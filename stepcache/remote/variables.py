@@ -191,11 +191,7 @@ class RemoteMaster(Master):
 
 
 def master_of(variables: Any) -> RemoteMaster:
-    """Returns the master of variables that live on tasks.
-
-    Raises:
-        TaskError: they live elsewhere.
-    """
+    """Returns the master of variables on tasks. Raises `TaskError` if they live elsewhere."""
     master = variables._master
     if not isinstance(master, RemoteMaster):
         raise TaskError(

@@ -83,11 +83,7 @@ class Channel(Generic[T]):
     def to(
         cls, address: str, decode: Callable[[bytearray], T | None], key: bytes = b""
     ) -> Channel[T]:
-        """Connects to the path of a Unix socket, or to `host:port`, and sends the key there.
-
-        Raises:
-            OSError: nobody listens there.
-        """
+        """Connects to the path of a Unix socket, or to `host:port`. `OSError` if nobody listens."""
         host, _, port = address.rpartition(":")
         if not address.startswith("/"):
             made = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
@@ -179,11 +175,7 @@ class Channel(Generic[T]):
             waiting.poll(None if seconds is None else 1000 * seconds)
 
     def close(self, *, for_all: bool = True) -> None:
-        """Closes the socket.
-
-        Args:
-            for_all: end the connection, also for other processes that have the socket.
-        """
+        """Closes the socket; `for_all` ends it for other processes that have it too."""
         with contextlib.suppress(OSError):
             if for_all:
                 self._socket.shutdown(socket.SHUT_RDWR)

@@ -326,11 +326,7 @@ class Client:
         return reply
 
     def flush(self) -> None:
-        """Waits until a snapshot on disk holds all writes of this client.
-
-        Raises:
-            ServerLostError: there was no snapshot in time.
-        """
+        """Waits until a snapshot on disk holds all writes of this client."""
         deadline = time.monotonic() + self._timeout
         wanted: tuple[int, float] = 0, 0  # The epoch that has all writes, and its moment then.
         with self._lock:
@@ -351,11 +347,7 @@ class Client:
     # ---- restarts of the host ------------------------------------------------------------------
 
     def keep(self, timeout: float = _KEPT_SECONDS) -> bool:
-        """Joins the host if it has restarted, and drops the writes that a snapshot holds.
-
-        Returns:
-            False once the client is closed.
-        """
+        """Joins a host that has restarted, and drops saved writes. Returns False once closed."""
         if self._lock.acquire(blocking=False):
             try:
                 if not self._is_closed:

@@ -209,8 +209,7 @@ class DurableHost:
     def tend(self) -> None:
         """Ends the recovery, begins and ends snapshots, and frees memory, each when it is due.
 
-        Raises:
-            VariablesError: the directory was removed or replaced.
+        Raises `VariablesError` if the directory was removed or replaced, as `handle` does.
         """
         if time.monotonic() - self._checked > _CHECK_SECONDS:
             self._check_there()

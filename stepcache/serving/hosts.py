@@ -100,11 +100,7 @@ class Hosts:
 
     @property
     def clients(self) -> list[Client]:
-        """The client of each host.
-
-        Raises:
-            ServerLostError: host 0 did not answer in time.
-        """
+        """The client of each host. Raises `ServerLostError` if host 0 does not answer in time."""
         with self._lock:
             if not self._is_complete:
                 count = self._known[0].status().hosts
@@ -351,11 +347,7 @@ class Hosts:
     # ---- all hosts -----------------------------------------------------------------------------
 
     def status(self, host: int) -> Status:
-        """Asks a host for contents and counters.
-
-        Raises:
-            OptionError: there is no such host.
-        """
+        """Asks a host for contents and counters. Raises `OptionError` if there is no such host."""
         if not 0 <= host < len(self.clients):
             last = len(self.clients) - 1
             raise OptionError(

@@ -44,11 +44,7 @@ class Images:
         self._paths = [directory / name for name in _NAMES]
 
     def write(self, state: HostState) -> None:
-        """Overwrites the older of the two images.
-
-        Raises:
-            OSError: the image cannot be written.
-        """
+        """Overwrites the older of the two images."""
         items, about = contents(state)
         head = plain.pack([_BOOT_ID.read_text(), about])
         path, *rest = self._paths

@@ -86,11 +86,7 @@ class LocalServer:
     # ---- the loop ------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """Serves until `stop`, writes a last snapshot, and unlocks the directory.
-
-        Returns:
-            Whether the last snapshot holds all writes.
-        """
+        """Serves until `stop`. Returns whether its last snapshot holds all writes."""
         try:
             self.serve()
             return self._durable.finish()
@@ -185,11 +181,7 @@ class LocalServer:
 
 
 def _envelope(frames: list[bytes]) -> tuple[int, str, Place | None, Any]:
-    """Decodes a request: its number, the client, the place of its block or None, and the message.
-
-    Raises:
-        MalformedMessageError: the frames are no request.
-    """
+    """Decodes a request: its number, client, place of its block or None, and message."""
     if len(frames) > 2:
         raise MalformedMessageError(f"a request has 1 or 2 frames, not {len(frames)}")
     try:

@@ -36,11 +36,7 @@ LeafType = tuple[str, list[int], str]
 
 
 class RefusalError(Exception):
-    """The host refuses a request, and changes nothing.
-
-    Attributes:
-        kind: as in `Refused`.
-    """
+    """The host refuses a request, and changes nothing. `kind` is that of `Refused`."""
 
     def __init__(self, kind: str, why: str):
         super().__init__(why)
@@ -374,11 +370,7 @@ def to_plain(message: Request | Reply) -> list[Any]:
 
 
 def from_plain(data: Any) -> Any:
-    """Converts plain data to a message.
-
-    Raises:
-        MalformedMessageError: the data is no message.
-    """
+    """Converts plain data to a message. Raises `MalformedMessageError` for what is none."""
     try:
         name, values = data
         kind = _KINDS[name]

@@ -148,11 +148,7 @@ class HostActor:
 
     @ray.method(max_task_retries=-1)
     def stop(self) -> bool:
-        """Writes the last snapshot, and stops to serve.
-
-        Returns:
-            Whether the snapshot was written. If not, the actor goes on.
-        """
+        """Writes the last snapshot, and stops to serve. If it returns False, the actor goes on."""
         with self._lock:
             if not self._is_stopped:
                 self._is_stopped = self._durable.finish()
@@ -191,11 +187,7 @@ def _reference(block: Block) -> Any:
 
 
 def _unpacked(request: Any, payload: Any) -> tuple[str, Any, np.ndarray | None]:
-    """Unpacks client, message and block of a request.
-
-    Raises:
-        MalformedMessageError: the data is no request.
-    """
+    """Unpacks client, message and block of a request."""
     try:
         client, data, inline = plain.unpack(request)
     except Exception:

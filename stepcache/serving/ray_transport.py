@@ -114,9 +114,6 @@ def _get(references: Any, deadline: float) -> Any:
     """Calls `ray.get` until a deadline, a part of a second at a time.
 
     Between two calls, Python can end the thread with its process.
-
-    Raises:
-        GetTimeoutError: the objects are not there in time.
     """
     while (left := deadline - time.monotonic()) > _TURN_SECONDS:
         with contextlib.suppress(GetTimeoutError):

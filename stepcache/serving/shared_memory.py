@@ -209,30 +209,20 @@ class Opened:
         self._lock = threading.Lock()
 
     def open(self, place: Place) -> np.ndarray:
-        """Maps a block, read only. Its owner must not reuse the memory meanwhile.
+        """Maps a block, read only, whose owner must not reuse the memory meanwhile.
 
-        Raises:
-            OSError: there is no such block, or its file is not sealed.
+        Raises `OSError`, as `locked` does, if there is no such block or its file is not sealed.
         """
         return self._file(place).array(place)
 
     def locked(self, place: Place) -> np.ndarray:
-        """Maps and locks a block: its owner does not reuse the memory before the array is freed.
-
-        Raises:
-            OSError: as for `open`.
-        """
+        """Maps and locks a block: its owner does not reuse the memory before the array is freed."""
         return self._file(place).locked(place)
 
     def passed_on(self, place: Place) -> tuple[Place, np.ndarray]:
         """Maps and locks a block for other processes.
 
-        Returns:
-            The address of the block in this process, valid while the array is referred to; and the
-            array.
-
-        Raises:
-            OSError: as for `open`.
+        Returns its address in this process, valid while the array is referred to; and the array.
         """
         file = self._file(place)
         data = file.locked(place)

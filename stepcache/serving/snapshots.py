@@ -36,11 +36,7 @@ _log = logging.getLogger("stepcache")
 
 
 def write(directory: Path, state: HostState) -> None:
-    """Writes a snapshot to a directory, and removes all older ones there but the last.
-
-    Raises:
-        VariablesError: the snapshot cannot be written.
-    """
+    """Writes a snapshot to a directory, and removes all older ones there but the last."""
     arrays, about = contents(state)
     about["checksum"] = _checksum(arrays)
     items: dict[str, Any] = {**arrays, "table": np.frombuffer(plain.pack(about), np.uint8)}

@@ -88,11 +88,7 @@ class TableType:
 
     @classmethod
     def unpacked(cls, sent: bytes) -> TableType:
-        """Decodes the result of `packed`.
-
-        Raises:
-            MalformedMessageError: there can be no such table.
-        """
+        """Decodes the result of `packed`. Raises `MalformedMessageError` for what is no table."""
         try:
             *rest, how = plain.unpack(sent)
             rows, shape, dtype, stddev, seed = rest
@@ -257,15 +253,7 @@ class HeldTable:
 
 
 class Tables:
-    """The tables of a host.
-
-    Args:
-        storage: holds their bases.
-        saved: the tables of a snapshot or an image, by name.
-
-    Attributes:
-        held: the tables, by name.
-    """
+    """The tables of a host, by name in `held`, given those of a snapshot or an image."""
 
     def __init__(self, storage: TableStorage, saved: dict[str, SavedTable]):
         self._storage = storage
