@@ -52,11 +52,9 @@ def save(target: Any, root: Path, items: dict[str, Any], keep: int | None, step:
             continue
         for leaf in leaves_of(name, item):
             value: Any = leaf.value
-            if isinstance(value, RemoteArray):
-                leaves.append(_row(leaf, value.ref(now)))
-            else:
-                data = values.add(np.asarray(value))
-                leaves.append(_row(leaf, ["f", data]))
+            is_there = isinstance(value, RemoteArray)
+            ref = value.ref(now) if is_there else ["f", values.add(np.asarray(value))]
+            leaves.append(_row(leaf, ref))
     count = connection.about["tasks"]
     body = {"directory": str(root), "keep": keep, "step": step, "leaves": leaves, "about": about}
     connection.ask(Kind.SAVE, now, values.blob, count, **body, **values.fields)

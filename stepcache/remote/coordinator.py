@@ -277,12 +277,9 @@ class Coordinator:
             raise MalformedMessageError("variables have no name, or no types")
         own = self._variables.setdefault(client.watches or _owner(number, client), {})
         found = own.get(name)
-        is_new = found is None
-        if found is None and client.watches:
+        if (is_new := found is None) and client.watches:
             return self._refuse(number, message, f"there are no variables {name!r}", "unknown")
-        if found is not None and not leaves:
-            leaves = found.leaves
-        if found is not None and found.leaves != leaves:
+        if found is not None and leaves and found.leaves != leaves:
             why = f"variables {name!r} are there, with other leaves"
             return self._refuse(number, message, why, "other leaves")
         if found is None:

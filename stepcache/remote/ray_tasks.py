@@ -95,12 +95,7 @@ def _are_there(reference: Any, timeout: float | None) -> bool:
 
 
 class RayTasks(TaskGroup):
-    """Runs tasks in actors.
-
-    Args:
-        tasks: how many tasks.
-        devices: how many devices of each, where these are CPUs.
-        options: of each actor, as Ray takes them: `num_gpus`, `resources`, ...
+    """Runs tasks in actors; the arguments are those of `start`.
 
     Attributes:
         address, key: what clients have to know.

@@ -72,13 +72,11 @@ class Host:
         state: the initial state.
 
     Attributes:
-        epoch: as given.
         waiting_for: clients that may have to repeat writes after a crash. Until they have, no
             client can read or write, as it would not see writes that were confirmed before.
         moment: how many writes were applied, those in the initial state included.
         saved: number of the last write of each client that a snapshot or an image holds.
         unsaved: names of the variables and tables that no snapshot or image holds.
-        tables: the tables.
         processes: the process of each client, as `Process` writes it; empty if it is malformed.
     """
 

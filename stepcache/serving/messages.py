@@ -261,7 +261,6 @@ class Written:
     """The host has applied a write, now or earlier.
 
     Attributes:
-        epoch: epoch of the host.
         moment: how many writes the host had applied after this one.
         number, token: version of the variables or of the table after this one. Others may have
             written since, if the host confirms it once more.
@@ -280,7 +279,6 @@ class Values:
     """Reply to a read: the versions, and beside them the blocks of those that the client lacks.
 
     Attributes:
-        epoch: epoch of the host.
         moment: how many writes the host has applied.
         numbers: the versions: how often each was written.
         tokens: tokens of the versions. Equal tokens stand for the same sequence of writes, and so
@@ -300,7 +298,6 @@ class Described:
     """Reply to a `DescribeRequest`.
 
     Attributes:
-        epoch: epoch of the host.
         number: version of the variables or of the table.
         types: types of the leaves; empty for a table.
         has_rule: whether they have an optimizer.
@@ -321,7 +318,6 @@ class Status:
     """Contents and counters of a host.
 
     Attributes:
-        epoch: epoch of the host.
         variables: of each, name, version, bytes of the value and of the optimizer's state, and
             number of leaves.
         clients: of each, name, process, number of the last write applied, and of the last one that
@@ -350,7 +346,6 @@ class Refused:
             "epoch", a "gap" in the client's writes, a write that "failed", or a "malformed"
             message; "recovering" while the host waits for clients to repeat lost writes.
         why: the reason, as text.
-        epoch: epoch of the host.
     """
 
     kind: str
@@ -359,6 +354,7 @@ class Refused:
 
 
 Reply = Joined | Written | Values | Described | Status | Refused
+"""Each has the epoch of the host."""
 
 _KINDS: dict[str, type] = {each.__name__: each for each in (*get_args(Request), *get_args(Reply))}
 

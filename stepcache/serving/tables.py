@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -82,16 +82,13 @@ class TableType:
 
     def packed(self) -> bytes:
         """Encodes it for a message."""
-        rest = [self.rows, self.shape, self.dtype, self.stddev, self.seed]
-        how = self.optimizer
-        return plain.pack([*rest, [how.name, how.learning_rate, how.b1, how.b2, how.eps]])
+        return plain.pack(astuple(self))
 
     @classmethod
     def unpacked(cls, sent: bytes) -> TableType:
         """Decodes the result of `packed`. Raises `MalformedMessageError` for what is no table."""
         try:
-            *rest, how = plain.unpack(sent)
-            rows, shape, dtype, stddev, seed = rest
+            rows, shape, dtype, stddev, seed, how = plain.unpack(sent)
             found = cls(rows, shape, dtype, stddev, seed, RowOptimizer(*how))
         except (TypeError, ValueError):
             raise MalformedMessageError("the type of the table is malformed") from None
@@ -174,11 +171,7 @@ class SavedTable:
 
 
 class HeldTable:
-    """A table of the host.
-
-    Args:
-        saved: the initial state.
-        storage: holds the base.
+    """A table of the host, of which the storage holds the base.
 
     Attributes:
         type, key, number, token, base, stored: as in `SavedTable`.
