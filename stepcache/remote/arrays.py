@@ -75,8 +75,6 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
             )
         return self._made_stand_in
 
-    # ---- as of an array --------------------------------------------------------------------------
-
     @property
     def shape(self) -> tuple[int, ...]:
         return self._type.shape
@@ -148,8 +146,6 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
         if self._is_held and self._connection.is_in_doubt(self._run):
             self._fetched(only_look=True)
         return self
-
-    # ---- looked at -------------------------------------------------------------------------------
 
     def _fetched(self, *, only_look: bool = False) -> list[np.ndarray]:
         connection, now = self._connection, self._connection.runs

@@ -178,8 +178,6 @@ class Connection(Link):
             (answer,) = self.ask(Kind.PROGRAM, blob=exported, **about)
         return answer.value, answer.data(dict[str, Any])
 
-    # ---- values ----------------------------------------------------------------------------------
-
     def values(self) -> Values:
         """Returns a place for the values of a message."""
         return Values(self._pool if self.shares else None)

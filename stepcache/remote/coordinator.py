@@ -79,8 +79,6 @@ class Coordinator:
         """Whether all tasks have joined."""
         return len(self._joined) == self.tasks
 
-    # ---- tasks -----------------------------------------------------------------------------------
-
     def started(self) -> None:
         """Notes that the tasks are being started. All that they held is gone."""
         self.incarnation += 1
@@ -172,8 +170,6 @@ class Coordinator:
             ]
             texts.append(f"task {task}: {', '.join(behind) or 'has nothing to do'}")
         return "; ".join(texts)
-
-    # ---- clients ---------------------------------------------------------------------------------
 
     def from_client(self, number: int, message: Message) -> Output:
         """Takes a message of a client; of number 0 if that has not introduced itself.
@@ -268,8 +264,6 @@ class Coordinator:
         reply = Message(Kind.REFUSED, number, *about, body)
         return Output(clients=[(number, reply)])
 
-    # ---- variables -------------------------------------------------------------------------------
-
     def _open(self, number: int, client: Client, message: Message) -> Output:
         about = message.data(dict[str, Any])
         name, leaves = about.get("name"), about.get("leaves")
@@ -289,8 +283,6 @@ class Coordinator:
         body = packed(new=is_new, version=found.version, leaves=found.leaves)
         reply = Message(Kind.OPENED, number, self.incarnation, message.number, found.number, body)
         return Output(clients=[(number, reply)])
-
-    # ---- commands --------------------------------------------------------------------------------
 
     def _command(self, number: int, client: Client, message: Message) -> Output:
         self.counts["commands"] += 1
@@ -338,8 +330,6 @@ class Coordinator:
         program.is_sent = True
         body = program.number, program.body, program.blob
         return Output([Message(Kind.PROGRAM, 0, self.incarnation, 0, *body)])
-
-    # ---- what it holds ---------------------------------------------------------------------------
 
     def processes(self) -> list[tuple[int, str]]:
         """Returns the number and the process of each client."""

@@ -88,8 +88,6 @@ class Link:
             self.close()
             raise
 
-    # ---- connecting ------------------------------------------------------------------------------
-
     def _connect(self, deadline: float) -> None:
         while (channel := self._opened_channel()) is None:
             if time.monotonic() > deadline:
@@ -130,8 +128,6 @@ class Link:
             if self._channel is not None:
                 self._channel.close(for_all=not is_forked)
             self._channel = None
-
-    # ---- messages --------------------------------------------------------------------------------
 
     def _used(self) -> Channel[Message]:
         if self._channel is None:

@@ -146,9 +146,6 @@ def packed(**fields: Any) -> bytes:
     return plain.pack(fields)
 
 
-# ---- values ------------------------------------------------------------------------------------
-
-
 class Values:
     """The values that a message brings: small ones in its blob, large ones in shared memory.
 

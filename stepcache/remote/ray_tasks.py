@@ -154,9 +154,6 @@ class CoordinatorActor:
         }
 
 
-# ---- actors --------------------------------------------------------------------------------------
-
-
 def start(name: str, tasks: int, devices: int, **options: Any) -> dict[str, Any]:
     """Starts tasks under a name, or finds them.
 

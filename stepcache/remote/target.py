@@ -89,8 +89,6 @@ class Target:
         with self.lock:
             return hold(self, name, tree, placement, placer, prefix)
 
-    # ---- variables -------------------------------------------------------------------------------
-
     def check_policies(self, variables: Variables) -> None:
         """Raises `OptionError` for what has no effect where the value is where steps run."""
         given = {
@@ -158,8 +156,6 @@ class Target:
             self._engines[key] = Engine(spec, lambda: scope)
         engine = self._engines[key]
         return lambda *args: self.call(engine, engine.scope(), args, {})
-
-    # ---- a call ----------------------------------------------------------------------------------
 
     def call(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> Any:
         """Starts a step on the tasks. Returns `RemoteArray`s, and the variables that it carried.
@@ -274,8 +270,6 @@ class Target:
         while len(self._forms) > MAX_FORMS:  # As all others do who know them.
             del self._forms[next(iter(self._forms))]
         return plan.outputs.tree(connection, incarnation, run)
-
-    # ---- programs --------------------------------------------------------------------------------
 
     def _known(self, request: Request) -> RemoteProgram | None:
         return self._programs.get((self.connection.incarnation, request.key))

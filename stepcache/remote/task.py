@@ -98,8 +98,6 @@ class Task:
         if kind in (Kind.RUN, Kind.PUT):
             self._pending.append((message.client, message.number, None))
 
-    # ---- runs ------------------------------------------------------------------------------------
-
     def _finish(self) -> None:
         """Waits for the oldest run that was dispatched, and reports it."""
         client, number, arrays = self._pending.popleft()
@@ -221,8 +219,6 @@ class Task:
             each.pop(message.client, None)
         self._send(Message(Kind.DROP, message.client))
 
-    # ---- programs --------------------------------------------------------------------------------
-
     def _mesh(self, code: Any) -> jax.sharding.Mesh:
         names, sizes, kinds = (tuple(each) for each in code)
         if (names, sizes, kinds) not in self._meshes:
@@ -241,8 +237,6 @@ class Task:
         self._programs[message.value] = program = Program(about, message.blob, mesh)
         body = packed(specs=program.compile(), devices=len(jax.devices()))
         self._send(Message(Kind.READY, 0, 0, 0, message.value, body))
-
-    # ---- what clients look at --------------------------------------------------------------------
 
     def _fetch(self, message: Message) -> None:
         about = message.data(dict[str, Any])

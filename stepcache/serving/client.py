@@ -90,8 +90,6 @@ class Client:
             )
         return self._own_lock
 
-    # ---- writes --------------------------------------------------------------------------------
-
     def write(
         self,
         name: str,
@@ -245,8 +243,6 @@ class Client:
         _log.error(text, self.where, sent.request.name, why)
         self._unsaved.drop(sent)
 
-    # ---- reads ---------------------------------------------------------------------------------
-
     def read(
         self,
         names: Sequence[str],
@@ -344,8 +340,6 @@ class Client:
                     if time.monotonic() > deadline:
                         raise self._lost(f"has stored {status.stored:,} of {wanted[1]:,} writes in")
 
-    # ---- restarts of the host ------------------------------------------------------------------
-
     def keep(self, timeout: float = _KEPT_SECONDS) -> bool:
         """Joins a host that has restarted, and drops saved writes. Returns False once closed."""
         if self._lock.acquire(blocking=False):
@@ -357,8 +351,6 @@ class Client:
             finally:
                 self._lock.release()
         return not self._is_closed
-
-    # ---- requests ------------------------------------------------------------------------------
 
     def _request(self, message: Request, block: Block | None, deadline: float) -> Any:
         if self._is_closed:

@@ -138,8 +138,6 @@ class DurableHost:
         self._images.remove()  # From now on, the host may apply other writes than an image holds.
         return state
 
-    # ---- requests ------------------------------------------------------------------------------
-
     def handle(
         self, client: str, message: Request, payload: np.ndarray | None
     ) -> tuple[Reply, list[Block]]:
@@ -197,8 +195,6 @@ class DurableHost:
             counts["p50 seconds"] = seconds[len(seconds) // 2]
             counts["p99 seconds"] = seconds[min(len(seconds) * 99 // 100, len(seconds) - 1)]
         return counts
-
-    # ---- recovery and snapshots ----------------------------------------------------------------
 
     @property
     def is_waiting(self) -> bool:

@@ -17,16 +17,13 @@ class HeldVariables:
     """Variables that the host holds. A write makes new ones.
 
     Attributes:
-        layout: layout of the block of the value.
         number: the version: how often they were written.
         token: identifies the sequence of these writes. After a restart, clients may repeat writes
             in another order, so that one number can stand for two values.
         assigned: epoch and moment of the host at the last assignment. Earlier writes are not
             repeated.
-        value: block of the value.
         rule: the exported optimizer; empty for none.
-        state: block of the optimizer's state.
-        state_types: types of the leaves in it.
+        state, state_types: block of the optimizer's state, and types of the leaves in it.
     """
 
     layout: BlockLayout

@@ -133,8 +133,6 @@ class Host:
         except RefusalError as error:
             return Refused(error.kind, str(error), self.epoch), []
 
-    # ---- reads ---------------------------------------------------------------------------------
-
     def _check_recovered(self) -> None:
         if self.waiting_for:
             count = len(self.waiting_for)
@@ -174,8 +172,6 @@ class Host:
         held = self._find(name)
         row = (self.epoch, held.number, held.layout.types, bool(held.rule), is_saved)
         return Described(*row, self._rule(held.rule).identity if held.rule else "")
-
-    # ---- writes --------------------------------------------------------------------------------
 
     def _join(self, request: JoinRequest) -> Joined:
         check_name(request.client)
@@ -318,8 +314,6 @@ class Host:
         self._held[name] = self._with_rule(name, made, request.rule) if request.rule else made
         self.unsaved.add(name)
 
-    # ---- optimizers ----------------------------------------------------------------------------
-
     def _updated(
         self, name: str, held: HeldVariables, update: Sequence[np.ndarray]
     ) -> tuple[Block, Block]:
@@ -367,8 +361,6 @@ class Host:
         block = self._allocate(layout.size_bytes)
         layout.fill(block.data, leaves)
         return block
-
-    # ---- state and status ----------------------------------------------------------------------
 
     def state(self, *, on_disk: bool = True) -> HostState:
         """Returns the state, for a snapshot on disk or an image. Its blocks do not change."""

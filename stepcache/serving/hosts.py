@@ -127,8 +127,6 @@ class Hosts:
             hint="pass the address, and connect in the other process",
         )
 
-    # ---- variables -----------------------------------------------------------------------------
-
     def described(self, name: str) -> Described | None:
         """Asks the first host of some variables to describe them; None if they do not exist."""
         return self.clients[first_host(name, len(self.clients))].describe(name)
@@ -343,8 +341,6 @@ class Hosts:
             arrays = coding.of_leaves(coding.layout.views(blocks[host]))
             found.update(zip(part.leaves, map(list, arrays), strict=True))
         return [found[number] for number in range(len(found))]
-
-    # ---- all hosts -----------------------------------------------------------------------------
 
     def status(self, host: int) -> Status:
         """Asks a host for contents and counters. Raises `OptionError` if there is no such host."""

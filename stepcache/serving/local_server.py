@@ -83,8 +83,6 @@ class LocalServer:
         data = {"address": address, "epoch": self.host.epoch, "process": str(Process.current())}
         replace_file(self.directory / ADDRESS_FILE, json.dumps(data))
 
-    # ---- the loop ------------------------------------------------------------------------------
-
     def run(self) -> bool:
         """Serves until `stop`. Returns whether its last snapshot holds all writes."""
         try:

@@ -54,9 +54,6 @@ def bytes_of(frame: Any) -> np.ndarray:
     return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
 
 
-# ---- messages of several frames ----------------------------------------------------------------
-
-
 def joined(frames: Sequence[Any]) -> bytes:
     """Returns a message of these frames: their number, their sizes, and their bytes."""
     sizes = [memoryview(frame).nbytes for frame in frames]

@@ -51,15 +51,10 @@ _references: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
 
 
 class About(NamedTuple):
-    """Description of an actor.
+    """Description of an actor, as of `Status` and `DurableHost`.
 
     Attributes:
-        directory: directory of its snapshots.
-        epoch: epoch of its host.
-        hosts: how many hosts share the variables.
         variables: how many variables and tables it holds.
-        moment: how many writes it has applied.
-        pid: its process, on its node.
         is_stopped: whether it was stopped, and is about to be removed.
         process: its process as `Process` writes it, if it serves the processes of its machine.
     """
@@ -200,9 +195,6 @@ def _unpacked(request: Any, payload: Any) -> tuple[str, Any, np.ndarray | None]:
             f"a block must be an array of bytes, not a {type(block).__name__}"
         )
     return client, from_plain(data), block
-
-
-# ---- actors --------------------------------------------------------------------------------------
 
 
 def start(

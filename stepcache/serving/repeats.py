@@ -21,12 +21,7 @@ Apply = Callable[[HeldVariables, WriteRequest, np.ndarray], HeldVariables]
 
 
 class Repeat(NamedTuple):
-    """A repeated write.
-
-    Attributes:
-        stamp: epoch and moment of the host when it was first applied.
-        request, block: the write, and its value.
-    """
+    """A repeated write and its value; when it was first applied: epoch and moment of the host."""
 
     stamp: tuple[int, int]
     request: WriteRequest

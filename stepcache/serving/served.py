@@ -86,8 +86,6 @@ class Served(Master):
         self._granted: Copy | None = None  # Serves this call, of which the hosts were not asked.
         self._seen = 0  # The version that `leaves` returned last.
 
-    # ---- which copy serves ---------------------------------------------------------------------
-
     def _serving(self, reader: Reader) -> tuple[Copy | None, str]:
         if reader.carried and not self._hosts.is_whole(self._name):
             raise VariablesError(
@@ -165,8 +163,6 @@ class Served(Master):
                 leaves.append(decoder(leaf.wire, buffer)(jax.device_put(parts, where)))
         return transfer.pack(leaves, self.layout, may_alias=True)
 
-    # ---- reads in the background ---------------------------------------------------------------
-
     def reads_ahead(self, reader: Reader) -> bool:
         """Returns whether the value is to be read in the background for the next step."""
         is_wanted = self._policy.prefetch and not reader.carried
@@ -192,8 +188,6 @@ class Served(Master):
             self._set_current(version)
             self._copies.arrived(self.version, kept, seconds)
             self._copied_at = version
-
-    # ---- a step --------------------------------------------------------------------------------
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         planned = self.plan_take(variable, reader)
@@ -299,8 +293,6 @@ class Served(Master):
         self._set_current(version)
         meter[SERVER_LINK] += coding.size_bytes
         self._copies.wrote(session, self.version)
-
-    # ---- the methods of `Variables` ------------------------------------------------------------
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += transfer.to_host_bytes(leaves, None)

@@ -48,12 +48,7 @@ def versions_of(reply: Values) -> list[Version]:
 
 
 class Received(NamedTuple):
-    """A reply and its blocks.
-
-    Attributes:
-        message: the reply.
-        blocks: the bytes of each block. They do not change while an array refers to them.
-    """
+    """A reply, and the bytes of its blocks: they do not change while an array refers to them."""
 
     message: Any
     blocks: list[np.ndarray]

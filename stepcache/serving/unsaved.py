@@ -13,16 +13,11 @@ from stepcache.units import counted, readable_bytes
 
 @dataclass(eq=False, slots=True)
 class Sent:
-    """A write that no snapshot holds yet.
-
-    Attributes:
-        request, block: the write, and its value.
-        stamp: epoch and moment of the host when it confirmed the write; None before that.
-    """
+    """A write and its value, which no snapshot holds yet."""
 
     request: WriteRequest
     block: Block
-    stamp: tuple[int, int] | None = None
+    stamp: tuple[int, int] | None = None  # Epoch and moment of the host when it confirmed it.
 
 
 class Unsaved(collections.deque[Sent]):
